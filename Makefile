@@ -9,7 +9,7 @@ TEST_WORKERS ?= 4
 # Those of one file follow one another: they share processes. The files with the longest come first (tests/conftest.py).
 PYTEST := $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler bench/peers/floor
-SOURCES := common services clients bench protos/generate.py protos/compatibility.py protos/reference.py docs tests deploy setup.py
+SOURCES := common services clients lab bench protos/generate.py protos/compatibility.py protos/reference.py docs tests deploy setup.py
 .DEFAULT_GOAL := help
 KUBECONFORM := github.com/yannh/kubeconform/cmd/kubeconform@v0.7.0
 HELM := helm.sh/helm/v3/cmd/helm@v3.19.2

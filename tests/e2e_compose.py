@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from free_ports import free_ports
+from support.free_ports import free_ports
 
 from kvscout_cli.embedded_nats import server_binary
 from kvscout_client import Router, StopConditions

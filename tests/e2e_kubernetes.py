@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 import yaml
 from deploy.test_helm_chart import CHART, KUBE_VERSION, tool
-from gateway_stack import GatewayClient, together
-from kubernetes_cluster import Cluster, Refused
-from mocker_process import running_mocker
-from processes import eventually, running
+from support.gateway_stack import GatewayClient, together
+from support.kubernetes_cluster import Cluster, Refused
+from support.mocker_process import running_mocker
+from support.processes import eventually, running
 
 from kvscout.v1 import workers_pb2
 from kvscout_common.kubernetes.access import from_service_account
-from kvscout_common.registry import Registry
-from kvscout_common.registry_kubernetes import KubernetesWorkers
-from kvscout_common.service_info import shown
+from kvscout_common.registry.kubernetes import KubernetesWorkers
+from kvscout_common.registry.registry import Registry
+from kvscout_common.rpc.service_info import shown
 
 BINARIES = Path(os.environ.get("KVSCOUT_KUBERNETES", Path.home() / ".cache" / "kvscout" / "kubernetes"))
 NAMESPACE = "llm"

@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from decoder_fuzz import decoders, fuzz
-from fuzz_seeds import write_corpus
-from index_scenarios import IndexFactory
-from index_world import run_world
+from support.decoder_fuzz import decoders, fuzz
+from support.fuzz_seeds import write_corpus
+from support.index_scenarios import IndexFactory
+from support.index_world import run_world
 
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex
@@ -72,7 +72,7 @@ def start_native_lane() -> subprocess.Popen[bytes] | None:
 def start_lane(module: str) -> subprocess.Popen[bytes]:
     """Start a module of the tests that fuzzes running services."""
     environment = {**os.environ, "FUZZ_SECONDS": str(SECONDS), "FUZZ_SEED": str(SEED)}
-    command = [sys.executable, str(Path(__file__).with_name(f"{module}.py"))]
+    command = [sys.executable, "-m", f"support.{module}"]
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 

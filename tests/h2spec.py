@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from processes import running
+from support.processes import running
 
 MODULE = "github.com/summerwind/h2spec/cmd/h2spec@v2.2.1+incompatible"
 FOLDER = Path(__file__).parents[1] / ".kvscout" / "peers" / "h2spec-2.2.1"

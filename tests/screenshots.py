@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from browser import CHROMIUM, MISSING, browser
-from gateway_stack import MODEL, fresh_prompt, running_stack
+from support.browser import CHROMIUM, MISSING, browser
+from support.gateway_stack import MODEL, fresh_prompt, running_stack
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 SECONDS = 330.0

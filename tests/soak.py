@@ -22,12 +22,12 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import psutil
-from index_churn import Churn, Load, Request, Sample, requests, spread
+from support.index_churn import Churn, Load, Request, Sample, requests, spread
 
 from kvscout_blocks.index.block_index import IndexStats
 from kvscout_blocks.index.twins import make_index
 from kvscout_common.hashing import backend_name
-from kvscout_common.heap import keep_mmap_threshold
+from kvscout_common.process.heap import keep_mmap_threshold
 
 EVENTS = int(os.environ.get("SOAK_EVENTS", "5000000"))
 SEED = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(2**32)))

@@ -14,10 +14,10 @@ from kvscout_bench.gateway_load import CompletionClient, GrpcClient, Send, at_ra
 from kvscout_bench.gateway_stack import Engines, OurStack, Stack, envoy, smg
 from kvscout_bench.harness import Case, Goal, Row, Side, compare
 from kvscout_bench.machine import Machine, this_machine
-from kvscout_bench.report import percentile
 from kvscout_bench.selection import Selection
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
+from kvscout_lab.summary import percentile
 
 SEED = 1
 TOKENS = 4_096

@@ -24,9 +24,9 @@ from kvscout_bench.gateway_load import random_tokens
 from kvscout_bench.peer import DriverFailed
 from kvscout_bench.service_process import cpu_of, rss_of
 from kvscout_common.config import ServerConfig
-from kvscout_common.serving import App, run
+from kvscout_common.http.http import Form, HttpCall, HttpRequest, HttpServer, connect, serve_http
+from kvscout_common.rpc.serving import App, run
 from kvscout_common.transport import Transport
-from kvscout_common.transport.http import Form, HttpCall, HttpRequest, HttpServer, connect, serve_http
 
 CONNECT_SECONDS = 5.0
 _SERVICE = "kvscout.v1.Gateway"

@@ -20,7 +20,7 @@ from kvscout_bench.machine import this_machine
 from kvscout_bench.nats_process import NatsProcess
 from kvscout_bench.service_process import READY_SECONDS, until
 from kvscout_blocks.bytes.codec import VERSION
-from kvscout_common.nats_names import NatsNames
+from kvscout_common.nats.names import NatsNames
 from kvscout_common.worker import DEFAULT_TENANT, WorkerRank
 
 NAME = "jetstream"

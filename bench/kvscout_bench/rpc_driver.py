@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import uvloop
 
 from kvscout_bench.gateway_load import at_rate
-from kvscout_bench.report import percentile
 from kvscout_bench.rpc_dynamo import DynamoSide
 from kvscout_bench.rpc_floor import FloorSide
 from kvscout_bench.rpc_ours import Call, OurSide
 from kvscout_bench.service_process import MeasuredProcess
 from kvscout_common.transport import Transport, choose
+from kvscout_lab.summary import percentile
 
 DYNAMO, FLOOR = "dynamo", "floor"
 WARM_CALLS = 50

@@ -15,8 +15,8 @@ from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess
 from kvscout_bench.peer import DriverFailed
 from kvscout_bench.rpc_fixture import TOKENS, Publishers, prompt, require_all
 from kvscout_bench.service_process import READY_SECONDS, MeasuredProcess, ServiceProcess, until
-from kvscout_common.channel import open_channel
 from kvscout_common.hashing import block_hashes
+from kvscout_common.rpc.channel import open_channel
 
 INDEXER, SCHEDULER, GATEWAY = "/kvscout.v1.Indexer/", "/kvscout.v1.Scheduler/", "/kvscout.v1.Gateway/"
 CALL_SECONDS = 30.0

@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 from random import Random
 
-from kvscout_bench.report import percentile
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerSpec
+from kvscout_lab.summary import percentile
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.request import ANYONE, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler

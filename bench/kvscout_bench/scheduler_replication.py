@@ -19,10 +19,10 @@ from typing import Any
 import uvloop
 
 from kvscout_bench.nats_process import NatsProcess
-from kvscout_bench.report import percentile
-from kvscout_common.nats_config import NatsConfig
-from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats.config import NatsConfig
+from kvscout_common.nats.link import NatsLink
 from kvscout_common.worker import WorkerSpec
+from kvscout_lab.summary import percentile
 from kvscout_scheduler.booking import Booking
 from kvscout_scheduler.replicas import Replicas
 from kvscout_scheduler.replication import Replication

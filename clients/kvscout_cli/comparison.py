@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvscout_bench.record import Run
-from kvscout_bench.replay import Limits, OpenLoop, gateway_target
-from kvscout_bench.report import Summary, summarise
-from kvscout_bench.workload import Session
 from kvscout_cli.progress import ReplayProgress
 from kvscout_cli.stack import Stack
 from kvscout_cli.topology import MODEL, Topology, launch
 from kvscout_client import Router
 from kvscout_common.variables import PREFIX, SWITCHES
+from kvscout_lab.open_loop import Limits, OpenLoop, gateway_target
+from kvscout_lab.record import Run
+from kvscout_lab.sessions import Session
+from kvscout_lab.summary import Summary, summarise
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from google.protobuf.message import Message
 
 from kvscout.v1 import scheduler_pb2_grpc
 from kvscout_client import ClientSecurity, NotSecured, Router
-from kvscout_common.channel import call, open_channel
 from kvscout_common.doctor.collection import Named
 from kvscout_common.doctor.gathering import Gathering
 from kvscout_common.doctor.snapshot import Kind, Snapshot
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.flags import SectionedOption, client_flags, flag
+from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
 CONNECTION = "Connection"

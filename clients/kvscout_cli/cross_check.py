@@ -21,21 +21,21 @@ from typing import Any, Final, NamedTuple
 
 from rich.table import Table
 
-from kvscout_bench.laboratory.cells import Bench, Contender
-from kvscout_bench.laboratory.clients import Clients, as_clients_ask
-from kvscout_bench.laboratory.cluster import Cluster
-from kvscout_bench.laboratory.generators import Agents, agents
-from kvscout_bench.laboratory.latencies import Latencies
-from kvscout_bench.laboratory.measures import Measures, Objective
-from kvscout_bench.laboratory.timing import StepTime
-from kvscout_bench.laboratory.worker import EngineSettings
-from kvscout_bench.laboratory.workload import Burst, Flow, Turn, Workload, at_rate, from_sessions, in_bursts
-from kvscout_bench.real_time import MAX_BOUND, RealTime
-from kvscout_bench.record import Run
-from kvscout_bench.workload import LogNormal, MultiTurn, Range, Session, multi_turn
 from kvscout_cli.comparison import cpu_seconds, environment
 from kvscout_cli.stack import Stack
 from kvscout_cli.topology import MODEL, Mockers, Ports, Topology, launch
+from kvscout_lab.cells import Bench, Contender
+from kvscout_lab.clients import Clients, as_clients_ask
+from kvscout_lab.cluster import Cluster
+from kvscout_lab.generators import Agents, agents
+from kvscout_lab.latencies import Latencies
+from kvscout_lab.measures import Measures, Objective
+from kvscout_lab.real_time import MAX_BOUND, RealTime
+from kvscout_lab.record import Run
+from kvscout_lab.sessions import LogNormal, MultiTurn, Range, Session, multi_turn
+from kvscout_lab.timing import StepTime
+from kvscout_lab.worker import EngineSettings
+from kvscout_lab.workload import Burst, Flow, Turn, Workload, at_rate, from_sessions, in_bursts
 
 DRAWS: Final = 8
 ENGINES: Final = 16

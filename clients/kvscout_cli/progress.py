@@ -10,8 +10,8 @@ from typing import Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvscout_bench.record import RequestRecord
 from kvscout_cli.output import echo, stderr
+from kvscout_lab.record import RequestRecord
 
 LINE_SECONDS = 5.0
 """Time between lines where there is no terminal."""

@@ -12,11 +12,11 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvscout_bench.laboratory.cells import Contender
-from kvscout_bench.laboratory.matrix import matrix
-from kvscout_bench.laboratory.matrix_report import Verdict, as_json, markdown, percent, summary, verdicts
-from kvscout_bench.laboratory.matrix_run import MatrixPlan, run_matrix
 from kvscout_cli.output import stderr, stdout
+from kvscout_lab.cells import Contender
+from kvscout_lab.matrix import matrix
+from kvscout_lab.matrix_report import Verdict, as_json, markdown, percent, summary, verdicts
+from kvscout_lab.matrix_run import MatrixPlan, run_matrix
 
 POLICIES = ("kv-time", "kv", "kv-balance", "lmetric", "least-loaded")
 SEEDS = 3

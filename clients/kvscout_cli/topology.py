@@ -14,10 +14,10 @@ from kvscout_cli.port_holders import holder
 from kvscout_cli.process import ManagedProcess, Program
 from kvscout_cli.stack import Stack
 from kvscout_client import Router, RouterStatus
-from kvscout_common.binding import wait_for_port
 from kvscout_common.errors import FailedPrecondition, KvscoutError, Unavailable
+from kvscout_common.registry.workers_file import load_workers
+from kvscout_common.rpc.binding import wait_for_port
 from kvscout_common.worker import Role, Transport, WorkerRank, WorkerSpec
-from kvscout_common.workers_file import load_workers
 
 MODEL = "mock-model"
 """What simulated engines serve."""

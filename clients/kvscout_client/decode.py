@@ -22,8 +22,8 @@ from kvscout_client.results import (
     WorkerRecord,
 )
 from kvscout_common.enum_words import word_of
+from kvscout_common.registry.worker_proto import rank_from_proto, role_from_proto, spec_from_proto
 from kvscout_common.worker import WorkerRank
-from kvscout_common.worker_proto import rank_from_proto, role_from_proto, spec_from_proto
 
 _FINISH_REASONS = {
     gateway_pb2.FINISH_REASON_STOP: FinishReason.STOP,

@@ -15,10 +15,10 @@ from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
 from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_client.kv_publisher_rank import PublishedRank
 from kvscout_common.errors import Unavailable
-from kvscout_common.nats_config import NatsConfig
-from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats.config import NatsConfig
+from kvscout_common.nats.link import NatsLink
+from kvscout_common.registry.worker_lease import WorkerLease
 from kvscout_common.worker import Transport
-from kvscout_common.worker_lease import WorkerLease
 
 log = logging.getLogger("kvscout.publisher")
 

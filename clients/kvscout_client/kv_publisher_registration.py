@@ -7,12 +7,12 @@ import logging
 from typing import Any, Final
 
 from kvscout.v1 import workers_pb2
-from kvscout_common.channel import call
 from kvscout_common.errors import FailedPrecondition, KvscoutError
-from kvscout_common.leases import RENEWALS, RETRY_SECONDS
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.registry.leases import RENEWALS, RETRY_SECONDS
+from kvscout_common.registry.worker_proto import spec_to_proto
+from kvscout_common.rpc.channel import call
 from kvscout_common.worker import WorkerSpec
-from kvscout_common.worker_proto import spec_to_proto
 
 log = logging.getLogger("kvscout.publisher")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvscout_common import tracing
 from kvscout_common.endpoints import is_loopback
 from kvscout_common.errors import ConfigError
+from kvscout_common.observability import tracing
 from kvscout_common.transport import Transport, chosen
 
 

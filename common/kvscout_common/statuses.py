@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import grpc
 
-from kvscout_common.endings import tell_panic
 from kvscout_common.errors import (
     AlreadyExists,
     Cancelled,
@@ -30,7 +29,8 @@ from kvscout_common.errors import (
     Unavailable,
     Unimplemented,
 )
-from kvscout_common.rich_status import DETAILS_TRAILER, details_of
+from kvscout_common.process.endings import tell_panic
+from kvscout_common.rpc.rich_status import DETAILS_TRAILER, details_of
 
 log = logging.getLogger("kvscout.rpc")
 

@@ -3,8 +3,8 @@
 Nothing but the module that pairs with a section below imports it:
 
 * hashing: `kvscout_common.hashing`, which documents the functions; the twin is `hashing_reference`.
-* token ids as JSON: `kvscout_common.token_json`; the twin is `token_json_reference`.
-* JSON objects: `kvscout_common.json_scan`; the twin is `json_scan_reference`.
+* token ids as JSON: `kvscout_common.http.token_json`; the twin is `token_json_reference`.
+* JSON objects: `kvscout_common.http.json_scan`; the twin is `json_scan_reference`.
 * index: `kvscout_blocks.index.native`; `kvscout_blocks.index.block_index` documents what the methods do, the twin is
   `reference_index`.
 * load: `kvscout_scheduler.native_load`; the twins are `kvscout_scheduler.active_load`, `prefix_tree`, `cost` and `time_cost`.
@@ -68,7 +68,7 @@ def read_tokens(text: str, at: int) -> tuple[bytes, int] | None:
 def scan_object(
     data: bytes, *, max_fields: int, max_values: int, strict: bool, packed: str
 ) -> tuple[list[tuple[str, int, int, int, int, int]], tuple[bytes | None, tuple[int, int] | None, int]]:
-    """The fields of an object; holds no lock for long texts. See `kvscout_common.json_scan`.
+    """The fields of an object; holds no lock for long texts. See `kvscout_common.http.json_scan`.
 
     Raises:
         ValueError: It is no object, or beyond a bound.
@@ -533,7 +533,7 @@ class ClientTls:
         """
 
 class ByteBudget:
-    """See `kvscout_common.byte_budget.Budget`."""
+    """See `kvscout_common.http.byte_budget.Budget`."""
 
     def __init__(self, limit: int, share: int) -> None:
         """Bytes of all tenants together, and of each."""
@@ -547,7 +547,7 @@ class ByteBudget:
     def charge(self, tenant: str | None = None, copies: int = 1) -> ByteCharge: ...
 
 class ByteCharge:
-    """See `kvscout_common.byte_budget.Charge`."""
+    """See `kvscout_common.http.byte_budget.Charge`."""
 
     @property
     def bytes(self) -> int: ...
@@ -987,7 +987,7 @@ class Http:
         """Closes idle connections whose origin begins so."""
 
 class EventRelay:
-    """The twin of `kvscout_common.transport.event_relay.EventRelay`, which is what passes events on inside `Http`."""
+    """The twin of `kvscout_common.http.event_relay.EventRelay`, which is what passes events on inside `Http`."""
 
     def __init__(self, form: str, dialect: str = "openai", max_tokens: int | None = None) -> None:
         """As `Http.tell`."""

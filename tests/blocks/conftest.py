@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from index_scenarios import IndexFactory
+from support.index_scenarios import IndexFactory
 
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex

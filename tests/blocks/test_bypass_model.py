@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
 import zmq
-from engine_events import BLOCK_SIZE, CLEARED, batch, prompt, removed, stored
+from support.engine_events import BLOCK_SIZE, CLEARED, batch, prompt, removed, stored
 
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.wire import Message
@@ -27,7 +27,7 @@ from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_common.hashing import native_available
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 
 SEQUENCES = int(os.environ.get("KVSCOUT_SEQUENCES", "40"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import nats
 import pytest
-from nats_server import nats_server
+from support.nats_server import nats_server
 
 from kvscout_blocks.publish.event_stream import MSG_ID, ensure_stream, message_id
-from kvscout_common.nats_names import NatsNames
+from kvscout_common.nats.names import NatsNames
 from kvscout_common.worker import WorkerRank
 
 NAMES = NatsNames("test")

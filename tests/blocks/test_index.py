@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgpack
 import pytest
-from index_scenarios import IndexFactory, settle
+from support.index_scenarios import IndexFactory, settle
 
 from kvscout.v1.events_pb2 import KvEventBatch
 from kvscout_blocks.bytes.acceptance import Ignored

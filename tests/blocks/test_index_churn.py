@@ -9,8 +9,8 @@ import gc
 import os
 import random
 
-from index_churn import Churn, Load, requests
-from index_scenarios import IndexFactory, settle
+from support.index_churn import Churn, Load, requests
+from support.index_scenarios import IndexFactory, settle
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
 PASSES = 4

@@ -10,8 +10,8 @@ import os
 import random
 
 import pytest
-from index_scenarios import IndexFactory
-from index_world import run_world
+from support.index_scenarios import IndexFactory
+from support.index_world import run_world
 
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex

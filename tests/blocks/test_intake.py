@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_events import BLOCK_SIZE, batch, prompt, stored
-from free_ports import free_ports
-from intake_world import RANK, IntakeWorld
-from zmq_publisher import Publisher
+from support.engine_events import BLOCK_SIZE, batch, prompt, stored
+from support.free_ports import free_ports
+from support.intake_world import RANK, IntakeWorld
+from support.zmq_publisher import Publisher
 
 from kvscout_blocks.bytes.wire import Message
 from kvscout_blocks.index.block_index import WorkerOptions

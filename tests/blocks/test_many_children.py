@@ -7,7 +7,7 @@ import random
 import time
 
 import pytest
-from index_scenarios import IndexFactory, settle
+from support.index_scenarios import IndexFactory, settle
 
 from kvscout_blocks.bytes.events import Event, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import SLICE, BlockIndex, WorkerOptions

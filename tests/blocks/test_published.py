@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-from index_scenarios import IndexFactory
+from support.index_scenarios import IndexFactory
 
 from kvscout.v1 import events_pb2
 from kvscout_blocks.bytes.codec import encode_dump

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 import nats
 import nats.aio.client
 import pytest
-from nats_server import nats_server
+from support.nats_server import nats_server
 
 from kvscout.v1 import bridge_pb2
 from kvscout_blocks.source.feed import HistoryBroken
 from kvscout_blocks.source.recovery import MAX_ANSWERS, WINDOW, Answer, recover, recover_request, serve_recovery
 from kvscout_common.errors import NotFound
-from kvscout_common.nats_barrier import NatsBarrier
+from kvscout_common.nats.barrier import NatsBarrier
 from kvscout_common.worker import WorkerRank
 
 SUBJECT = "kvscout.test.recover"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from index_scenarios import IndexFactory, ScenarioRunner, scenario_files
+from support.index_scenarios import IndexFactory, ScenarioRunner, scenario_files
 
 FILES = scenario_files(Path(__file__).parent / "scenarios")
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from index_scenarios import IndexFactory, settle
+from support.index_scenarios import IndexFactory, settle
 
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored, Tier

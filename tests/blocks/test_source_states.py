@@ -19,7 +19,7 @@ from kvscout_blocks.source import source as source_module
 from kvscout_blocks.source.feed import HistoryBroken, NoHistory, SourceInput, SourceState
 from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_blocks.source.source import Elsewhere, Source
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 SPEC = WorkerSpec("w", "m", 4)

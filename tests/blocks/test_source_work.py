@@ -15,7 +15,7 @@ from kvscout_blocks.index.twins import make_index
 from kvscout_blocks.source.feed import SourceInput, SourceState
 from kvscout_blocks.source.sequence import HELD_BYTES, SequencedBatch
 from kvscout_blocks.source.source import Source
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 SPEC = WorkerSpec("w", "m", 4)

@@ -9,10 +9,10 @@ import psutil
 import pytest
 import zmq
 import zmq.asyncio
-from processes import eventually
-from recorded_engine import RecordedEngine, recorded_engine
-from vllm_publisher import VllmPublisher, vllm_publisher
-from zmq_publisher import DEADLINE_MS, Publisher
+from support.processes import eventually
+from support.recorded_engine import RecordedEngine, recorded_engine
+from support.vllm_publisher import VllmPublisher, vllm_publisher
+from support.zmq_publisher import DEADLINE_MS, Publisher
 
 from kvscout_blocks.bytes.wire import Message
 from kvscout_blocks.source import subscriber

@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-import zmtp_peer as zmtp
-from free_ports import free_ports
-from intake_world import IntakeWorld
+from support import zmtp_peer as zmtp
+from support.free_ports import free_ports
+from support.intake_world import IntakeWorld
 
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.source import subscriber

@@ -9,22 +9,22 @@ from dataclasses import replace
 
 import nats
 import pytest
-from bridge_stack import NAMES, SPEC, BridgeHere, Stack, stacked
-from engine_events import CLEARED, batch, chain, prompt, removed, stored
-from event_listener import Listener
-from nats_server import nats_server
-from processes import eventually
-from recorded_engine import recorded_engine
+from support.bridge_stack import NAMES, SPEC, BridgeHere, Stack, stacked
+from support.engine_events import CLEARED, batch, chain, prompt, removed, stored
+from support.event_listener import Listener
+from support.nats_server import nats_server
+from support.processes import eventually
+from support.recorded_engine import recorded_engine
 
 from kvscout_blocks.source.feed import HistoryBroken
 from kvscout_blocks.source.recovery import recover, recover_request
 from kvscout_bridge.servicer import BridgeServicer
 from kvscout_common.errors import FailedPrecondition, Unavailable
-from kvscout_common.nats_config import NatsConfig
-from kvscout_common.nats_link import NatsLink
-from kvscout_common.registry import WorkerName
+from kvscout_common.nats.config import NatsConfig
+from kvscout_common.nats.link import NatsLink
+from kvscout_common.registry.registry import WorkerName
+from kvscout_common.registry.worker_bucket import Stored, WorkerBucket
 from kvscout_common.worker import Adapter, Transport
-from kvscout_common.worker_bucket import Stored, WorkerBucket
 
 
 async def test_events_arrive_as_the_engine_sent_them(transport: str) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from bridge_stack import SPEC, BridgeProcess, stacked
-from engine_events import batch, chain, prompt, stored
-from process_metrics import scrape
-from processes import eventually
+from support.bridge_stack import SPEC, BridgeProcess, stacked
+from support.engine_events import batch, chain, prompt, stored
+from support.process_metrics import scrape
+from support.processes import eventually
 
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.twins import load_state, make_index
 from kvscout_blocks.source.recovery import recover_request
-from kvscout_common.channel import open_channel, stream
 from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.rpc.channel import open_channel, stream
 from kvscout_common.worker import WorkerRank
 
 OTHER = [batch(stored([500 + n], prompt(1, first=4000 + 4 * n))) for n in range(15)]

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import aiohttp
-from free_ports import free_ports
+from support.free_ports import free_ports
 
 from chaos.members import Member
 

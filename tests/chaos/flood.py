@@ -23,7 +23,7 @@ from typing import Final
 
 import aiohttp
 import psutil
-from gateway_stack import MODEL, Stack, fresh_prompt, running_stack
+from support.gateway_stack import MODEL, Stack, fresh_prompt, running_stack
 
 from chaos.floods import GRPC_KINDS, KINDS
 

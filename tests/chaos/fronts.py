@@ -11,7 +11,7 @@ import aiohttp
 import grpc
 
 from kvscout.v1 import gateway_pb2, gateway_pb2_grpc
-from kvscout_common.channel import open_channel
+from kvscout_common.rpc.channel import open_channel
 
 MODEL, BLOCK_SIZE = "mock", 16
 CALL_SECONDS = 30.0

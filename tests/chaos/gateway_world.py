@@ -17,13 +17,13 @@ from random import Random
 from typing import Any
 
 import yaml
-from envoy_process import ENVOY, Settings
-from free_ports import free_ports
+from support.envoy_process import ENVOY, Settings
+from support.free_ports import free_ports
 
 from chaos.fronts import BLOCK_SIZE, MODEL, Front, GrpcFront, HttpFront, Wanted
 from chaos.members import Member
 from kvscout.v1 import gateway_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common.channel import call, open_channel
+from kvscout_common.rpc.channel import call, open_channel
 
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "a0": "aggregated"}
 GATEWAYS = ("g0", "g1")

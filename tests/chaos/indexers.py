@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import grpc
-from free_ports import free_ports
+from support.free_ports import free_ports
 
 from chaos.members import Member
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_blocks.bytes.codec import DumpReader
-from kvscout_common.channel import open_channel
+from kvscout_common.rpc.channel import open_channel
 
 
 class Indexer:

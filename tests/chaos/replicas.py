@@ -27,15 +27,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
-from nats_relay import NatsRelay
-from nats_server import NatsServer, nats_server
-from processes import eventually
-from replica_client import BLOCK, MODEL, GatewayStream, ReplicaClient, free_of, gateway, ref
-from scheduler_policy_plugin import install
-from tcp_relay import TcpRelay
+from support.nats_relay import NatsRelay
+from support.nats_server import NatsServer, nats_server
+from support.processes import eventually
+from support.replica_client import BLOCK, MODEL, GatewayStream, ReplicaClient, free_of, gateway, ref
+from support.scheduler_policy_plugin import install
+from support.tcp_relay import TcpRelay
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common.channel import open_channel
+from kvscout_common.rpc.channel import open_channel
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("CHAOS_SEED", SystemRandom().randrange(2**32)))

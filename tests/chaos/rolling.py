@@ -22,7 +22,7 @@ from pathlib import Path
 from random import Random, SystemRandom
 from typing import Final
 
-from tcp_relay import tcp_relay
+from support.tcp_relay import tcp_relay
 
 from chaos.fronts import Ending, Front, GrpcFront, HttpFront, Wanted
 from chaos.gateway_world import GATEWAYS, World

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import yaml
-from free_ports import free_ports
-from nats_server import NatsServer
+from support.free_ports import free_ports
+from support.nats_server import NatsServer
 
 from chaos.engines import BLOCK_SIZE, MODEL, Engine
 from chaos.indexers import Indexer

@@ -13,14 +13,14 @@ import click
 import pytest
 from click import shell_completion
 from click.testing import CliRunner, Result
-from fake_gateway import FakeGateway, fake_gateway
 from google.protobuf import proto
+from support.fake_gateway import FakeGateway, fake_gateway
 
 from kvscout.v1 import events_pb2, gateway_pb2, types_pb2
 from kvscout_cli.main import main
 from kvscout_common import __version__, errors
+from kvscout_common.registry.worker_proto import spec_from_proto
 from kvscout_common.worker import EngineKind, Role
-from kvscout_common.worker_proto import spec_from_proto
 
 LONG_ID = "a-worker-with-a-name-that-is-longer-than-a-terminal-is-wide-of-which-lines-stay-lines"
 

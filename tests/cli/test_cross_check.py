@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvscout_bench.laboratory.cells import Contender
-from kvscout_bench.record import RequestRecord, Run
 from kvscout_cli import cross_check
 from kvscout_cli.cross_check import CELLS, Checked, RealCell, conversations, markdown, outcome, simulated, table
 from kvscout_cli.topology import Mockers, Topology, _mocker
+from kvscout_lab.cells import Contender
+from kvscout_lab.record import RequestRecord, Run
 from kvscout_scheduler.policies import installed_policies
 
 SECONDS = 20.0

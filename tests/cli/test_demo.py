@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import psutil
-from processes import DEADLINE_SECONDS, eventually
+from support.processes import DEADLINE_SECONDS, eventually
 
 SMALL = ("--sessions", "14", "--rate", "5", "--think-seconds", "0.5", "--blocks", "768", "--seed", "1")
 

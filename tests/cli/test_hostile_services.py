@@ -16,8 +16,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_server import serving
-from processes import DEADLINE_SECONDS
+from support.grpc_server import serving
+from support.processes import DEADLINE_SECONDS
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2
 from kvscout_cli import output

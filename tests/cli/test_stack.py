@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import DEADLINE_SECONDS, eventually
+from support.processes import DEADLINE_SECONDS, eventually
 
 from kvscout_cli.process import MAX_LINE_CHARACTERS, ProcessFailed, Program
 from kvscout_cli.stack import Stack
@@ -25,7 +25,7 @@ def children_find_the_fake_service(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fake(name: str, mode: str = "serve") -> Program:
-    return Program(name, "fake_service", (mode,))
+    return Program(name, "support.fake_service", (mode,))
 
 
 def alive(pid: int) -> bool:
@@ -185,8 +185,8 @@ async def test_killing_the_supervisor_leaves_nothing_behind(tmp_path: Path) -> N
 
             async def main():
                 async with Stack() as stack:
-                    await stack.start(Program("a", "fake_service", ("serve",)))
-                    await stack.start(Program("b", "fake_service", ("stubborn",)))
+                    await stack.start(Program("a", "support.fake_service", ("serve",)))
+                    await stack.start(Program("b", "support.fake_service", ("stubborn",)))
                     print(*(process.pid for process in stack.processes), flush=True)
                     await asyncio.Event().wait()
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_stack import Stack, fresh_prompt, running_stack
-from processes import DEADLINE_SECONDS, eventually
+from support.gateway_stack import Stack, fresh_prompt, running_stack
+from support.processes import DEADLINE_SECONDS, eventually
 
 from kvscout.v1 import workers_pb2
-from kvscout_common.channel import PLAINTEXT
 from kvscout_common.doctor.collection import Collection, Named
 from kvscout_common.doctor.overview import Overview, overview
 from kvscout_common.doctor.snapshot import Kind
+from kvscout_common.rpc.channel import PLAINTEXT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import DEADLINE_SECONDS, eventually
+from support.processes import DEADLINE_SECONDS, eventually
 
 from kvscout_cli.port_holders import holder
 from kvscout_cli.stack import Stack

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fake_gateway import FakeGateway, fake_gateway
+from support.fake_gateway import FakeGateway, fake_gateway
 
 from kvscout.v1 import gateway_pb2
 from kvscout_client import BlockingBooking, BlockingRouter, Booking, FreeOutcome, RouteDecision, Router

@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc
 import pytest
-from free_ports import free_ports
-from indexer_client import BLOCK_SIZE, MODEL, IndexerClient, local_indexer
-from nats_server import NatsServer, nats_server
-from processes import eventually
-from scripted_publisher import dumped
+from support.free_ports import free_ports
+from support.indexer_client import BLOCK_SIZE, MODEL, IndexerClient, local_indexer
+from support.nats_server import NatsServer, nats_server
+from support.processes import eventually
+from support.scripted_publisher import dumped
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_blocks.bytes.dump import WorkerDump
@@ -26,10 +26,10 @@ from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.twins import make_index
 from kvscout_client import KvEventPublisher
 from kvscout_client.kv_publisher_rank import removed_events, stored_events
-from kvscout_common.channel import open_channel
 from kvscout_common.errors import Cancelled, FailedPrecondition, InvalidArgument
-from kvscout_common.guard import Guard
-from kvscout_common.nats_config import NatsConfig
+from kvscout_common.nats.config import NatsConfig
+from kvscout_common.rpc.channel import open_channel
+from kvscout_common.rpc.guard import Guard
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.raw_queries import RawQueries

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from indexer_client import indexer_process
-from nats_server import nats_server
+from support.indexer_client import indexer_process
+from support.nats_server import nats_server
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_engine" / "engine.py"
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
-from fake_gateway import FakeGateway, fake_gateway
+from support.fake_gateway import FakeGateway, fake_gateway
 
 from kvscout.v1 import events_pb2, gateway_pb2, types_pb2
 from kvscout_client import KvPushRouter, Router

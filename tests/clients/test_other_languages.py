@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fake_gateway import FakeGateway, fake_gateway
+from support.fake_gateway import FakeGateway, fake_gateway
 
 from kvscout.v1 import gateway_pb2, types_pb2
 from kvscout_common.errors import InvalidArgument, ResourceExhausted

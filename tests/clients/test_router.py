@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 import trustme
-from fake_gateway import FakeGateway, fake_gateway
+from support.fake_gateway import FakeGateway, fake_gateway
 
 from kvscout.v1 import gateway_pb2, types_pb2
 from kvscout_client import (
@@ -27,7 +27,7 @@ from kvscout_client import (
     StopConditions,
 )
 from kvscout_common import errors
-from kvscout_common.identity import TokenTable
+from kvscout_common.identity.identity import TokenTable
 from kvscout_common.worker import EventEndpoint, Role, WorkerRank, WorkerSpec
 
 

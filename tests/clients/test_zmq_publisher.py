@@ -7,7 +7,7 @@ import threading
 import msgpack
 import pytest
 import zmq
-from indexer_client import BLOCK_SIZE, local_indexer
+from support.indexer_client import BLOCK_SIZE, local_indexer
 
 from kvscout_client.zmq_publisher import END_OF_REPLAY, ZmqKvEventPublisher, full_blocks, u64
 

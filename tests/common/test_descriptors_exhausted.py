@@ -11,10 +11,10 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
-from processes import DEADLINE_SECONDS
+from support.processes import DEADLINE_SECONDS
 
 from kvscout.v1 import scheduler_pb2_grpc, types_pb2
-from kvscout_common.channel import call, open_channel
+from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.transport import Transport
 
 SAID = {Transport.NATIVE: b"kvscout.rpc: connections cannot be accepted", Transport.GRPCIO: b"limit reached"}

@@ -12,7 +12,7 @@ SERVICES = sorted(path.name for path in (ROOT / "services").glob("*/kvscout_*") 
 LIBRARIES = ("kvscout_common", "kvscout_blocks")
 SOURCES = sorted(
     path
-    for folder in ("common", "services", "clients", "bench")
+    for folder in ("common", "services", "clients", "lab", "bench")
     for path in (ROOT / folder).rglob("*.py")
     if "target" not in path.parts and path.parent != ROOT / folder
 )
@@ -43,7 +43,7 @@ def test_services_import_no_other_service_and_common_imports_none(path: Path) ->
     package = package_of(path)
     forbidden = set(SERVICES) - {package}
     if package in LIBRARIES:
-        forbidden |= {"kvscout_client", "kvscout_cli", "kvscout_bench"}
+        forbidden |= {"kvscout_client", "kvscout_cli", "kvscout_lab", "kvscout_bench"}
     if package == "kvscout_common":
         forbidden.add("kvscout_blocks")
     if package not in (*SERVICES, *LIBRARIES):

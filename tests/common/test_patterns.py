@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
-from cpu_cost import TIMES, assert_in_proportion
+from support.cpu_cost import TIMES, assert_in_proportion
 
 PACKAGES: Final = (
     *("kvscout_common", "kvscout_blocks", "kvscout_client", "kvscout_cli"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from http2_resets import attacking
-from processes import running
+from support.http2_resets import attacking
+from support.processes import running
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common.channel import call, open_channel
+from kvscout_common.rpc.channel import call, open_channel
 
 ATTACKERS = 4
 STREAMS = 6_000

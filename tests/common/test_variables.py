@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import DEADLINE_SECONDS
+from support.processes import DEADLINE_SECONDS
 
 from kvscout_common.variables import of_kubernetes, warnings
 

@@ -17,12 +17,12 @@ import click
 import nats
 import pytest
 import yaml
-from free_ports import free_ports
-from nats_server import nats_server
 from packaging.requirements import Requirement
+from support.free_ports import free_ports
+from support.nats_server import nats_server
 
 from kvscout_cli.topology import DEFAULT_PORTS
-from kvscout_common.workers_file import load_workers
+from kvscout_common.registry.workers_file import load_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 STACK: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())

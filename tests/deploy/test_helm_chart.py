@@ -15,7 +15,7 @@ import yaml
 
 from kvscout_bridge.main import main as bridge
 from kvscout_cli.commands.health import command as health
-from kvscout_common.workers_file import load_workers
+from kvscout_common.registry.workers_file import load_workers
 from kvscout_gateway.main import main as gateway
 from kvscout_indexer.main import main as indexer
 from kvscout_scheduler.main import main as scheduler

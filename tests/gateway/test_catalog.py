@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.registry import Registry
+from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import Adapter, EngineKind, WorkerSpec
 from kvscout_gateway.catalog import NOBODY, Catalog, Target
 from kvscout_gateway.request.prompt import Geometry

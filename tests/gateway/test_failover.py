@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_server import serving
-from processes import eventually
+from support.grpc_server import serving
+from support.processes import eventually
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common import errors
-from kvscout_common.channel import PLAINTEXT, call
 from kvscout_common.errors import KvscoutError
+from kvscout_common.rpc.channel import PLAINTEXT, call
 from kvscout_gateway import failover
 from kvscout_gateway.failover import Failover, HelperDown, Member
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
-from free_ports import free_ports
-from processes import eventually, running
 from prometheus_client import CollectorRegistry
+from support.free_ports import free_ports
+from support.processes import eventually, running
 
 from kvscout.v1 import workers_pb2
-from kvscout_common.channel import call
-from kvscout_common.service_info import shown
+from kvscout_common.rpc.channel import call
+from kvscout_common.rpc.service_info import shown
 from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_gateway import membership
 from kvscout_gateway.config import GatewayConfig

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from processes import eventually
-from worker_service import WorkerService, worker_service
+from support.processes import eventually
+from support.worker_service import WorkerService, worker_service
 
 from kvscout.v1 import scheduler_pb2_grpc
-from kvscout_common import worker_proto, worker_rpcs
-from kvscout_common.engine_facts import EngineFacts
 from kvscout_common.errors import FailedPrecondition, Unavailable
-from kvscout_common.registry import Registry, Source
-from kvscout_common.service_info import shown
+from kvscout_common.registry import worker_proto, worker_rpcs
+from kvscout_common.registry.engine_facts import EngineFacts
+from kvscout_common.registry.registry import Registry, Source
+from kvscout_common.rpc.service_info import shown
 from kvscout_common.worker import DEFAULT_TENANT, EventEndpoint, WorkerSpec
 from kvscout_gateway import listed_specs, member_sync, registration
 from kvscout_gateway.registration import Registration, problem

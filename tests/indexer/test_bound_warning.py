@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from indexer_client import local_indexer
+from support.indexer_client import local_indexer
 
-from kvscout_common.service_info import TenantWarning
+from kvscout_common.rpc.service_info import TenantWarning
 from kvscout_common.shards import Shard
 from kvscout_indexer.config import IndexerConfig
 

@@ -11,15 +11,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from engine_events import batch, chain, prompt, stored
-from indexer_client import MODEL, IndexerClient, indexer_process
-from process_metrics import scrape
-from processes import DEADLINE_SECONDS, eventually, start
-from recorded_engine import recorded_engine
+from support.engine_events import batch, chain, prompt, stored
+from support.indexer_client import MODEL, IndexerClient, indexer_process
+from support.process_metrics import scrape
+from support.processes import DEADLINE_SECONDS, eventually, start
+from support.recorded_engine import recorded_engine
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
-from kvscout_common.channel import call, open_channel
 from kvscout_common.errors import KvscoutError, ResourceExhausted
+from kvscout_common.rpc.channel import call, open_channel
 
 TESTS = Path(__file__).parents[1]
 
@@ -49,7 +49,7 @@ async def test_a_signal_ends_it_with_0_while_one_content_comes_under_20_000_engi
 
 async def test_a_defect_while_ingesting_ends_it_with_1() -> None:
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    running = await start("faulty_indexer", environment=environment)
+    running = await start("support.faulty_indexer", environment=environment)
     channel = open_channel(running.address)
     stub = indexer_pb2_grpc.IndexerStub(channel)
 

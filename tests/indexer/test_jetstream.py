@@ -13,10 +13,10 @@ from functools import partial
 
 import nats.errors
 import pytest
-from indexer_client import MODEL, IndexerClient, local_indexer
 from nats.js.errors import NotFoundError
-from processes import eventually
-from stream_world import (
+from support.indexer_client import MODEL, IndexerClient, local_indexer
+from support.processes import eventually
+from support.stream_world import (
     BUCKET,
     CLEARED,
     NAMES,
@@ -38,7 +38,7 @@ from stream_world import (
 
 from kvscout.v1 import bridge_pb2, indexer_pb2
 from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
-from kvscout_common import registry_nats
+from kvscout_common.registry import nats as registry_nats
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_indexer import publisher_feed, snapshotter, stream_pull, stream_reader
 from kvscout_indexer.config import IndexerConfig

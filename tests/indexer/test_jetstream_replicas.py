@@ -9,16 +9,16 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
-import processes
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from indexer_client import MODEL, IndexerClient, indexer_process
-from process_metrics import scrape
-from processes import eventually
-from stream_world import TENANT, World, register, removed, stream_world, until, until_overlap
+from support import processes
+from support.indexer_client import MODEL, IndexerClient, indexer_process
+from support.process_metrics import scrape
+from support.processes import eventually
+from support.stream_world import TENANT, World, register, removed, stream_world, until, until_overlap
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
-from kvscout_common.channel import open_channel, stream
+from kvscout_common.rpc.channel import open_channel, stream
 
 
 @pytest.fixture

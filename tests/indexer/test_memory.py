@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import zmq
-from free_ports import free_ports
-from indexer_client import local_indexer
+from support.free_ports import free_ports
+from support.indexer_client import local_indexer
 
 from kvscout_blocks.bytes.events import EventBatch, Stored
 from kvscout_blocks.index.native import NativeIndex
-from kvscout_common.heap import trim
+from kvscout_common.process.heap import trim
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 from kvscout_indexer.indexer import Indexer
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_server import serving
-from indexer_client import local_indexer
+from support.grpc_server import serving
+from support.indexer_client import local_indexer
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.events import EventBatch, Stored
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import AccessRole, Identity, TokenTable
-from kvscout_common.rpc_metrics import BUCKETS, RpcTimes
+from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
+from kvscout_common.observability.rpc_metrics import BUCKETS, RpcTimes
 from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.raw_queries import RawQueries

@@ -7,11 +7,11 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-from engine_events import CLEARED, batch, chain, prompt, removed, stored
-from indexer_client import MODEL, IndexerClient
-from nats_server import NatsServer, nats_server
-from processes import eventually
-from scripted_publisher import (
+from support.engine_events import CLEARED, batch, chain, prompt, removed, stored
+from support.indexer_client import MODEL, IndexerClient
+from support.nats_server import NatsServer, nats_server
+from support.processes import eventually
+from support.scripted_publisher import (
     NAMES,
     CorePublisher,
     FaultyChannel,

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from engine_events import CLEARED, batch, chain, prompt, removed, stored
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from indexer_client import IndexerClient, indexer_process, local_indexer
-from nats_server import nats_server
-from processes import eventually
-from recorded_engine import RecordedEngine, recorded_engine
-from scripted_publisher import ScriptedPublisher, core_publisher, dumped, follow, nats_config, served_indexer
+from support.engine_events import CLEARED, batch, chain, prompt, removed, stored
+from support.indexer_client import IndexerClient, indexer_process, local_indexer
+from support.nats_server import nats_server
+from support.processes import eventually
+from support.recorded_engine import RecordedEngine, recorded_engine
+from support.scripted_publisher import ScriptedPublisher, core_publisher, dumped, follow, nats_config, served_indexer
 
 from kvscout.v1 import events_pb2, indexer_pb2, types_pb2
 from kvscout_blocks.bytes.codec import encode_dump

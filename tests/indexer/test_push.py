@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc
 import pytest
-from engine_events import batch, chain, prompt, removed, stored
-from grpc_server import serving
-from indexer_client import MODEL, IndexerClient, indexer_process
-from processes import DEADLINE_SECONDS, eventually
-from scripted_publisher import (
+from support.engine_events import batch, chain, prompt, removed, stored
+from support.grpc_server import serving
+from support.indexer_client import MODEL, IndexerClient, indexer_process
+from support.processes import DEADLINE_SECONDS, eventually
+from support.scripted_publisher import (
     FaultyChannel,
     Life,
     Pushing,
@@ -31,7 +31,6 @@ from scripted_publisher import (
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.codec import parse_batch
-from kvscout_common.channel import to_error
 from kvscout_common.errors import (
     Draining,
     FailedPrecondition,
@@ -41,7 +40,8 @@ from kvscout_common.errors import (
     NotFound,
     PermissionDenied,
 )
-from kvscout_common.identity import AccessRole, Identity, TokenTable
+from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
+from kvscout_common.rpc.channel import to_error
 from kvscout_common.worker import Transport
 from kvscout_indexer import push
 from kvscout_indexer.indexer import Indexer

@@ -10,17 +10,17 @@ from typing import Any
 
 import grpc
 import pytest
-from engine_events import prompt
-from grpc_server import serving
-from indexer_client import BLOCK_SIZE, local_indexer
+from support.engine_events import prompt
+from support.grpc_server import serving
+from support.indexer_client import BLOCK_SIZE, local_indexer
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.events import EventBatch, Stored, Tier
 from kvscout_blocks.index.block_index import TWIN_LIMIT
-from kvscout_common.channel import call
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
 from kvscout_common.hashing import block_hashes, native_available
-from kvscout_common.identity import AccessRole, Identity, enter, leave
+from kvscout_common.identity.identity import AccessRole, Identity, enter, leave
+from kvscout_common.rpc.channel import call
 from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.raw_queries import RawQueries

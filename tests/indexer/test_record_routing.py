@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from engine_events import batch, chain, prompt, stored
-from grpc_server import serving
-from indexer_client import BLOCK_SIZE, MODEL, IndexerClient, local_indexer
-from recorded_engine import recorded_engine
+from support.engine_events import batch, chain, prompt, stored
+from support.grpc_server import serving
+from support.indexer_client import BLOCK_SIZE, MODEL, IndexerClient, local_indexer
+from support.recorded_engine import recorded_engine
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common import errors
-from kvscout_common.channel import call
 from kvscout_common.hashing import block_hashes
+from kvscout_common.rpc.channel import call
 from kvscout_common.shards import Shard
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.metrics import IndexerCollector

@@ -8,7 +8,7 @@ from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_blocks.index.twins import make_index
 from kvscout_common.errors import FailedPrecondition, NotFound
-from kvscout_common.registry import Registry
+from kvscout_common.registry.registry import Registry
 from kvscout_common.shards import Shard
 from kvscout_common.worker import PoolKey, WorkerRank, WorkerSpec
 from kvscout_indexer.pools import Pools

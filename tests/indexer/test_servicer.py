@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from engine_events import batch, chain, prompt, stored
-from grpc_server import serving
-from indexer_client import BLOCK_SIZE, MODEL, IndexerClient, local_indexer
-from recorded_engine import RecordedEngine, recorded_engine
+from support.engine_events import batch, chain, prompt, stored
+from support.grpc_server import serving
+from support.indexer_client import BLOCK_SIZE, MODEL, IndexerClient, local_indexer
+from support.recorded_engine import RecordedEngine, recorded_engine
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_blocks.index.block_index import Overlaps
-from kvscout_common.channel import call, stream
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.hashing import block_hashes
+from kvscout_common.rpc.channel import call, stream
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.servicer import IndexerServicer, overlaps_to_proto
 

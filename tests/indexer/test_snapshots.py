@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from nats.js.api import ObjectMeta
-from stream_world import BUCKET, World, stream_world
+from support.stream_world import BUCKET, World, stream_world
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
 from kvscout_common.shards import WHOLE, Shard

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import zmq
-from engine_events import BLOCK_SIZE, CLEARED, batch, chain, prompt, removed, stored
-from indexer_client import MODEL, IndexerClient, local_indexer
-from recorded_engine import RecordedEngine, recorded_engine
-from vllm_publisher import vllm_publisher
+from support.engine_events import BLOCK_SIZE, CLEARED, batch, chain, prompt, removed, stored
+from support.indexer_client import MODEL, IndexerClient, local_indexer
+from support.recorded_engine import RecordedEngine, recorded_engine
+from support.vllm_publisher import vllm_publisher
 
 from kvscout.v1 import indexer_pb2
 from kvscout.v1.types_pb2 import GetStatusRequest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvscout_blocks.source.feed import Cursor
-from kvscout_common.nats_names import NatsNames
+from kvscout_common.nats.names import NatsNames
 from kvscout_common.shards import Shard
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.position import Resume, SnapshotSchedule, StreamState

@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager, closing
 
 import grpc
 import pytest
-from gateway_stack import CALL_SECONDS, GatewayClient, fresh_prompt, mocker_worker, together
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from mocker_process import running_mocker
-from processes import eventually, running
 from prometheus_client import CollectorRegistry
+from support.gateway_stack import CALL_SECONDS, GatewayClient, fresh_prompt, mocker_worker, together
+from support.mocker_process import running_mocker
+from support.processes import eventually, running
 
 from kvscout.v1 import indexer_pb2, types_pb2, workers_pb2
-from kvscout_common.channel import call, open_channel
-from kvscout_common.guard import Guard
+from kvscout_common.rpc.channel import call, open_channel
+from kvscout_common.rpc.guard import Guard
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.indexer_client import check
 from kvscout_gateway.main import build

@@ -9,16 +9,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from indexer_client import MODEL, IndexerClient, indexer_process
-from mocker_process import MockerProcess, running_mocker
-from nats_server import NatsServer, nats_server
-from processes import Running, eventually, start
-from scripted_publisher import read_dump
+from support.indexer_client import MODEL, IndexerClient, indexer_process
+from support.mocker_process import MockerProcess, running_mocker
+from support.nats_server import NatsServer, nats_server
+from support.processes import Running, eventually, start
+from support.scripted_publisher import read_dump
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.dump import WorkerDump
-from kvscout_common.channel import open_channel, stream
 from kvscout_common.errors import NotFound
+from kvscout_common.rpc.channel import open_channel, stream
 
 BLOCK = 16
 RANKS = 2

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from browser import CHROMIUM, MISSING, browser
-from free_ports import free_ports
-from gateway_stack import MODEL, Stack, fresh_prompt, running_stack
-from processes import DEADLINE_SECONDS, eventually, running
+from support.browser import CHROMIUM, MISSING, browser
+from support.free_ports import free_ports
+from support.gateway_stack import MODEL, Stack, fresh_prompt, running_stack
+from support.processes import DEADLINE_SECONDS, eventually, running
 
 from kvscout.v1 import workers_pb2
 

@@ -6,8 +6,8 @@ import os
 import random
 
 import pytest
-from decoder_fuzz import Decoder, Queries, decoders, fuzz
 from google.protobuf.descriptor import FieldDescriptor
+from support.decoder_fuzz import Decoder, Queries, decoders, fuzz
 
 from kvscout.v1 import indexer_pb2
 from kvscout_common.hashing import native_available

@@ -13,15 +13,25 @@ import grpc
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from gateway_stack import Answer, GatewayClient, Stack, fresh_prompt, mocker_worker, running_stack
-from mocker_process import MockerProcess
-from process_metrics import scrape
-from processes import eventually
-from scripted_engine import Script, ScriptedEngine, answer, begin, drop, hang, refuse, scripted_engine, send_tokens
+from support.gateway_stack import Answer, GatewayClient, Stack, fresh_prompt, mocker_worker, running_stack
+from support.mocker_process import MockerProcess
+from support.process_metrics import scrape
+from support.processes import eventually
+from support.scripted_engine import (
+    Script,
+    ScriptedEngine,
+    answer,
+    begin,
+    drop,
+    hang,
+    refuse,
+    scripted_engine,
+    send_tokens,
+)
 
 from kvscout.v1 import scheduler_pb2, types_pb2, workers_pb2
-from kvscout_common.channel import call, to_error
 from kvscout_common.errors import ResourceExhausted, Unavailable
+from kvscout_common.rpc.channel import call, to_error
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,13 +11,13 @@ import aiohttp
 import grpc
 import pytest
 import pytest_asyncio
-from gateway_stack import Stack, fresh_prompt, mocker_worker, running_stack
-from mocker_process import MockerProcess, running_mocker
-from process_metrics import scrape
-from processes import eventually
+from support.gateway_stack import Stack, fresh_prompt, mocker_worker, running_stack
+from support.mocker_process import MockerProcess, running_mocker
+from support.process_metrics import scrape
+from support.processes import eventually
 
 from kvscout.v1 import types_pb2, workers_pb2
-from kvscout_common.channel import call
+from kvscout_common.rpc.channel import call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from broken_engines import MuteSocket, altered, between
-from engine_events import batch, stored
-from free_ports import free_ports
-from gateway_stack import MODEL, GatewayClient, connected, fresh_prompt, mocker_worker, together
-from mocker_process import running_mocker
-from nats_server import nats_server
-from processes import DEADLINE_SECONDS, Running, eventually, running
-from trained_tokenizers import byte_level, save
+from support.broken_engines import MuteSocket, altered, between
+from support.engine_events import batch, stored
+from support.free_ports import free_ports
+from support.gateway_stack import MODEL, GatewayClient, connected, fresh_prompt, mocker_worker, together
+from support.mocker_process import running_mocker
+from support.nats_server import nats_server
+from support.processes import DEADLINE_SECONDS, Running, eventually, running
+from support.trained_tokenizers import byte_level, save
 
 from kvscout.v1 import workers_pb2
-from kvscout_common.channel import PLAINTEXT, ClientSecurity
-from kvscout_common.descriptors import FEW
 from kvscout_common.doctor.collection import Collection, Named
 from kvscout_common.doctor.diagnosis import Finding, diagnose
 from kvscout_common.doctor.prediction_checks import ENOUGH
 from kvscout_common.doctor.snapshot import Kind
 from kvscout_common.hashing import native_available
+from kvscout_common.process.descriptors import FEW
+from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 
 OF_THIS_MACHINE = {
     *(() if native_available() else ("reference-backend",)),

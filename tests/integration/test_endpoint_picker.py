@@ -20,22 +20,22 @@ import pytest
 import pytest_asyncio
 import yaml
 from aiohttp import web
-from envoy_process import Change, Envoy, Settings, full_duplex, running_envoy, streamed
-from ext_proc_messages import NONE, parsed, request_headers
-from free_ports import free_ports
-from gateway_stack import MODEL, GatewayClient, Stack, connected, fresh_prompt, mocker_worker, running_stack
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from mocker_process import running_mocker
-from process_metrics import scrape
-from processes import DEADLINE_SECONDS, Running, eventually, running
-from scripted_engine import ScriptedEngine, answer, begin, drop, hang, scripted_engine, send_tokens
-from trained_tokenizers import byte_level, save
+from support.envoy_process import Change, Envoy, Settings, full_duplex, running_envoy, streamed
+from support.ext_proc_messages import NONE, parsed, request_headers
+from support.free_ports import free_ports
+from support.gateway_stack import MODEL, GatewayClient, Stack, connected, fresh_prompt, mocker_worker, running_stack
+from support.mocker_process import running_mocker
+from support.process_metrics import scrape
+from support.processes import DEADLINE_SECONDS, Running, eventually, running
+from support.scripted_engine import ScriptedEngine, answer, begin, drop, hang, scripted_engine, send_tokens
+from support.trained_tokenizers import byte_level, save
 
 from kvscout.v1 import scheduler_pb2, types_pb2, workers_pb2
-from kvscout_common.channel import PLAINTEXT, call
 from kvscout_common.doctor.collection import Collection
 from kvscout_common.doctor.diagnosis import Finding, diagnose
 from kvscout_common.hashing import native_available
+from kvscout_common.rpc.channel import PLAINTEXT, call
 from kvscout_gateway.engines.health import MIN_FAILURES
 from kvscout_gateway.front.endpoint_picker import conformance, wire
 from kvscout_gateway.front.reserved import RESERVED_HEADERS

@@ -19,14 +19,14 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2
-from guarded_services import DESCRIPTORS, OURS, ROLES, THEIRS, Guarded, guarded_services
+from support.guarded_services import DESCRIPTORS, OURS, ROLES, THEIRS, Guarded, guarded_services
 from yarl import URL
 
 from kvscout import v1
 from kvscout.ext_proc.v3 import ext_proc_pb2
 from kvscout.v1 import events_pb2, scheduler_pb2, workers_pb2
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import ALLOWED, AccessRole
+from kvscout_common.identity.identity import ALLOWED, AccessRole
 from kvscout_common.transport import Transport
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.front.endpoint_picker.access_log import SERVICE as ACCESS_LOG

@@ -17,15 +17,15 @@ import grpc
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from envoy_process import running_envoy
-from gateway_stack import MODEL, GatewayClient, Stack, fresh_prompt, running_stack
-from grpc_relay import Relay
-from process_metrics import scrape
-from processes import eventually
-from scripted_engine import ScriptedEngine, answer, begin, drop, hang, refuse, scripted_engine, send_tokens
+from support.envoy_process import running_envoy
+from support.gateway_stack import MODEL, GatewayClient, Stack, fresh_prompt, running_stack
+from support.grpc_relay import Relay
+from support.process_metrics import scrape
+from support.processes import eventually
+from support.scripted_engine import ScriptedEngine, answer, begin, drop, hang, refuse, scripted_engine, send_tokens
 
 from kvscout.v1 import scheduler_pb2, types_pb2, workers_pb2
-from kvscout_common.channel import call
+from kvscout_common.rpc.channel import call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from gateway_stack import (
+from support.gateway_stack import (
     MODEL,
     Answer,
     GatewayClient,
@@ -23,10 +23,10 @@ from gateway_stack import (
     mocker_worker,
     running_stack,
 )
-from grpc_relay import Relay, relaying
-from mocker_process import MockerProcess
-from processes import Running, eventually, running
-from scripted_engine import (
+from support.grpc_relay import Relay, relaying
+from support.mocker_process import MockerProcess
+from support.processes import Running, eventually, running
+from support.scripted_engine import (
     Script,
     ScriptedEngine,
     answer,
@@ -40,8 +40,8 @@ from scripted_engine import (
 )
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
-from kvscout_common.channel import call, to_error
 from kvscout_common.errors import Unavailable
+from kvscout_common.rpc.channel import call, to_error
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from envoy_process import running_envoy
-from gateway_stack import (
+from support.envoy_process import running_envoy
+from support.gateway_stack import (
     CALL_SECONDS,
     MODEL,
     GatewayClient,
@@ -20,12 +20,12 @@ from gateway_stack import (
     fresh_prompt,
     running_stack,
 )
-from process_metrics import scrape, sum_of
-from processes import Running, eventually, running
+from support.process_metrics import scrape, sum_of
+from support.processes import Running, eventually, running
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common import errors
-from kvscout_common.channel import call
+from kvscout_common.rpc.channel import call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from aiohttp import web
-from gateway_stack import (
+from support.gateway_stack import (
     MODEL,
     Answer,
     GatewayClient,
@@ -20,15 +20,15 @@ from gateway_stack import (
     mocker_worker,
     running_stack,
 )
-from nats_server import nats_server
-from process_metrics import scrape
-from processes import Running, eventually, running
-from scripted_engine import answer, begin, scripted_engine, send, send_tokens
+from support.nats_server import nats_server
+from support.process_metrics import scrape
+from support.processes import Running, eventually, running
+from support.scripted_engine import answer, begin, scripted_engine, send, send_tokens
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common import errors
-from kvscout_common.channel import call
 from kvscout_common.hashing import block_hashes
+from kvscout_common.rpc.channel import call
 
 GRACE_SECONDS = 10.0
 PROMPT_TOKENS = 100

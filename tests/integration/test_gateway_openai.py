@@ -14,8 +14,8 @@ import aiohttp
 import openai
 import pytest
 import trustme
-from gateway_stack import MODEL, Stack, fresh_prompt, mocker_worker, running_stack
-from processes import running
+from support.gateway_stack import MODEL, Stack, fresh_prompt, mocker_worker, running_stack
+from support.processes import running
 
 from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.hashing import native_available

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from gateway_stack import CALL_SECONDS, MODEL, Stack, fresh_prompt, mocker_worker, running_stack
-from process_metrics import scrape
-from processes import eventually
+from support.gateway_stack import CALL_SECONDS, MODEL, Stack, fresh_prompt, mocker_worker, running_stack
+from support.process_metrics import scrape
+from support.processes import eventually
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
-from kvscout_common.channel import call
+from kvscout_common.rpc.channel import call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,14 +10,14 @@ import grpc
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from gateway_stack import CALL_SECONDS, Stack, connected, fresh_prompt, mocker_worker, running_stack
-from processes import eventually, running
-from scripted_engine import answer, hang, scripted_engine
+from support.gateway_stack import CALL_SECONDS, Stack, connected, fresh_prompt, mocker_worker, running_stack
+from support.processes import eventually, running
+from support.scripted_engine import answer, hang, scripted_engine
 
 from kvscout.v1 import gateway_pb2, workers_pb2
 from kvscout_client import KvEventPublisher
 from kvscout_common import errors
-from kvscout_common.channel import call
+from kvscout_common.rpc.channel import call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

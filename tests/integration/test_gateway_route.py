@@ -8,14 +8,14 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from gateway_stack import CALL_SECONDS, MODEL, GatewayClient, Stack, fresh_prompt, mocker_worker, running_stack
-from mocker_process import running_mocker
-from processes import eventually
+from support.gateway_stack import CALL_SECONDS, MODEL, GatewayClient, Stack, fresh_prompt, mocker_worker, running_stack
+from support.mocker_process import running_mocker
+from support.processes import eventually
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common import errors
-from kvscout_common.channel import call
 from kvscout_common.hashing import block_hashes
+from kvscout_common.rpc.channel import call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

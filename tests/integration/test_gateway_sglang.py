@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_stack import GatewayClient, Stack, fresh_prompt, mocker_worker, running_stack
+from support.gateway_stack import GatewayClient, Stack, fresh_prompt, mocker_worker, running_stack
 
 from kvscout.v1 import gateway_pb2, workers_pb2
 

@@ -7,12 +7,12 @@ from array import array
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from gateway_stack import CALL_SECONDS, MODEL, Stack, connected, fresh_prompt, running_stack
-from process_metrics import scrape
-from processes import Running, eventually, running
+from support.gateway_stack import CALL_SECONDS, MODEL, Stack, connected, fresh_prompt, running_stack
+from support.process_metrics import scrape
+from support.processes import Running, eventually, running
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
-from kvscout_common.channel import call, open_channel, stream
+from kvscout_common.rpc.channel import call, open_channel, stream
 
 # Of two shards, the first has w0, the second w1 and w2.
 OWN = ({"w0"}, {"w1", "w2"})

@@ -9,14 +9,15 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_stack import MODEL, connected, fresh_prompt, mocker_worker, together
-from grpc_server import serving
-from mocker_process import running_mocker
-from processes import eventually, running
-from tcp_relay import TcpRelay, tcp_relay
+from support.gateway_stack import MODEL, connected, fresh_prompt, mocker_worker, together
+from support.grpc_server import serving
+from support.mocker_process import running_mocker
+from support.processes import eventually, running
+from support.tcp_relay import TcpRelay, tcp_relay
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, scheduler_pb2_grpc
-from kvscout_common import channel, keepalive
+from kvscout_common.rpc import channel
+from kvscout_common.transport import keepalive
 
 FREED_SECONDS = 18.0
 """10 s, and patience for a busy machine; without heartbeats it is minutes."""

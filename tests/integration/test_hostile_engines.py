@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from indexer_client import MODEL, indexer_process
-from processes import eventually
-from web_servers import web_server
+from support.indexer_client import MODEL, indexer_process
+from support.processes import eventually
+from support.web_servers import web_server
 
 from kvscout.v1 import types_pb2, workers_pb2
 

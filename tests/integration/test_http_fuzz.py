@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-from http_fuzz import fuzz_http
+from support.http_fuzz import fuzz_http
 
 SEED = os.environ.get("KVSCOUT_TEST_SEED", str(random.SystemRandom().randrange(2**32)))
 SECONDS = float(os.environ.get("KVSCOUT_FUZZ_SECONDS", "15"))

@@ -9,10 +9,10 @@ import aiohttp
 import grpc
 import pytest
 from aiohttp import web
-from gateway_stack import MODEL, running_stack
-from otlp_receiver import otlp_receiver
-from processes import eventually
-from scripted_engine import scripted_engine
+from support.gateway_stack import MODEL, running_stack
+from support.otlp_receiver import otlp_receiver
+from support.processes import eventually
+from support.scripted_engine import scripted_engine
 
 from kvscout.v1 import workers_pb2
 from kvscout_common import errors

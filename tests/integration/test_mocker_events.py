@@ -8,8 +8,8 @@ import time
 from typing import NamedTuple
 
 import pytest
-from indexer_client import MODEL, IndexerClient, indexer_process
-from mocker_process import MockerProcess, cached_tokens, running_mocker
+from support.indexer_client import MODEL, IndexerClient, indexer_process
+from support.mocker_process import MockerProcess, cached_tokens, running_mocker
 
 from kvscout.v1 import indexer_pb2
 

@@ -16,12 +16,12 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from gateway_stack import Answer, Stack, running_stack
-from openai_stack import Engine, engine
-from processes import eventually
+from support.gateway_stack import Answer, Stack, running_stack
+from support.openai_stack import Engine, engine
+from support.processes import eventually
 
 from kvscout.v1 import gateway_pb2, types_pb2, workers_pb2
-from kvscout_common.channel import call
+from kvscout_common.rpc.channel import call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgpack
 import pytest
-from indexer_client import MODEL, IndexerClient, indexer_process
-from recorded_engine import RecordedEngine, recorded_engine
+from support.indexer_client import MODEL, IndexerClient, indexer_process
+from support.recorded_engine import RecordedEngine, recorded_engine
 
 from kvscout.v1 import indexer_pb2
 from kvscout_blocks.bytes.events import EventBatch, Stored

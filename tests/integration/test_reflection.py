@@ -16,9 +16,9 @@ import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from processes import Running, running
+from support.processes import Running, running
 
-from kvscout_common.channel import open_channel
+from kvscout_common.rpc.channel import open_channel
 
 SERVICES = {
     "kvscout_indexer.main": "kvscout.v1.Indexer",

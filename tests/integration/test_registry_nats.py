@@ -14,12 +14,12 @@ from typing import Any
 
 import grpc
 import pytest
-from gateway_stack import fresh_prompt, together
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from mocker_process import MockerProcess, running_mocker
-from nats_relay import NatsRelay
-from nats_server import NatsServer, nats_server
-from processes import Running, eventually, running
+from support.gateway_stack import fresh_prompt, together
+from support.mocker_process import MockerProcess, running_mocker
+from support.nats_relay import NatsRelay
+from support.nats_server import NatsServer, nats_server
+from support.processes import Running, eventually, running
 
 from kvscout.v1 import (
     gateway_pb2,
@@ -29,9 +29,9 @@ from kvscout.v1 import (
     types_pb2,
     workers_pb2,
 )
-from kvscout_common.channel import call, open_channel
 from kvscout_common.enum_words import word_of
 from kvscout_common.errors import NotFound, Unavailable
+from kvscout_common.rpc.channel import call, open_channel
 
 SECONDS = 20.0
 

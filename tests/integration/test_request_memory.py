@@ -13,9 +13,9 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from http2_resets import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, headers_of
-from process_metrics import scrape
-from processes import Running, eventually, running
+from support.http2_resets import DATA, END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, headers_of
+from support.process_metrics import scrape
+from support.processes import Running, eventually, running
 
 from kvscout_common.hashing import native_available
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from gateway_stack import MODEL, Stack, mocker_worker, running_stack
+from support.gateway_stack import MODEL, Stack, mocker_worker, running_stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

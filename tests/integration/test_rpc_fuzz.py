@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-from rpc_fuzz import fuzz_rpcs
+from support.rpc_fuzz import fuzz_rpcs
 
 SEED = os.environ.get("KVSCOUT_TEST_SEED", str(random.SystemRandom().randrange(2**32)))
 SECONDS = float(os.environ.get("KVSCOUT_FUZZ_SECONDS", "25"))

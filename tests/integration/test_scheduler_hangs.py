@@ -7,11 +7,11 @@ import signal
 import time
 from contextlib import AsyncExitStack
 
-from gateway_stack import MODEL, connected, fresh_prompt, mocker_worker, together
-from mocker_process import running_mocker
-from nats_server import nats_server
-from processes import Running, eventually, running
-from replica_client import ReplicaClient
+from support.gateway_stack import MODEL, connected, fresh_prompt, mocker_worker, together
+from support.mocker_process import running_mocker
+from support.nats_server import nats_server
+from support.processes import Running, eventually, running
+from support.replica_client import ReplicaClient
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import Unavailable

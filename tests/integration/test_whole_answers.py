@@ -8,8 +8,8 @@ import signal
 from typing import Any
 
 import aiohttp
-from gateway_stack import MODEL, Stack, fresh_prompt, running_stack
-from processes import eventually
+from support.gateway_stack import MODEL, Stack, fresh_prompt, running_stack
+from support.processes import eventually
 
 SLOW = ("--speedup", "1", "--step-base-ms", "100")
 """Ten tokens a second."""

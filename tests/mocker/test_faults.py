@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from mocker_process import DEADLINE_SECONDS, MockerProcess, running_mocker
+from support.mocker_process import DEADLINE_SECONDS, MockerProcess, running_mocker
 
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_mocker.faults import BOUND_VARIABLE, BoundPorts, FaultConfig, Faults, stall

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import pytest_asyncio
-from mocker_process import DEADLINE_SECONDS, MockerProcess, cached_tokens, running_mocker
-from processes import eventually
+from support.mocker_process import DEADLINE_SECONDS, MockerProcess, cached_tokens, running_mocker
+from support.processes import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

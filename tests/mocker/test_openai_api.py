@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from mocker_process import MockerProcess, cached_tokens, running_mocker
+from support.mocker_process import MockerProcess, cached_tokens, running_mocker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import zmq
 import zmq.asyncio
-from mocker_process import DEADLINE_SECONDS, MockerProcess, running_mocker
+from support.mocker_process import DEADLINE_SECONDS, MockerProcess, running_mocker
 
 END = b"\xff" * 8
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from mocker_process import DEADLINE_SECONDS, MockerProcess, cached_tokens, running_mocker
+from support.mocker_process import DEADLINE_SECONDS, MockerProcess, cached_tokens, running_mocker
 
 PROMPT = list(range(100, 150))
 

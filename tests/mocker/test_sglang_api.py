@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 import pytest_asyncio
-from mocker_process import MockerProcess, running_mocker
-from processes import eventually
+from support.mocker_process import MockerProcess, running_mocker
+from support.processes import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgpack
 import pytest
-from decoder_fuzz import by_native, by_reference
-from fuzz_seeds import golden_payloads
+from support.decoder_fuzz import by_native, by_reference
+from support.fuzz_seeds import golden_payloads
 
 from kvscout_common.hashing import native_available
 

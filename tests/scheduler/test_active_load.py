@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from load_twins import MakeLoad, twins
-from scheduler_builders import test_seed
+from support.load_twins import MakeLoad, twins
+from support.scheduler_builders import test_seed
 
 from kvscout_scheduler.active_load import ActiveLoad, Allocation, Limits
 from kvscout_scheduler.cost import Lane

@@ -5,7 +5,18 @@ from __future__ import annotations
 import logging
 
 import pytest
-from scheduler_builders import BLOCK, ManualClock, key, loads, overlaps, owner, request, reserve, scheduler, worker
+from support.scheduler_builders import (
+    BLOCK,
+    ManualClock,
+    key,
+    loads,
+    overlaps,
+    owner,
+    request,
+    reserve,
+    scheduler,
+    worker,
+)
 
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
 from kvscout_scheduler.active_requests import list_active_requests

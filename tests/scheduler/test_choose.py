@@ -7,7 +7,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from scheduler_builders import test_seed
+from support.scheduler_builders import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_scheduler.choose import choose, probabilities

@@ -7,8 +7,8 @@ from itertools import chain
 from random import Random
 
 import pytest
-from load_twins import COLUMNS, MakeLoad, twins
-from scheduler_builders import test_seed
+from support.load_twins import COLUMNS, MakeLoad, twins
+from support.scheduler_builders import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_scheduler.active_load import ActiveLoad, Allocation, ReferenceLoad

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from scheduler_builders import ManualClock, request, reserve, scheduler, worker
+from support.scheduler_builders import ManualClock, request, reserve, scheduler, worker
 
 from kvscout_common.errors import (
     FailedPrecondition,

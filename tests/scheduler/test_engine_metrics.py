@@ -8,13 +8,13 @@ import time
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from mocker_process import running_mocker
-from scheduler_builders import ManualClock, key, request, reserve, scheduler, worker
+from support.mocker_process import running_mocker
+from support.scheduler_builders import ManualClock, key, request, reserve, scheduler, worker
 
-from kvscout_common.engine_http import asking_engines
 from kvscout_common.errors import ResourceExhausted
-from kvscout_common.registry import Registry
-from kvscout_common.service_info import TenantWarning
+from kvscout_common.http.engine_http import asking_engines
+from kvscout_common.registry.registry import Registry
+from kvscout_common.rpc.service_info import TenantWarning
 from kvscout_common.worker import EngineKind, WorkerRank
 from kvscout_scheduler.engine_metrics import NO_METRICS, EngineMetrics, read_engine_metrics
 from kvscout_scheduler.scraper import EngineScraper

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from scheduler_builders import ManualClock, scheduler, test_seed, worker
+from support.scheduler_builders import ManualClock, scheduler, test_seed, worker
 
-from kvscout_common.engine_http import asking_engines
-from kvscout_common.registry import Registry
+from kvscout_common.http.engine_http import asking_engines
+from kvscout_common.registry.registry import Registry
 from kvscout_scheduler.engine_rates import NOTHING, RateSums, rates_by, read_rate_sums
 from kvscout_scheduler.first_rates import UNKNOWN, Rates
 from kvscout_scheduler.request import SelectionRequest

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_builders import ManualClock, scheduler, worker
+from support.scheduler_builders import ManualClock, scheduler, worker
 
-from kvscout_bench.laboratory.engines_known import known_engine
 from kvscout_common.worker import DeviceClass
+from kvscout_lab.engines_known import known_engine
 from kvscout_scheduler.first_rates import UNKNOWN, accelerator_of, first_rates, model_of, rates_of
 from kvscout_scheduler.request import SelectionRequest
 

@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from load_twins import SideBySide
-from scheduler_builders import MODEL, ManualClock, key, overlaps, scheduler, test_seed, worker
+from support.load_twins import SideBySide
+from support.scheduler_builders import MODEL, ManualClock, key, overlaps, scheduler, test_seed, worker
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import Role, WorkerRank

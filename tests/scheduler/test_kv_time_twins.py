@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler, test_seed, worker
+from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler, test_seed, worker
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.hashing import native_available

@@ -6,8 +6,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from replica_world import World as Replicas
-from scheduler_builders import MODEL, ManualClock, key, scheduler, test_seed, worker
+from support.replica_world import World as Replicas
+from support.scheduler_builders import MODEL, ManualClock, key, scheduler, test_seed, worker
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerRank

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from scheduler_builders import (
+from support.scheduler_builders import (
     ManualClock,
     key,
     loads,

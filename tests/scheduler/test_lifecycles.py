@@ -10,8 +10,8 @@ import os
 from random import Random
 
 import pytest
-from load_twins import SideBySide
-from scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, reservation, scheduler, test_seed, worker
+from support.load_twins import SideBySide
+from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, reservation, scheduler, test_seed, worker
 
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound, Unavailable
 from kvscout_common.worker import WorkerSpec

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from grpc_server import serving
-from scheduler_builders import (
+from support.grpc_server import serving
+from support.scheduler_builders import (
     MODEL,
     ManualClock,
     key,
@@ -23,8 +23,8 @@ from scheduler_builders import (
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.config import ServerConfig
-from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import Backends
+from kvscout_common.registry.backends import Backends
+from kvscout_common.registry.registry import Registry
 from kvscout_scheduler.active_load import ReferenceLoad
 from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.candidates import Candidates

@@ -11,17 +11,17 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_server import serving
-from replica_world import World
-from scheduler_builders import MODEL, ManualClock, key, owner, worker
+from support.grpc_server import serving
+from support.replica_world import World
+from support.scheduler_builders import MODEL, ManualClock, key, owner, worker
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
-from kvscout_common.channel import ClientSecurity, call, open_channel
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import FailedPrecondition
-from kvscout_common.identity import AccessRole, Identity, TokenTable
-from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import Backends
+from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
+from kvscout_common.registry.backends import Backends
+from kvscout_common.registry.registry import Registry
+from kvscout_common.rpc.channel import ClientSecurity, call, open_channel
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer
 from kvscout_scheduler.settings import SchedulerSettings

@@ -7,16 +7,16 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_server import serving
-from scheduler_builders import BLOCK, MODEL, ManualClock, owner, scheduler, test_seed, worker
+from support.grpc_server import serving
+from support.scheduler_builders import BLOCK, MODEL, ManualClock, owner, scheduler, test_seed, worker
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import InvalidArgument, PermissionDenied
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import AccessRole, Identity, enter, leave
-from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import Backends
+from kvscout_common.identity.identity import AccessRole, Identity, enter, leave
+from kvscout_common.registry.backends import Backends
+from kvscout_common.registry.registry import Registry
 from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.lifecycle_rpc import carry_out_all
 from kvscout_scheduler.operation_messages import Codec, MessageCodec

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from scheduler_builders import ManualClock, overlaps, request, reserve, scheduler, worker
+from support.scheduler_builders import ManualClock, overlaps, request, reserve, scheduler, worker
 
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
@@ -117,7 +117,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
 
 
 def test_other_packages_add_policies_through_entry_points() -> None:
-    entry = EntryPoint("last-rank", "scheduler_policy_plugin:LastRank", "kvscout.policies")
+    entry = EntryPoint("last-rank", "support.scheduler_policy_plugin:LastRank", "kvscout.policies")
     registry = PolicyRegistry({"kv": Kv}, [entry])
     assert registry.names == ("kv", "last-rank")
     made = Scheduler(SchedulerSettings(policy="kv"), clock=ManualClock(), rng=Random(1), policies=registry)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from scheduler_builders import BLOCK, ManualClock, overlaps, request, reserve, scheduler, worker
+from support.scheduler_builders import BLOCK, ManualClock, overlaps, request, reserve, scheduler, worker
 
 from kvscout_common.worker import DeviceClass, WorkerRank
 from kvscout_scheduler.engine_metrics import EngineMetrics

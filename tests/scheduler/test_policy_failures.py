@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from processes import DEADLINE_SECONDS
-from scheduler_builders import ManualClock, key, loads, request, reserve, worker
+from support.processes import DEADLINE_SECONDS
+from support.scheduler_builders import ManualClock, key, loads, request, reserve, worker
 
 from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_scheduler.booking import FreeOutcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from scheduler_builders import test_seed
+from support.scheduler_builders import test_seed
 
 from kvscout_scheduler.prefix_tree import Node, PrefixTree, common_bytes
 from kvscout_scheduler.request import pack_hashes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from processes import eventually
+from support.processes import eventually
 
 from kvscout_scheduler.pulse import STEPS, Pulse
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from scheduler_builders import test_seed
+from support.scheduler_builders import test_seed
 
 from kvscout_scheduler.rates import FEW, LEAST_SLOPE, Line, Mean
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from replica_world import Node, World
-from scheduler_builders import key, owner, reservation, test_seed
+from support.replica_world import Node, World
+from support.scheduler_builders import key, owner, reservation, test_seed
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import InvalidArgument, NotFound

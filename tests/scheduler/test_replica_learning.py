@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 import pytest
-from replica_world import SETTINGS, World
-from scheduler_builders import key, owner, request, reservation, scheduler
+from support.replica_world import SETTINGS, World
+from support.scheduler_builders import key, owner, request, reservation, scheduler
 
 from kvscout_scheduler.facts import End, Facts
 from kvscout_scheduler.policies import PolicyRegistry

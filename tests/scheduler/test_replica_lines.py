@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from replica_world import World
-from scheduler_builders import key, request, reservation, test_seed, worker
+from support.replica_world import World
+from support.scheduler_builders import key, request, reservation, test_seed, worker
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerSpec

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from chaos.members import Member
 from chaos.replicas import run as chaos_run
-from free_ports import free_ports
-from nats_server import NatsServer, nats_server
-from processes import eventually
-from replica_client import MODEL, ReplicaClient, gateway
-from scheduler_builders import test_seed
+from support.free_ports import free_ports
+from support.nats_server import NatsServer, nats_server
+from support.processes import eventually
+from support.replica_client import MODEL, ReplicaClient, gateway
+from support.scheduler_builders import test_seed
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common.channel import open_channel
+from kvscout_common.rpc.channel import open_channel
 
 IDLE = (0, 0, 0)
 NAMES = ("a", "b", "c")

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 from google.protobuf.message import DecodeError
-from hostile_messages import HostileMessages
-from replica_world import Node, World, decoding
-from scheduler_builders import BLOCK, MODEL, key, owner, test_seed
+from support.hostile_messages import HostileMessages
+from support.replica_world import Node, World, decoding
+from support.scheduler_builders import BLOCK, MODEL, key, owner, test_seed
 
 from kvscout.v1 import replication_pb2, types_pb2
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from scheduler_builders import key, request, scheduler, worker
+from support.scheduler_builders import key, request, scheduler, worker
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import ConfigError, FailedPrecondition, InvalidArgument

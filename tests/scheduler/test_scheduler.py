@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from scheduler_builders import key, loads, overlaps, request, reserve, scheduler, worker
+from support.scheduler_builders import key, loads, overlaps, request, reserve, scheduler, worker
 
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.worker import Role, WorkerRank

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from process_metrics import scrape
-from processes import DEADLINE_SECONDS, Running, eventually, running
+from support.process_metrics import scrape
+from support.processes import DEADLINE_SECONDS, Running, eventually, running
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
-from kvscout_common.channel import call, open_channel
 from kvscout_common.errors import ResourceExhausted
+from kvscout_common.rpc.channel import call, open_channel
 
 MODEL = "m"
 BLOCK = 16

@@ -10,12 +10,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from grpc_server import serving
-from processes import eventually
-from scheduler_builders import BLOCK, MODEL, ManualClock
+from support.grpc_server import serving
+from support.processes import eventually
+from support.scheduler_builders import BLOCK, MODEL, ManualClock
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
-from kvscout_common.channel import call
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import (
     AlreadyExists,
@@ -27,9 +26,10 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_common.pages import page_token
-from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import Backends
+from kvscout_common.registry.backends import Backends
+from kvscout_common.registry.registry import Registry
+from kvscout_common.rpc.channel import call
+from kvscout_common.rpc.pages import page_token
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer
 from kvscout_scheduler.settings import SchedulerSettings

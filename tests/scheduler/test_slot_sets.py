@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from scheduler_builders import ManualClock, request, scheduler, test_seed, worker
+from support.scheduler_builders import ManualClock, request, scheduler, test_seed, worker
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.hashing import native_available

@@ -10,14 +10,14 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_server import serving
-from scheduler_builders import MODEL, ManualClock, key, loads, owner, reservation, scheduler, test_seed
+from support.grpc_server import serving
+from support.scheduler_builders import MODEL, ManualClock, key, loads, owner, reservation, scheduler, test_seed
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import Cancelled, FailedPrecondition
-from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import Backends
+from kvscout_common.registry.backends import Backends
+from kvscout_common.registry.registry import Registry
 from kvscout_scheduler.booking import EndReason, FreeOutcome
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.servicer import SchedulerServicer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from scheduler_builders import key, request, reserve, scheduler, worker
+from support.scheduler_builders import key, request, reserve, scheduler, worker
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.worker import WorkerRank

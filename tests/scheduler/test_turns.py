@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from scheduler_builders import BLOCK, MODEL, ManualClock, key, request, reserve, scheduler, test_seed, worker
+from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, request, reserve, scheduler, test_seed, worker
 
 from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_common.worker import Adapter, WorkerRank, WorkerSpec

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from scheduler_builders import ManualClock, key, loads, request, reserve, scheduler, test_seed, worker
+from support.scheduler_builders import ManualClock, key, loads, request, reserve, scheduler, test_seed, worker
 
 from kvscout_common.errors import AlreadyExists, Cancelled, Draining, KvscoutError, NotFound, ResourceExhausted
 from kvscout_scheduler.active_requests import list_active_requests

@@ -11,8 +11,8 @@ from random import Random
 import grpc
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, workers_pb2
-from kvscout_common.channel import call
 from kvscout_common.errors import KvscoutError
+from kvscout_common.rpc.channel import call
 from soak_stack.world import ADAPTER, BLOCK_SIZE, CALL_SECONDS, MODEL, World
 
 LEASE_SECONDS = 2

@@ -13,8 +13,8 @@ import grpc
 from chaos.fronts import Front, GrpcFront, HttpFront, Wanted
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2
-from kvscout_common.channel import call
 from kvscout_common.errors import KvscoutError
+from kvscout_common.rpc.channel import call
 from soak_stack.world import ADAPTER, MODEL, SGLANG_PAIR, VLLM_PAIR, World
 
 CALL_SECONDS = 10.0

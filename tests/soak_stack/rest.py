@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
-from kvscout_common.channel import call
 from kvscout_common.errors import KvscoutError
+from kvscout_common.rpc.channel import call
 from kvscout_common.worker import DEFAULT_TENANT
 from soak_stack.world import CALL_SECONDS, MODEL, SGLANG_PAIR, VLLM_PAIR, World
 

@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 from chaos.indexers import Indexer
 from chaos.members import Member, kill_all
-from free_ports import free_ports
-from nats_server import NatsServer
-from processes import eventually
+from support.free_ports import free_ports
+from support.nats_server import NatsServer
+from support.processes import eventually
 
 from kvscout.v1 import gateway_pb2_grpc, scheduler_pb2_grpc, types_pb2, workers_pb2
-from kvscout_common.channel import call, open_channel
 from kvscout_common.errors import Unavailable
+from kvscout_common.rpc.channel import call, open_channel
 from soak_stack.figures import Figures
 
 MODEL, VLLM_PAIR, SGLANG_PAIR = "mock", "vllm-pair", "sglang-pair"

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import grpc
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
-from kvscout_common.guard import Guard
-from kvscout_common.handlers import Synchronous
-from kvscout_common.identity import current_identity
-from kvscout_common.tls import Pem
+from kvscout_common.identity.identity import current_identity
+from kvscout_common.identity.tls import Pem
+from kvscout_common.rpc.guard import Guard
+from kvscout_common.rpc.handlers import Synchronous
 
 SERVICE = "kvscout.test.Echo"
 TRAILERS = (("why", "so"), ("raw-bin", b"\0\xff"))
@@ -136,7 +136,7 @@ async def native(
 ) -> AsyncIterator[Served]:
     """The service over the native transport."""
     # Imported here, as everywhere: the extension may not be there.
-    from kvscout_common.transport.native_server import NativeServer
+    from kvscout_common.rpc.native_server import NativeServer
 
     server = NativeServer(
         guard or Guard(),
@@ -174,7 +174,7 @@ async def grpcio(*, guard: Guard | None = None) -> AsyncIterator[Served]:
 
 def native_channel(port: int, *, host: str = "127.0.0.1", **options: Any) -> Any:
     """A channel of the native transport."""
-    from kvscout_common.transport.native_channel import NativeChannel
+    from kvscout_common.rpc.native_channel import NativeChannel
 
     return NativeChannel(f"{host}:{port}", max_message_bytes=MAX_MESSAGE_BYTES, **options)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import grpc
 import pytest
-from processes import eventually
+from support.processes import eventually
 from transport.echo_service import SERVICE, everyone, native, native_channel
 
 from kvscout_common.hashing import native_available
-from kvscout_common.transport.callbacks import hear, sends_at_once
+from kvscout_common.rpc.callbacks import hear, sends_at_once
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: there are no callbacks")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from processes import eventually, running
+from support.processes import eventually, running
 from transport.echo_service import SERVICE, native, native_channel
 
 from kvscout.v1 import indexer_pb2_grpc, types_pb2

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from http2_resets import (
+from support.http2_resets import (
     DATA,
     EMPTY_MESSAGE,
     END_HEADERS,
@@ -22,15 +22,15 @@ from http2_resets import (
     frame,
     headers_of,
 )
-from http_peers import TRANSPORTS, get, made_of, served
-from processes import eventually
+from support.http_peers import TRANSPORTS, get, made_of, served
+from support.processes import eventually
 from transport.echo_service import SERVICE, grpcio_channel, native, native_channel
 
-from kvscout_common.guard import Guard
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import TokenTable
+from kvscout_common.http.http import HttpCall, HttpLimits
+from kvscout_common.identity.identity import TokenTable
+from kvscout_common.rpc.guard import Guard
 from kvscout_common.transport import Transport
-from kvscout_common.transport.http import HttpCall, HttpLimits
 
 MOST = 20
 KEPT_ALIVE = b"GET /%s HTTP/1.1\r\nHost: a\r\n\r\n"

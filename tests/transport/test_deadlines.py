@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import uvloop
-from processes import eventually
+from support.processes import eventually
 
 from kvscout_common.transport.deadlines import SPARE, Deadlines
 

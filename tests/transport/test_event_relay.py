@@ -4,14 +4,14 @@ import json
 from typing import Any
 
 import pytest
-from http_peers import DONE, USAGE, WHOLE, event, tokens
+from support.http_peers import DONE, USAGE, WHOLE, event, tokens
 
 from kvscout.v1 import gateway_pb2
 from kvscout_client import FinishReason, decode
 from kvscout_common.hashing import native_available
-from kvscout_common.transport.chunk_documents import MAX_DOCUMENT_BYTES
-from kvscout_common.transport.event_relay import EventRelay
-from kvscout_common.transport.http import MAX_EVENT_BYTES, MAX_WITHHELD_BYTES, Dialect, Form, StreamReport
+from kvscout_common.http.chunk_documents import MAX_DOCUMENT_BYTES
+from kvscout_common.http.event_relay import EventRelay
+from kvscout_common.http.http import MAX_EVENT_BYTES, MAX_WITHHELD_BYTES, Dialect, Form, StreamReport
 
 ROLE = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
 

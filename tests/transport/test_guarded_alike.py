@@ -8,9 +8,9 @@ import grpc
 import pytest
 from transport.echo_service import SERVERS, SERVICE, Served, grpcio_channel
 
-from kvscout_common.guard import Guard
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import TokenTable
+from kvscout_common.identity.identity import TokenTable
+from kvscout_common.rpc.guard import Guard
 
 METHODS = ("Unary", "Download", "Both", "Synchronous", "SynchronousEach")
 REFUSED = [

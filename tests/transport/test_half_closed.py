@@ -5,10 +5,10 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from http_peers import TRANSPORTS, made_of, served
+from support.http_peers import TRANSPORTS, made_of, served
 
+from kvscout_common.http.http import HttpCall
 from kvscout_common.transport import Transport
-from kvscout_common.transport.http import HttpCall
 
 GET = b"GET %s HTTP/1.1\r\nHost: a\r\n\r\n"
 

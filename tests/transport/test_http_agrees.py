@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from http_peers import (
+from support.http_peers import (
     DONE,
     LAST_CHUNK,
     TRANSPORTS,
@@ -24,7 +24,7 @@ from http_peers import (
     tokens,
 )
 
-from kvscout_common.transport.http import (
+from kvscout_common.http.http import (
     Dialect,
     Form,
     HttpCall,

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from http_peers import (
+from support.http_peers import (
     STREAM_HEAD,
     TRANSPORTS,
     WHOLE,
@@ -25,10 +25,9 @@ from http_peers import (
     stream,
     tokens,
 )
-from processes import eventually
+from support.processes import eventually
 
-from kvscout_common.transport import Transport
-from kvscout_common.transport.http import (
+from kvscout_common.http.http import (
     FailureKind,
     Form,
     HttpCall,
@@ -38,6 +37,7 @@ from kvscout_common.transport.http import (
     HttpRequest,
     connect,
 )
+from kvscout_common.transport import Transport
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from http_peers import (
+from support.http_peers import (
     DONE,
     LAST_CHUNK,
     STREAM_HEAD,
@@ -31,11 +31,10 @@ from http_peers import (
     stream,
     tokens,
 )
-from processes import eventually
+from support.processes import eventually
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.transport import Transport
-from kvscout_common.transport.http import (
+from kvscout_common.http.http import (
     Dialect,
     FailureKind,
     Form,
@@ -50,6 +49,7 @@ from kvscout_common.transport.http import (
     StreamReport,
     connect,
 )
+from kvscout_common.transport import Transport
 
 
 @pytest.fixture(autouse=True, params=TRANSPORTS)

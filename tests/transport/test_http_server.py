@@ -6,14 +6,12 @@ from contextlib import suppress
 
 import pytest
 import trustme
-from http_peers import TRANSPORTS, echo, exchange, get, made_of, served
-from processes import eventually
+from support.http_peers import TRANSPORTS, echo, exchange, get, made_of, served
+from support.processes import eventually
 
-from kvscout_common.byte_budget import Charge, make_budget
 from kvscout_common.errors import ConfigError
-from kvscout_common.tls import Pem
-from kvscout_common.transport import Transport
-from kvscout_common.transport.http import (
+from kvscout_common.http.byte_budget import Charge, make_budget
+from kvscout_common.http.http import (
     HttpCall,
     HttpLimits,
     HttpRefused,
@@ -21,6 +19,8 @@ from kvscout_common.transport.http import (
     SinkStalled,
     connect,
 )
+from kvscout_common.identity.tls import Pem
+from kvscout_common.transport import Transport
 
 
 @pytest.fixture(autouse=True, params=TRANSPORTS)
@@ -214,7 +214,7 @@ async def test_tls_is_served_and_its_certificates_are_renewed() -> None:
         chain = b"".join(blob.bytes() for blob in certificate.cert_chain_pems)
         return Pem(chain, certificate.private_key_pem.bytes(), None)
 
-    from kvscout_common.transport.http import serve_http
+    from kvscout_common.http.http import serve_http
 
     server = serve_http(echo)
     port = await server.listen("127.0.0.1", 0, pem(old))

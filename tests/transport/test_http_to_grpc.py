@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import grpc
 import pytest
-from http_peers import (
+from support.http_peers import (
     DONE,
     LAST_CHUNK,
     STREAM_HEAD,
@@ -23,13 +23,13 @@ from http_peers import (
     stream,
     tokens,
 )
-from processes import eventually
+from support.processes import eventually
 from transport.echo_service import MAX_MESSAGE_BYTES, grpcio_channel
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.guard import Guard
+from kvscout_common.http.http import Form, HttpFailed, HttpRequest, Preceded, SinkStalled, StreamReport, connect
+from kvscout_common.rpc.guard import Guard
 from kvscout_common.transport import Transport
-from kvscout_common.transport.http import Form, HttpFailed, HttpRequest, Preceded, SinkStalled, StreamReport, connect
 
 SERVICE = "test.Pump"
 ROUTE = gateway_pb2.GenerateResponse(request_id="r").SerializeToString()
@@ -81,7 +81,7 @@ async def running(transport: Transport, script: Script, **options: Any) -> Async
 def _server(transport: Transport) -> Any:
     if transport is Transport.GRPCIO:
         return grpc.aio.server()
-    from kvscout_common.transport.native_server import NativeServer
+    from kvscout_common.rpc.native_server import NativeServer
 
     return NativeServer(Guard(), max_message_bytes=MAX_MESSAGE_BYTES, max_streams=100)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import grpc
 import pytest
-from http2_resets import (
+from support.http2_resets import (
     ACK,
     DATA,
     END_HEADERS,
@@ -21,7 +21,7 @@ from http2_resets import (
     frame,
     headers_of,
 )
-from processes import eventually
+from support.processes import eventually
 from transport.echo_service import SERVICE, native, native_channel
 
 from kvscout_common.hashing import native_available

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
-from http2_resets import (
+from support.http2_resets import (
     ACK,
     DATA,
     EMPTY_MESSAGE,
@@ -26,12 +26,12 @@ from http2_resets import (
     headers_of,
     resets,
 )
-from processes import eventually
-from tcp_relay import tcp_relay
+from support.processes import eventually
+from support.tcp_relay import tcp_relay
 from transport.echo_service import MAX_MESSAGE_BYTES, SERVICE, grpcio_channel, native, native_channel
 
 from kvscout_common.hashing import native_available
-from kvscout_common.tls import Pem
+from kvscout_common.identity.tls import Pem
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: it is what is tested")
 
@@ -326,7 +326,7 @@ async def test_out_of_descriptors_connections_wait_and_nobody_ends() -> None:
 
 
 async def test_tls_and_client_certificates_are_checked_and_renewed_under_a_running_server() -> None:
-    from kvscout_common.transport.native_channel import client_tls
+    from kvscout_common.rpc.native_channel import client_tls
 
     first, second = trustme.CA(), trustme.CA()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from http2_resets import (
+from support.http2_resets import (
     ACK,
     DATA,
     EMPTY_MESSAGE,

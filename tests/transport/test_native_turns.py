@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from http2_resets import DATA, END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, SETTINGS, frame, headers_of
-from http_peers import STREAM_HEAD, chunk
+from support.http2_resets import DATA, END_HEADERS, END_STREAM, HEADERS, PING, PREFACE, SETTINGS, frame, headers_of
+from support.http_peers import STREAM_HEAD, chunk
 
 from kvscout_common.hashing import native_available
 

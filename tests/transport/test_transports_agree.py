@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from processes import eventually
+from support.processes import eventually
 from transport.echo_service import MAX_MESSAGE_BYTES, SERVICE, Echo, everyone
 
 from kvscout_common.hashing import native_available

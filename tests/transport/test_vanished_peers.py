@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from http_peers import TRANSPORTS, echo, made_of, raw_engine, says_and_waits
+from support.http_peers import TRANSPORTS, echo, made_of, raw_engine, says_and_waits
 
 from kvscout_common.hashing import native_available
-from kvscout_common.transport import Transport, aiohttp_client, aiohttp_server
-from kvscout_common.transport.http import (
+from kvscout_common.http import aiohttp_client, aiohttp_server
+from kvscout_common.http.http import (
     FailureKind,
     HttpCall,
     HttpFailed,
@@ -23,6 +23,7 @@ from kvscout_common.transport.http import (
     connect,
     serve_http,
 )
+from kvscout_common.transport import Transport
 
 Address = tuple[str, int]
 
@@ -143,7 +144,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers are given up after two seconds."""
     modules: list[object] = [aiohttp_client, aiohttp_server]
     if native_available():
-        from kvscout_common.transport import native_http
+        from kvscout_common.http import native_http
 
         modules.append(native_http)
     for module in modules:

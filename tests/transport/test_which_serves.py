@@ -1,13 +1,13 @@
 """A service says what carries its calls."""
 
 import pytest
-from process_metrics import scrape
-from processes import running
+from support.process_metrics import scrape
+from support.processes import running
 
 from kvscout.v1 import indexer_pb2_grpc, types_pb2
-from kvscout_common.channel import call, open_channel
 from kvscout_common.enum_words import word_of
 from kvscout_common.hashing import native_available
+from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.transport import Transport, default_transport
 
 NATIVE = pytest.mark.skipif(not native_available(), reason="the extension is not built")

@@ -11,10 +11,6 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from kvscout_bench.report import as_json as summary_json
-from kvscout_bench.report import comparison, errors_by_text, improvements
-from kvscout_bench.trace import TraceOptions, trace_sessions
-from kvscout_bench.workload import LogNormal, MultiTurn, Range, Session, multi_turn
 from kvscout_cli.comparison import PolicyResult, replay_under
 from kvscout_cli.connection import option
 from kvscout_cli.lifetime import run
@@ -23,6 +19,10 @@ from kvscout_cli.progress import replay_progress
 from kvscout_cli.topology import Mockers, Topology
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand
+from kvscout_lab.sessions import LogNormal, MultiTurn, Range, Session, multi_turn
+from kvscout_lab.summary import as_json as summary_json
+from kvscout_lab.summary import comparison, errors_by_text, improvements
+from kvscout_lab.trace import TraceOptions, trace_sessions
 
 POLICIES = ("round-robin", "kv-time")
 AGGREGATED, DISAGGREGATED = "aggregated", "disaggregated"

@@ -14,9 +14,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvscout_cli.output import echo
-from kvscout_common.channel import ClientSecurity
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvscout_common.flags import SectionedCommand, client_tls_flags, flag
+from kvscout_common.rpc.channel import ClientSecurity
 
 HERE = ("localhost:7050", "localhost:7051", "localhost:7052", "localhost:7053", "http://localhost:8100/health")
 """Where gateway, indexer, scheduler, bridge and mocker listen unless told otherwise."""

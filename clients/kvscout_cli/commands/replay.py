@@ -14,20 +14,6 @@ from pathlib import Path
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvscout_bench.laboratory.cells import Bench, Cell, Contender, cells_by_seed
-from kvscout_bench.laboratory.clients import SIGNS, Clients, Sign, as_clients_ask
-from kvscout_bench.laboratory.cluster import Cluster
-from kvscout_bench.laboratory.engines_known import ENGINES, known_engine
-from kvscout_bench.laboratory.faults import Faults
-from kvscout_bench.laboratory.generators import GENERATED, generate
-from kvscout_bench.laboratory.latencies import Latencies
-from kvscout_bench.laboratory.measures import Objective
-from kvscout_bench.laboratory.report import as_json as cell_json
-from kvscout_bench.laboratory.report import markdown, seeds_json, seeds_markdown, seeds_table, table
-from kvscout_bench.laboratory.timing import StepTime
-from kvscout_bench.laboratory.worker import EngineSettings
-from kvscout_bench.laboratory.workload import Burst, Workload, from_trace
-from kvscout_bench.trace import read_trace
 from kvscout_cli import replay_matrix
 from kvscout_cli.connection import option
 from kvscout_cli.cross_check import CELLS
@@ -38,6 +24,20 @@ from kvscout_cli.lifetime import run
 from kvscout_cli.output import stderr, stdout
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand
+from kvscout_lab.cells import Bench, Cell, Contender, cells_by_seed
+from kvscout_lab.clients import SIGNS, Clients, Sign, as_clients_ask
+from kvscout_lab.cluster import Cluster
+from kvscout_lab.engines_known import ENGINES, known_engine
+from kvscout_lab.faults import Faults
+from kvscout_lab.generators import GENERATED, generate
+from kvscout_lab.latencies import Latencies
+from kvscout_lab.measures import Objective
+from kvscout_lab.report import as_json as cell_json
+from kvscout_lab.report import markdown, seeds_json, seeds_markdown, seeds_table, table
+from kvscout_lab.timing import StepTime
+from kvscout_lab.trace import read_trace
+from kvscout_lab.worker import EngineSettings
+from kvscout_lab.workload import Burst, Workload, from_trace
 from kvscout_scheduler.policies import installed_policies
 
 REQUESTS = 3_000
@@ -333,7 +333,7 @@ def command(
     if as_markdown:
         click.echo(markdown(found) if (seeds or 1) == 1 else seeds_markdown(groups))
     if plot_path is not None:
-        from kvscout_bench.laboratory.plots import plot
+        from kvscout_lab.plots import plot
 
         plot(found, plot_path)
 

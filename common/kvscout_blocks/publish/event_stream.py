@@ -17,7 +17,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import BadRequestError
 
-from kvscout_common.nats_names import NatsNames, encode_name
+from kvscout_common.nats.names import NatsNames, encode_name
 from kvscout_common.worker import WorkerRank
 
 log = logging.getLogger("kvscout.nats")

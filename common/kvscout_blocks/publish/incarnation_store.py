@@ -14,7 +14,7 @@ from nats.js.api import KeyValueConfig
 from nats.js.kv import KeyValue
 
 from kvscout_blocks.publish.incarnation import Record
-from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats.link import NatsLink
 from kvscout_common.worker import WorkerRank
 
 log = logging.getLogger("kvscout.nats")

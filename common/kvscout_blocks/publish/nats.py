@@ -26,9 +26,9 @@ from nats.js.api import PubAck
 
 from kvscout_blocks.publish.event_stream import MSG_ID, chunk_message_id, ensure_stream, message_id
 from kvscout_blocks.publish.publication import Outbox, Outgoing, Publication
-from kvscout_common.nats_barrier import NatsBarrier
-from kvscout_common.nats_link import NatsLink, end_if_cancelled
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.nats.barrier import NatsBarrier
+from kvscout_common.nats.link import NatsLink, end_if_cancelled
+from kvscout_common.observability.telemetry import RateLimitedLog
 
 log = logging.getLogger("kvscout.nats")
 

@@ -15,8 +15,8 @@ from typing import Final
 
 from kvscout_blocks.index.slices import Work, in_slices
 from kvscout_blocks.source.sequence import HELD_BATCHES, HELD_BYTES
-from kvscout_common.endings import INTENDED
 from kvscout_common.errors import KvscoutError
+from kvscout_common.process.endings import INTENDED
 
 Step = Callable[[], None]
 Then = Callable[[KvscoutError | None], None]

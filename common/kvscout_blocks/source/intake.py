@@ -23,7 +23,7 @@ from kvscout_blocks.index.native import make_bypass, make_intake_thread
 from kvscout_blocks.source import subscriber
 from kvscout_blocks.source.feed import Progress
 from kvscout_blocks.source.subscriber import BURST, Callbacks
-from kvscout_common.endings import INTENDED
+from kvscout_common.process.endings import INTENDED
 from kvscout_common.worker import EventEndpoint, WorkerRank
 
 

@@ -40,9 +40,9 @@ from kvscout_blocks.source.sequence import (
     SequencedBatch,
     SourceSequence,
 )
-from kvscout_common.endings import INTENDED
 from kvscout_common.errors import KvscoutError
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.process.endings import INTENDED
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 log = logging.getLogger("kvscout.events")

@@ -19,8 +19,8 @@ from kvscout_blocks.source.host_names import host_name, resolved
 from kvscout_blocks.source.intake import Intake, IntakeSubscription
 from kvscout_blocks.source.sequence import SequencedBatch, digest
 from kvscout_blocks.source.subscriber import Callbacks, Subscription, replay
-from kvscout_common.endings import INTENDED, guarded
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.process.endings import INTENDED, guarded
 from kvscout_common.worker import EventEndpoint, WorkerRank
 
 log = logging.getLogger("kvscout.events")

@@ -27,7 +27,6 @@ from kvscout.v1 import (
     types_pb2,
     workers_pb2,
 )
-from kvscout_common.channel import ClientSecurity, call, open_channel
 from kvscout_common.doctor.snapshot import (
     HELPER_KINDS,
     PROXY_COUNTERS,
@@ -39,15 +38,16 @@ from kvscout_common.doctor.snapshot import (
     WorkerName,
 )
 from kvscout_common.endpoints import address_problem
-from kvscout_common.engine_facts import ASKED
-from kvscout_common.engine_http import NoAnswer, asking_engines, read_json
-from kvscout_common.engine_query import ask_engine
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable, Unimplemented
+from kvscout_common.http.engine_http import NoAnswer, asking_engines, read_json
+from kvscout_common.http.http import HttpClient
+from kvscout_common.identity.tls_probe import tls_trouble
 from kvscout_common.plain_text import printable
-from kvscout_common.tls_probe import tls_trouble
-from kvscout_common.transport.http import HttpClient
+from kvscout_common.registry.engine_facts import ASKED
+from kvscout_common.registry.engine_query import ask_engine
+from kvscout_common.registry.worker_proto import spec_from_proto
+from kvscout_common.rpc.channel import ClientSecurity, call, open_channel
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
-from kvscout_common.worker_proto import spec_from_proto
 
 AT_ONCE = 32
 MAX_ASKED = 1000

@@ -19,7 +19,7 @@ from kvscout_common.doctor.overview import seen_by_gateways
 from kvscout_common.doctor.snapshot import Snapshot, WorkerName, observed_name
 from kvscout_common.doctor.symptom import Symptom, of_worker
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.worker_proto import spec_from_proto
+from kvscout_common.registry.worker_proto import spec_from_proto
 
 _BY_FIELD: dict[str, Condition] = {
     "block_size": BLOCK_SIZE_DIFFERS,

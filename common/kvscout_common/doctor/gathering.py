@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
-from kvscout_common.channel import ClientSecurity, call, open_channel, stream
 from kvscout_common.doctor.collection import Collection, Named
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import RankName, Service, Snapshot
 from kvscout_common.errors import KvscoutError
+from kvscout_common.rpc.channel import ClientSecurity, call, open_channel, stream
 from kvscout_common.worker import ALL_TENANTS
 
 MAX_WATCHED = 64

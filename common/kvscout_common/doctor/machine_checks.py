@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from statistics import median
 
 from kvscout.v1 import types_pb2
-from kvscout_common.descriptors import FEW
 from kvscout_common.doctor.conditions import CLOCKS_DIFFER, DESCRIPTORS_FEW, REFERENCE_BACKEND, VERSIONS_DIFFER
 from kvscout_common.doctor.snapshot import Service, Snapshot
 from kvscout_common.doctor.symptom import Symptom
-from kvscout_common.service_info import SLOW_BACKEND
+from kvscout_common.process.descriptors import FEW
+from kvscout_common.rpc.service_info import SLOW_BACKEND
 
 CLOCK_SECONDS = 2.0
 """By which clocks may differ."""

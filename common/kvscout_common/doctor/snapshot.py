@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvscout.v1 import bridge_pb2, gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
-from kvscout_common.engine_facts import EngineFacts
+from kvscout_common.registry.engine_facts import EngineFacts
 
 Status: TypeAlias = (
     gateway_pb2.GatewayGetStatusResponse

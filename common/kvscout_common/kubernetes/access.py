@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvscout_common.channel import MAX_TOKEN_BYTES, TokenFile
 from kvscout_common.endpoints import bracketed, url_problem
 from kvscout_common.errors import ConfigError
-from kvscout_common.followed_file import POLL_SECONDS, FollowedFile, read_file, read_yaml
-from kvscout_common.tls import MAX_BYTES
+from kvscout_common.identity.tls import MAX_BYTES
+from kvscout_common.process.followed_file import POLL_SECONDS, FollowedFile, read_file, read_yaml
+from kvscout_common.rpc.channel import MAX_TOKEN_BYTES, TokenFile
 
 FLAG: Final = "kubeconfig"
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -23,9 +23,9 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import aiohttp
 
-from kvscout_common.engine_http import parsed
 from kvscout_common.errors import Unavailable
-from kvscout_common.json_scan import load_json
+from kvscout_common.http.engine_http import parsed
+from kvscout_common.http.json_scan import load_json
 from kvscout_common.kubernetes.access import KubernetesAccess
 from kvscout_common.kubernetes.objects import ObjectProblem
 from kvscout_common.plain_text import printable

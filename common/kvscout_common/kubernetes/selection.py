@@ -26,8 +26,8 @@ from kvscout_common.endpoints import MAX_PORT, bracketed
 from kvscout_common.errors import ConfigError
 from kvscout_common.kubernetes.objects import MAX_PORTS, InferencePool, ObjectProblem, Pod
 from kvscout_common.plain_text import text_problem
+from kvscout_common.registry.worker_template import WorkerTemplate, fields_of
 from kvscout_common.worker import MAX_RANKS
-from kvscout_common.worker_template import WorkerTemplate, fields_of
 
 FLAG: Final = "workers_k8s"
 POOL: Final = "pool/"

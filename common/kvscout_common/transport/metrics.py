@@ -8,8 +8,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvscout_common.http.http import HttpServer
 from kvscout_common.transport import chosen
-from kvscout_common.transport.http import HttpServer
 
 _GAUGES = {
     "connections": ("kvscout_rpc_connections", "Connections open, accepted or made"),

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
-from kvscout_common.identity import Identity
-from kvscout_common.keepalive import TIME_MS, TIMEOUT_MS
+from kvscout_common.identity.identity import Identity
 from kvscout_common.statuses import Status
 from kvscout_common.transport.deadlines import Deadlines
+from kvscout_common.transport.keepalive import TIME_MS, TIMEOUT_MS
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_native import (
     HTTP_EVENTS,

@@ -20,17 +20,17 @@ from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
 from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.rank import BridgedRank
 from kvscout_bridge.registration import Registrations
-from kvscout_common.endings import Closing, FirstDefect
-from kvscout_common.engine_discovery import Discovery
-from kvscout_common.engine_facts import lacks_event_endpoints
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.nats_link import NatsLink, end_if_cancelled
-from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import file_warnings
-from kvscout_common.service_info import TenantWarning, Warned
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.nats.link import NatsLink, end_if_cancelled
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.process.endings import Closing, FirstDefect
+from kvscout_common.registry.backends import file_warnings
+from kvscout_common.registry.engine_discovery import Discovery
+from kvscout_common.registry.engine_facts import lacks_event_endpoints
+from kvscout_common.registry.registry import Registry
+from kvscout_common.registry.workers_file import WorkersFile
+from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Transport, WorkerRank, WorkerSpec
-from kvscout_common.workers_file import WorkersFile
 
 log = logging.getLogger("kvscout.bridge")
 

@@ -19,9 +19,9 @@ from kvscout_common.flags import (
     flag,
     server_flags,
 )
-from kvscout_common.metrics_server import registry_of
-from kvscout_common.nats_config import DEFAULT_SERVER, NatsConfig, nats_flags
-from kvscout_common.serving import App, run
+from kvscout_common.http.metrics_server import registry_of
+from kvscout_common.nats.config import DEFAULT_SERVER, NatsConfig, nats_flags
+from kvscout_common.rpc.serving import App, run
 from kvscout_common.worker import (
     DEFAULT_TENANT,
     CopyMode,

@@ -20,7 +20,7 @@ from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_common.errors import FailedPrecondition, Unavailable
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 
 HELD_BYTES: Final = 64 * 1024 * 1024

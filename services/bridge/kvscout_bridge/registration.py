@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from kvscout_bridge.config import BridgeConfig
 from kvscout_common.errors import Unavailable
-from kvscout_common.nats_link import NatsLink
-from kvscout_common.registry import WorkerName
-from kvscout_common.service_info import TenantWarning, Warned
+from kvscout_common.nats.link import NatsLink
+from kvscout_common.registry.registry import WorkerName
+from kvscout_common.registry.worker_lease import WorkerLease
+from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.worker import WorkerSpec
-from kvscout_common.worker_lease import WorkerLease
 
 log = logging.getLogger("kvscout.bridge")
 

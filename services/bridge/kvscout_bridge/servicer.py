@@ -8,10 +8,10 @@ from typing import Any
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc, types_pb2
 from kvscout_bridge.bridge import Bridge, problems
 from kvscout_bridge.rank import BridgedRank
-from kvscout_common.identity import current_identity
-from kvscout_common.service_info import service_info
+from kvscout_common.identity.identity import current_identity
+from kvscout_common.registry.worker_proto import rank_to_proto
+from kvscout_common.rpc.service_info import service_info
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
-from kvscout_common.worker_proto import rank_to_proto
 
 
 class BridgeServicer(bridge_pb2_grpc.BridgeServicer):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.registry import Registry
+from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import EngineKind, Role, WorkerSpec
 from kvscout_gateway.request.prompt import Geometry, geometries
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvscout_common.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
-from kvscout_common.nats_config import NatsConfig
+from kvscout_common.http.web_origins import WebOrigins
+from kvscout_common.nats.config import NatsConfig
+from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.shards import Shard
-from kvscout_common.web_origins import WebOrigins
 from kvscout_gateway.engines.patience import Patience
 from kvscout_gateway.failover import DNS
 from kvscout_gateway.front.client_paths import ClientPaths

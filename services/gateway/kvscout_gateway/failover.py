@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 
-from kvscout_common.channel import ClientSecurity, call, open_channel
 from kvscout_common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -27,6 +26,7 @@ from kvscout_common.errors import (
     Unavailable,
     Unimplemented,
 )
+from kvscout_common.rpc.channel import ClientSecurity, call, open_channel
 from kvscout_common.shards import Shard
 
 log = logging.getLogger("kvscout.gateway")

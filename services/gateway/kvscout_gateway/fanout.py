@@ -8,8 +8,8 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from kvscout.v1 import events_pb2, indexer_pb2, scheduler_pb2, types_pb2
-from kvscout_common.channel import stream
 from kvscout_common.errors import KvscoutError, NotFound
+from kvscout_common.rpc.channel import stream
 from kvscout_gateway.failover import HelperDown, is_member_fault
 from kvscout_gateway.indexer_client.indexers import Indexers, Replicas
 from kvscout_gateway.scheduler_client.booking import Schedulers

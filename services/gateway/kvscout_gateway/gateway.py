@@ -12,18 +12,18 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
-from kvscout_common.byte_budget import Charge, make_budget
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import FailedPrecondition, KvscoutError
-from kvscout_common.followed_file import read_file
-from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import Backends
-from kvscout_common.service_info import about, service_info, shown
-from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.tls import MAX_BYTES
-from kvscout_common.transport.http import connect
+from kvscout_common.http.byte_budget import Charge, make_budget
+from kvscout_common.http.http import connect
+from kvscout_common.identity.tls import MAX_BYTES
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.process.followed_file import read_file
+from kvscout_common.registry.backends import Backends
+from kvscout_common.registry.registry import Registry
+from kvscout_common.registry.worker_proto import rank_to_proto
+from kvscout_common.rpc.service_info import about, service_info, shown
 from kvscout_common.worker import ALL_TENANTS, EngineKind, WorkerSpec
-from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.engine_call import Engines

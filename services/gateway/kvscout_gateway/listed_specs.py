@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvscout.v1 import workers_pb2
+from kvscout_common.registry.worker_proto import spec_from_proto
 from kvscout_common.worker import WorkerSpec
-from kvscout_common.worker_proto import spec_from_proto
 
 
 class ListedSpecs:

@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from kvscout_common.channel import ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SERVER, SectionedCommand, client_flags, flag, server_flags
-from kvscout_common.nats_config import NatsConfig, nats_flags
-from kvscout_common.serving import App, run
+from kvscout_common.nats.config import NatsConfig, nats_flags
+from kvscout_common.rpc.channel import ClientSecurity
+from kvscout_common.rpc.serving import App, run
 from kvscout_gateway.config import FIND_TOKENIZERS, GatewayConfig, addresses, indexer_shards, tokenizer_folders
 from kvscout_gateway.engines.patience import Patience
 from kvscout_gateway.front.client_paths import ClientPaths

@@ -27,13 +27,13 @@ from typing import Protocol
 import grpc
 
 from kvscout.v1 import types_pb2, workers_pb2
-from kvscout_common.channel import call
 from kvscout_common.enum_words import word_of
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
-from kvscout_common.registry import DECLARED, Entry, Registry, Source, WorkerName
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.registry.registry import DECLARED, Entry, Registry, Source, WorkerName
+from kvscout_common.registry.worker_proto import spec_from_proto, spec_to_proto
+from kvscout_common.rpc.channel import call
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
-from kvscout_common.worker_proto import spec_from_proto, spec_to_proto
 from kvscout_gateway.listed_specs import ListedSpecs
 from kvscout_gateway.peer import LEARNED, Peer, source_of
 

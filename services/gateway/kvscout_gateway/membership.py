@@ -16,8 +16,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvscout_common.endpoints import bracketed
-from kvscout_common.registry_dns import LOOKUP_SECONDS, RESOLVE_SECONDS, Resolve, resolve
-from kvscout_common.service_info import Warned
+from kvscout_common.registry.dns import LOOKUP_SECONDS, RESOLVE_SECONDS, Resolve, resolve
+from kvscout_common.rpc.service_info import Warned
 from kvscout_gateway.failover import DNS, Failover, Member
 from kvscout_gateway.indexer_client.check import IndexerCheck
 from kvscout_gateway.indexer_client.indexers import Indexers

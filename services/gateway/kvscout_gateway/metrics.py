@@ -12,7 +12,7 @@ from prometheus_client import Counter as CounterMetric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvscout_common.latencies import Latencies
+from kvscout_common.observability.latencies import Latencies
 from kvscout_gateway.indexer_client.check import IndexerCheck
 from kvscout_gateway.indexer_client.reporter import Reporter
 from kvscout_gateway.request.observation import Observations

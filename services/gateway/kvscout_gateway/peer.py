@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvscout_common.registry import DECLARED, Source
+from kvscout_common.registry.registry import DECLARED, Source
 from kvscout_common.worker import WorkerSpec
 
 LEARNED = (Source.PEER, Source.NATS)

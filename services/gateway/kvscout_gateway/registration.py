@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
-from kvscout_common.registry import DECLARED, Registry, Source, WorkerName
-from kvscout_common.service_info import TenantWarning, Warned, about, shown, text_of
+from kvscout_common.registry.registry import DECLARED, Registry, Source, WorkerName
+from kvscout_common.rpc.service_info import TenantWarning, Warned, about, shown, text_of
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.member_sync import CALL_SECONDS, WORKERS_A_TURN, MemberSync, WorkerStub
 from kvscout_gateway.peer import Peer

@@ -13,14 +13,14 @@ from kvscout_blocks.index.twins import cut_messages, make_index, make_queries
 from kvscout_blocks.source.feed import Feed, SourceCut
 from kvscout_blocks.source.published import with_last_digest
 from kvscout_blocks.source.source import Elsewhere, Source
-from kvscout_common.endings import Closing, FirstDefect
 from kvscout_common.errors import NotFound
-from kvscout_common.heap import trim
-from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import Backends
-from kvscout_common.service_info import TenantWarning, Warned
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.process.endings import Closing, FirstDefect
+from kvscout_common.process.heap import trim
+from kvscout_common.registry.backends import Backends
+from kvscout_common.registry.registry import Registry
+from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import Shard, shard_of
-from kvscout_common.telemetry import RateLimitedLog
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.peers import Peers

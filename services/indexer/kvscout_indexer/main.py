@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from kvscout_common.channel import ClientSecurity
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import (
@@ -17,10 +16,11 @@ from kvscout_common.flags import (
     flag,
     server_flags,
 )
-from kvscout_common.heap import keep_mmap_threshold
-from kvscout_common.metrics_server import registry_of
-from kvscout_common.nats_config import NatsConfig, nats_flags
-from kvscout_common.serving import App, run
+from kvscout_common.http.metrics_server import registry_of
+from kvscout_common.nats.config import NatsConfig, nats_flags
+from kvscout_common.process.heap import keep_mmap_threshold
+from kvscout_common.rpc.channel import ClientSecurity
+from kvscout_common.rpc.serving import App, run
 from kvscout_common.shards import Shard
 from kvscout_indexer.config import IndexerConfig
 

@@ -19,8 +19,8 @@ from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.feed import SourceState
 from kvscout_blocks.source.published import PublishedReader
-from kvscout_common.channel import PLAINTEXT, ClientSecurity, open_channel, stream
 from kvscout_common.errors import KvscoutError, NotFound
+from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity, open_channel, stream
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 log = logging.getLogger("kvscout.events")

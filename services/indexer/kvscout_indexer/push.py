@@ -27,9 +27,9 @@ from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.feed import Cursor, Feed, HistoryBroken, SourceInput, SourceState
 from kvscout_blocks.source.published import PublishedReader
 from kvscout_blocks.source.sequence import SequencedBatch
-from kvscout_common.endings import INTENDED
 from kvscout_common.errors import Draining, FailedPrecondition, InternalError, InvalidArgument, KvscoutError, NotFound
-from kvscout_common.registry import Registry
+from kvscout_common.process.endings import INTENDED
+from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.healing import Healing
 from kvscout_indexer.resend import Item, Question, Resend

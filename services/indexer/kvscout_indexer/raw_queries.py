@@ -16,10 +16,10 @@ import grpc
 
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.index.native import NativeQueries
-from kvscout_common import tracing
-from kvscout_common.handlers import Synchronous
-from kvscout_common.identity import current_identity
-from kvscout_common.raw_messages import parse_message
+from kvscout_common.identity.identity import current_identity
+from kvscout_common.observability import tracing
+from kvscout_common.rpc.handlers import Synchronous
+from kvscout_common.rpc.raw_messages import parse_message
 from kvscout_indexer.servicer import IndexerServicer
 from kvscout_indexer.traces import tell, traced_stream
 

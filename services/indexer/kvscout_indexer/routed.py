@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
-from kvscout_common.registry import Registry
+from kvscout_common.registry.registry import Registry
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_indexer.pools import Pools

@@ -12,11 +12,11 @@ from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_blocks.index.block_index import Overlaps
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import MmItem, block_hashes_packed
-from kvscout_common.identity import current_identity
-from kvscout_common.service_info import service_info
+from kvscout_common.identity.identity import current_identity
+from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
+from kvscout_common.rpc.service_info import service_info
 from kvscout_common.statuses import status_code
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, PoolKey, WorkerRank
-from kvscout_common.worker_rpcs import WorkerRpcs, required_id
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.routed import RoutedPrompt
 from kvscout_indexer.status import NOTHING_HELD, index_status, source_status

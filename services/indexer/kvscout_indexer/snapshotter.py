@@ -18,10 +18,10 @@ from nats.js.api import KeyValueConfig
 from nats.js.errors import BadRequestError, KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
 
-from kvscout_common.nats_link import NatsLink, end_if_cancelled
-from kvscout_common.nats_names import encode_name
+from kvscout_common.nats.link import NatsLink, end_if_cancelled
+from kvscout_common.nats.names import encode_name
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.shards import Shard
-from kvscout_common.telemetry import RateLimitedLog
 from kvscout_indexer.position import retention, superseded
 from kvscout_indexer.stream_reader import StreamReader
 

@@ -8,9 +8,9 @@ from kvscout.v1 import indexer_pb2, workers_pb2
 from kvscout_blocks.index.block_index import BlockIndex, WorkerStats
 from kvscout_blocks.source.sequence import DropReason
 from kvscout_blocks.source.source import Source
-from kvscout_common.nats_names import NatsNames
+from kvscout_common.nats.names import NatsNames
+from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
-from kvscout_common.worker_proto import rank_to_proto
 
 NOTHING_HELD = WorkerStats(
     blocks=0,

@@ -22,9 +22,9 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import NotFoundError
 
 from kvscout_blocks.publish.event_stream import ensure_stream
-from kvscout_common.nats_link import NatsLink, end_if_cancelled
+from kvscout_common.nats.link import NatsLink, end_if_cancelled
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.shards import Shard
-from kvscout_common.telemetry import RateLimitedLog
 from kvscout_indexer.position import SnapshotId, SnapshotSchedule, StreamState, follows, resume
 from kvscout_indexer.snapshots import SnapshotBroken, Snapshots
 from kvscout_indexer.stream_pull import PullBroken, StreamMessage, StreamPull

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.nats_names import NatsNames
+from kvscout_common.nats.names import NatsNames
 from kvscout_common.shards import Shard
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.position import Resume, SnapshotId, SnapshotSchedule, StreamState

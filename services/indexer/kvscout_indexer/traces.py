@@ -1,4 +1,4 @@
-"""What the indexer says of its answers in traces: see `kvscout_common.tracing`."""
+"""What the indexer says of its answers in traces: see `kvscout_common.observability.tracing`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from google.protobuf.message import DecodeError
 
 from kvscout.v1 import indexer_pb2
-from kvscout_common import tracing
+from kvscout_common.observability import tracing
 
 RPC = "kvscout.v1.Indexer/FindMatches"
 

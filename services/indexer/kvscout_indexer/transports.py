@@ -12,7 +12,7 @@ from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.feed import Feed
 from kvscout_blocks.source.intake import make_intake
 from kvscout_blocks.source.zmq_feed import ZmqFeed
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 

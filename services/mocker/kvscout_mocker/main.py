@@ -9,10 +9,10 @@ from typing import Any
 import click
 import uvloop
 
-from kvscout_common.descriptors import raise_descriptor_limit
 from kvscout_common.errors import ConfigError
 from kvscout_common.flags import SectionedCommand, flag
-from kvscout_common.telemetry import configure_logging
+from kvscout_common.observability.telemetry import configure_logging
+from kvscout_common.process.descriptors import raise_descriptor_limit
 from kvscout_common.variables import warn_of_variables
 from kvscout_mocker.config import config_from_flags, flags
 from kvscout_mocker.process import run

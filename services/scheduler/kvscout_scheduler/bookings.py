@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
-from kvscout_common.tenant_limits import Limit, TenantLimits
+from kvscout_common.identity.tenant_limits import Limit, TenantLimits
 from kvscout_scheduler.attempts import Ended, EndedAttempts
 from kvscout_scheduler.booking import Booking, EndReason, FreeOutcome, Phase
 from kvscout_scheduler.end_log import EndLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvscout_common.config import ServerConfig
-from kvscout_common.nats_config import NatsConfig
+from kvscout_common.nats.config import NatsConfig
 from kvscout_scheduler.settings import SchedulerSettings
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.prometheus_text import read_samples
+from kvscout_common.observability.prometheus_text import read_samples
 
 _RUNNING, _WAITING, _USAGE = "running_requests", "waiting_requests", "kv_cache_usage"
 _FIELDS: Final[Mapping[str, str]] = {

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Final, NamedTuple
 
-from kvscout_common.prometheus_text import read_samples
+from kvscout_common.observability.prometheus_text import read_samples
 from kvscout_scheduler.first_rates import Rates
 
 MOST: Final = 2.0**53

@@ -23,10 +23,10 @@ import grpc
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import DeadlineExceeded, Draining, InvalidArgument, KvscoutError
-from kvscout_common.identity import current_identity
+from kvscout_common.identity.identity import current_identity
 from kvscout_common.plain_text import name_problem
-from kvscout_common.raw_messages import parse_message
-from kvscout_common.transport.answering import Answer, answers_in_callbacks, read_unanswered
+from kvscout_common.rpc.answering import Answer, answers_in_callbacks, read_unanswered
+from kvscout_common.rpc.raw_messages import parse_message
 from kvscout_scheduler import translate
 from kvscout_scheduler.operation_messages import MAX_OPERATIONS, Codec, MessageCodec, Read
 from kvscout_scheduler.operations import Operation, Operations, Outcome

@@ -15,9 +15,9 @@ import click
 from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
-from kvscout_common.metrics_server import registry_of
-from kvscout_common.nats_config import NatsConfig, nats_flags
-from kvscout_common.serving import App, run
+from kvscout_common.http.metrics_server import registry_of
+from kvscout_common.nats.config import NatsConfig, nats_flags
+from kvscout_common.rpc.serving import App, run
 from kvscout_scheduler.config import SchedulerConfig
 from kvscout_scheduler.request import MAX_LEASE_SECONDS
 from kvscout_scheduler.settings import SchedulerSettings
@@ -166,8 +166,8 @@ def _replica_id(values: dict[str, Any]) -> str:
 
 async def build(config: SchedulerConfig) -> App:
     """The scheduler as an app to serve."""
-    from kvscout_common.registry import Registry
-    from kvscout_common.registry_tasks import Backends
+    from kvscout_common.registry.backends import Backends
+    from kvscout_common.registry.registry import Registry
     from kvscout_scheduler.bookings import END_AT_ONCE
     from kvscout_scheduler.metrics import SchedulerCollector
     from kvscout_scheduler.scheduler import Scheduler

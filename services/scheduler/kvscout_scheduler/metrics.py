@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvscout_common.rank_series import RankColumn, RankFamily
+from kvscout_common.observability.rank_series import RankColumn, RankFamily
 from kvscout_scheduler.pool import Pool
 from kvscout_scheduler.scheduler import Scheduler
 

@@ -16,9 +16,9 @@ from typing import Any
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.hashing import native_available
-from kvscout_common.raw_messages import parse_message
+from kvscout_common.registry.worker_proto import role_from_proto
+from kvscout_common.rpc.raw_messages import parse_message
 from kvscout_common.worker import DEFAULT_TENANT, Role
-from kvscout_common.worker_proto import role_from_proto
 from kvscout_scheduler import native_load, translate
 from kvscout_scheduler.booking import FreeOutcome
 from kvscout_scheduler.decision import Decision

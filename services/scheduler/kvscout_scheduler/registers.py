@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import KvscoutError, NotFound
+from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_common.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_scheduler.replica_log import ReplicaLog
 from kvscout_scheduler.request import MICROSECONDS
 from kvscout_scheduler.scheduler import Scheduler

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 from kvscout.v1 import replication_pb2, scheduler_pb2
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_common.worker import ALL_TENANTS
-from kvscout_common.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_scheduler.facts import NOWHERE, Choice, Facts
 from kvscout_scheduler.replica_blocks import FindBlocks, KnownBlocks, known_blocks
 from kvscout_scheduler.request import HASH_BYTES, OwnerName, RequestKey

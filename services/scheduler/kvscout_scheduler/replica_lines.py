@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.worker_proto import role_from_proto, role_to_proto
+from kvscout_common.registry.worker_proto import role_from_proto, role_to_proto
 from kvscout_scheduler.lines_elsewhere import ANYWHERE
 from kvscout_scheduler.request import PoolId
 from kvscout_scheduler.waiting import WaitingLine

@@ -16,7 +16,7 @@ import nats.errors
 from google.protobuf.message import DecodeError
 
 from kvscout.v1 import replication_pb2
-from kvscout_common.nats_link import NatsLink, end_if_cancelled
+from kvscout_common.nats.link import NatsLink, end_if_cancelled
 from kvscout_scheduler.replication import ALL, TICK_SECONDS, VERSION, Replication
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvscout.v1 import replication_pb2, scheduler_pb2
-from kvscout_common.nats_link import NatsLink
+from kvscout_common.nats.link import NatsLink
 from kvscout_scheduler.forwarding import Forwarding
 from kvscout_scheduler.replica_link import ReplicaLink
 from kvscout_scheduler.replication import Replication

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from kvscout.v1 import replication_pb2, scheduler_pb2
 from kvscout_common.errors import KvscoutError
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_scheduler.ownership import Ownership
 from kvscout_scheduler.replica_claim import Claim, Incarnation, claim_to_proto
 from kvscout_scheduler.replica_lines import LINES_SECONDS, highest_priority, lines_of, lines_to_proto

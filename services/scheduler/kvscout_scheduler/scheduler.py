@@ -20,7 +20,7 @@ from kvscout_common.errors import (
     KvscoutError,
     ResourceExhausted,
 )
-from kvscout_common.tenant_limits import TenantLimits
+from kvscout_common.identity.tenant_limits import TenantLimits
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.active_load import MakeLoad
 from kvscout_scheduler.booking import Booking, FreeOutcome, Phase

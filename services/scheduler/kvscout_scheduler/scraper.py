@@ -10,11 +10,11 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 
-from kvscout_common.engine_http import asking_engines, parsed, read_page
 from kvscout_common.errors import KvscoutError, Unavailable
-from kvscout_common.registry import Registry
-from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.transport.http import HttpClient
+from kvscout_common.http.engine_http import asking_engines, parsed, read_page
+from kvscout_common.http.http import HttpClient
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import EngineKind, WorkerRank, WorkerSpec
 from kvscout_scheduler.engine_metrics import NO_METRICS, read_engine_metrics
 from kvscout_scheduler.engine_rates import NOTHING, RateSums, rates_by, read_rate_sums

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common import tracing
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import native_available
-from kvscout_common.identity import AccessRole, current_identity
-from kvscout_common.pages import page_token, read_page_token
-from kvscout_common.raw_messages import parse_message
-from kvscout_common.registry import Registry
-from kvscout_common.registry_tasks import Backends
-from kvscout_common.service_info import service_info
+from kvscout_common.identity.identity import AccessRole, current_identity
+from kvscout_common.observability import tracing
+from kvscout_common.registry.backends import Backends
+from kvscout_common.registry.registry import Registry
+from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
+from kvscout_common.registry.worker_rpcs import WorkerRpcs
+from kvscout_common.rpc.pages import page_token, read_page_token
+from kvscout_common.rpc.raw_messages import parse_message
+from kvscout_common.rpc.service_info import service_info
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Role
-from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_to_proto
-from kvscout_common.worker_rpcs import WorkerRpcs
 from kvscout_scheduler import native_load, translate
 from kvscout_scheduler.active_requests import ListPlace, list_active_requests
 from kvscout_scheduler.engine_metrics import EngineMetrics

@@ -1,9 +1,9 @@
-"""What the scheduler says of its decisions in traces: see `kvscout_common.tracing`."""
+"""What the scheduler says of its decisions in traces: see `kvscout_common.observability.tracing`."""
 
 from __future__ import annotations
 
-from kvscout_common import tracing
 from kvscout_common.errors import KvscoutError
+from kvscout_common.observability import tracing
 from kvscout_scheduler.decision import Decision
 from kvscout_scheduler.request import SelectionRequest
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.request_names import NamesRequest
+from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
+from kvscout_common.rpc.request_names import NamesRequest
 from kvscout_common.worker import DEFAULT_TENANT
-from kvscout_common.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
 from kvscout_scheduler.active_requests import ActiveRequest
 from kvscout_scheduler.booking import FreeOutcome, Phase
 from kvscout_scheduler.decision import Decision

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvscout_common.errors import NotFound, Unavailable
-from kvscout_common.registry import Source
-from kvscout_common.warned import TenantWarning
+from kvscout_common.observability.warnings import TenantWarning
+from kvscout_common.registry.registry import Source
 from kvscout_common.worker import ALL_TENANTS, WorkerRank, WorkerSpec
 from kvscout_scheduler.booking import EndReason
 from kvscout_scheduler.bookings import END_AT_ONCE, Bookings

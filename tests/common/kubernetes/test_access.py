@@ -12,12 +12,12 @@ import aiohttp
 import pytest
 import trustme
 import yaml
-from kubernetes_api import PODS, fake_api
+from support.kubernetes_api import PODS, fake_api
 
-from kvscout_common import channel
 from kvscout_common.errors import ConfigError
 from kvscout_common.kubernetes import access
 from kvscout_common.kubernetes.access import FollowedTls, KubernetesAccess, find_access, from_service_account
+from kvscout_common.rpc import channel
 
 Save = Callable[[dict[str, Any]], Path]
 

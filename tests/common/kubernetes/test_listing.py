@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from kubernetes_api import PODS, FakeApi, fake_api, pod, refusal
-from processes import eventually
+from support.kubernetes_api import PODS, FakeApi, fake_api, pod, refusal
+from support.processes import eventually
 
 from kvscout_common.kubernetes import listing
 from kvscout_common.kubernetes.access import KubernetesAccess

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvscout_common.json_fields import INLINE_BYTES
-from kvscout_common.json_scan import MAX_VALUES
+from kvscout_common.http.json_fields import INLINE_BYTES
+from kvscout_common.http.json_scan import MAX_VALUES
 from kvscout_gateway.engines.answer import MAX_WORDS_BYTES, account_read, answer_read, words_read
 
 USAGE = {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}

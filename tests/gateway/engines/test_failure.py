@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvscout_common.transport.http import FailureKind, HttpFailed
+from kvscout_common.http.http import FailureKind, HttpFailed
 from kvscout_gateway.engines.failure import Fault, refused, reported, unheard
 
 

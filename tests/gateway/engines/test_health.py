@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvscout_common.service_info import TenantWarning, text_of
+from kvscout_common.rpc.service_info import TenantWarning, text_of
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.health import BUSY_SECONDS, MAX_BUSY_SECONDS, MISSED_CHECKS, WorkerHealth
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import web
-from processes import eventually
-from web_servers import web_server
+from support.processes import eventually
+from support.web_servers import web_server
 
-from kvscout_common.transport.http import connect
+from kvscout_common.http.http import connect
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.health import MISSED_CHECKS, WorkerHealth
 from kvscout_gateway.engines.health_checks import AT_ONCE, HealthChecks

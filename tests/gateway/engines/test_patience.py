@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvscout_common.transport.http import StreamReport
+from kvscout_common.http.http import StreamReport
 from kvscout_gateway.engines.patience import Bounded, Patience, Pulse, Watch
 
 PATIENCE = Patience(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvscout_common.transport.http import Dialect
+from kvscout_common.http.http import Dialect
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
 
 OPENAI, SGLANG = Dialect.OPENAI, Dialect.SGLANG

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from processes import eventually
-from scripted_engine import Script, ScriptedEngine, answer, begin, hang, refuse, scripted_engine, send_tokens
+from support.processes import eventually
+from support.scripted_engine import Script, ScriptedEngine, answer, begin, hang, refuse, scripted_engine, send_tokens
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.transport.http import HttpRequest, connect
+from kvscout_common.http.http import HttpRequest, connect
 from kvscout_gateway.engines.adapter import UNCHANGED, Address, TokenRequest
 from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.failure import EngineFailed, Fault

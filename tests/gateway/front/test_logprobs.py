@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.transport.http import Dialect
+from kvscout_common.http.http import Dialect
 from kvscout_gateway.engines.failure import EngineFailed
 from kvscout_gateway.front.grpc.logprobs import LogprobSink
 

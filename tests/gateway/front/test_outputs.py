@@ -7,10 +7,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from scheduler_builders import test_seed
+from support.scheduler_builders import test_seed
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.json_fields import Fields
+from kvscout_common.http.json_fields import Fields
 from kvscout_gateway.front.outputs import output_of
 from kvscout_gateway.scheduler_client.output import MAX_CLASS, Output, check_class
 

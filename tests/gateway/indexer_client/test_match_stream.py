@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from grpc_server import serving
-from processes import eventually
+from support.grpc_server import serving
+from support.processes import eventually
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_common import errors
-from kvscout_common.channel import call
+from kvscout_common.rpc.channel import call
 from kvscout_gateway import coalesced_stream
 from kvscout_gateway.indexer_client import match_stream
 from kvscout_gateway.indexer_client.match_stream import MatchStream

@@ -7,11 +7,11 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_server import serving
+from support.grpc_server import serving
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_common import errors
-from kvscout_common.channel import PLAINTEXT
+from kvscout_common.rpc.channel import PLAINTEXT
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Member
 from kvscout_gateway.indexer_client.indexers import IndexerLink, Indexers

@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_server import serving
-from processes import eventually
+from support.grpc_server import serving
+from support.processes import eventually
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_common import errors
-from kvscout_common.channel import PLAINTEXT
-from kvscout_common.service_info import TenantWarning, shown
+from kvscout_common.rpc.channel import PLAINTEXT
+from kvscout_common.rpc.service_info import TenantWarning, shown
 from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Member

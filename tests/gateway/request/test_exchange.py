@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from scripted_engine import Script, answer, begin, drop, hang, refuse, scripted_engine, send_tokens
+from support.scripted_engine import Script, answer, begin, drop, hang, refuse, scripted_engine, send_tokens
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2
 from kvscout_common.errors import (
@@ -23,7 +23,7 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_common.transport.http import HttpAnswer, Sink, SinkGone, connect
+from kvscout_common.http.http import HttpAnswer, Sink, SinkGone, connect
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.engines.adapter import ClientRequest, TokenRequest
 from kvscout_gateway.engines.engine_call import Engines

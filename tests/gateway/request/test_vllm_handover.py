@@ -6,7 +6,7 @@ import json
 
 import pytest
 from aiohttp import web
-from openai_stack import CHAT, Engine, engine, front, spec
+from support.openai_stack import CHAT, Engine, engine, front, spec
 
 from kvscout_common.worker import EngineKind, Role
 

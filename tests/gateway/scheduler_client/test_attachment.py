@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from processes import eventually
 from prometheus_client import CollectorRegistry
-from scripted_scheduler import FULL, ScriptedScheduler, scripted_scheduler
+from support.processes import eventually
+from support.scripted_scheduler import FULL, ScriptedScheduler, scripted_scheduler
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common import errors
-from kvscout_common.channel import PLAINTEXT
+from kvscout_common.rpc.channel import PLAINTEXT
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from grpc_server import serving
-from processes import eventually
 from prometheus_client import CollectorRegistry
+from support.grpc_server import serving
+from support.processes import eventually
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common import errors
-from kvscout_common.channel import PLAINTEXT
+from kvscout_common.rpc.channel import PLAINTEXT
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.scheduler_client import bookings as keeping

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 import pytest
-from processes import eventually
-from scheduler_builders import ManualClock
-from scripted_scheduler import FULL, ScriptedScheduler, scripted_scheduler
+from support.processes import eventually
+from support.scheduler_builders import ManualClock
+from support.scripted_scheduler import FULL, ScriptedScheduler, scripted_scheduler
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common import errors

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from openai_stack import CHAT, engine, front, spec
-from processes import eventually
-from trained_tokenizers import byte_level, save
+from support.openai_stack import CHAT, engine, front, spec
+from support.processes import eventually
+from support.trained_tokenizers import byte_level, save
 
 from kvscout_common.errors import ConfigError
 from kvscout_gateway.tokens import engine_tokenize, found_tokenizers

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from trained_tokenizers import byte_level, byte_level_prefixed, save
+from support.trained_tokenizers import byte_level, byte_level_prefixed, save
 
 from kvscout_common.errors import InvalidArgument, Unavailable
-from kvscout_common.json_fields import Prompts
-from kvscout_common.service_info import text_of
-from kvscout_common.transport.http import HttpCall, connect, serve_http
+from kvscout_common.http.http import HttpCall, connect, serve_http
+from kvscout_common.http.json_fields import Prompts
+from kvscout_common.rpc.service_info import text_of
 from kvscout_gateway.tokens import engine_tokenize
 from kvscout_gateway.tokens.engine_tokenize import EngineTokenize, Tokenizing
 from kvscout_gateway.tokens.parity import ParityCheck

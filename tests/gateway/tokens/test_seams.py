@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.trained_tokenizers import BUILDS, MARKS
 from tokenizers import Tokenizer
-from trained_tokenizers import BUILDS, MARKS
 
 from kvscout_gateway.tokens import seams
 from kvscout_gateway.tokens.seams import AddedToken, Seams

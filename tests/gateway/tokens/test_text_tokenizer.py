@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trained_tokenizers import BUILDS, byte_level, byte_level_prefixed, save
+from support.trained_tokenizers import BUILDS, byte_level, byte_level_prefixed, save
 
 from kvscout_common.errors import ConfigError, ResourceExhausted
 from kvscout_common.worker import EngineKind

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from kvscout_common.transport.http import Dialect, Form, HttpRequest
+from kvscout_common.http.http import Dialect, Form, HttpRequest
 
 Changes: TypeAlias = Mapping[str, Any]
 """Fields of a body that a leg sets; None = it has no such field."""

@@ -7,7 +7,7 @@ import json
 from typing import Any, Final
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.json_fields import INLINE_BYTES, Fields
+from kvscout_common.http.json_fields import INLINE_BYTES, Fields
 
 MAX_WORDS_BYTES: Final = 64 * 1024
 """Of an account, or an error, in a stream; longer ones are none."""

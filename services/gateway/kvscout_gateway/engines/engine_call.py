@@ -9,9 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from kvscout_common import tracing
-from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.transport.http import (
+from kvscout_common.http.http import (
     Dialect,
     Form,
     HttpAnswer,
@@ -21,6 +19,8 @@ from kvscout_common.transport.http import (
     Sink,
     StreamReport,
 )
+from kvscout_common.observability import tracing
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_gateway.engines.answer import words_read
 from kvscout_gateway.engines.failure import EngineFailed, Fault, refused, reported, unheard
 from kvscout_gateway.engines.patience import Bounded, Patience, Pulse, Watch

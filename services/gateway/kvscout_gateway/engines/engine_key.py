@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.followed_file import FollowedFile, read_file
+from kvscout_common.process.followed_file import FollowedFile, read_file
 
 MAX_BYTES: Final = 16 * 1024
 FLAG: Final = "engine_key_file"

@@ -18,7 +18,7 @@ import json
 from enum import Enum
 from typing import Any
 
-from kvscout_common.transport.http import FailureKind, Headers, HttpFailed
+from kvscout_common.http.http import FailureKind, Headers, HttpFailed
 
 MAX_MESSAGE = 500
 """Characters of what an engine says that are passed on."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
-from kvscout_common.service_info import TenantWarning, Warned
+from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 WINDOW_SECONDS = 30.0

@@ -11,8 +11,8 @@ import logging
 import random
 from collections.abc import Callable, Iterable
 
-from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.transport.http import HttpClient, HttpFailed, HttpRequest
+from kvscout_common.http.http import HttpClient, HttpFailed, HttpRequest
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.health import WorkerHealth
 

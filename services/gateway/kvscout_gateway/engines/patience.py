@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from kvscout_common.transport.http import StreamReport
+from kvscout_common.http.http import StreamReport
 
 LOOK_SECONDS = 5.0
 """How often it is looked whether an engine is heard that must not be silent for longer."""

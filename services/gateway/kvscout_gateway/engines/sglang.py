@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvscout_common.transport.http import Dialect, HttpRequest
+from kvscout_common.http.http import Dialect, HttpRequest
 from kvscout_gateway.engines.adapter import Address, Changes, common_headers
 from kvscout_gateway.engines.vllm import body_of, without_none
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvscout_common.transport.http import Dialect
+from kvscout_common.http.http import Dialect
 
 MAX_OUTPUT_TOKENS = 2**31
 """More is no number of tokens."""

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvscout_common.token_json import write_tokens
-from kvscout_common.transport.http import Dialect, HttpRequest
+from kvscout_common.http.http import Dialect, HttpRequest
+from kvscout_common.http.token_json import write_tokens
 from kvscout_gateway.engines.adapter import Address, Changes, common_headers
 
 TOKENS_A_TURN = 16_384

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.json_fields import Fields, Prompts
+from kvscout_common.http.json_fields import Fields, Prompts
 from kvscout_gateway.scheduler_client.output import Output
 
 MAX_BOUND: Final = (1 << 32) - 1

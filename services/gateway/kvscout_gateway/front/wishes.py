@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.json_fields import Fields
+from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.front.outputs import output_of
 from kvscout_gateway.request.placement import Wish, new_request_id

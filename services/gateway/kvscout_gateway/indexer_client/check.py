@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvscout.v1 import indexer_pb2, types_pb2
-from kvscout_common.channel import call
 from kvscout_common.errors import KvscoutError
-from kvscout_common.service_info import TenantWarning, Warned
+from kvscout_common.rpc.channel import call
+from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.indexer_client.blindness import BlindRanks

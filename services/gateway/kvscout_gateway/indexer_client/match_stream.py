@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 
 from kvscout.v1 import indexer_pb2
-from kvscout_common import tracing
 from kvscout_common.errors import KvscoutError, Unavailable
+from kvscout_common.observability import tracing
 from kvscout_common.statuses import from_status
 from kvscout_gateway.coalesced_stream import CoalescedStream
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvscout.v1 import indexer_pb2, types_pb2
-from kvscout_common import tracing
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
+from kvscout_common.observability import tracing
+from kvscout_common.rpc.wire_fields import bytes_field
 from kvscout_common.shards import shard_of
-from kvscout_common.wire_fields import bytes_field
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.failover import HelperDown, Member
 from kvscout_gateway.indexer_client.indexers import Indexers, Replicas

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvscout.v1 import indexer_pb2
-from kvscout_common.channel import call
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unimplemented
-from kvscout_common.service_info import TenantWarning, Warned
-from kvscout_common.wire_fields import bytes_field
+from kvscout_common.registry.worker_proto import rank_to_proto
+from kvscout_common.rpc.channel import call
+from kvscout_common.rpc.service_info import TenantWarning, Warned
+from kvscout_common.rpc.wire_fields import bytes_field
 from kvscout_common.worker import WorkerRank
-from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.failover import Member, is_member_fault
 from kvscout_gateway.indexer_client.indexers import IndexerMember, Indexers
 from kvscout_gateway.request.prompt import HASH_BYTES, Geometry

@@ -30,8 +30,8 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_common.tenant_limits import Limit, TenantLimits
-from kvscout_common.transport.http import SinkGone
+from kvscout_common.http.http import SinkGone
+from kvscout_common.identity.tenant_limits import Limit, TenantLimits
 from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.engines.failure import EngineFailed, Fault
 from kvscout_gateway.request.leg import Leg, Means, Reply

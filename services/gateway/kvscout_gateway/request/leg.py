@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
-from kvscout_common.transport.http import Dialect, HttpAnswer, Sink, SinkGone, SinkStalled, StreamReport
+from kvscout_common.http.http import Dialect, HttpAnswer, Sink, SinkGone, SinkStalled, StreamReport
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter
 from kvscout_gateway.engines.answer import account_read, answer_read

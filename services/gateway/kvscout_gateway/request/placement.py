@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvscout.v1 import scheduler_pb2, types_pb2
-from kvscout_common import tracing
+from kvscout_common.observability import tracing
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_gateway.indexer_client.reporter import Decision
 from kvscout_gateway.request.prompt import Prompt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import EngineKind, Role, WorkerSpec
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.metrics import GatewayMetrics

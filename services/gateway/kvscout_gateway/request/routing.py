@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvscout.v1 import scheduler_pb2, types_pb2
-from kvscout_common import tracing
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
-from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.wire_fields import bytes_field, number_field
+from kvscout_common.observability import tracing
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.registry.worker_proto import role_to_proto
+from kvscout_common.rpc.wire_fields import bytes_field, number_field
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_common.worker_proto import role_to_proto
 from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
 from kvscout_gateway.failover import HelperDown
 from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND, Found, OverlapQuery

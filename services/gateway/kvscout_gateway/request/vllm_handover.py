@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvscout_common.errors import InvalidArgument, KvscoutError
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_gateway.engines.adapter import Changes, ClientRequest
 from kvscout_gateway.engines.failure import EngineFailed
 from kvscout_gateway.engines.usage import usage_of_answer

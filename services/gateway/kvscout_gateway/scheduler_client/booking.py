@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvscout.v1 import scheduler_pb2
+from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.worker import WorkerRank
-from kvscout_common.worker_proto import rank_to_proto
 from kvscout_gateway.failover import Failover, Member
 from kvscout_gateway.scheduler_client.link import SchedulerLink
 from kvscout_gateway.scheduler_client.output import UNKNOWN, Output

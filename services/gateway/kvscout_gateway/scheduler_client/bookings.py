@@ -25,7 +25,7 @@ from typing import Any
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import KvscoutError
-from kvscout_common.request_names import free_request
+from kvscout_common.rpc.request_names import free_request
 from kvscout_gateway.failover import is_member_fault
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.scheduler_client.booking import Booking, SchedulerMember, Schedulers

@@ -19,8 +19,6 @@ import grpc
 from google.protobuf.message import Message
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common import tracing
-from kvscout_common.channel import call, to_error
 from kvscout_common.errors import (
     DeadlineExceeded,
     Draining,
@@ -28,9 +26,11 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_common.request_names import free_request
+from kvscout_common.observability import tracing
+from kvscout_common.rpc.channel import call, to_error
+from kvscout_common.rpc.request_names import free_request
+from kvscout_common.rpc.wire_fields import number_field
 from kvscout_common.statuses import from_status
-from kvscout_common.wire_fields import number_field
 from kvscout_gateway.failover import is_member_fault
 from kvscout_gateway.indexer_client.overlaps import Found
 from kvscout_gateway.scheduler_client.lifecycle import LifecycleStream, Operation, body_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from kvscout_common.json_scan import load_json
+from kvscout_common.http.json_scan import load_json
 
 MAX_MESSAGES: Final = 20_000
 MAX_ARGUMENT_VALUES: Final = 10_000

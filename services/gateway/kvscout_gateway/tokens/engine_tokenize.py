@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from kvscout_common.engine_http import parsed
 from kvscout_common.errors import InvalidArgument, Unavailable
-from kvscout_common.json_scan import scan_object
+from kvscout_common.http.engine_http import parsed
+from kvscout_common.http.http import HttpClient, HttpFailed, HttpRequest
+from kvscout_common.http.json_scan import scan_object
 from kvscout_common.plain_text import printable
-from kvscout_common.transport.http import HttpClient, HttpFailed, HttpRequest
 from kvscout_gateway.tokens.piece_cache import PieceCache
 
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024

@@ -21,9 +21,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from kvscout_common.engine_http import MAX_PAGE_VALUES
 from kvscout_common.errors import ConfigError, KvscoutError
-from kvscout_common.json_scan import load_json
+from kvscout_common.http.engine_http import MAX_PAGE_VALUES
+from kvscout_common.http.json_scan import load_json
 from kvscout_common.plain_text import printable
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 

@@ -8,8 +8,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter
 
-from kvscout_common.service_info import TenantWarning, Warned
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.rpc.service_info import TenantWarning, Warned
 
 log = logging.getLogger("kvscout.gateway")
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
 from kvscout_common.errors import InvalidArgument, KvscoutError
-from kvscout_common.json_fields import Prompts
+from kvscout_common.http.json_fields import Prompts
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.conversation import NotText, conversation, template_variables
 from kvscout_gateway.tokens.estimate import CHARACTERS_A_TOKEN

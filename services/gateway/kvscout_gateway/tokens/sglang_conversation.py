@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
-from kvscout_common.json_scan import load_json
+from kvscout_common.http.json_scan import load_json
 from kvscout_gateway.tokens.conversation import MAX_ARGUMENT_VALUES, NotText, calls_of, messages_of
 
 TEXT_PARTS: Final = ("text", "input_text")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
 
-from kvscout_common.engine_http import parsed, read_page
 from kvscout_common.errors import Unavailable
+from kvscout_common.http.engine_http import parsed, read_page
 from kvscout_gateway.tokens.engine_comparison import EngineComparison
 from kvscout_gateway.tokens.engine_tokenize import EngineTokenize, Tokenizing
 from kvscout_gateway.tokens.found_tokenizers import FoundTokenizers, folder_told, require_libraries

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any, TypeVar
 
 from kvscout_common.errors import InternalError, KvscoutError
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_scheduler.candidates import Candidates
 from kvscout_scheduler.choose import is_ranked
 from kvscout_scheduler.policies.policy import Policy

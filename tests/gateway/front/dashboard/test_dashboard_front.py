@@ -13,14 +13,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-from http_peers import TRANSPORTS, made_of
-from openai_stack import NOBODY, PATIENCE, front, spec
-from processes import eventually
 from prometheus_client import CollectorRegistry
+from support.http_peers import TRANSPORTS, made_of
+from support.openai_stack import NOBODY, PATIENCE, front, spec
+from support.processes import eventually
 
-from kvscout_common.identity import AccessRole, Identity, TokenTable
+from kvscout_common.http.http import serve_http
+from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
 from kvscout_common.transport import Transport
-from kvscout_common.transport.http import serve_http
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.front.dashboard import viewers as viewers_module
 from kvscout_gateway.front.dashboard.dashboard import Dashboard

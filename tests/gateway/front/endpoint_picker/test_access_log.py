@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_server import serving
+from support.grpc_server import serving
 
 from kvscout.accesslog.v3 import accesslog_pb2 as pb
 from kvscout_gateway.front.endpoint_picker import wire

@@ -9,8 +9,8 @@ from array import array
 import pytest
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.json_fields import INLINE_BYTES, Fields
-from kvscout_common.transport.http import HttpRefused
+from kvscout_common.http.http import HttpRefused
+from kvscout_common.http.json_fields import INLINE_BYTES, Fields
 from kvscout_gateway.front.endpoint_picker.asked import OBJECTIVE_HEADERS, REWRITE_HEADERS, Asked, asked_of
 
 JSON = {"content-type": "application/json"}

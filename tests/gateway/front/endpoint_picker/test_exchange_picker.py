@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from openai_stack import MODEL, front, spec
-from processes import eventually
 from prometheus_client import CollectorRegistry
+from support.openai_stack import MODEL, front, spec
+from support.processes import eventually
 
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.errors import Unavailable
-from kvscout_common.json_fields import Fields
+from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.engines.health import MIN_FAILURES
 from kvscout_gateway.front.endpoint_picker import wire

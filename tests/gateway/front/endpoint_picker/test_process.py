@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from ext_proc_messages import (
+from support.ext_proc_messages import (
     BUFFERED,
     DUPLEX,
     NONE,
@@ -25,7 +25,7 @@ from ext_proc_messages import (
     response_body,
     response_headers,
 )
-from processes import DEADLINE_SECONDS, eventually
+from support.processes import DEADLINE_SECONDS, eventually
 
 from kvscout.ext_proc.v3 import ext_proc_pb2 as pb
 from kvscout_common.errors import (
@@ -38,8 +38,8 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_common.guard import Guard
 from kvscout_common.hashing import native_available
+from kvscout_common.rpc.guard import Guard
 from kvscout_gateway.front.client_paths import ClientPaths
 from kvscout_gateway.front.endpoint_picker import process, wire
 from kvscout_gateway.front.endpoint_picker.asked import Asked
@@ -149,7 +149,7 @@ async def bench(
     one = Bench(follow, limits)
     server: Any
     if transport == "native":
-        from kvscout_common.transport.native_server import NativeServer
+        from kvscout_common.rpc.native_server import NativeServer
 
         server = NativeServer(Guard(), max_message_bytes=4 << 20, max_streams=1000)
         one.processor.add_to(server)

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from ext_proc_messages import (
+from support.ext_proc_messages import (
     BUFFERED,
     DUPLEX,
     NONE,

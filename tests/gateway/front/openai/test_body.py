@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.json_fields import MAX_FIELD_BYTES, MAX_FIELD_VALUES, Prompts
+from kvscout_common.http.json_fields import MAX_FIELD_BYTES, MAX_FIELD_VALUES, Prompts
 from kvscout_gateway.front.openai.body import JsonBody
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -143,6 +143,6 @@ def test_white_space_around_is_no_fault() -> None:
 
 
 def test_fields_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvscout_common.json_scan.MAX_FIELDS", 3)
+    monkeypatch.setattr("kvscout_common.http.json_scan.MAX_FIELDS", 3)
     with pytest.raises(InvalidArgument, match="3 fields"):
         JsonBody(json.dumps(dict.fromkeys("abcd")).encode())

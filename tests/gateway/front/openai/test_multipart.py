@@ -7,7 +7,7 @@ from email.message import Message
 from functools import partial
 
 import pytest
-from cpu_cost import assert_in_proportion
+from support.cpu_cost import assert_in_proportion
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_gateway.front.openai import multipart

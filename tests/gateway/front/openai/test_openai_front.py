@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from http_peers import TRANSPORTS, made_of
-from openai_stack import (
+from support.http_peers import TRANSPORTS, made_of
+from support.openai_stack import (
     CHAT,
     DONE,
     MODEL,
@@ -32,12 +32,12 @@ from openai_stack import (
     spec,
     streams,
 )
-from processes import eventually
+from support.processes import eventually
 
 from kvscout.v1 import scheduler_pb2
-from kvscout_common import json_fields, json_scan
-from kvscout_common.identity import AccessRole, Identity, TokenTable, _digest
-from kvscout_common.tenant_limits import Limit
+from kvscout_common.http import json_fields, json_scan
+from kvscout_common.identity.identity import AccessRole, Identity, TokenTable, _digest
+from kvscout_common.identity.tenant_limits import Limit
 from kvscout_common.transport import Transport
 from kvscout_common.worker import Adapter, Role
 from kvscout_gateway.engines.health import MISSED_CHECKS
@@ -541,7 +541,7 @@ async def test_half_a_character_in_a_name_is_refused(body: str, param: str) -> N
 
 
 async def test_half_a_character_in_a_prompt_is_the_engines_to_judge(tmp_path: Path) -> None:
-    from trained_tokenizers import byte_level, save
+    from support.trained_tokenizers import byte_level, save
 
     save(tmp_path, byte_level())
     async with engine(says(ANSWER)) as one:
@@ -580,7 +580,7 @@ async def test_a_target_that_is_not_ascii_is_refused(transport: Transport) -> No
 
 
 async def test_a_prompt_that_no_cache_holds_is_refused_as_engines_and_openai_do(tmp_path: Path) -> None:
-    from trained_tokenizers import byte_level, save
+    from support.trained_tokenizers import byte_level, save
 
     save(tmp_path, byte_level())
     small = {"total_kv_blocks": 2, "block_size": 4}
@@ -875,7 +875,7 @@ async def test_without_workers_every_path_says_that_there_are_none() -> None:
 
 
 async def test_tokens_come_from_the_engine_in_time_and_are_compared_with_ours(tmp_path: Path) -> None:
-    from trained_tokenizers import byte_level, save
+    from support.trained_tokenizers import byte_level, save
 
     theirs = byte_level().encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n").ids
 
@@ -941,7 +941,7 @@ async def test_long_bodies_and_answers_are_scanned_beside_the_event_loop(monkeyp
         scanned.add((len(data) > json_fields.INLINE_BYTES, threading.get_ident() == loop_thread))
         return scan(data, strict=strict)
 
-    monkeypatch.setattr("kvscout_common.json_fields.scan_object", noted)
+    monkeypatch.setattr("kvscout_common.http.json_fields.scan_object", noted)
     filler = "x" * json_fields.INLINE_BYTES
     for long in (False, True):
         answer = json.dumps({"usage": {"prompt_tokens": 7}, "choices": [{"text": filler if long else ""}]}).encode()

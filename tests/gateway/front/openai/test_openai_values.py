@@ -22,7 +22,7 @@ from kvscout_common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from kvscout_common.identity import AccessRole, Identity, TokenTable, _digest
+from kvscout_common.identity.identity import AccessRole, Identity, TokenTable, _digest
 from kvscout_gateway.engines.failure import EngineFailed, refused
 from kvscout_gateway.front.openai import proxied
 from kvscout_gateway.front.openai.access import caller_of

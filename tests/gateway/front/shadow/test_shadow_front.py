@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from http_peers import TRANSPORTS, made_of
-from openai_stack import (
+from support.http_peers import TRANSPORTS, made_of
+from support.openai_stack import (
     CHAT,
     DONE,
     MODEL,
@@ -26,10 +26,10 @@ from openai_stack import (
     spec,
     streams,
 )
-from processes import eventually
+from support.processes import eventually
 from yarl import URL
 
-from kvscout_common.identity import AccessRole, Identity, TokenTable, _digest
+from kvscout_common.identity.identity import AccessRole, Identity, TokenTable, _digest
 from kvscout_common.transport import Transport
 from kvscout_gateway.front.shadow import score
 from kvscout_gateway.front.shadow.config import ShadowConfig

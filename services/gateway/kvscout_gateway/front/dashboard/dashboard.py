@@ -15,9 +15,9 @@ from kvscout_common.doctor.diagnosis import diagnose
 from kvscout_common.doctor.gathering import Decisions, Gathering
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import Kind, Service
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.registry.worker_rpcs import WorkerRpcs
 from kvscout_common.worker import ALL_TENANTS
-from kvscout_common.worker_rpcs import WorkerRpcs
 from kvscout_gateway.front.dashboard import document
 from kvscout_gateway.front.dashboard.history import SPAN_SECONDS, History, Totals
 from kvscout_gateway.front.dashboard.viewers import Viewers

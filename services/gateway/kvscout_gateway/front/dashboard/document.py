@@ -18,7 +18,7 @@ from kvscout_common.doctor.shadow import Shadow, sentences, shadow_of
 from kvscout_common.doctor.snapshot import RankName, WorkerName, observed_name
 from kvscout_common.enum_words import word_of
 from kvscout_common.plain_text import printable
-from kvscout_common.worker_proto import role_from_proto
+from kvscout_common.registry.worker_proto import role_from_proto
 
 MAX_WORKERS: Final = 1_000
 """Worker ranks that are shown, those in trouble first; of more, the number."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvscout_common.errors import PermissionDenied
-from kvscout_common.transport.http import HttpCall
+from kvscout_common.http.http import HttpCall
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.front.dashboard.dashboard import Dashboard
 from kvscout_gateway.front.dashboard.page import page

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from kvscout_common.errors import ResourceExhausted
-from kvscout_common.transport.http import HttpCall, SinkStalled
+from kvscout_common.http.http import HttpCall, SinkStalled
 
 MAX_VIEWERS: Final = 32
 WRITE_SECONDS: Final = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from kvscout_common.json_fields import Fields
+from kvscout_common.http.json_fields import Fields
 from kvscout_gateway.front.client_paths import HEALTH, MODELS, ClientPaths, model_named
 from kvscout_gateway.front.openai.body import parsed
 from kvscout_gateway.front.openai.client_body import is_form, model_of_form, require_plain

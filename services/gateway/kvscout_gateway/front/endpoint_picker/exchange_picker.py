@@ -19,7 +19,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from kvscout_common import tracing
 from kvscout_common.errors import (
     FailedPrecondition,
     KvscoutError,
@@ -27,9 +26,10 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_common.identity import current_identity
-from kvscout_common.log_lines import about_request
-from kvscout_common.transport.http import Dialect
+from kvscout_common.http.http import Dialect
+from kvscout_common.identity.identity import current_identity
+from kvscout_common.observability import tracing
+from kvscout_common.observability.log_lines import about_request
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.catalog import Serving, TenantView
 from kvscout_gateway.engines.failure import EngineFailed, fault_of_status

@@ -13,9 +13,9 @@ from typing import Any
 import grpc
 
 from kvscout_common.errors import ResourceExhausted, Unavailable
-from kvscout_common.identity import current_identity
-from kvscout_common.transport.answering import read_unanswered
-from kvscout_common.transport.http import HttpRefused
+from kvscout_common.http.http import HttpRefused
+from kvscout_common.identity.identity import current_identity
+from kvscout_common.rpc.answering import read_unanswered
 from kvscout_gateway.front.client_paths import ClientPaths
 from kvscout_gateway.front.endpoint_picker import conformance, wire
 from kvscout_gateway.front.endpoint_picker.account import last_account

@@ -33,7 +33,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from kvscout.ext_proc.v3 import ext_proc_pb2 as pb
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.handlers import read_message
+from kvscout_common.rpc.handlers import read_message
 from kvscout_gateway.front.endpoint_picker import wire
 
 TAIL_PIECES: Final = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.identity import AccessRole, Identity
-from kvscout_common.log_lines import about_request
-from kvscout_common.transport.http import Dialect, Form, HttpAnswer, Preceded, Sink
+from kvscout_common.http.http import Dialect, Form, HttpAnswer, Preceded, Sink
+from kvscout_common.identity.identity import AccessRole, Identity
+from kvscout_common.observability.log_lines import about_request
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.adapter import TokenRequest
 from kvscout_gateway.front.grpc import translate

@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.engine_http import parsed
-from kvscout_common.json_scan import load_json
-from kvscout_common.transport.event_relay import EventRelay
-from kvscout_common.transport.http import Dialect, Form, Sink, StreamReport
+from kvscout_common.http.engine_http import parsed
+from kvscout_common.http.event_relay import EventRelay
+from kvscout_common.http.http import Dialect, Form, Sink, StreamReport
+from kvscout_common.http.json_scan import load_json
 from kvscout_gateway.engines.failure import EngineFailed
 
 MAX_VALUES = 500_000

@@ -10,11 +10,11 @@ import grpc
 
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.identity import AccessRole, current_identity
-from kvscout_common.request_names import NamesRequest, free_request, reference_of
+from kvscout_common.identity.identity import AccessRole, current_identity
+from kvscout_common.registry.worker_proto import spec_from_proto
+from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
+from kvscout_common.rpc.request_names import NamesRequest, free_request, reference_of
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
-from kvscout_common.worker_proto import spec_from_proto
-from kvscout_common.worker_rpcs import WorkerRpcs, required_id
 from kvscout_gateway.front.grpc import translate
 from kvscout_gateway.front.grpc.generate import generate
 from kvscout_gateway.front.grpc.status import gateway_status

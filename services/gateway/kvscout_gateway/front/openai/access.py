@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from kvscout_common.errors import InvalidArgument, PermissionDenied, Unauthenticated
-from kvscout_common.identity import ANONYMOUS, AccessRole, Identity, TokenTable
+from kvscout_common.http.http import Headers
+from kvscout_common.identity.identity import ANONYMOUS, AccessRole, Identity, TokenTable
 from kvscout_common.plain_text import name_problem
-from kvscout_common.transport.http import Headers
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
 TENANT_HEADER: Final = "x-kvscout-tenant"

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from kvscout_common.byte_budget import Charge
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.json_fields import INLINE_BYTES, Fields
+from kvscout_common.http.byte_budget import Charge
+from kvscout_common.http.json_fields import INLINE_BYTES, Fields
 from kvscout_gateway.front.openai.reading import read_in_thread
 
 _encoder: Final = json.JSONEncoder(separators=(",", ":"))

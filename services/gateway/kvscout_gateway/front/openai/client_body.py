@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from kvscout_common.byte_budget import Charge
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.json_fields import INLINE_BYTES
-from kvscout_common.transport.http import Headers, HttpRefused
+from kvscout_common.http.byte_budget import Charge
+from kvscout_common.http.http import Headers, HttpRefused
+from kvscout_common.http.json_fields import INLINE_BYTES
 from kvscout_gateway.front.openai.access import header
 from kvscout_gateway.front.openai.body import JsonBody
 from kvscout_gateway.front.openai.multipart import field_of_form

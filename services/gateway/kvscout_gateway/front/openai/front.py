@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from kvscout.v1 import types_pb2
-from kvscout_common import tracing
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
-from kvscout_common.identity import ANONYMOUS, TokenTable
-from kvscout_common.transport.http import HttpCall, HttpRefused, SinkGone, SinkStalled
-from kvscout_common.web_origins import WebOrigins
+from kvscout_common.http.http import HttpCall, HttpRefused, SinkGone, SinkStalled
+from kvscout_common.http.web_origins import WebOrigins
+from kvscout_common.identity.identity import ANONYMOUS, TokenTable
+from kvscout_common.observability import tracing
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.front.client_paths import HEALTH, MODELS, model_named
 from kvscout_gateway.front.dashboard.front import EVENTS, METHOD, PAGE, DashboardFront

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvscout_common import tracing
 from kvscout_common.errors import ResourceExhausted, Unavailable
-from kvscout_common.log_lines import about_request
-from kvscout_common.transport.http import Dialect, Form, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
+from kvscout_common.http.http import Dialect, Form, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
+from kvscout_common.observability import tracing
+from kvscout_common.observability.log_lines import about_request
 from kvscout_gateway.engines.adapter import Address, Changes, EngineAdapter
 from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.front.openai import proxied

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from kvscout_common.json_scan import load_json
-from kvscout_common.transport.http import HttpFailed, HttpRequest
+from kvscout_common.http.http import HttpFailed, HttpRequest
+from kvscout_common.http.json_scan import load_json
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.catalog import TenantView
 

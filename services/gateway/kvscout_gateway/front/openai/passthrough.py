@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvscout_common.byte_budget import Charge
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
-from kvscout_common.json_fields import INLINE_BYTES
-from kvscout_common.transport.http import FailureKind, Headers, HttpAnswer, HttpCall, HttpFailed, HttpRequest
+from kvscout_common.http.byte_budget import Charge
+from kvscout_common.http.http import FailureKind, Headers, HttpAnswer, HttpCall, HttpFailed, HttpRequest
+from kvscout_common.http.json_fields import INLINE_BYTES
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.failure import EngineFailed, Fault
 from kvscout_gateway.front.answering import spread_answering

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
-from kvscout_common.byte_budget import SHARE
-from kvscout_common.identity import TokenTable
-from kvscout_common.serving import HttpPort
-from kvscout_common.transport.http import HttpHandler, HttpLimits
+from kvscout_common.http.byte_budget import SHARE
+from kvscout_common.http.http import HttpHandler, HttpLimits
+from kvscout_common.identity.identity import TokenTable
+from kvscout_common.rpc.serving import HttpPort
 from kvscout_gateway.front.dashboard.dashboard import Dashboard
 from kvscout_gateway.front.dashboard.front import DashboardFront
 from kvscout_gateway.front.openai.front import OpenAiFront

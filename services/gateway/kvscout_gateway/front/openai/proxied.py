@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from kvscout_common.transport.http import Headers
+from kvscout_common.http.http import Headers
 from kvscout_gateway.front.reserved import is_reserved_header
 
 _OF_ONE_HOP: Final = frozenset(

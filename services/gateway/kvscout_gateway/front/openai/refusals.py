@@ -23,9 +23,9 @@ from kvscout_common.errors import (
     Unavailable,
     Unimplemented,
 )
+from kvscout_common.http.http import Headers, HttpRefused
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.plain_text import printable
-from kvscout_common.telemetry import RateLimitedLog
-from kvscout_common.transport.http import Headers, HttpRefused
 from kvscout_gateway.engines.failure import Fault
 from kvscout_gateway.front.client_paths import UnknownPath
 from kvscout_gateway.request.exchange import failure_behind

@@ -12,7 +12,7 @@ from typing import Any, Final
 import xxhash
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.transport.http import Headers
+from kvscout_common.http.http import Headers
 from kvscout_gateway.front.openai.access import header
 
 MAX_SESSION_CHARACTERS: Final = 1024

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from kvscout_common.byte_budget import Charge
 from kvscout_common.errors import DeadlineExceeded, InternalError, InvalidArgument, KvscoutError, Unavailable
-from kvscout_common.transport.http import (
+from kvscout_common.http.byte_budget import Charge
+from kvscout_common.http.http import (
     Dialect,
     Form,
     HttpAnswer,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from kvscout_common.errors import KvscoutError
-from kvscout_common.telemetry import RateLimitedLog
+from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import Role
 from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.front.openai.body import JsonBody

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
-from kvscout_common.transport.http import Headers
+from kvscout_common.http.http import Headers
 
 
 class Page(NamedTuple):

@@ -1,0 +1,1 @@
+"""HTTP of both transports, and what its bodies are read with."""

@@ -1,0 +1,365 @@
+"""HTTP/1.1 as the rest of kvscout sees it: a client for engines, a server for clients, and a pump between the two.
+
+::
+
+    engine ──▶ HttpAnswer ──relay──▶ Sink: an HttpCall of our server, or the context of a gRPC handler
+                              │
+                              └─ StreamReport: what was noticed on the way (first output, usage, finish, error)
+
+Python decides, the transport moves bytes: who asked is told once that there is an answer, once that output begins,
+once how it ended. `connect` and `serve_http` choose what it is made of, by `--rpc-transport` as for gRPC.
+
+Nothing is unpacked, followed or kept: no redirects, no compression, no cookies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import Protocol, TypeAlias
+
+from kvscout_common.http.byte_budget import Charge
+from kvscout_common.identity.tls import Pem
+from kvscout_common.process.endings import NobodyWaits
+from kvscout_common.transport import Transport, chosen
+
+Headers: TypeAlias = Sequence[tuple[str, str]]
+"""Names in any case, in the order in which they travel; those of ours that frame a message are the transport's."""
+
+MAX_EVENT_BYTES = 64 * 1024 * 1024
+"""A longer event is no piece of output: the first one repeats the prompt's token ids, 7 bytes each."""
+MAX_WITHHELD_BYTES = 64 * 1024
+"""Of a stream that has said nothing yet, such as comments; more of it is passed on."""
+TRAILER_SECONDS = 1.0
+"""Longest wait for the end of a body whose last event came; after it the connection can be used again."""
+IDLE_SECONDS = 4.0
+"""Idle connections are kept this long: below the 5 s after which uvicorn, and so vLLM, closes them. A request written
+to a connection that the engine is just closing would count as a failure of the engine."""
+
+VANISHED_SECONDS = 60.0
+"""A peer whose kernel acknowledges nothing for so long is gone, though it never said so: neither engine nor client
+holds its connection for longer. One that is merely slow acknowledges."""
+FULL = "%d connections are open, as many as may be: idle ones of clients without a token are closed, or else new ones"
+"""The log line; `kvscout_http_refused_total` and `kvscout_rpc_refused_total` count them."""
+LAST_REQUEST_SECONDS = 1.0
+"""Of a server that stops: how long an idle connection is left open for the request that may be on its way."""
+
+
+class FailureKind(StrEnum):
+    """What went wrong below HTTP."""
+
+    UNREACHABLE = "unreachable"
+    """There is no connection: refused, no such name, no valid certificate, too slow."""
+    BROKEN = "broken"
+    """The connection was lost before the answer was whole."""
+    PROTOCOL = "protocol"
+    """What came is no valid answer, or more than is taken."""
+    RESOURCES = "resources"
+    """This process has no descriptors or no memory left."""
+
+
+class HttpFailed(Exception):
+    """There is no answer, or not all of it."""
+
+    def __init__(self, message: str, kind: FailureKind) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class HttpRefused(Exception):
+    """A request that cannot be taken, and what its client is to be told; the server does so if nobody else does."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class SinkGone(NobodyWaits):
+    """Who was to take the bytes is no longer there."""
+
+
+class SinkStalled(Exception):
+    """Who was to take the bytes takes none."""
+
+
+class Form(Enum):
+    """What an engine's body becomes on the way."""
+
+    BYTES = "bytes"
+    """What it is, byte for byte."""
+    WITHOUT_USAGE = "without usage"
+    """The same but for the event that carries nothing but usage, which the client has not asked for."""
+    PIECES = "pieces"
+    """`GenerateResponse` messages; what comes at once is one message."""
+
+
+class Dialect(Enum):
+    """Whose documents the events of a stream are."""
+
+    OPENAI = "openai"
+    """Chunks of completions or of chat completions, as vLLM and SGLang write them."""
+    SGLANG = "sglang"
+    """What SGLang's `/generate` writes: each with all of the text, or with what is new."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """What an engine is asked."""
+
+    url: str
+    """Absolute, http or https."""
+    method: str = "POST"
+    headers: Headers = ()
+    body: bytes = b""
+
+
+@dataclass(slots=True)
+class StreamReport:
+    """What a pump has noticed until now; times are the loop's, 0 = not yet. Of a body without events only `passed`,
+    `done` and `listening_since` are known."""
+
+    events: int = 0
+    """Server-sent events that carry a document."""
+    outputs: int = 0
+    """Of these, those with a token, text, reasoning or a call of a tool."""
+    tokens: int = 0
+    """Token ids in them; one for each output that has none."""
+    usage: bytes = b""
+    """The last account of tokens, in JSON: OpenAI's `usage`, SGLang's `meta_info`."""
+    finish: str = ""
+    """The last finish reason."""
+    error: bytes = b""
+    """What the engine reports inside the stream, in JSON. It was passed on if something had been before it, and if the
+    form has a place for it; otherwise the stream ends with it."""
+    done: bool = False
+    """The stream said that it is done; a body without events: it came to its end. False behind a relay that raised
+    nothing: the engine broke its stream off, if it is one that says when it is done."""
+    overrun: bool = False
+    """The engine went on past the end of what was asked for, which was left out; the stream is done all the same."""
+    first_output_at: float = 0.0
+    last_output_at: float = 0.0
+    progress_at: float = 0.0
+    """When something last brought the end nearer: output, finish or usage. Empty events come without end, too."""
+    listening_since: float = 0.0
+    """Since when the engine can be heard; infinity while the sink takes nothing, and the engine has to wait."""
+    passed: int = 0
+    """Bytes given to the sink."""
+
+
+class Sink(Protocol):
+    """Takes what a pump moves."""
+
+    async def write(self, data: bytes) -> None:
+        """Takes some bytes, or one message; returns when it can take more.
+
+        Raises:
+            SinkGone: Nobody is there to take it.
+        """
+
+
+class Preceded:
+    """A sink with bytes of its own, which go out before the first that is passed on, and in the same piece: messages
+    behind one another are one message. They stay here if nothing is passed on.
+
+    Args:
+        sink: Where to.
+        first: These.
+    """
+
+    __slots__ = ("first", "sink")
+
+    def __init__(self, sink: Sink, first: bytes) -> None:
+        self.sink = sink
+        self.first = first
+
+    async def write(self, data: bytes) -> None:
+        """See `Sink`."""
+        first, self.first = self.first, b""
+        await self.sink.write(first + data)
+
+
+class HttpAnswer(Protocol):
+    """An engine's answer whose head has come; whoever has it reads all of it or aborts it."""
+
+    status: int
+    headers: Headers
+
+    @property
+    def report(self) -> StreamReport:
+        """Of its relay, also while that runs: as of now, to be asked for again."""
+
+    async def read(self, limit: int) -> bytes:
+        """All of the body.
+
+        Raises:
+            HttpFailed: It broke, or is longer than that.
+        """
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes; leaving early aborts it. Raises as `read`."""
+
+    async def relay(
+        self,
+        sink: Sink,
+        form: Form,
+        *,
+        dialect: Dialect = Dialect.OPENAI,
+        on_first_output: Callable[[], None] | None = None,
+        max_tokens: int | None = None,
+        write_seconds: float = 60.0,
+    ) -> StreamReport:
+        """Moves the whole body; while the sink takes nothing, nothing is read.
+
+        As long as an event stream has said nothing (comments, chunks without content) nothing of it is passed on: who
+        has it relayed can still turn to another engine. With an error as its first word it ends, nothing passed.
+
+        Args:
+            sink: Where to; its client gone, or this cancelled, the engine's connection is closed at once.
+            form: What becomes of it.
+            dialect: Of its events.
+            on_first_output: Called when output begins.
+            max_tokens: The output ends with so many, whatever the engine sends; None = the engine knows when.
+            write_seconds: Longest wait for the sink.
+
+        Raises:
+            HttpFailed: The engine's body broke, or PIECES: it sent what is none.
+            SinkGone: The sink's client has gone.
+            SinkStalled: It took nothing for so long.
+        """
+
+    def abort(self) -> None:
+        """Closes the connection at once, unless the body is over; who waits for the body gets BROKEN."""
+
+
+class HttpClient(Protocol):
+    """Asks engines; connections are used again."""
+
+    async def send(self, request: HttpRequest, *, connect_seconds: float) -> HttpAnswer:
+        """Sends a request and waits for the head of its answer, as long as the caller does: cancel it to abort it.
+
+        Args:
+            request: What to send.
+            connect_seconds: Longest wait for a connection, its name's resolution included.
+
+        Raises:
+            HttpFailed: There is no answer.
+        """
+
+    async def close(self) -> None:
+        """Closes every connection."""
+
+
+class HttpCall(Sink, Protocol):
+    """One request of a client of ours; it begins when its head has come."""
+
+    method: str
+    path: str
+    """As it came, without the query."""
+    query: str
+    """Behind the question mark; "" = there is none."""
+    headers: Headers
+    peer: str
+    """The client's address."""
+    answer_headers: Headers
+    """Go with every answer, beside its own; empty until somebody sets them."""
+
+    async def body(self, charge: Charge | None = None) -> bytes:
+        """All of the body, for who asks first: it is not kept here.
+
+        Args:
+            charge: Grows with what comes; whoever has the body keeps it for as long. None = nothing is charged.
+
+        Raises:
+            HttpRefused: It is too long, comes too slowly, or there is no room for it.
+            SinkGone: The client has gone before its end.
+        """
+
+    async def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """Answers with a body; also instead of what was started, as long as nothing of that was written."""
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Begins an answer whose body is written piece by piece; its head leaves with the first piece, or the end."""
+
+    def trust(self) -> None:
+        """Says that the client is a known one: its connection is not closed to make room for others."""
+
+    async def end(self) -> None:
+        """Ends what was started. A handler that returns or raises without it breaks the connection off."""
+
+
+HttpHandler: TypeAlias = Callable[[HttpCall], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What clients may cost."""
+
+    connections: int = 10_000
+    """Open at once. Above, idle ones of clients without a token are closed, first those that have asked nothing, of
+    them the longest idle; if there is none, the new one is."""
+    header_bytes: int = 32 * 1024
+    """Of a request's head, its line included."""
+    headers: int = 128
+    body_bytes: int = 64 * 1024 * 1024
+    idle_seconds: float = 60.0
+    """From the connection, or the end of an answer, to the end of a request's head."""
+    body_seconds: float = 60.0
+    """For a whole body."""
+    body_window_seconds: float = 10.0
+    """In each of these periods `body_window_bytes` of a body have to come."""
+    body_window_bytes: int = 10 * 1024
+    write_seconds: float = 60.0
+    """Longest wait for a client that reads nothing."""
+
+
+class HttpServer(Protocol):
+    """Runs a handler in a task for each request that comes; cancels it when the client goes.
+
+    A client that has sent all and closed its side only is still there. It looks like one that has gone until something
+    is sent to it; so it is sent an interim answer, `100 Continue`, which a client that has gone answers with a reset.
+    """
+
+    async def listen(self, host: str, port: int, pem: Pem | None = None) -> int:
+        """Binds an address; returns the port.
+
+        Raises:
+            ConfigError: The certificates cannot be used.
+            OSError: It cannot be bound.
+        """
+
+    def renew(self, pem: Pem) -> None:
+        """New connections are answered with other certificates."""
+
+    async def stop(self, grace: float) -> None:
+        """Accepts no connection, waits so many seconds for what runs, then closes what is left. Requests that come in
+        the first moments, on connections that are open, are served as the last of theirs."""
+
+    def stats(self) -> dict[str, int]:
+        """`connections` open now; `connections_refused` and `connections_evicted`, idle ones, since it began."""
+
+
+def connect(*, ca: bytes | None = None) -> HttpClient:
+    """A client, on the running loop.
+
+    Args:
+        ca: PEM of whom to trust; None = whom this machine trusts.
+    """
+    if chosen() is Transport.NATIVE:
+        from kvscout_common.http.native_http_client import NativeHttpClient
+
+        return NativeHttpClient(ca)
+    from kvscout_common.http.aiohttp_client import AiohttpClient
+
+    return AiohttpClient(ca)
+
+
+def serve_http(handler: HttpHandler, limits: HttpLimits | None = None) -> HttpServer:
+    """A server that does not listen yet, on the running loop."""
+    if chosen() is Transport.NATIVE:
+        from kvscout_common.http.native_http_server import NativeHttpServer
+
+        return NativeHttpServer(handler, limits or HttpLimits())
+    from kvscout_common.http.aiohttp_server import AiohttpServer
+
+    return AiohttpServer(handler, limits or HttpLimits())

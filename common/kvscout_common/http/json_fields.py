@@ -1,0 +1,120 @@
+"""The fields of a JSON object whose values become Python objects when they are asked for, one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.http.json_scan import Packed, Place, scan_object
+
+INLINE_BYTES: Final = 256 * 1024
+"""A longer text is scanned in a thread: the event loop has a few milliseconds for one request at most."""
+MAX_FIELD_BYTES: Final = 8 * 1024 * 1024
+MAX_FIELD_VALUES: Final = 100_000
+"""Of a field that becomes Python objects, which holds up everything else: 20 ms at most. What is only passed on may be
+longer."""
+_PROMPT: Final = "prompt"
+_decoder: Final = json.JSONDecoder()
+
+
+class Prompts(NamedTuple):
+    """What stands for a list of prompts: only the first is made."""
+
+    first: str | bytes | None
+    """None = it is neither text nor token ids, or too long."""
+    number: int
+    further_characters: int
+    """Of the others."""
+
+
+class Fields(Mapping[str, Any]):
+    """The fields of an object; a value becomes Python objects when it is asked for.
+
+    A `prompt` that is a list of token ids is packed (`token_json`): they are `bytes`. One that is a list of texts, or
+    of lists, is `Prompts`.
+    """
+
+    def __init__(
+        self, data: bytes = b"", places: Mapping[str, Place] | None = None, packed: Packed | None = None
+    ) -> None:
+        self._data = data
+        self.places = places or {}
+        """Where each of them stands in the text."""
+        self._packed = packed or Packed()
+        self._known: dict[str, Any] = {}
+
+    @classmethod
+    def scanned(cls, data: bytes, *, strict: bool = True) -> Fields:
+        """Those of an object.
+
+        Args:
+            data: JSON.
+            strict: See `scan_object`.
+
+        Raises:
+            ValueError: It is no object, or beyond a bound.
+        """
+        return cls(data, *scan_object(data, strict=strict))
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a field.
+
+        Raises:
+            KeyError: There is none.
+            InvalidArgument: It is too long to be made here, or there is too much in it.
+        """
+        if name not in self._known:
+            self._known[name] = self._prompt() if name == _PROMPT else self._made(name)
+        return self._known[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known or name in self.places
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.places
+        yield from (name for name in self._known if name not in self.places)
+
+    def __len__(self) -> int:
+        return len(self.places.keys() | self._known.keys())
+
+    def named(self, model: str) -> Fields:
+        """The same with a model, unless they name one themselves."""
+        if "model" not in self:
+            self._known["model"] = model
+        return self
+
+    @property
+    def characters(self) -> int:
+        """Of the text of its prompt, whichever field has that: images and names are not counted."""
+        return sum(place.characters for place in self.places.values())
+
+    def is_long(self, name: str) -> bool:
+        """Whether a field is too long to be made here."""
+        place = self.places[name]
+        return place.end - place.value > MAX_FIELD_BYTES or place.values > MAX_FIELD_VALUES
+
+    def _made(self, name: str) -> Any:
+        place = self.places[name]
+        if self.is_long(name):
+            raise InvalidArgument(
+                f"has {place.end - place.value} bytes and {place.values} values;"
+                f" at most {MAX_FIELD_BYTES} and {MAX_FIELD_VALUES} are read",
+                field=name,
+            )
+        return self._value(place.value, place.end)
+
+    def _prompt(self) -> Any:
+        token_ids, first, count = self._packed
+        if first is None:
+            return self._made(_PROMPT) if token_ids is None else token_ids
+        begin, end = first
+        made: str | bytes | None = token_ids
+        if self._data.startswith(b'"', begin) and end - begin <= MAX_FIELD_BYTES:
+            made = self._value(begin, end)
+        return Prompts(made, count, self.places[_PROMPT].characters - len(made or ""))
+
+    def _value(self, begin: int, end: int) -> Any:
+        value, _ = _decoder.raw_decode(self._data[begin:end].decode())
+        return value

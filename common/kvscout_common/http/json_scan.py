@@ -1,0 +1,87 @@
+"""Finds the fields of a JSON object, and checks every byte of it, without making an object of any value.
+
+It costs one pass over the bytes, and memory for the object's own fields, whatever stands in it. The work is done by the
+extension, which lets other threads run meanwhile if the text is long, or, where that is not built, by
+`json_scan_reference`, with equal results.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvscout_common.hashing import native_module
+from kvscout_common.http import json_scan_reference
+
+if TYPE_CHECKING:
+    _backend = json_scan_reference
+else:
+    _backend = native_module() or json_scan_reference
+
+MAX_FIELDS: Final = 10_000
+"""Of the object itself."""
+MAX_VALUES: Final = 2_000_000
+"""In an object, at any depth. Token ids that are packed are none."""
+
+
+class Place(NamedTuple):
+    """Where a field stands, in bytes: from the quotation mark of its name to the end of its value."""
+
+    begin: int
+    value: int
+    end: int
+    values: int
+    """In it, at any depth, itself included."""
+    characters: int
+    """Of the text in it, as `prompt`, `messages` and `input` have text; 0 in any other field."""
+
+
+class Packed(NamedTuple):
+    """What the field has whose token ids are packed."""
+
+    token_ids: bytes | None = None
+    """Little-endian u32: its list, or the first of its lists; None = there is no such list."""
+    first: tuple[int, int] | None = None
+    """Where the first of several texts or lists begins and ends, in bytes; None = it is no list of such."""
+    prompts: int = 0
+    """How many of such there are, other values in the list counted as well."""
+
+
+class Scanned(NamedTuple):
+    """An object."""
+
+    places: dict[str, Place]
+    """By the field's name."""
+    packed: Packed
+
+
+def scan_object(data: bytes, *, strict: bool = True, packed: str = "prompt", max_values: int = MAX_VALUES) -> Scanned:
+    """The fields of an object.
+
+    Args:
+        data: UTF-8.
+        strict: NaN, infinity and what is out of range are refused; engines write them.
+        packed: The field whose token ids are packed.
+        max_values: In the object, at any depth.
+
+    Raises:
+        ValueError: It is no JSON object, has a field twice, or is beyond a bound; says which, as a predicate.
+    """
+    fields, found = _backend.scan_object(
+        data, max_fields=MAX_FIELDS, max_values=max_values, strict=strict, packed=packed
+    )
+    return Scanned({name: Place(*place) for name, *place in fields}, Packed(*found))
+
+
+def load_json(data: bytes, *, max_values: int) -> Any:
+    """Any JSON as Python objects, where it is little.
+
+    Args:
+        data: UTF-8.
+        max_values: In it, at any depth: a hundred thousand hold up everything else for 20 ms.
+
+    Raises:
+        ValueError: It is no JSON, or there is more in it; says which, as a predicate.
+    """
+    scan_object(b'{"":' + data + b"}", strict=False, max_values=max_values)
+    return json.loads(data)

@@ -1,0 +1,185 @@
+"""HTTP by the extension, on the running event loop: what its clients and servers share, so that what one of them reads
+can be passed on by the other without Python.
+
+::
+
+    epoll ──▶ turn ──▶ events ──▶ the call, answer or listener that they are of
+                 flush ◀── once a turn of the loop, after everybody has said what is to be sent
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final, Protocol, cast
+
+from kvscout_common.http.http import VANISHED_SECONDS, StreamReport
+from kvscout_common.transport.native_core import HTTP_EVENTS, Http, NativeCore
+
+REQUEST: Final = HTTP_EVENTS["REQUEST"]
+BODY: Final = HTTP_EVENTS["BODY"]
+BODY_FAILED: Final = HTTP_EVENTS["BODY_FAILED"]
+GONE: Final = HTTP_EVENTS["GONE"]
+WRITABLE: Final = HTTP_EVENTS["WRITABLE"]
+ANSWER: Final = HTTP_EVENTS["ANSWER"]
+FIRST: Final = HTTP_EVENTS["FIRST"]
+PIECE: Final = HTTP_EVENTS["PIECE"]
+FULL: Final = HTTP_EVENTS["FULL"]
+ENDED: Final = HTTP_EVENTS["ENDED"]
+ACCEPT_FAILED: Final = HTTP_EVENTS["ACCEPT_FAILED"]
+RPC_DUE: Final = HTTP_EVENTS["RPC_DUE"]
+AGAIN: Final = HTTP_EVENTS["AGAIN"]
+CROWDED: Final = HTTP_EVENTS["CROWDED"]
+
+_OF_CALLS = frozenset({BODY, BODY_FAILED, GONE, WRITABLE})
+
+TICK_SECONDS = 0.25
+
+
+class Hearer(Protocol):
+    """Hears of one call, answer or listener."""
+
+    def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
+        """Something happened; `event` is as the extension's stub says."""
+
+
+class ClosedHttp:
+    """What is left of the extension's `Http` when its core was closed: calls and answers that end after it say so to
+    this."""
+
+    def report(self, answer: int) -> None:
+        """It is over."""
+
+    def write(self, call: int, data: bytes) -> None:
+        """The client has gone."""
+
+    def open_connections(self, listener: int) -> int:
+        """They are closed."""
+        return 0
+
+    def stats(self) -> dict[str, int]:
+        """Nothing is open."""
+        return {"connections_refused": 0, "connections_evicted": 0}
+
+    def ignore(self, *_: object) -> None:
+        """What there is nobody to say to."""
+
+    want_body = respond = start = end = handled = set_tls = trust = ignore
+    keep = tell = pass_to_call = pass_to_messages = resume = abort = close_idle = ignore
+
+
+class HttpCore:
+    """One epoll of its own, read by the loop that was running when it was made; see `shared`."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.http = Http(self.loop.time(), vanished_seconds=VANISHED_SECONDS)
+        self.calls: dict[int, Hearer] = {}
+        self.answers: dict[int, Hearer] = {}
+        self.listeners: dict[int, Hearer] = {}
+        self.rpc_cores: dict[Any, NativeCore] = {}
+        """Of gRPC servers that answers were passed to."""
+        self._users = 0
+        self._closed = False
+        self._flushing = False
+        self._turning = False
+        self._next_turn: asyncio.Handle | None = None
+        self._fd = self.http.fileno()
+        self.loop.add_reader(self._fd, self._turn)
+        self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
+
+    def use(self) -> None:
+        """Notes one more user."""
+        self._users += 1
+
+    def release(self) -> None:
+        """A user needs it no more; the last closes it, and its sockets."""
+        self._users -= 1
+        if self._users == 0:
+            self._handle(self.http.flush())
+            self._closed = True
+            self.loop.remove_reader(self._fd)
+            self._tick_timer.cancel()
+            _cores.pop(self.loop, None)
+            self.rpc_cores.clear()
+            # Now, and here: the extension's object must not be left to a garbage collector that runs in another thread.
+            self.http = cast("Http", ClosedHttp())
+
+    def flush(self) -> None:
+        """Sends what was said, once everybody had their turn."""
+        if not self._flushing:
+            self._flushing = True
+            if not self._turning:
+                self.loop.call_soon(self._flush)
+
+    def report(self, answer: int) -> StreamReport | None:
+        """What was noticed of an answer until now; None = it is over."""
+        found = self.http.report(answer)
+        return None if found is None else StreamReport(*found)
+
+    def _turn(self) -> None:
+        if self._next_turn is not None:
+            self._next_turn.cancel()
+            self._next_turn = None
+        if self._closed:
+            return
+        # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
+        self._turning = True
+        try:
+            self._handle(self.http.turn())
+        finally:
+            self._turning = False
+            if self._flushing:
+                self._flush()
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if not self._closed:
+            self._handle(self.http.flush())
+
+    def _tick(self) -> None:
+        # What came while the loop did something else is not late.
+        self._turn()
+        if not self._closed:
+            self.http.tick()
+        self._turn()
+        if not self._closed:
+            self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
+
+    def _handle(self, events: list[tuple[Any, ...]]) -> None:
+        for event in events:
+            kind = event[0]
+            if kind == REQUEST:
+                hearer = self.listeners.get(event[2])
+            elif kind == CROWDED:
+                hearer = self.listeners.get(event[1])
+            elif kind in _OF_CALLS:
+                hearer = self.calls.get(event[1])
+            elif kind == AGAIN:
+                # Not at once: the loop's timers and other sockets come first.
+                if self._next_turn is None:
+                    self._next_turn = self.loop.call_soon(self._turn)
+                continue
+            elif kind == RPC_DUE:
+                self.rpc_cores[event[1]].turn()
+                continue
+            elif kind == ACCEPT_FAILED:
+                for listener in self.listeners.values():
+                    listener.on_event(kind, event)
+                continue
+            else:
+                hearer = self.answers.get(event[1])
+            if hearer is not None:
+                hearer.on_event(kind, event)
+
+
+_cores: dict[asyncio.AbstractEventLoop, HttpCore] = {}
+
+
+def shared() -> HttpCore:
+    """That of the running loop; say `release` when it is needed no more."""
+    loop = asyncio.get_running_loop()
+    core = _cores.get(loop)
+    if core is None:
+        core = _cores[loop] = HttpCore()
+    core.use()
+    return core

@@ -1,0 +1,358 @@
+"""The HTTP client by the extension: see `http`."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import itertools
+import re
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from kvscout_common.http.http import (
+    Dialect,
+    FailureKind,
+    Form,
+    Headers,
+    HttpFailed,
+    HttpRequest,
+    Preceded,
+    Sink,
+    SinkGone,
+    SinkStalled,
+    StreamReport,
+)
+from kvscout_common.http.native_http import ANSWER, ENDED, FIRST, FULL, PIECE, HttpCore, shared
+from kvscout_common.http.native_http_server import NativeHttpCall
+from kvscout_common.rpc.native_context import NativeContext
+from kvscout_common.transport.native_core import ClientTls
+from kvscout_common.transport.waiting import Inbox
+
+_OWN_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_SYSTEM_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_numbers = itertools.count(1)
+
+
+class _Place(NamedTuple):
+    """Where a URL leads to."""
+
+    origin: str
+    """Scheme, host and port."""
+    host: str
+    port: int
+    is_numeric: bool
+    is_secure: bool
+    header: str
+    """Host, as the header has it."""
+    target: str
+
+
+class NativeHttpClient:
+    """See `http.HttpClient`.
+
+    Args:
+        ca: PEM of whom to trust; None = whom this machine trusts.
+    """
+
+    def __init__(self, ca: bytes | None) -> None:
+        self._ca = ca
+        self._tls: ClientTls | None = None
+        self._core = shared()
+        self._prefix = f"{next(_numbers)} "
+        """Of its origins: a connection is used again by who made it."""
+        self._closed = False
+        self._answers: set[NativeAnswer] = set()
+
+    async def send(self, request: HttpRequest, *, connect_seconds: float) -> NativeAnswer:
+        """See `http.HttpClient.send`."""
+        place = _place(request.url)
+        peers: list[tuple[str, int] | None] = [(place.host, place.port) if place.is_numeric else None]
+        answer = self._ask(request, place, peers[0], connect_seconds)
+        if answer is None:
+            peers = list(await _resolve(place, connect_seconds))
+            answer = self._ask(request, place, peers[0], connect_seconds)
+        for peer in (*peers[1:], None):
+            assert answer is not None, "an address was given"
+            try:
+                await answer.head()
+                return answer
+            except HttpFailed as error:
+                if error.kind is not FailureKind.UNREACHABLE or peer is None:
+                    raise
+            answer = self._ask(request, place, peer, connect_seconds)
+        raise AssertionError("the last address returns or raises")
+
+    async def close(self) -> None:
+        """See `http.HttpClient.close`."""
+        if not self._closed:
+            self._closed = True
+            for answer in list(self._answers):
+                answer.abort()
+            self._core.http.close_idle(self._prefix)
+            self._core.release()
+
+    def _ask(
+        self, request: HttpRequest, place: _Place, peer: tuple[str, int] | None, connect_seconds: float
+    ) -> NativeAnswer | None:
+        if place.is_secure and self._tls is None:
+            self._tls = _trusting(self._ca)
+        try:
+            number = self._core.http.send(
+                self._prefix + place.origin,
+                peer,
+                connect_seconds,
+                request.method,
+                place.target,
+                place.header,
+                list(request.headers),
+                request.body,
+                self._tls if place.is_secure else None,
+                place.host,
+            )
+        except OSError as error:
+            own = error.errno in _OWN_RESOURCES
+            raise HttpFailed(str(error), FailureKind.RESOURCES if own else FailureKind.UNREACHABLE) from error
+        if number is None:
+            return None
+        self._core.flush()
+        answer = NativeAnswer(self._core, number, self._answers.discard)
+        self._answers.add(answer)
+        return answer
+
+
+class NativeAnswer:
+    """See `http.HttpAnswer`.
+
+    Args:
+        core: Brings its events.
+        number: Of the answer.
+        over: Told when it is.
+    """
+
+    def __init__(self, core: HttpCore, number: int, over: Callable[[NativeAnswer], None]) -> None:
+        self._core = core
+        self._number = number
+        self._over = over
+        self._inbox = Inbox(core.loop)
+        """The body, where it is told piece by piece; its news are also those of head and end."""
+        self._ended: tuple[Any, ...] | None = None
+        self._begins: Callable[[], None] | None = None
+        self._context: NativeContext | None = None
+        """The gRPC call that it goes to."""
+        self._last_report: StreamReport | None = None
+        self.status = 0
+        self.headers: Headers = ()
+        core.answers[number] = self
+
+    @property
+    def report(self) -> StreamReport:
+        """See `http.HttpAnswer`."""
+        return self._last_report or self._core.report(self._number) or StreamReport()
+
+    def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
+        """See `native_http.Hearer`."""
+        if kind == FIRST:
+            if self._begins is not None:
+                self._begins()
+            return
+        if kind == FULL:
+            self._wait_for_room()
+            return
+        if kind == ANSWER:
+            self.status, self.headers = event[2], event[3]
+            self._inbox.news.tell()
+        elif kind == PIECE:
+            self._inbox.put(event[2])
+        elif kind == ENDED:
+            self._ended = event
+            self._last_report = StreamReport(*event[4])
+            self._core.answers.pop(self._number, None)
+            self._over(self)
+            self._inbox.end()
+
+    async def head(self) -> None:
+        """Waits for the head."""
+        try:
+            while not self.status:
+                self._raise_if_failed()
+                await self._inbox.news.wait()
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+    async def read(self, limit: int) -> bytes:
+        """See `http.HttpAnswer.read`."""
+        self._core.http.keep(self._number, limit)
+        self._core.flush()
+        event = await self._end()
+        body: bytes = event[5]
+        return body
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """See `http.HttpAnswer.chunks`."""
+        self._core.http.tell(self._number)
+        self._core.flush()
+        try:
+            while (piece := await self._next_piece()) is not None:
+                yield piece
+                self._resume()
+        finally:
+            self.abort()
+
+    async def relay(
+        self,
+        sink: Sink,
+        form: Form,
+        *,
+        dialect: Dialect = Dialect.OPENAI,
+        on_first_output: Callable[[], None] | None = None,
+        max_tokens: int | None = None,
+        write_seconds: float = 60.0,
+    ) -> StreamReport:
+        """See `http.HttpAnswer.relay`."""
+        self._begins = on_first_output
+        # Not the core's `http` itself: who is cancelled late would keep it when the core is closed.
+        core, number = self._core, self._number
+        noticed = form.value if form is Form.PIECES or self._is_events() else None
+        to, first = (sink.sink, sink.first) if isinstance(sink, Preceded) else (sink, b"")
+        how = (write_seconds, first, noticed, dialect.value, max_tokens)
+        try:
+            if isinstance(to, NativeHttpCall) and to.core is core:
+                core.http.pass_to_call(number, to.number, *how)
+            elif form is Form.PIECES and isinstance(to, NativeContext) and to.takes_messages:
+                self._context = to
+                core.rpc_cores[to.core.rpc] = to.core
+                core.http.pass_to_messages(number, to.core.rpc, to.number, *how)
+            else:
+                core.http.tell(number, *how[2:])
+                core.flush()
+                await self._pass_to(sink, write_seconds)
+            core.flush()
+            await self._end()
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._begins = None
+            if isinstance(sink, Preceded) and self.report.passed:
+                sink.first = b""
+        return self.report
+
+    def abort(self) -> None:
+        """See `http.HttpAnswer.abort`."""
+        if self._ended is None:
+            self._core.http.abort(self._number)
+            self._core.flush()
+
+    def __del__(self) -> None:
+        # Nobody will read it any more.
+        if self._ended is None and not self._core.loop.is_closed():
+            self.abort()
+
+    def _is_events(self) -> bool:
+        content, packed = "", "identity"
+        for name, value in self.headers:
+            match name.lower():
+                case "content-type":
+                    content = value
+                case "content-encoding":
+                    packed = value
+        return content.partition(";")[0].strip().lower() == "text/event-stream" and packed.lower() == "identity"
+
+    async def _pass_to(self, sink: Sink, seconds: float) -> None:
+        while (piece := await self._next_piece()) is not None:
+            try:
+                async with asyncio.timeout(seconds) as scope:
+                    await sink.write(piece)
+            except TimeoutError as error:
+                if scope.expired():
+                    raise SinkStalled(f"nothing was read for {seconds:.3g} s") from error
+                raise
+            self._resume()
+
+    async def _next_piece(self) -> bytes | None:
+        piece = await self._inbox.next()
+        if piece is None:
+            self._raise_if_failed()
+        return piece
+
+    def _resume(self) -> None:
+        self._core.http.resume(self._number)
+        self._core.flush()
+
+    def _wait_for_room(self) -> None:
+        assert self._context is not None
+        self._context.room.next().add_done_callback(lambda _: self._resume())
+
+    async def _end(self) -> tuple[Any, ...]:
+        while self._ended is None:
+            await self._inbox.news.wait()
+        self._raise_if_failed()
+        return self._ended
+
+    def _raise_if_failed(self) -> None:
+        if self._ended is None or not self._ended[2]:
+            return
+        outcome, text = self._ended[2], self._ended[3]
+        if outcome == "sink gone":
+            raise SinkGone(text)
+        if outcome == "sink stalled":
+            raise SinkStalled(text)
+        raise HttpFailed(text, FailureKind(outcome))
+
+
+@lru_cache(maxsize=4096)
+def _place(url: str) -> _Place:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise HttpFailed(f"{url!r} is no URL: {error}", FailureKind.PROTOCOL) from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise HttpFailed(f"{url!r} is no URL of HTTP", FailureKind.PROTOCOL)
+    is_secure = parts.scheme == "https"
+    port = port or (443 if is_secure else 80)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    try:
+        host, is_numeric = str(ipaddress.ip_address(host)), True
+    except ValueError:
+        is_numeric = False
+    header = parts.netloc.rpartition("@")[2]
+    return _Place(f"{parts.scheme}://{host}:{port}", host, port, is_numeric, is_secure, header, target)
+
+
+async def _resolve(place: _Place, seconds: float) -> list[tuple[str, int]]:
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(seconds):
+            found = await loop.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+    except TimeoutError as error:
+        raise HttpFailed(f"{place.host} was not resolved in time", FailureKind.UNREACHABLE) from error
+    except (OSError, UnicodeError) as error:
+        raise HttpFailed(f"{place.host}: {error}", FailureKind.UNREACHABLE) from error
+    return [(str(address[0]), int(address[1])) for *_, address in found]
+
+
+def _trusting(ca: bytes | None) -> ClientTls:
+    if ca is not None:
+        return ClientTls(ca)
+    for path in (ssl.get_default_verify_paths().cafile or "", _SYSTEM_CERTIFICATES):
+        if Path(path).is_file():
+            certificates = [found for found in _CERTIFICATE.findall(Path(path).read_bytes()) if _can_be_read(found)]
+            return ClientTls(b"\n".join(certificates))
+    raise HttpFailed("this machine has no list of whom to trust", FailureKind.UNREACHABLE)
+
+
+def _can_be_read(certificate: bytes) -> bool:
+    try:
+        ClientTls(certificate)
+    except ValueError:
+        return False  # such as one of a kind that nobody issues any more
+    return True

@@ -1,0 +1,39 @@
+"""Token ids as JSON has them, a list of numbers, without an object for each: packed they are little-endian u32.
+
+The work is done by the extension or, where that is not built, by `token_json_reference`, with equal results.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvscout_common.hashing import native_module
+from kvscout_common.http import token_json_reference
+
+if TYPE_CHECKING:
+    _backend = token_json_reference
+else:
+    _backend = native_module() or token_json_reference
+
+
+def write_tokens(token_ids: bytes) -> bytes:
+    """What stands between the brackets of a list.
+
+    Args:
+        token_ids: Packed.
+    """
+    return _backend.write_tokens(token_ids)
+
+
+def read_tokens(text: str, at: int) -> tuple[bytes, int] | None:
+    """A list in a text.
+
+    Args:
+        text: ASCII.
+        at: The place of the list's bracket.
+
+    Returns:
+        The token ids, packed, and the place behind the list; None = there is none, or something else is in it than
+        numbers of 32 bits that have neither sign nor fraction nor exponent.
+    """
+    return _backend.read_tokens(text, at)

@@ -1,0 +1,1 @@
+"""Who calls: tokens, tenants, TLS and the audit log."""

@@ -1,0 +1,1 @@
+"""The connection to NATS that the parts of a process share."""

@@ -1,0 +1,1 @@
+"""What one process asks of its system: memory, descriptors, files, its end."""

@@ -1,0 +1,1 @@
+"""The workers that there are, and where services learn of them."""

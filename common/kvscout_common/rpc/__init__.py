@@ -1,0 +1,1 @@
+"""gRPC servers and channels of both transports."""

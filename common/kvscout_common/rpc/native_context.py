@@ -1,0 +1,263 @@
+"""What a handler sees of its call on the native transport: `grpc.aio.ServicerContext`, as far as kvscout uses it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NoReturn
+
+import grpc
+
+from kvscout_common.identity.identity import ANONYMOUS, Identity
+from kvscout_common.rpc.answering import Answer
+from kvscout_common.rpc.handlers import Handler
+from kvscout_common.transport.native_core import HALF_CLOSED, MESSAGE, RESET, WRITABLE, Metadata, NativeCore
+from kvscout_common.transport.waiting import Inbox, Notice
+
+
+class NativeContext:
+    """One call, from its first event to its last.
+
+    Args:
+        core: Brings its events, sends what it says.
+        number: Of the call.
+        metadata: As the caller sent it.
+        timeout_us: Time left, as the caller said; None = it has no deadline.
+        handler: Its method's.
+    """
+
+    def __init__(
+        self, core: NativeCore, number: int, metadata: Metadata, timeout_us: int | None, handler: Handler
+    ) -> None:
+        self._core = core
+        self._number = number
+        self._metadata = metadata
+        # grpcio's stubs do not know that a handler may go without.
+        self._serialize: Any = handler.response_serializer
+        self._loop = core.loop
+        self._task: asyncio.Task[None] | None = None
+        self._inbox = Inbox(core.loop)
+        self.room = Notice(core.loop)
+        """There is some again for what is to be sent, after the extension said that there is none."""
+        self._answer: Answer | None = None
+        """Asked first about a message that comes, while the handler waits for one."""
+        self._trailers: list[tuple[str, str | bytes]] = []
+        self._code: grpc.StatusCode | None = None
+        self._details = ""
+        self._finished = False
+        self._callbacks: list[Callable[[Any], None]] = []
+        self.ended_by_caller = False
+        """The caller has gone, or its deadline is over: nobody waits for what is done here."""
+        self._ends_at = None if timeout_us is None else self._loop.time() + timeout_us / 1e6
+        self._deadline: int | None = None
+        self._reads = bool(handler.request_streaming)
+        """Messages of the caller are still to come."""
+        self.closed = False
+        """The handler has returned."""
+        core.calls[number] = self
+
+    @property
+    def core(self) -> NativeCore:
+        """What brings its events; whoever has it can send messages of the call without this context."""
+        return self._core
+
+    @property
+    def number(self) -> int:
+        """Of the call."""
+        return self._number
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether its messages are sent as they are."""
+        return self._serialize is None
+
+    def waits(self, task: asyncio.Task[None]) -> None:
+        """Says that the handler has not returned at once, and which task runs it, to be cancelled with the call."""
+        self._task = task
+        if self._ends_at is not None:
+            self._deadline = self._core.deadlines.add(self._ends_at, self._expire)
+
+    def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
+        """See `native_core.Sink`."""
+        if kind == MESSAGE:
+            if self._answer is None or not self._answered(self._answer(event[2]), event[2]):
+                self._inbox.put(event[2])
+        elif kind == HALF_CLOSED:
+            self._inbox.end()
+        elif kind == WRITABLE:
+            self.room.tell()
+        elif kind == RESET:
+            self._finished = True
+            self._end()
+
+    def admitted(self, identity: Identity) -> None:
+        """Notes who calls: a connection of a known caller is not closed for others, and its messages may be large."""
+        if identity is not ANONYMOUS:
+            self._core.rpc.trust(self._number)
+        if self._reads:
+            self._core.admit(self._number, identity)
+
+    def invocation_metadata(self) -> Metadata:
+        """What the caller sent beside its messages."""
+        return self._metadata
+
+    def peer(self) -> str:
+        """The caller's address; "" = it has gone."""
+        return self._core.rpc.peer(self._number) or ""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the deadline; None = there is none."""
+        return None if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
+
+    def code(self) -> Any:
+        """The status that was set; grpc's stub says nothing of None."""
+        return self._code
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Sets the status of an answer."""
+        self._code = code
+
+    def details(self) -> str:
+        """The text of the status."""
+        return self._details
+
+    def set_details(self, details: str) -> None:
+        """Sets the text of the status."""
+        self._details = details
+
+    def set_trailing_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        """Sets what follows the last message."""
+        self._trailers = list(metadata)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Has a function called with this context once the call is over, however it ended."""
+        self._callbacks.append(callback)
+
+    def cancelled(self) -> bool:
+        """Whether the caller has gone."""
+        return self.ended_by_caller
+
+    def done(self) -> bool:
+        """Whether the call is over."""
+        return self._finished
+
+    async def send_initial_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        """Sends the headers now."""
+        self._core.rpc.headers(self._number, list(metadata))
+        self._core.flush()
+
+    async def write(self, message: Any) -> None:
+        """Sends a message; waits while the caller does not read.
+
+        Raises:
+            asyncio.CancelledError: The call is over.
+        """
+        if self._finished:
+            raise asyncio.CancelledError
+        room = self._core.rpc.send(self._number, self._serialize(message) if self._serialize is not None else message)
+        self._core.flush()
+        if not room:
+            await self.room.wait()
+
+    async def read(self) -> Any:
+        """The next message of the caller, in bytes; `grpc.aio.EOF` = there are no more."""
+        message = await self._inbox.next()
+        if message is None:
+            return grpc.aio.EOF
+        self._core.rpc.consumed(self._number, len(message))
+        self._core.flush()
+        return message
+
+    async def read_unanswered(self, answer: Answer) -> Any:
+        """See `answering.read_unanswered`."""
+        self._answer = None if len(self._inbox) else answer
+        try:
+            return await self.read()
+        finally:
+            self._answer = None
+
+    def _answered(self, answer: bytes | None, message: bytes) -> bool:
+        if answer is None:
+            self._answer = None  # what comes next stays behind it
+            return False
+        self._core.rpc.consumed(self._number, len(message))
+        if not self._core.rpc.send(self._number, answer):
+            self._answer = None  # the handler waits for room, behind its own answer to the next one
+        self._core.flush()
+        return True
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str = "",
+        trailing_metadata: Sequence[tuple[str, str | bytes]] = (),
+    ) -> NoReturn:
+        """Ends the call with a status.
+
+        Raises:
+            grpc.aio.AbortError: Always.
+        """
+        self._code, self._details = code, details
+        self._trailers = list(trailing_metadata) or self._trailers
+        raise grpc.aio.AbortError("the call was ended with a status")
+
+    def finish(self, code: int, details: str) -> None:
+        """Ends the call, unless it has ended."""
+        if not self._finished:
+            self._finished = True
+            self._core.rpc.finish(self._number, code, details, self._trailers)
+            self._core.flush()
+
+    def finish_with(self, response: Any) -> None:
+        """Ends the call behind its one answer, or behind those that were written: None."""
+        if self._finished:
+            return
+        code = self._code or grpc.StatusCode.OK
+        if response is None or code is not grpc.StatusCode.OK:
+            self.finish(code.value[0], self._details)
+            return
+        self._finished = True
+        message = self._serialize(response) if self._serialize is not None else response
+        self._core.rpc.answer(self._number, message, self._trailers or None)
+        self._core.flush()
+
+    def finish_aborted(self) -> None:
+        """Ends the call with the status that `abort` was given."""
+        self.finish((self._code or grpc.StatusCode.UNKNOWN).value[0], self._details)
+
+    def close(self) -> None:
+        """The handler has returned."""
+        self.closed = True
+        self._core.calls.pop(self._number, None)
+        if self._deadline is not None:
+            self._core.deadlines.drop(self._deadline)
+        for callback in self._callbacks:
+            callback(self)
+
+    def _expire(self) -> None:
+        if not self._finished:
+            # While they write, grpc's clients take a status without headers for their own failure.
+            self._core.rpc.headers(self._number, [])
+        self.finish(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "Deadline Exceeded")
+        self._end()
+
+    def _end(self) -> None:
+        self.ended_by_caller = True
+        if self._task is not None:
+            self._task.cancel()
+
+
+class RequestIterator:
+    """The messages of a caller."""
+
+    def __init__(self, context: NativeContext) -> None:
+        self._context = context
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self._context.read()
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return message
