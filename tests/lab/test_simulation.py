@@ -81,7 +81,7 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 
 def test_another_process_with_other_hashes_computes_the_same_bytes() -> None:
     program = (
-        "from laboratory_worlds import *; from kvscout_lab.cluster import Cluster; import hashlib\n"
+        "from support.laboratory_worlds import *; from kvscout_lab.cluster import Cluster; import hashlib\n"
         "run = simulation(mixed(7, 60), 'power-of-two', Cluster(workers=3, engine=ENGINE, replicas=2)).run()\n"
         "print(hashlib.sha256(repr((run.records, run.workers, run.ended)).encode()).hexdigest())"
     )
