@@ -19,8 +19,8 @@ from kvscout.v1 import indexer_pb2, types_pb2, workers_pb2
 from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.rpc.guard import Guard
 from kvscout_gateway.config import GatewayConfig
-from kvscout_gateway.indexer_client import check
 from kvscout_gateway.main import build
+from kvscout_gateway.upstreams.indexer import check
 
 BLIND = indexer_pb2.SOURCE_STATE_BLIND
 LIVE = indexer_pb2.SOURCE_STATE_LIVE

@@ -37,8 +37,8 @@ from kvscout_common.doctor.diagnosis import Finding, diagnose
 from kvscout_common.hashing import native_available
 from kvscout_common.rpc.channel import PLAINTEXT, call
 from kvscout_gateway.engines.health import MIN_FAILURES
-from kvscout_gateway.front.endpoint_picker import conformance, wire
-from kvscout_gateway.front.reserved import RESERVED_HEADERS
+from kvscout_gateway.fronts.endpoint_picker import conformance, wire
+from kvscout_gateway.fronts.reserved import RESERVED_HEADERS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -24,7 +24,7 @@ from kvscout.v1 import gateway_pb2, indexer_pb2, workers_pb2
 from kvscout_common.hashing import native_available
 from kvscout_common.observability import tracing
 from kvscout_common.transport import Transport
-from kvscout_gateway.front.endpoint_picker.wire import SERVICE
+from kvscout_gateway.fronts.endpoint_picker.wire import SERVICE
 
 BOTH = [Transport.GRPCIO, *([Transport.NATIVE] if native_available() else [])]
 SERVER, CLIENT = 2, 3

@@ -12,7 +12,7 @@ import pytest_asyncio
 from support.mocker_process import MockerProcess, running_mocker
 
 from kvscout_common.http.json_fields import Fields
-from kvscout_gateway.front.outputs import output_of
+from kvscout_gateway.fronts.outputs import output_of
 from kvscout_lab.clients import Clients, as_clients_ask
 from kvscout_lab.real_time import MAX_BOUND, RealTime, body_of, first_prompt, new_tokens
 from kvscout_lab.workload import Flow, Nodes, Turn, Workload

@@ -22,7 +22,7 @@ from kvscout_common.rpc.serving import App
 from kvscout_common.transport import Transport, choose, chosen
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.config import GatewayConfig
-from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig
+from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.main import build as build_gateway
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.main import build as build_indexer

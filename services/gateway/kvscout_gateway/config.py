@@ -14,10 +14,10 @@ from kvscout_common.nats.config import NatsConfig
 from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.shards import Shard
 from kvscout_gateway.engines.patience import Patience
-from kvscout_gateway.failover import DNS
-from kvscout_gateway.front.client_paths import ClientPaths
-from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig
-from kvscout_gateway.front.shadow.config import ShadowConfig
+from kvscout_gateway.fronts.client_paths import ClientPaths
+from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
+from kvscout_gateway.fronts.shadow.config import ShadowConfig
+from kvscout_gateway.upstreams.failover import DNS
 
 
 @dataclass(frozen=True, slots=True)

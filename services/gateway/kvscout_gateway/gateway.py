@@ -34,13 +34,10 @@ from kvscout_gateway.engines.health_checks import HealthChecks
 from kvscout_gateway.engines.patience import Pulse
 from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
-from kvscout_gateway.failover import Failover, Member
-from kvscout_gateway.fanout import Fanout
-from kvscout_gateway.indexer_client.check import IndexerCheck
-from kvscout_gateway.indexer_client.indexers import Indexers
-from kvscout_gateway.indexer_client.overlaps import OverlapQuery
-from kvscout_gateway.indexer_client.reporter import Reporter
-from kvscout_gateway.membership import Membership
+from kvscout_gateway.fronts.shadow.report import ShadowReport
+from kvscout_gateway.members.fanout import Fanout
+from kvscout_gateway.members.membership import Membership
+from kvscout_gateway.members.registration import Registration, problem
 from kvscout_gateway.metrics import (
     BlindCollector,
     GatewayMetrics,
@@ -49,20 +46,23 @@ from kvscout_gateway.metrics import (
     ShadowCollector,
     StreamCollector,
 )
-from kvscout_gateway.registration import Registration, problem
 from kvscout_gateway.request.exchange import MAX_TRIES, Exchanges
 from kvscout_gateway.request.leg import Means
 from kvscout_gateway.request.observation import Observations
 from kvscout_gateway.request.placement import Placement
 from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
-from kvscout_gateway.scheduler_client.attachment import Attachment
-from kvscout_gateway.scheduler_client.booking import Schedulers
-from kvscout_gateway.scheduler_client.bookings import Bookings
-from kvscout_gateway.scheduler_client.link import SchedulerLink
-from kvscout_gateway.scheduler_client.placing import Placing
-from kvscout_gateway.shadow_report import ShadowReport
 from kvscout_gateway.tokens.sources import Tokens
+from kvscout_gateway.upstreams.failover import Failover, Member
+from kvscout_gateway.upstreams.indexer.check import IndexerCheck
+from kvscout_gateway.upstreams.indexer.indexers import Indexers
+from kvscout_gateway.upstreams.indexer.overlaps import OverlapQuery
+from kvscout_gateway.upstreams.indexer.reporter import Reporter
+from kvscout_gateway.upstreams.scheduler.attachment import Attachment
+from kvscout_gateway.upstreams.scheduler.booking import Schedulers
+from kvscout_gateway.upstreams.scheduler.bookings import Bookings
+from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
+from kvscout_gateway.upstreams.scheduler.placing import Placing
 
 log = logging.getLogger("kvscout.gateway")
 _SYSTEM_RANDOM = random.SystemRandom()

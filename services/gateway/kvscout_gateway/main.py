@@ -15,9 +15,9 @@ from kvscout_common.rpc.channel import ClientSecurity
 from kvscout_common.rpc.serving import App, run
 from kvscout_gateway.config import FIND_TOKENIZERS, GatewayConfig, addresses, indexer_shards, tokenizer_folders
 from kvscout_gateway.engines.patience import Patience
-from kvscout_gateway.front.client_paths import ClientPaths
-from kvscout_gateway.front.endpoint_picker.config import EndpointPickerConfig, endpoint_picker_flags
-from kvscout_gateway.front.shadow.config import ShadowConfig, shadow_flags
+from kvscout_gateway.fronts.client_paths import ClientPaths
+from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig, endpoint_picker_flags
+from kvscout_gateway.fronts.shadow.config import ShadowConfig, shadow_flags
 
 
 @click.command(cls=SectionedCommand)
@@ -261,15 +261,15 @@ async def build(config: GatewayConfig) -> App:
     """The gateway as an app to serve."""
     from prometheus_client import CollectorRegistry
 
-    from kvscout_gateway.front.grpc.servicer import SERVICE, GatewayServicer
-    from kvscout_gateway.front.openai.port import OpenAiPort
+    from kvscout_gateway.fronts.grpc.servicer import SERVICE, GatewayServicer
+    from kvscout_gateway.fronts.openai.port import OpenAiPort
     from kvscout_gateway.gateway import Gateway
 
     metrics = CollectorRegistry()
     gateway = Gateway(config, metrics)
     side_ports = []
     if config.endpoint_picker is not None:
-        from kvscout_gateway.front.endpoint_picker.front import endpoint_picker
+        from kvscout_gateway.fronts.endpoint_picker.front import endpoint_picker
 
         side_ports.append(endpoint_picker(config.endpoint_picker, gateway, metrics))
     openai = OpenAiPort(gateway, metrics)

@@ -13,14 +13,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvscout_common.observability.latencies import Latencies
-from kvscout_gateway.indexer_client.check import IndexerCheck
-from kvscout_gateway.indexer_client.reporter import Reporter
+from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.request.observation import Observations
-from kvscout_gateway.shadow_report import ShadowReport
 from kvscout_gateway.tally import Tally
+from kvscout_gateway.upstreams.indexer.check import IndexerCheck
+from kvscout_gateway.upstreams.indexer.reporter import Reporter
 
 if TYPE_CHECKING:
-    from kvscout_gateway.scheduler_client.booking import Schedulers
+    from kvscout_gateway.upstreams.scheduler.booking import Schedulers
 
 _ROUTING_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -39,7 +39,7 @@ from kvscout_gateway.request.observation import Observations
 from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.plan import Aggregated, Plan
 from kvscout_gateway.request.prompt import Prompt
-from kvscout_gateway.scheduler_client.booking import Booking
+from kvscout_gateway.upstreams.scheduler.booking import Booking
 
 WISH = Wish(model="m", tenant="default", prompt=Prompt(isl_tokens=2, token_ids=bytes(8)), request_id="r")
 

@@ -31,7 +31,7 @@ from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.leg import Leg, Reply
 from kvscout_gateway.request.placement import Wish
-from kvscout_gateway.scheduler_client.output import ONE_TOKEN
+from kvscout_gateway.upstreams.scheduler.output import ONE_TOKEN
 
 if TYPE_CHECKING:
     from kvscout_gateway.request.exchange import Exchange

@@ -21,7 +21,7 @@ from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.observation import Observations, computes_a_block, predicted_cached_tokens
 from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.routing import RoutingFlow
-from kvscout_gateway.scheduler_client.bookings import Bookings
+from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Of an answer that is no stream of events."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.observability import tracing
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
-from kvscout_gateway.indexer_client.reporter import Decision
 from kvscout_gateway.request.prompt import Prompt
-from kvscout_gateway.scheduler_client.booking import Booking
-from kvscout_gateway.scheduler_client.output import UNKNOWN, Output
+from kvscout_gateway.upstreams.indexer.reporter import Decision
+from kvscout_gateway.upstreams.scheduler.booking import Booking
+from kvscout_gateway.upstreams.scheduler.output import UNKNOWN, Output
 
 
 def new_request_id() -> str:

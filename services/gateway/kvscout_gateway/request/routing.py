@@ -20,17 +20,17 @@ from kvscout_common.registry.worker_proto import role_to_proto
 from kvscout_common.rpc.wire_fields import bytes_field, number_field
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
-from kvscout_gateway.failover import HelperDown
-from kvscout_gateway.indexer_client.overlaps import NOTHING_FOUND, Found, OverlapQuery
-from kvscout_gateway.indexer_client.reporter import Decision, Reporter
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.prompt import HASH_BYTES, Geometry, PromptTooLong, hash_prompt
-from kvscout_gateway.scheduler_client.booking import UNBOOKED_ATTEMPT, Booking, Schedulers
-from kvscout_gateway.scheduler_client.link import Selection
-from kvscout_gateway.scheduler_client.output import Output
-from kvscout_gateway.scheduler_client.placing import Placing
-from kvscout_gateway.scheduler_client.turns import Turns, eligible
+from kvscout_gateway.upstreams.failover import HelperDown
+from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND, Found, OverlapQuery
+from kvscout_gateway.upstreams.indexer.reporter import Decision, Reporter
+from kvscout_gateway.upstreams.scheduler.booking import UNBOOKED_ATTEMPT, Booking, Schedulers
+from kvscout_gateway.upstreams.scheduler.link import Selection
+from kvscout_gateway.upstreams.scheduler.output import Output
+from kvscout_gateway.upstreams.scheduler.placing import Placing
+from kvscout_gateway.upstreams.scheduler.turns import Turns, eligible
 
 log = logging.getLogger("kvscout.gateway")
 

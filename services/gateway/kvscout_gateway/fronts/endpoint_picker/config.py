@@ -1,0 +1,189 @@
+"""What the endpoint picker can be told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import click
+
+from kvscout_common.errors import ConfigError
+from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SERVER, ValueOf, flag
+from kvscout_gateway.fronts.endpoint_picker.stream import Follow
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PORT = 9002
+"""By the protocol."""
+MAX_PRIORITY = 2**31 - 1
+"""Of an objective."""
+HELD_BODIES = 16
+"""Bodies of the longest kind that may wait for their picks at once."""
+
+
+class Watch(StrEnum):
+    """What is done of responses once the pick is out."""
+
+    OBSERVE = "observe"
+    """Followed as the proxy passes them on; where it passes no bodies on, it is asked to for one in so many."""
+    SAMPLE = "sample"
+    """One in so many is followed, all others are left."""
+    LEAVE = "leave"
+    """All are left: leases end their bookings."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointPickerConfig:
+    """Configuration of the endpoint picker."""
+
+    port: int
+    """0 = any free one."""
+    plaintext: bool = False
+    tenant: str = ""
+    """Of all requests, whose proxy then needs no token; "" = that of the proxy's token."""
+    watch: Watch = Watch.OBSERVE
+    sample_every: int = 32
+    """0 = none is sampled."""
+    pick_seconds: float = 2.0
+    lease_seconds: float = 60.0
+    """A booking of which nobody tells the end lasts this long."""
+    fallbacks: int = 2
+    """Further endpoints, in case that the first cannot be reached."""
+    body_bytes: int = 64 * 1024 * 1024
+    conformance: bool = False
+    """For test runs only: see `conformance`."""
+    objectives: Mapping[str, int] = field(default_factory=dict)
+    """Priority by the name of an objective."""
+
+    @classmethod
+    def from_flags(cls, values: Mapping[str, Any]) -> EndpointPickerConfig | None:
+        """Takes the values of `endpoint_picker_flags`; None = it is off."""
+        if values["endpoint_picker_port"] is None:
+            return None
+        return cls(
+            port=values["endpoint_picker_port"],
+            plaintext=values["endpoint_picker_plaintext"],
+            tenant=values["endpoint_picker_tenant"],
+            watch=Watch(values["endpoint_picker_watch"]),
+            sample_every=values["endpoint_picker_sample_every"],
+            pick_seconds=values["endpoint_picker_timeout_ms"] / 1000,
+            lease_seconds=values["endpoint_picker_lease_seconds"],
+            fallbacks=values["endpoint_picker_fallbacks"],
+            conformance=values["endpoint_picker_conformance"],
+            objectives=_objectives(values["endpoint_picker_objective"]),
+        )
+
+    def follow(self) -> Callable[[], Follow]:
+        """Says for one request after another what is done with it."""
+        others = Follow.PROXY if self.watch is Watch.OBSERVE or self.conformance else Follow.LEAVE
+        numbers = itertools.count()
+
+        def next_one() -> Follow:
+            sampled = self.sample_every and self.watch is not Watch.LEAVE and next(numbers) % self.sample_every == 0
+            return Follow.PIECES if sampled else others
+
+        return next_one
+
+
+_DEFAULT = EndpointPickerConfig(PORT)
+
+
+def _objectives(texts: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for text in texts:
+        name, _, priority = text.rpartition("=")
+        try:
+            found[name] = int(priority)
+        except ValueError:
+            name = ""
+        if not name or abs(found[name]) > MAX_PRIORITY:
+            raise ConfigError(
+                f"{text!r} is not NAME=PRIORITY, with a priority from {-MAX_PRIORITY} to {MAX_PRIORITY}",
+                field="endpoint_picker_objective",
+            )
+    return found
+
+
+def endpoint_picker_flags() -> Callable[[F], F]:
+    """The flags of the endpoint picker; `EndpointPickerConfig.from_flags` reads them back."""
+    declared = [
+        flag(
+            "--endpoint-picker-port",
+            type=click.IntRange(0, 65535),
+            section=SERVER,
+            help=f"Serve Envoy's external processing there, {PORT} by the endpoint picker protocol; 0 = any free port,"
+            " unset = off.",
+        ),
+        flag(
+            "--endpoint-picker-plaintext",
+            is_flag=True,
+            section=SERVER,
+            help="Without TLS there; else with --tls-cert, or a certificate made at start.",
+        ),
+        flag(
+            "--endpoint-picker-tenant",
+            default=_DEFAULT.tenant,
+            section=SERVER,
+            help="Tenant of all requests that come there: their proxy needs no token then.",
+        ),
+        flag(
+            "--endpoint-picker-watch",
+            default=_DEFAULT.watch.value,
+            type=ValueOf(Watch),
+            section=BEHAVIOUR,
+            help="What of responses is looked at: observe = what the proxy passes on; sample = one in so many, others"
+            " are left to the proxy; leave = none, leases end the bookings.",
+        ),
+        flag(
+            "--endpoint-picker-sample-every",
+            default=_DEFAULT.sample_every,
+            type=click.IntRange(min=0),
+            section=BEHAVIOUR,
+            help="One response in so many is followed to its usage, for the prediction check; 0 = none.",
+        ),
+        flag(
+            "--endpoint-picker-timeout-ms",
+            default=_DEFAULT.pick_seconds * 1000,
+            type=click.FloatRange(min=1),
+            section=PERFORMANCE,
+            help="Longest wait for a pick; then it is made by turns, or the client gets 429 if it stood in line.",
+        ),
+        flag(
+            "--endpoint-picker-lease-seconds",
+            default=_DEFAULT.lease_seconds,
+            type=click.FloatRange(min=1),
+            section=BEHAVIOUR,
+            help="How long a request counts whose end the proxy does not show.",
+        ),
+        flag(
+            "--endpoint-picker-fallbacks",
+            default=_DEFAULT.fallbacks,
+            type=click.IntRange(0, 16),
+            section=BEHAVIOUR,
+            help="Further endpoints named, for a proxy that retries where the first cannot be reached.",
+        ),
+        flag(
+            "--endpoint-picker-objective",
+            multiple=True,
+            metavar="NAME=PRIORITY",
+            section=BEHAVIOUR,
+            help="Queue priority, higher first, of requests whose x-gateway-inference-objective has this name; others"
+            " have 0. Repeatable.",
+        ),
+        flag(
+            "--endpoint-picker-conformance",
+            is_flag=True,
+            section=BEHAVIOUR,
+            help="For conformance tests only: clients say by a header where their requests go.",
+        ),
+    ]
+
+    def decorate(function: F) -> F:
+        for declare in reversed(declared):
+            function = declare(function)
+        return function
+
+    return decorate

@@ -1,0 +1,399 @@
+"""Picks by the gateway's own routing: each request is an exchange that others send, and this front tells what happens.
+
+What is booked for a request ends with its stream; where that shows no end, with its line in the proxy's access log, at
+the latest with its lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from kvscout_common.errors import (
+    FailedPrecondition,
+    KvscoutError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unavailable,
+)
+from kvscout_common.http.http import Dialect
+from kvscout_common.identity.identity import current_identity
+from kvscout_common.observability import tracing
+from kvscout_common.observability.log_lines import about_request
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
+from kvscout_gateway.catalog import Serving, TenantView
+from kvscout_gateway.engines.failure import EngineFailed, fault_of_status
+from kvscout_gateway.engines.usage import output_tokens_of, usage_of_stream
+from kvscout_gateway.fronts.answering import spread_answering
+from kvscout_gateway.fronts.endpoint_picker import wire
+from kvscout_gateway.fronts.endpoint_picker.access_log import Over
+from kvscout_gateway.fronts.endpoint_picker.addresses import address_of, reachable
+from kvscout_gateway.fronts.endpoint_picker.asked import Asked
+from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
+from kvscout_gateway.fronts.wishes import tokens_of, wish_of
+from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.request.exchange import Exchange
+from kvscout_gateway.request.leg import Leg
+from kvscout_gateway.request.placement import Wish
+from kvscout_gateway.tokens.engine_comparison import Compared
+from kvscout_gateway.tokens.prompt_tokens import PromptTokens
+from kvscout_gateway.upstreams.scheduler.turns import eligible
+
+log = logging.getLogger("kvscout.gateway")
+
+NAME_BYTES = 16
+"""Random ones of a pick's name."""
+QUEUE_SHARE = 0.75
+"""Of the time for a pick, what it may stand in line: who waited so long is refused, not sent where all are busy."""
+NO_TIME = "there was no time left to ask a scheduler"
+LOOKED_AT = 3
+"""Workers for each fallback that is wanted: some drain, or are left alone."""
+
+
+class PickerMetrics:
+    """What the picker counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.picks = Counter(
+            "kvscout_endpoint_picks", "Requests of proxies, by outcome", ["outcome"], registry=registry
+        )
+        self.elsewhere = Counter(
+            "kvscout_endpoint_picks_served_elsewhere", "Requests that a fallback served", registry=registry
+        )
+        self.left = Gauge(
+            "kvscout_endpoint_picks_left",
+            "Requests that were left, until their lease or their line in the access log",
+            registry=registry,
+        )
+        self.logged = Counter(
+            "kvscout_endpoint_picks_logged",
+            "Requests that were left and whose end the access log told",
+            registry=registry,
+        )
+
+
+class ExchangePicker:
+    """A `Picker`."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        config: EndpointPickerConfig,
+        metrics: PickerMetrics,
+        *,
+        draw: random.Random,
+    ) -> None:
+        """Picks endpoints.
+
+        Args:
+            gateway: Places the requests.
+            config: Of the front.
+            metrics: Where it counts.
+            draw: Which fallbacks are named is left to chance, so that the load of a lost worker spreads.
+        """
+        self._gateway = gateway
+        self._exchanges = gateway.exchanges
+        self._catalog = gateway.catalog
+        self._config = config
+        self.metrics = metrics
+        self._draw = draw
+        self._left: dict[str, ExchangePick] = {}
+        """By name."""
+        # Engines see the names: whoever does can still not end the picks that follow.
+        self._names = map(secrets.token_hex, itertools.repeat(NAME_BYTES))
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long one of those lasts."""
+        return self._config.lease_seconds
+
+    async def pick(self, asked: Asked, *, unaided: bool = False) -> ExchangePick:
+        """See `Picker`."""
+        with tracing.span("pick", tracing.Kind.SERVER, parent=asked.traceparent):
+            return await self._pick(asked, unaided=unaided)
+
+    async def _pick(self, asked: Asked, *, unaided: bool) -> ExchangePick:
+        tenant = self._tenant()
+        view = self._catalog.tenant(tenant)
+        if not asked.model and asked.size and len(view.models) == 1:
+            # What runs there is the only model that it can mean, and takes its time.
+            asked = asked._replace(model=next(iter(view.models)))
+        if not asked.model:
+            return self._any(tenant, view, asked)
+        wish, tokens = await self._wish(asked, tenant, view)
+        wait_seconds = QUEUE_SHARE * self._config.pick_seconds
+        wish = replace(
+            wish,
+            priority=self._priority(asked.objective),
+            queue_wait_seconds=wait_seconds,
+            unaided=NO_TIME if unaided else "",
+        )
+        if not asked.shows_output:
+            wish = replace(wish, output=wish.output._replace(unseen=True), untold=True)
+        with ExitStack() as stack:
+            exchange = stack.enter_context(self._exchanges.begin(wish))
+            with about_request(exchange.request_id):
+                leg, prefill = await self._exchanges.plan(exchange.wish).place(exchange)
+            first = _address_of(leg)
+            headers = {
+                wire.DESTINATION: ",".join((first, *self._fallbacks(leg.wish, view, first))),
+                wire.PICK: next(self._names),
+            }
+            if prefill is not None:
+                headers[wire.PREFILLER] = _address_of(prefill)
+                prefill.sent()
+            if leg.placement.rank_header is not None:
+                headers[wire.RANK] = str(leg.placement.rank_header)
+            leg.sent()
+            compared = self._gateway.tokens.comparison.begin((wish.tenant, wish.model), tokens)
+            return ExchangePick(
+                self, headers, held=stack.pop_all(), exchange=exchange, leg=leg, prefill=prefill, compared=compared
+            )
+
+    def compare(self, compared: Compared, leg: Leg, prompt_tokens: object) -> None:
+        """Compares the number of a prompt's tokens with what its engine says it is."""
+        told = prompt_tokens if isinstance(prompt_tokens, int) else None
+        self._gateway.tokens.comparison.end(compared, leg.placement.endpoint, prompt_tokens=told)
+
+    def prefill_seconds(self, leg: Leg) -> float:
+        """How long a prompt is taken to be computed that nobody shows the end of."""
+        return leg.placement.uncached_tokens / self._gateway.config.patience.prefill_tokens_per_second
+
+    def worker_at(self, wish: Wish, address: str) -> str:
+        """The id of the worker of a request's model that has an address; "" = there is none."""
+        view = self._catalog.tenant(wish.tenant)
+        specs = view.serving(view.resolve(wish.model, wish.lora_name).model).specs
+        return next((spec.worker_id for spec in specs if address_of(spec.http_endpoint) == address), "")
+
+    def keep(self, pick: ExchangePick) -> None:
+        """Nobody will tell its end, but an access log."""
+        self._left[pick.name] = pick
+        self.metrics.left.inc()
+        if self._exchanges.draining:
+            pick.over()
+
+    def let_go(self, pick: ExchangePick) -> None:
+        """It is over; of one that somebody tells the end of, nothing was kept."""
+        if self._left.pop(pick.name, None) is not None:
+            self.metrics.left.dec()
+
+    def end(self, over: Over) -> None:
+        """See `access_log.Ender`."""
+        pick = self._left.get(over.name)
+        if pick is None or pick.tenant != self._tenant():
+            return
+        self.metrics.logged.inc()
+        if over.status:
+            pick.answering(over.status, "", None)
+            pick.ended(None)
+        else:
+            pick.aborted()
+
+    def forget(self) -> None:
+        """Ends all that nobody will tell the end of: this gateway is leaving."""
+        for pick in list(self._left.values()):
+            pick.over()
+
+    def _tenant(self) -> str:
+        if self._config.tenant:
+            return self._config.tenant
+        identity = current_identity()
+        if not identity.may_call("Route"):
+            raise PermissionDenied(f"role {identity.role} may not call Route")
+        return DEFAULT_TENANT if identity.tenant == ALL_TENANTS else identity.tenant
+
+    def _priority(self, objective: str) -> int:
+        """That of an objective, as far as the caller may go; of one that nobody has named, 0."""
+        priority = self._config.objectives.get(objective, 0)
+        limit = current_identity().max_priority
+        return priority if limit is None else min(priority, limit)
+
+    async def _wish(self, asked: Asked, tenant: str, view: TenantView) -> tuple[Wish, PromptTokens]:
+        specs = view.serving(view.resolve(asked.model, "").model).specs
+        # A worker that only schedulers know is found out about when it was picked.
+        allowed = reachable(specs, asked.subset)
+        if not allowed and (specs or asked.subset is not None):
+            why = "that the proxy allows" if asked.subset is not None else "with an IP address in its HTTP endpoint"
+            raise Unavailable(f"there is no worker of model {asked.model!r} {why}", retry_after_seconds=1.0)
+        gateway, fields, model = self._gateway, asked.fields, asked.model
+        tokens = await tokens_of(gateway, asked.path, fields, size=asked.size, tenant=tenant, model=model)
+        wish = wish_of(gateway, asked.path, fields, tokens, tenant=tenant, model=model)
+        if len(allowed) == len(specs):
+            return wish, tokens
+        return replace(wish, allowed=tuple(spec.worker_id for spec in allowed)), tokens
+
+    def _any(self, tenant: str, view: TenantView, asked: Asked) -> ExchangePick:
+        everybody = tuple(view.specs.values())
+        some = reachable(everybody, asked.subset)
+        specs = spread_answering(self._gateway.health, tenant, some, everybody, draw=self._draw)
+        if not specs:
+            raise Unavailable(
+                "there is no worker that answers clients and that the request may go to", retry_after_seconds=1.0
+            )
+        # Several workers may have one address.
+        addresses = list(dict.fromkeys(address_of(spec.http_endpoint) for spec in specs))[: 1 + self._config.fallbacks]
+        return ExchangePick(self, {wire.DESTINATION: ",".join(addresses)})
+
+    def _fallbacks(self, wish: Wish, view: TenantView, first: str) -> list[str]:
+        """The addresses of some other workers that could take a request, those that are left out at the end: not all
+        are looked at, there may be a thousand."""
+        wanted = self._config.fallbacks
+        target = view.resolve(wish.model, wish.lora_name)
+        specs = view.serving(target.model).specs
+        some = self._draw.sample(specs, min(len(specs), 1 + LOOKED_AT * wanted))
+        fit = eligible(wish, target, Serving(tuple(some)))
+        fit = self._exchanges.means.health.well_first(wish.tenant, fit, specs)
+        others = dict.fromkeys(address_of(spec.http_endpoint) for spec in fit)
+        return [address for address in others if address not in ("", first)][:wanted]
+
+
+class ExchangePick:
+    """A `Pick`; what is held for it ends when it does."""
+
+    def __init__(
+        self,
+        picker: ExchangePicker,
+        headers: Mapping[str, str],
+        *,
+        held: ExitStack | None = None,
+        exchange: Exchange | None = None,
+        leg: Leg | None = None,
+        prefill: Leg | None = None,
+        compared: Compared | None = None,
+    ) -> None:
+        """A pick.
+
+        Args:
+            picker: Made it.
+            headers: To be set.
+            held: Its exchange, entered; None = nothing is booked.
+            exchange: The same.
+            leg: Where it goes.
+            prefill: Where its prompt is computed; None = there as well.
+            compared: What of its tokens is compared with the engine's.
+        """
+        self._picker = picker
+        self.headers = headers
+        self._held = held
+        self._exchange = exchange
+        self._leg = leg
+        self._prefill = prefill
+        self._compared = compared
+        self.name = headers.get(wire.PICK, "")
+        self.tenant = leg.wish.tenant if leg is not None else ""
+        self._in_pieces: bool | None = None
+        self._has_output = False
+        self._moving: asyncio.Task[None] | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def answering(self, status: int, served: str, in_pieces: bool | None) -> None:
+        """See `Pick`."""
+        self._in_pieces = in_pieces
+        leg, exchange = self._leg, self._exchange
+        if leg is None or exchange is None:
+            return
+        if self._prefill is not None:
+            # The worker that answers asked it before.
+            self._prefill.free()
+        first = self.headers[wire.DESTINATION].partition(",")[0]
+        if served and served != first:
+            self._picker.metrics.elsewhere.inc()
+            exchange.failed(leg, EngineFailed(f"{first}: the proxy went to {served} in its place"))
+            self._leg = None
+            self._moving = asyncio.get_running_loop().create_task(self._move(exchange, leg, served))
+        elif status >= HTTPStatus.BAD_REQUEST:
+            fault = fault_of_status(status, retry_after=False)
+            exchange.failed(leg, EngineFailed(f"{first} answered {status}", fault=fault))
+
+    def first_output(self) -> None:
+        """See `Pick`."""
+        self._has_output = True
+        if self._leg is not None:
+            self._begins(self._leg)
+
+    def ended(self, account: Mapping[str, Any] | None) -> None:
+        """See `Pick`."""
+        try:
+            if self._leg is not None and account:
+                # An embedding has none, and ends with what would be its first one.
+                least = 1 if self._leg.wish.output.max_tokens == 1 else 0
+                self._leg.generated(output_tokens_of(account) or least)
+            if self._leg is not None and account is not None and not self._leg.wish.prompt.unknown:
+                self._leg.ended(usage_of_stream(Dialect.OPENAI, account))
+                if self._compared is not None:
+                    self._picker.compare(self._compared, self._leg, account.get("prompt_tokens"))
+        finally:
+            self.over()
+
+    def aborted(self) -> None:
+        """See `Pick`."""
+        self.over(asyncio.CancelledError())
+
+    def left(self) -> None:
+        """See `Pick`."""
+        if self._held is None:
+            return
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(self._picker.lease_seconds, self.over))
+        if self._prefill is not None:
+            self._timers.append(loop.call_later(self._picker.prefill_seconds(self._prefill), self._prefill.free))
+        self._picker.keep(self)
+
+    def over(self, error: BaseException | None = None) -> None:
+        """Lets go of what is held; again, nothing."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        for timer in self._timers:
+            timer.cancel()
+        self._picker.let_go(self)
+        kind = type(error) if error is not None else None
+        if self._moving is None or self._moving.done():
+            held.__exit__(kind, error, None)
+            return
+        # What is being booked meanwhile is freed as well.
+        self._moving.add_done_callback(lambda _: held.__exit__(kind, error, None))
+        self._moving.cancel()
+
+    async def _move(self, exchange: Exchange, leg: Leg, served: str) -> None:
+        """Books the request where it runs, instead of where it was meant to."""
+        leg.free()
+        await leg.freed()
+        worker_id = self._picker.worker_at(exchange.wish, served)
+        if not worker_id:
+            return
+        wish = replace(leg.wish, pinned=worker_id, allowed=(), running=True)
+        try:
+            try:
+                moved = await exchange.place(wish)
+            except (Unavailable, ResourceExhausted) as error:
+                # It is left out there, or busy; the request runs all the same, and is booked as one that does.
+                moved = await exchange.place(replace(wish, unaided=f"the proxy went to {served} itself: {error}"))
+        except KvscoutError as error:
+            log.debug("%s runs at %s, unbooked: %s", exchange.request_id, served, error)
+            return
+        moved.sent()
+        self._leg = moved
+        if self._has_output:
+            self._begins(moved)
+
+    def _begins(self, leg: Leg) -> None:
+        whole = leg.wish.output.unseen if self._in_pieces is None else not self._in_pieces
+        leg.first_output(at_once=whole)
+
+
+def _address_of(leg: Leg) -> str:
+    address = address_of(leg.placement.endpoint)
+    if not address:
+        raise FailedPrecondition(f"worker {leg.placement.worker.worker_id!r} has no HTTP endpoint with an IP address")
+    return address

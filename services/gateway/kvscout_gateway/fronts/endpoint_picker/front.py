@@ -1,0 +1,67 @@
+"""The endpoint picker, put together: its port, its rpc, and who picks."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import random
+
+from prometheus_client import CollectorRegistry
+
+from kvscout_common.flags import SHUTDOWN_DELAY_SECONDS
+from kvscout_common.rpc.serving import SidePort
+from kvscout_common.transport import Transport, chosen
+from kvscout_gateway.fronts.endpoint_picker import wire
+from kvscout_gateway.fronts.endpoint_picker.access_log import SERVICE, AccessLog
+from kvscout_gateway.fronts.endpoint_picker.certificate import self_signed
+from kvscout_gateway.fronts.endpoint_picker.config import HELD_BODIES, EndpointPickerConfig
+from kvscout_gateway.fronts.endpoint_picker.conformance import SELECTION
+from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
+from kvscout_gateway.fronts.endpoint_picker.process import ExternalProcessor, Limits
+from kvscout_gateway.gateway import Gateway
+
+log = logging.getLogger("kvscout.gateway")
+
+LIVENESS, READINESS = "liveness", "readiness"
+"""What health is asked for, by the protocol, beside the service's name."""
+
+
+def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: CollectorRegistry) -> SidePort:
+    """The port that proxies call.
+
+    Args:
+        config: What it was told.
+        gateway: Places the requests.
+        metrics: Where it counts.
+    """
+    if config.conformance:
+        log.warning(
+            "--endpoint-picker-conformance: any client sends its requests where it likes (%s); for test runs only",
+            SELECTION,
+        )
+    counts = PickerMetrics(metrics)
+    picker = ExchangePicker(gateway, config, counts, draw=random.Random())
+    gateway.on_drain.append(picker.forget)
+    processor = ExternalProcessor(
+        picker,
+        config.follow(),
+        Limits(
+            config.pick_seconds,
+            config.body_bytes,
+            HELD_BODIES * config.body_bytes,
+            gateway.config.client_paths,
+            ends_at_once=chosen() is Transport.NATIVE,
+            conformance=config.conformance,
+        ),
+        lambda outcome: counts.picks.labels(outcome).inc(),
+    )
+    return SidePort(
+        name="endpoint_picker",
+        port=config.port,
+        services=[(wire.SERVICE, processor.add_to), (SERVICE, AccessLog(picker).add_to)],
+        make_pem=None if config.plaintext else lambda: self_signed(datetime.datetime.now(datetime.UTC)),
+        needs_token=not config.tenant,
+        alive_names=(LIVENESS,),
+        ready_names=(READINESS,),
+        shutdown_delay_seconds=SHUTDOWN_DELAY_SECONDS,
+    )

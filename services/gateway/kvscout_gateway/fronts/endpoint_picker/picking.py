@@ -1,0 +1,67 @@
+"""What the front needs of the gateway: a pick for a request, and somebody who hears what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from kvscout_gateway.fronts.endpoint_picker.asked import Asked
+
+
+class Pick(Protocol):
+    """Where one request goes, and what was booked for it.
+
+    Exactly one of `ended`, `aborted` and `left` is called, once, after whatever else was; none of them waits.
+    """
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """To be set, `wire.DESTINATION` among them."""
+        ...
+
+    def answering(self, status: int, served: str, in_pieces: bool | None) -> None:
+        """An engine has begun to answer, or the proxy in its place.
+
+        Args:
+            status: HTTP status.
+            served: The endpoint; "" = the proxy does not tell.
+            in_pieces: Whether output comes as it is generated; None = the response does not tell.
+        """
+        ...
+
+    def first_output(self) -> None:
+        """The first output came by."""
+        ...
+
+    def ended(self, account: Mapping[str, Any] | None) -> None:
+        """The response has ended.
+
+        Args:
+            account: What the engine says of tokens (`usage`), which may be nothing; None = the proxy does not show the
+                response, it may have been given up as well.
+        """
+        ...
+
+    def aborted(self) -> None:
+        """The response will not be whole: the client has gone, or the engine failed."""
+        ...
+
+    def left(self) -> None:
+        """What becomes of the request nobody will tell."""
+        ...
+
+
+class Picker(Protocol):
+    """Picks endpoints."""
+
+    async def pick(self, asked: Asked, *, unaided: bool = False) -> Pick:
+        """Picks for one request. Cancelled, it has booked nothing.
+
+        Args:
+            asked: The request.
+            unaided: With what is known here, at once.
+
+        Raises:
+            KvscoutError: There is none for it.
+        """
+        ...

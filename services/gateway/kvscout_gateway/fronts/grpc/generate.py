@@ -1,0 +1,78 @@
+"""Generate: a client's message → an exchange → messages, as the transport makes them of what the engine sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvscout.v1 import gateway_pb2
+from kvscout_common.http.http import Dialect, Form, HttpAnswer, Preceded, Sink
+from kvscout_common.identity.identity import AccessRole, Identity
+from kvscout_common.observability.log_lines import about_request
+from kvscout_gateway.config import GatewayConfig
+from kvscout_gateway.engines.adapter import TokenRequest
+from kvscout_gateway.fronts.grpc import translate
+from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
+from kvscout_gateway.request.exchange import Exchanges
+from kvscout_gateway.request.leg import Means
+from kvscout_gateway.request.placement import Placement
+
+
+async def generate(
+    exchanges: Exchanges,
+    config: GatewayConfig,
+    request: gateway_pb2.GenerateRequest,
+    context: Any,
+    identity: Identity,
+) -> None:
+    """Answers one call: bytes are written to its context, no piece of output becomes an object on its way."""
+    wish = translate.generate_wish(request, config.max_prompt_tokens, max_priority=identity.max_priority)
+    parameters = translate.engine_parameters(request)
+    # A prompt is long, and an answer may take minutes.
+    del request
+    with_logprobs = "logprobs" in parameters
+    asked = TokenRequest(wish.prompt.token_ids, parameters, Form.BYTES if with_logprobs else Form.PIECES)
+    with exchanges.begin(wish) as exchange, about_request(exchange.request_id):
+        client = _Client(context, exchange.request_id, in_full=identity.role is AccessRole.ADMIN)
+        await exchange.run(asked, _WithLogprobs(client, asked, exchanges.means) if with_logprobs else client)
+
+
+class _Client:
+    """See `Reply`. Where the request runs goes with the first piece of output: messages that follow one another in
+    bytes are one message."""
+
+    def __init__(self, context: Any, request_id: str, *, in_full: bool) -> None:
+        self._context = context
+        self._in_full = in_full
+        self._request_id = request_id
+        self._sink = Preceded(context, b"")
+
+    async def placed(self, placement: Placement) -> None:
+        """See `Reply`."""
+        if self._sink.first:
+            await self._context.write(self._sink.first)
+        self._sink.first = gateway_pb2.GenerateResponse(
+            route=translate.route_response(placement, in_full=self._in_full), request_id=self._request_id
+        ).SerializeToString()
+
+    async def begin(self, answer: HttpAnswer) -> Sink:
+        """See `Reply`."""
+        return self._sink
+
+
+class _WithLogprobs:
+    """See `Reply`: a client that wants log probabilities."""
+
+    def __init__(self, client: _Client, asked: TokenRequest, means: Means) -> None:
+        self._client = client
+        self._asked = asked
+        self._means = means
+        self._dialect = Dialect.OPENAI
+
+    async def placed(self, placement: Placement) -> None:
+        """See `Reply`."""
+        self._dialect = self._means.adapter_of(placement.spec).dialect
+        await self._client.placed(placement)
+
+    async def begin(self, answer: HttpAnswer) -> Sink:
+        """See `Reply`."""
+        return LogprobSink(await self._client.begin(answer), self._dialect, self._asked.max_tokens)

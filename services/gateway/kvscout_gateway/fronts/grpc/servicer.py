@@ -1,0 +1,202 @@
+"""The Gateway service: protobuf → the flows → protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
+from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.identity.identity import AccessRole, current_identity
+from kvscout_common.registry.worker_proto import spec_from_proto
+from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
+from kvscout_common.rpc.request_names import NamesRequest, free_request, reference_of
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
+from kvscout_gateway.fronts.grpc import translate
+from kvscout_gateway.fronts.grpc.generate import generate
+from kvscout_gateway.fronts.grpc.status import gateway_status
+from kvscout_gateway.gateway import Gateway
+
+if TYPE_CHECKING:
+    from kvscout.v1 import scheduler_pb2_grpc
+
+SERVICE = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
+Answer = TypeVar("Answer")
+
+
+class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
+    """Translates; every decision is made below."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(gateway.registry, gateway.backends.registrar)
+        self._gateway = gateway
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a server."""
+        gateway_pb2_grpc.add_GatewayServicer_to_server(self, server)
+        handler: Any = grpc.unary_stream_rpc_method_handler(
+            self.Generate, request_deserializer=gateway_pb2.GenerateRequest.FromString
+        )
+        # A method that is registered again is taken from its last registration.
+        server.add_registered_method_handlers(SERVICE, {"Generate": handler})
+
+    async def RegisterWorker(
+        self, request: workers_pb2.RegisterWorkerRequest, context: Any
+    ) -> workers_pb2.RegisterWorkerResponse:
+        answer = await super().RegisterWorker(request, context)
+        self._gateway.registration.announce(spec_from_proto(answer.worker))
+        await self._gateway.registration.flush()
+        return answer
+
+    async def UpdateWorker(
+        self, request: workers_pb2.UpdateWorkerRequest, context: Any
+    ) -> workers_pb2.UpdateWorkerResponse:
+        self._take_over(request.tenant or request.worker.tenant, request.worker.worker_id)
+        answer = await super().UpdateWorker(request, context)
+        await self._gateway.registration.flush()
+        return answer
+
+    async def DrainWorker(
+        self, request: workers_pb2.DrainWorkerRequest, context: Any
+    ) -> workers_pb2.DrainWorkerResponse:
+        self._take_over(request.tenant, request.worker_id)
+        await super().DrainWorker(request, context)
+        await self._gateway.registration.flush()
+        return await self._scheduler(lambda stub: stub.DrainWorker, request)
+
+    async def KeepAlive(self, request: workers_pb2.KeepAliveRequest, context: Any) -> workers_pb2.KeepAliveResponse:
+        answer = await super().KeepAlive(request, context)
+        known = set(request.worker_ids).difference(answer.unknown_worker_ids)
+        self._gateway.registration.keep_alive(request.tenant or DEFAULT_TENANT, known)
+        return answer
+
+    async def RemoveWorker(
+        self, request: workers_pb2.RemoveWorkerRequest, context: Any
+    ) -> workers_pb2.RemoveWorkerResponse:
+        self._take_over(request.tenant, required_id(request.worker_id))
+        answer = await super().RemoveWorker(request, context)
+        await self._gateway.registration.flush()
+        return answer
+
+    def _take_over(self, tenant: str, worker_id: str) -> None:
+        self._gateway.registration.take_over(tenant or DEFAULT_TENANT, worker_id)
+
+    async def Route(self, request: gateway_pb2.RouteRequest, context: Any) -> gateway_pb2.RouteResponse:
+        if request.request_id:
+            self._gateway.require_deciding()
+        limit = self._gateway.config.max_prompt_tokens
+        wish = translate.route_wish(request, limit, max_priority=current_identity().max_priority)
+        placement = await self._gateway.routing.place_elsewhere(wish)
+        return translate.route_response(placement, in_full=current_identity().role is AccessRole.ADMIN)
+
+    def Generate(  # type: ignore[override]  # writes bytes to the context instead of yielding messages
+        self, request: gateway_pb2.GenerateRequest, context: Any
+    ) -> Awaitable[None]:
+        self._gateway.require_deciding()
+        return generate(self._gateway.exchanges, self._gateway.config, request, context, current_identity())
+
+    async def MarkPrefillComplete(
+        self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any
+    ) -> scheduler_pb2.MarkPrefillCompleteResponse:
+        return await self._gateway.fanout.mark_prefill_complete(self._ref(request))
+
+    async def Free(self, request: scheduler_pb2.FreeRequest, context: Any) -> scheduler_pb2.FreeResponse:
+        return await self._gateway.fanout.free(free_request(self._ref(request), request.output_tokens))
+
+    async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> scheduler_pb2.RenewResponse:
+        if not request.requests:
+            raise InvalidArgument("names no request", field="requests")
+        onward = scheduler_pb2.RenewRequest(
+            tenant=request.tenant,
+            requests=[self._ref(one, request.tenant) for one in request.requests],
+            lease_seconds=request.lease_seconds,
+        )
+        return await self._gateway.fanout.renew(onward)
+
+    async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> scheduler_pb2.AddOutputResponse:
+        ref = self._ref(request)
+        onward = scheduler_pb2.AddOutputRequest(
+            model=ref.model,
+            tenant=ref.tenant,
+            role=ref.role,
+            request_id=ref.request_id,
+            attempt_id=ref.attempt_id,
+            blocks=request.blocks,
+        )
+        return await self._gateway.fanout.add_output(onward)
+
+    async def ListActiveRequests(
+        self, request: scheduler_pb2.ListActiveRequestsRequest, context: Any
+    ) -> scheduler_pb2.ListActiveRequestsResponse:
+        answer = await self._scheduler(lambda stub: stub.ListActiveRequests, request)
+        if current_identity().role is not AccessRole.ADMIN:  # the scheduler was asked by this gateway, which is one
+            for one in answer.requests:
+                one.ClearField("owner_id")
+        return answer
+
+    def _ref(self, request: NamesRequest, tenant: str = "") -> scheduler_pb2.RequestRef:
+        """The reference as the scheduler has it: an adapter's name stands for its base model.
+
+        Args:
+            request: As a caller named it.
+            tenant: Of the message that it is in; "" = it is the message.
+        """
+        if not request.request_id:
+            raise InvalidArgument("must not be empty", field="request_id")
+        target = self._gateway.catalog.tenant(request.tenant or tenant or DEFAULT_TENANT).resolve(request.model, "")
+        ref = reference_of(request)
+        ref.model = target.model
+        return ref
+
+    async def GetPotentialLoads(
+        self, request: gateway_pb2.GatewayGetPotentialLoadsRequest, context: Any
+    ) -> scheduler_pb2.GetPotentialLoadsResponse:
+        wish = translate.loads_wish(request, self._gateway.config.max_prompt_tokens)
+        return await self._gateway.routing.potential_loads(wish)
+
+    async def DumpEvents(
+        self, request: gateway_pb2.DumpEventsRequest, context: Any
+    ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
+        onward = indexer_pb2.DumpRequest(tenant=request.tenant, model=request.model)
+        async with aclosing(self._gateway.fanout.dump(onward)) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def GetBusyThresholds(
+        self, request: types_pb2.GetBusyThresholdsRequest, context: Any
+    ) -> types_pb2.GetBusyThresholdsResponse:
+        return await self._scheduler(lambda stub: stub.GetBusyThresholds, request)
+
+    async def SetBusyThresholds(
+        self, request: types_pb2.SetBusyThresholdsRequest, context: Any
+    ) -> types_pb2.SetBusyThresholdsResponse:
+        return await self._gateway.fanout.set_busy_thresholds(request)
+
+    async def ListBusyThresholds(
+        self, request: types_pb2.ListBusyThresholdsRequest, context: Any
+    ) -> types_pb2.ListBusyThresholdsResponse:
+        return await self._scheduler(lambda stub: stub.ListBusyThresholds, request)
+
+    async def GetStatus(
+        self, request: types_pb2.GetStatusRequest, context: Any
+    ) -> gateway_pb2.GatewayGetStatusResponse:
+        gateway = self._gateway
+        tenant = request.tenant or DEFAULT_TENANT
+        if tenant == ALL_TENANTS:
+            tenant = current_identity().tenant
+        if request.model and not self.registry.entries(tenant, request.model):
+            raise NotFound(f"no worker of model {request.model!r}", field="model")
+        return gateway_status(gateway, tenant, request.model)
+
+    async def _scheduler(
+        self,
+        method: Callable[[scheduler_pb2_grpc.SchedulerAsyncStub], Callable[..., Awaitable[Answer]]],
+        request: object,
+    ) -> Answer:
+        answer, _ = await self._gateway.schedulers.call(
+            method, request, timeout_seconds=self._gateway.config.scheduler_timeout_seconds
+        )
+        return answer

@@ -1,0 +1,94 @@
+"""What GetStatus tells of a gateway and of the workers that it has seen."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+
+from kvscout.v1 import gateway_pb2
+from kvscout_common.registry.worker_proto import rank_to_proto
+from kvscout_common.worker import ALL_TENANTS, WorkerRank
+from kvscout_gateway.fronts.shadow.report import Hour, Span, Sums
+from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.request.observation import Observation
+
+_NOTHING = Observation()
+
+
+def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.GatewayGetStatusResponse:
+    """The state of a gateway and of what it depends on.
+
+    Args:
+        gateway: Which.
+        tenant: Whose workers are told of; "*" = everybody's.
+        model: Only workers of this one; "" = of all.
+    """
+    return gateway_pb2.GatewayGetStatusResponse(
+        service=gateway.info(),
+        helpers=gateway.helper_statuses(),
+        workers=_observations(gateway, tenant, model),
+        in_flight=gateway.exchanges.in_flight,
+        requests=gateway.exchanges.requests,
+        failures=gateway.exchanges.failures,
+        degraded=gateway.metrics.degraded_counts,
+        token_differences=[
+            gateway_pb2.TokenDifference(model=name, tenant=owner, difference=how)
+            for (owner, name), how in gateway.tokens.parity.differing.items()
+            if tenant in (ALL_TENANTS, owner) and model in ("", name)
+        ],
+        shadowed_balancer=gateway.config.shadow.balancer if gateway.config.shadow is not None else "",
+        shadow_hours=[
+            _shadow_hour(hour, span)
+            for hour, span in gateway.shadow_report.hours()
+            if tenant in (ALL_TENANTS, hour.tenant) and model in ("", hour.model)
+        ],
+    )
+
+
+def _shadow_hour(hour: Hour, span: Span) -> gateway_pb2.ShadowHour:
+    sums = {each.name: getattr(span.sums, each.name) for each in fields(Sums)}
+    return gateway_pb2.ShadowHour(
+        begin_unix_seconds=hour.begin,
+        tenant=hour.tenant,
+        model=hour.model,
+        requests=span.requests,
+        left_out=span.reasons(),
+        **sums,
+    )
+
+
+def _observations(gateway: Gateway, tenant: str, model: str) -> list[gateway_pb2.WorkerObservation]:
+    """Of the ranks to which requests went, and of those that get none because something is wrong."""
+    # The clock of `Observation.eventful`.
+    now, failing, silent = time.perf_counter(), gateway.health.failing(), gateway.health.silent()
+    seen = gateway.observations.by_rank
+    found = []
+    for entry in gateway.registry.entries(tenant, model):
+        owner = entry.spec.tenant
+        unanswered = silent.get((owner, entry.spec.worker_id), "")
+        for rank in entry.spec.ranks:
+            problem = failing.get((owner, rank), "")
+            if not (problem or unanswered or (owner, rank) in seen):
+                continue
+            one = _observation(owner, rank, seen.get((owner, rank), _NOTHING), now)
+            one.problem = problem or ("does not answer its health checks" if unanswered else "")
+            one.health_check_problem = unanswered
+            found.append(one)
+    return found
+
+
+def _observation(tenant: str, rank: WorkerRank, seen: Observation, now: float) -> gateway_pb2.WorkerObservation:
+    return gateway_pb2.WorkerObservation(
+        worker=rank_to_proto(rank),
+        tenant=tenant,
+        requests=seen.requests,
+        failures=seen.failures,
+        prompt_tokens=seen.prompt_tokens,
+        cached_tokens=seen.reports.cached_tokens,
+        checked=seen.reports.checked,
+        mispredicted=seen.reports.mispredicted,
+        prediction_error_tokens=seen.reports.prediction_error_tokens,
+        predicted_cached_tokens=seen.reports.predicted_tokens,
+        unreported=seen.unreported,
+        eventful_age_seconds=[now - dispatched_at for dispatched_at in seen.eventful],
+    )

@@ -1,0 +1,88 @@
+"""A JSON object whose fields are changed in place: all else in it stays as its sender wrote it, byte for byte."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.http.byte_budget import Charge
+from kvscout_common.http.json_fields import INLINE_BYTES, Fields
+from kvscout_gateway.fronts.openai.reading import read_in_thread
+
+_encoder: Final = json.JSONEncoder(separators=(",", ":"))
+
+
+class JsonBody:
+    """The body of a request: an object."""
+
+    def __init__(self, data: bytes) -> None:
+        """Reads it. A byte order mark before it is left out.
+
+        Raises:
+            InvalidArgument: It is no JSON object, has NaN or infinity in it, a field twice, or is beyond a bound of
+                `json_scan`.
+        """
+        self._data = data = data.removeprefix(codecs.BOM_UTF8)
+        self.charge: Charge | None = None
+        """What is charged for it; kept for as long as it is."""
+        try:
+            self.fields = Fields.scanned(data)
+        except ValueError as error:
+            raise InvalidArgument(str(error), field="body") from error
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field.
+
+        Raises:
+            InvalidArgument: It is too long to be made here.
+        """
+        return self.fields.get(name, default)
+
+    def settle(self) -> None:
+        """Nothing is asked of it any more."""
+        self._data, self.fields, self.charge = b"", Fields(), None
+
+    @property
+    def size(self) -> int:
+        """Bytes of it."""
+        return len(self._data)
+
+    def changed(self, changes: Mapping[str, Any]) -> bytes:
+        """The body with other values for some fields; None takes a field out. `changed({})` is what came."""
+        changes = {name: value for name, value in changes.items() if self._differs(name, value)}
+        if not changes:
+            return self._data
+        # Made anew: a thousand streams would hold each prompt once more, for as long as they are answered.
+        data, pieces = memoryview(self._data), list[bytes | memoryview]()
+        for name, place in self.fields.places.items():
+            if name not in changes:
+                pieces += (b",", data[place.begin : place.end])
+            elif changes[name] is not None:
+                pieces += (b",", data[place.begin : place.value], _encoder.encode(changes[name]).encode())
+        for name in changes:
+            if name not in self.fields.places:
+                pieces += (b",", _encoder.encode({name: changes[name]})[1:-1].encode())
+        return b"".join((b"{", *pieces[1:], b"}"))
+
+    def _differs(self, name: str, value: Any) -> bool:
+        if value is None or name not in self.fields.places:
+            return (value is None) == (name in self.fields.places)
+        return self.fields.is_long(name) or self.fields[name] != value
+
+
+async def parsed(data: bytes, charge: Charge | None = None) -> JsonBody:
+    """Reads a body of any length.
+
+    Args:
+        data: The body.
+        charge: What is charged for it; the result has it, and so has the thread that reads, while it does.
+
+    Raises:
+        InvalidArgument: As `JsonBody`.
+    """
+    read = JsonBody(data) if len(data) <= INLINE_BYTES else await read_in_thread(charge, JsonBody, data)
+    read.charge = charge
+    return read

@@ -1,0 +1,236 @@
+"""Completions and chat completions: tokens for routing, a wish, an exchange, the engine's own bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from kvscout_common.errors import ResourceExhausted, Unavailable
+from kvscout_common.http.http import Dialect, Form, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
+from kvscout_common.observability import tracing
+from kvscout_common.observability.log_lines import about_request
+from kvscout_gateway.engines.adapter import Address, Changes, EngineAdapter
+from kvscout_gateway.engines.answer import account_read, answer_read
+from kvscout_gateway.fronts.openai import proxied
+from kvscout_gateway.fronts.openai.access import Caller, header
+from kvscout_gateway.fronts.openai.body import JsonBody
+from kvscout_gateway.fronts.openai.refusals import event_of, refusal_of
+from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
+from kvscout_gateway.fronts.reserved import changes_of
+from kvscout_gateway.fronts.wishes import CHAT, model_of, tokens_of, wish_of
+from kvscout_gateway.request.placement import Placement, Wish, new_request_id
+from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
+
+COMPLETIONS: Final = "/v1/completions"
+MAX_READ_BYTES: Final = 64 * 1024
+"""Longer answers are not read for their usage once more."""
+REQUEST_ID_HEADER: Final = "X-Request-Id"
+DEGRADED_HEADER: Final = "X-Kvscout-Degraded"
+"""Why a request was placed with less knowledge than usual."""
+
+
+def with_usage(body: JsonBody) -> tuple[Form, dict[str, Any]]:
+    """What has an engine end a stream with its account of tokens, and what is to become of the stream: a client that
+    has not asked for the account does not see it.
+
+    Returns:
+        The form in which the answer is passed on, and the fields of the body that change.
+    """
+    options = body.get("stream_options")
+    options = options if isinstance(options, dict) else {}
+    if body.get("stream") is not True or options.get("include_usage") is True:
+        return Form.BYTES, {}
+    return Form.WITHOUT_USAGE, {"stream_options": {**options, "include_usage": True}}
+
+
+class OpenAiRequest:
+    """See `ClientRequest`: the client's own body, for the engine's endpoint of the same name."""
+
+    max_tokens: int | None = None
+    """The engine knows when it is done: it reads the same body."""
+
+    def __init__(self, call: HttpCall, body: JsonBody, *, with_key: bool, max_priority: int | None) -> None:
+        """Takes what a client sent.
+
+        Args:
+            call: The client's.
+            body: Its body.
+            with_key: The client's key is the engine's.
+            max_priority: See `reserved.changes_of`.
+        """
+        self._target = f"{call.path}?{call.query}" if call.query else call.path
+        self._headers = call.headers
+        self._body = body
+        self.with_key = with_key
+        self._request_id = header(call.headers, REQUEST_ID_HEADER.lower())
+        self.at_once = body.get("stream") is not True
+        self.demands_tool_call = body.get("tool_choice") not in (None, "auto", "none")
+        self.form, changes = with_usage(body)
+        self._own = {**changes_of(body.fields, max_priority=max_priority), **changes}
+
+    def dialect(self, adapter: EngineAdapter) -> Dialect:
+        """See `ClientRequest`: OpenAI's, whatever else the engine speaks."""
+        return Dialect.OPENAI
+
+    async def write(self, adapter: EngineAdapter, to: Address, changes: Changes) -> HttpRequest:
+        """See `ClientRequest`."""
+        if self._request_id:
+            to = to._replace(request_id=self._request_id)
+        own = dict(self._own)
+        if "model" in self._body.fields:
+            own["model"] = to.model
+        return HttpRequest(
+            f"{to.endpoint}{self._target}",
+            headers=proxied.to_engine(self._headers, adapter.headers(to), with_key=self.with_key),
+            body=self._body.changed({**own, **changes}),
+        )
+
+    def settle(self) -> None:
+        """See `ClientRequest`."""
+        self._body.settle()
+
+
+class Client:
+    """See `Reply`: an HTTP client that waits for an answer."""
+
+    def __init__(self, call: HttpCall, *, at_once: bool, in_full: bool) -> None:
+        self._call = call
+        self._in_full = in_full
+        """It is told addresses, too."""
+        self._at_once = at_once
+        self._answer: HttpAnswer | None = None
+        self._answered = False
+        self.request_id = ""
+        self.placement: Placement | None = None
+        self.usage: dict[str, Any] = {}
+        """What the engine said of tokens."""
+
+    async def placed(self, placement: Placement) -> None:
+        """See `Reply`."""
+        self.placement = placement
+
+    async def begin(self, answer: HttpAnswer) -> Sink:
+        """See `Reply`."""
+        self._answer = answer
+        if self._at_once:
+            return self
+        await self._call.start(answer.status, self._headers(answer))
+        return self._call
+
+    async def write(self, data: bytes) -> None:
+        """See `Sink`: all of an answer that comes at once."""
+        assert self._answer is not None
+        self._answered = True
+        self.usage = await _usage_of(data)
+        await self._call.respond(self._answer.status, self._headers(self._answer), data)
+
+    async def end(self) -> None:
+        """The engine has sent everything."""
+        if not self._at_once and self._answer is not None:
+            self.usage = account_read(self._answer.report.usage)
+            await self._call.end()
+
+    async def fail(self, error: Exception) -> None:
+        """Tells the client that there will be no (further) answer."""
+        refusal = refusal_of(error, request_id=self.request_id, in_full=self._in_full)
+        if self._answered:
+            return
+        report = self._answer.report if self._answer is not None and not self._at_once else None
+        if report is None or not report.passed:
+            await self._call.respond(refusal.status, (*refusal.headers, *self._named()), refusal.body)
+            return
+        if not report.error:  # else the engine's own words have been passed on
+            await self._call.write(event_of(refusal))
+        await self._call.end()
+
+    def _headers(self, answer: HttpAnswer) -> list[tuple[str, str]]:
+        headers = proxied.to_client(answer.headers)
+        if self.placement is not None and self.placement.degraded:
+            reasons = self.placement.degraded_for(in_full=self._in_full)
+            headers.append((DEGRADED_HEADER, proxied.as_value("; ".join(reasons))))
+        return headers if header(headers, REQUEST_ID_HEADER.lower()) else [*headers, *self._named()]
+
+    def _named(self) -> tuple[tuple[str, str], ...]:
+        return ((REQUEST_ID_HEADER, self.request_id),) if self.request_id else ()
+
+
+class Generation:
+    """Runs completions and chat completions."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        affinity: Affinity,
+        *,
+        passes_keys: Callable[[], bool],
+    ) -> None:
+        """Runs requests.
+
+        Args:
+            gateway: Where.
+            affinity: Which session a request belongs to.
+            passes_keys: Whether clients' keys are the engines'.
+        """
+        self._gateway = gateway
+        self._affinity = affinity
+        self._passes_keys = passes_keys
+
+    async def run(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
+        """Answers one request, which was admitted.
+
+        Raises:
+            InvalidArgument: It names no model.
+            SinkGone: Its client has gone.
+        """
+        gateway, tenant, model = self._gateway, caller.tenant, model_of(body.fields)
+        tokens = await tokens_of(gateway, call.path, body.fields, size=body.size, tenant=tenant, model=model)
+        wish = wish_of(gateway, call.path, body.fields, tokens, tenant=tenant, model=model)
+        compared = gateway.tokens.comparison.begin(
+            (tenant, model), tokens, lambda: (chat_body if call.path == CHAT else completion_body)(body.fields)
+        )
+        # What is known of a prompt is much, and an answer may take minutes.
+        del tokens
+        request = OpenAiRequest(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
+        client = Client(call, at_once=request.at_once, in_full=caller.is_admin)
+        client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or wish.request_id
+        with about_request(client.request_id):
+            try:
+                await self._run(wish, self._affinity.session(call.headers, body.fields), request, client)
+                await client.end()
+            except SinkGone:
+                raise
+            except Exception as error:
+                tracing.current().failed(error)
+                await client.fail(error)
+                return
+        if compared is not None and client.placement is not None:
+            told = client.usage.get("prompt_tokens")
+            gateway.tokens.comparison.end(
+                compared, client.placement.endpoint, prompt_tokens=told if isinstance(told, int) else None
+            )
+
+    async def _run(self, wish: Wish, session: str, request: OpenAiRequest, client: Client) -> None:
+        preferred = self._worker_of(session, wish) if session else ""
+        if preferred:
+            try:
+                with self._gateway.exchanges.begin(replace(wish, allowed=(preferred,)), admitted=True) as exchange:
+                    await exchange.run(request, client)
+                return
+            except (ResourceExhausted, Unavailable):
+                # Both say that the client has nothing of an answer: any other worker may give it one.
+                wish = replace(wish, request_id=new_request_id())
+        with self._gateway.exchanges.begin(wish, admitted=True) as exchange:
+            await exchange.run(request, client)
+
+    def _worker_of(self, session: str, wish: Wish) -> str:
+        able = self._gateway.reachable(wish.tenant, self._gateway.routing.candidates(wish))
+        return worker_of(session, (spec.worker_id for spec in able))
+
+
+async def _usage_of(answer: bytes) -> dict[str, Any]:
+    usage = (await answer_read(answer)).get("usage") if len(answer) <= MAX_READ_BYTES else None
+    return usage if isinstance(usage, dict) else {}

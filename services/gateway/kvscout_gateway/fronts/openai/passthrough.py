@@ -1,0 +1,136 @@
+"""Every path that needs no placement by its prompt: to any healthy worker of its model, as it came, and back."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvscout_common.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from kvscout_common.http.byte_budget import Charge
+from kvscout_common.http.http import FailureKind, Headers, HttpAnswer, HttpCall, HttpFailed, HttpRequest
+from kvscout_common.http.json_fields import INLINE_BYTES
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_gateway.engines.failure import EngineFailed, Fault
+from kvscout_gateway.fronts.answering import spread_answering
+from kvscout_gateway.fronts.openai import proxied
+from kvscout_gateway.fronts.openai.access import Caller, header
+from kvscout_gateway.fronts.openai.body import JsonBody
+from kvscout_gateway.fronts.openai.client_body import ClientBody, read_body
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
+
+log = logging.getLogger("kvscout.gateway")
+
+MAX_TRIES: Final = 2
+
+
+class Passthrough:
+    """Passes requests on."""
+
+    def __init__(self, gateway: Gateway, *, passes_keys: Callable[[], bool]) -> None:
+        """Passes requests on.
+
+        Args:
+            gateway: Whose workers.
+            passes_keys: Whether clients' keys are the engines'.
+        """
+        self._gateway = gateway
+        self._passes_keys = passes_keys
+
+    async def run(self, call: HttpCall, caller: Caller, body: bytes, charge: Charge | None = None) -> None:
+        """Answers one request, which was admitted.
+
+        Args:
+            call: Its client's.
+            caller: Who asks.
+            body: Its body.
+            charge: What is charged for that.
+
+        Raises:
+            InvalidArgument: The body cannot be read, or names no model where it should.
+            NotFound: No worker has the model.
+            Unavailable: No worker answers.
+            SinkGone: Its client has gone.
+        """
+        if call.path in self._gateway.config.client_paths:
+            read = await read_body(call.headers, body, max_priority=caller.identity.max_priority, charge=charge)
+        else:
+            read = ClientBody(body, _model_of(call.headers, body))
+        workers = self._workers(caller.tenant, read.model)
+        for tries, spec in enumerate(workers, 1):
+            try:
+                await self._send(call, read, spec, caller.tenant)
+                return
+            except EngineFailed as error:
+                if error.fault is Fault.TIME:
+                    raise DeadlineExceeded(error.message) from error
+                if tries >= min(MAX_TRIES, len(workers)) or not _never_arrived(error):
+                    if error.detail:
+                        self._gateway.engines.warnings.warning(spec.worker_id, "%s: %s", spec.worker_id, error)
+                    raise Unavailable(error.message, retry_after_seconds=error.retry_after_seconds) from error
+
+    def _workers(self, tenant: str, model: str) -> Sequence[WorkerSpec]:
+        """Who may be asked, in an order that spreads requests; who fails what others run comes last."""
+        view = self._gateway.catalog.tenant(tenant)
+        specs = view.serving(view.resolve(model, "").model).specs if model else tuple(view.specs.values())
+        if not specs:
+            raise NotFound(f"no worker serves {model!r}" if model else "there are no workers", field="model")
+        able = spread_answering(self._gateway.health, tenant, specs, specs)
+        if not able:
+            raise Unavailable(
+                f"no worker of {model!r} that answers clients can be reached now", retry_after_seconds=1.0
+            )
+        return able
+
+    async def _send(self, call: HttpCall, body: ClientBody, spec: WorkerSpec, tenant: str) -> None:
+        gateway, with_key = self._gateway, self._passes_keys()
+        request_id = header(call.headers, "x-request-id") or f"pass-{uuid.uuid4().hex}"
+        target = f"{call.path}?{call.query}" if call.query else call.path
+        request = HttpRequest(
+            f"{spec.http_endpoint}{target}",
+            method=call.method,
+            headers=proxied.to_engine(call.headers, (("X-Request-Id", request_id),), with_key=with_key),
+            body=body.data,
+        )
+        pulse = gateway.observations.of(tenant, WorkerRank(spec.worker_id, spec.dp_start_rank)).pulse
+        engine = gateway.engines.call(
+            spec.http_endpoint, uncached_tokens=0, pulse=pulse, at_once=body.at_once, clients_key=with_key
+        )
+        answer: HttpAnswer | None = None
+        passed = False
+        try:
+            answer = await engine.send(request)
+            await call.start(answer.status, proxied.to_client(answer.headers))
+            async for piece in engine.chunks(answer):
+                passed = True
+                await call.write(piece)
+            await call.end()
+        except EngineFailed as error:
+            if not passed:
+                raise
+            # The client sees what happened: its connection breaks off, too.
+            log.warning("%s did not end its answer to %s: %s", spec.worker_id, call.path[:100], error)
+        finally:
+            engine.end()
+            if answer is not None:
+                answer.abort()
+
+
+def _never_arrived(error: EngineFailed) -> bool:
+    """Whether the engine cannot have begun with the request: there was no connection."""
+    cause = error.__cause__
+    return error.fault is Fault.WORKER and isinstance(cause, HttpFailed) and cause.kind is FailureKind.UNREACHABLE
+
+
+def _model_of(headers: Headers, body: bytes) -> str:
+    """The model that an operator's request names; "" = it names none."""
+    if len(body) > INLINE_BYTES or "json" not in header(headers, "content-type").lower():
+        return ""
+    try:
+        model = JsonBody(body).get("model")
+    except InvalidArgument:
+        return ""  # it is the engine's to refuse
+    return model if isinstance(model, str) else ""

@@ -1,0 +1,97 @@
+"""What of a client's request goes to an engine beside its body, and of an engine's answer back. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from kvscout_common.http.http import Headers
+from kvscout_gateway.fronts.reserved import is_reserved_header
+
+_OF_ONE_HOP: Final = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+     "transfer-encoding", "upgrade", "host", "content-length", "expect")
+)  # fmt: skip
+_NOT_FOR_ENGINES: Final = frozenset(("accept-encoding", "authorization", "cookie", "x-api-key"))
+"""What is packed cannot be read on its way; keys are the gateway's."""
+_NOT_FOR_CLIENTS: Final = frozenset(("date", "server", "set-cookie"))
+_FOR_BROWSERS: Final = "access-control-"
+"""Which pages may see an answer is the gateway's to say."""
+MAX_VALUE: Final = 512
+
+
+def to_engine(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool) -> list[tuple[str, str]]:
+    """The headers of a request to an engine.
+
+    Args:
+        client: What the client sent.
+        own: What the gateway sends; goes before what the client sent under the same name.
+        with_key: The client's key is the engine's: the gateway wants none, and has none for engines.
+    """
+    mine = [*own, ("Accept-Encoding", "identity")]
+    taken = {name.lower() for name, _ in mine}
+    named = _connection_options(client)
+    return mine + [
+        (name, value)
+        for name, value in client
+        if (lower := name.lower()) not in taken
+        and lower not in _OF_ONE_HOP
+        and lower not in named
+        and not is_reserved_header(lower)
+        and (lower not in _NOT_FOR_ENGINES or (with_key and lower == "authorization"))
+    ]
+
+
+def to_client(engine: Headers) -> list[tuple[str, str]]:
+    """The headers of an engine's answer that are the client's to see."""
+    named = _connection_options(engine)
+    return [
+        (name, value)
+        for name, value in engine
+        if (lower := name.lower()) not in _OF_ONE_HOP
+        and lower not in _NOT_FOR_CLIENTS
+        and lower not in named
+        and not lower.startswith(_FOR_BROWSERS)
+    ]
+
+
+def to_balancer(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool) -> list[tuple[str, str]]:
+    """The headers of a request to the user's own balancer: all but the reserved ones; cookies by which it may go, too.
+
+    Args:
+        client: What the client sent.
+        own: What the gateway sends; instead of what the client sent under the same name.
+        with_key: The client's key is the engine's.
+    """
+    mine = [*((name, value) for name, value in own if value), ("Accept-Encoding", "identity")]
+    left_out = {name.lower() for name, _ in mine} | _connection_options(client) | _OF_ONE_HOP
+    if not with_key:
+        left_out |= {"authorization", "x-api-key"}
+    return mine + [
+        (name, value)
+        for name, value in client
+        if (lower := name.lower()) not in left_out and not is_reserved_header(lower)
+    ]
+
+
+def from_balancer(answer: Headers) -> list[tuple[str, str]]:
+    """The headers of its answer: all but those that tell browsers which pages may see it."""
+    left_out = _connection_options(answer) | _OF_ONE_HOP
+    return [
+        (name, value)
+        for name, value in answer
+        if (lower := name.lower()) not in left_out and not lower.startswith(_FOR_BROWSERS)
+    ]
+
+
+def as_value(text: str) -> str:
+    """Any text as the value of a header: in one line, in ASCII, not too long."""
+    words = "".join(one if one.isprintable() else " " for one in text).split()
+    return " ".join(words).encode("ascii", "replace").decode()[:MAX_VALUE]
+
+
+def _connection_options(headers: Headers) -> frozenset[str]:
+    """Names of further headers that are for one hop only."""
+    return frozenset(
+        option.strip().lower() for name, value in headers if name.lower() == "connection" for option in value.split(",")
+    )

@@ -1,0 +1,274 @@
+"""Passes requests on to the user's balancer, as they came, and has each generation scored beside."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from kvscout_common.errors import DeadlineExceeded, InternalError, InvalidArgument, KvscoutError, Unavailable
+from kvscout_common.http.byte_budget import Charge
+from kvscout_common.http.http import (
+    Dialect,
+    Form,
+    HttpAnswer,
+    HttpCall,
+    HttpFailed,
+    HttpRequest,
+    SinkStalled,
+)
+from kvscout_common.worker import WorkerRank
+from kvscout_gateway.engines.answer import account_read, answer_read
+from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
+from kvscout_gateway.fronts.openai import proxied
+from kvscout_gateway.fronts.openai.access import Caller, header
+from kvscout_gateway.fronts.openai.body import parsed
+from kvscout_gateway.fronts.openai.client_body import read_body
+from kvscout_gateway.fronts.openai.generation import COMPLETIONS, with_usage
+from kvscout_gateway.fronts.reserved import changes_of
+from kvscout_gateway.fronts.shadow.config import ShadowConfig
+from kvscout_gateway.fronts.shadow.score import Asked, Score, Scores
+from kvscout_gateway.fronts.wishes import CHAT, model_of
+from kvscout_gateway.request.placement import Wish
+from kvscout_gateway.request.prompt import Prompt
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
+
+log = logging.getLogger("kvscout.gateway")
+
+MAX_READ_BYTES: Final = 1024 * 1024
+"""Of an answer that comes as a whole: a longer one is passed on and not read for its usage."""
+
+
+class BalancerDown(Unavailable):
+    """The user's balancer does not answer."""
+
+    discreet = "the balancer does not answer"
+
+
+class ShadowFront:
+    """Answers what the balancer is to answer."""
+
+    def __init__(self, gateway: Gateway, config: ShadowConfig, *, passes_keys: Callable[[], bool]) -> None:
+        """Passes requests on.
+
+        Args:
+            gateway: Scores them.
+            config: Where the balancer is.
+            passes_keys: Whether clients' keys are the engines'.
+        """
+        self._gateway = gateway
+        self._config = config
+        self._passes_keys = passes_keys
+        self.scores = Scores(gateway, gateway.shadow_report)
+
+    async def run(self, call: HttpCall, caller: Caller) -> None:
+        """Answers one request.
+
+        Raises:
+            InvalidArgument: Its path is none, or its body cannot be read.
+            Unavailable: The balancer does not answer.
+            SinkGone: Its client has gone.
+        """
+        if not call.path.startswith("/"):
+            # What stands there instead could name another host.
+            raise InvalidArgument("must begin with /", field="path")
+        with self._gateway.exchanges.admit(caller.tenant):
+            await self._run(call, caller)
+
+    async def _run(self, call: HttpCall, caller: Caller) -> None:
+        charge = self._gateway.charge(caller.tenant)
+        body = await call.body(charge)
+        asked = await _generation(call, caller.tenant, body, charge)
+        max_priority = caller.identity.max_priority
+        if asked is None:
+            if call.path in self._gateway.config.client_paths:
+                body = (await read_body(call.headers, body, max_priority=max_priority, charge=charge)).data
+            await _Passing(self._gateway, self._config, call).run(self._request(call, body))
+            return
+        wish = Wish(asked.model, asked.tenant, Prompt(isl_tokens=1))
+        form, own = with_usage(asked.body)
+        changes = {**changes_of(asked.body.fields, max_priority=max_priority), **own}
+        passing = _Passing(self._gateway, self._config, call, self.scores.begin(asked), form)
+        failed: BaseException | None = None
+        try:
+            await passing.run(self._request(call, asked.body.changed(changes)))
+            failed = passing.failure
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            self._gateway.exchanges.over(wish, failed)
+            passing.end(failed=failed is not None)
+
+    def _request(self, call: HttpCall, body: bytes) -> HttpRequest:
+        target = f"{call.path}?{call.query}" if call.query else call.path
+        peer = call.peer.rpartition(":")[0].strip("[]")
+        before = header(call.headers, "x-forwarded-for")
+        # Balancers that go by the client's address find it here: the connection is ours.
+        own = (
+            ("X-Forwarded-For", f"{before}, {peer}" if before else peer),
+            ("X-Forwarded-Host", header(call.headers, "x-forwarded-host") or header(call.headers, "host")),
+            *self._gateway.engine_key.headers,
+        )
+        return HttpRequest(
+            f"{self._config.balancer}{target}",
+            method=call.method,
+            headers=proxied.to_balancer(call.headers, own, with_key=self._passes_keys()),
+            body=body,
+        )
+
+
+class _Passing:
+    """One request on its way to the balancer and back."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        config: ShadowConfig,
+        call: HttpCall,
+        score: Score | None = None,
+        form: Form = Form.BYTES,
+    ) -> None:
+        self._gateway = gateway
+        self._config = config
+        self._call = call
+        self._score = score
+        """None = it is not scored: it is no generation."""
+        self._form = form
+        self._started = time.perf_counter()
+        self._answer: HttpAnswer | None = None
+        self._usage: Usage | None = None
+        self._passed = False
+        """The client has something of an answer."""
+        self.failure: KvscoutError | None = None
+        """What went wrong after that."""
+
+    async def run(self, request: HttpRequest) -> None:
+        """Passes it on, and its answer back.
+
+        Raises:
+            Unavailable: There is no answer.
+            SinkGone: The client has gone.
+        """
+        try:
+            answer = self._answer = await self._gateway.engines.client.send(
+                request, connect_seconds=self._gateway.config.patience.connect_seconds
+            )
+            await self._call.start(answer.status, proxied.from_balancer(answer.headers))
+            if self._score is not None and _is_stream(answer):
+                await self._relay(answer, self._score)
+            else:
+                await self._copy(answer)
+            await self._call.end()
+            if answer.status >= 500 or answer.status == 429:
+                self.failure = Unavailable(f"the balancer answered with {answer.status}")
+        except HttpFailed as error:
+            failure = BalancerDown(f"the balancer {self._config.balancer} does not answer: {error}")
+            self._gateway.engines.warnings.warning("balancer", "%s", failure)
+            if not self._passed:
+                raise failure from error
+            # The client sees what happened: its connection breaks off, too.
+            log.debug("%s broke off its answer: %s", self._config.balancer, error)
+            self.failure = failure
+        except SinkStalled as error:
+            self.failure = DeadlineExceeded(str(error))
+            raise
+        finally:
+            if self._answer is not None:
+                self._answer.abort()
+
+    def end(self, *, failed: bool) -> None:
+        """It is over, and counted."""
+        assert self._score is not None
+        answered = self._answer is not None and 200 <= self._answer.status < 300
+        tenant = self._score.asked.tenant
+        worker_id = self._served_by(tenant)
+        if self._usage is not None and answered:
+            spec = self._gateway.catalog.tenant(tenant).specs.get(worker_id)
+            rank = WorkerRank(worker_id, spec.dp_start_rank if spec is not None else 0)
+            seen = self._gateway.observations.of(tenant, rank)
+            seen.requests += 1
+            seen.prompt_tokens += self._usage.prompt_tokens
+            self._gateway.observations.reported(
+                tenant,
+                rank,
+                isl_tokens=self._usage.prompt_tokens,
+                cached=self._usage.cached_tokens,
+                predicted=None,
+            )
+        self._score.end(failed=failed or not answered, usage=self._usage, served_by=worker_id)
+
+    async def _relay(self, answer: HttpAnswer, score: Score) -> None:
+        try:
+            await answer.relay(
+                self._call,
+                self._form,
+                on_first_output=lambda: self._first_output(score),
+                write_seconds=self._gateway.config.client_write_seconds,
+            )
+        finally:
+            report = answer.report
+            self._passed = bool(report.passed)
+            self._usage = usage_of_stream(Dialect.OPENAI, account_read(report.usage))
+            if report.outputs > 1:
+                waited_for = report.tokens * (report.outputs - 1) / report.outputs
+                seconds = (report.last_output_at - report.first_output_at) / waited_for
+                self._gateway.metrics.of(score.asked.tenant, score.asked.model).between_tokens(seconds)
+        if report.error:
+            self.failure = InternalError("an engine reported an error in its stream")
+            if not report.passed:
+                await self._call.write(b'data: {"error": ' + report.error + b"}\n\n")
+
+    async def _copy(self, answer: HttpAnswer) -> None:
+        kept = bytearray()
+        async for piece in answer.chunks():
+            self._passed = True
+            await self._call.write(piece)
+            if self._score is not None and len(kept) <= MAX_READ_BYTES:
+                kept += piece
+        if self._score is not None and 200 <= answer.status < 300:
+            self._first_output(self._score, at_once=True)
+            if len(kept) <= MAX_READ_BYTES:
+                self._usage = usage_of_answer(Dialect.OPENAI, await answer_read(bytes(kept)))
+
+    def _first_output(self, score: Score, *, at_once: bool = False) -> None:
+        seconds = time.perf_counter() - self._started
+        self._gateway.metrics.of(score.asked.tenant, score.asked.model).first_token(seconds)
+        score.first_output(at_once=at_once)
+
+    def _served_by(self, tenant: str) -> str:
+        """The worker that the balancer says has served; "" = it says nothing that is known here."""
+        if self._answer is None:
+            return ""
+        # A balancer that tried several names them all, the last one served.
+        named = header(self._answer.headers, self._config.served_by).rpartition(",")[2].strip()
+        specs = self._gateway.catalog.tenant(tenant).specs
+        if named in specs:
+            return named
+        found = (one.worker_id for one in specs.values() if named and named in _addresses(one.http_endpoint))
+        return next(found, "")
+
+
+async def _generation(call: HttpCall, tenant: str, body: bytes, charge: Charge) -> Asked | None:
+    """What is to be scored; None = nothing of this is: it is passed on all the same."""
+    if call.method != "POST" or call.path not in (COMPLETIONS, CHAT):
+        return None
+    try:
+        read = await parsed(body, charge)
+        return Asked(call.path, read, tenant, model_of(read.fields))
+    except InvalidArgument:
+        return None
+
+
+def _addresses(url: str) -> Iterator[str]:
+    if url:
+        yield url
+        yield urlsplit(url).netloc
+
+
+def _is_stream(answer: HttpAnswer) -> bool:
+    return header(answer.headers, "content-type").lower().startswith("text/event-stream")

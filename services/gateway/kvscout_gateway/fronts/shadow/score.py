@@ -1,0 +1,195 @@
+"""One request as the policy would run it, beside the one that runs.
+
+It is booked at the scheduler where the policy would send it, for as long as it really runs: the scheduler's load is
+that of a fleet that runs all of these requests by its own choices. Caches are those that there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from kvscout_common.errors import KvscoutError
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.worker import Role
+from kvscout_gateway.engines.usage import Usage
+from kvscout_gateway.fronts.openai.body import JsonBody
+from kvscout_gateway.fronts.shadow.report import Comparison, LeftOut, ShadowReport
+from kvscout_gateway.fronts.wishes import tokens_of, wish_of
+from kvscout_gateway.request.observation import predicted_cached_tokens
+from kvscout_gateway.request.placement import Placement
+from kvscout_gateway.upstreams.scheduler.booking import Booking
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
+
+log = logging.getLogger("kvscout.gateway")
+_defects = RateLimitedLog(log, period_seconds=60.0)
+
+MAX_SCORES: Final = 4_000
+"""At once; what comes above is passed on and not scored."""
+LATE_SECONDS: Final = 1.0
+"""Longest wait for a decision once the request is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A generation, as its client asks for it."""
+
+    path: str
+    body: JsonBody
+    tenant: str
+    model: str
+
+
+class Scores:
+    """All that are being scored."""
+
+    def __init__(self, gateway: Gateway, report: ShadowReport) -> None:
+        self._gateway = gateway
+        self._report = report
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, asked: Asked) -> Score:
+        """A request goes to the balancer now."""
+        score = Score(self._gateway, self._report, asked)
+        if len(self._tasks) < MAX_SCORES:
+            score.task = asyncio.get_running_loop().create_task(score.run())
+            self._tasks.add(score.task)
+            score.task.add_done_callback(self._tasks.discard)
+        return score
+
+    async def settle(self) -> None:
+        """Waits until what is over is counted."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+
+class Score:
+    """One request; `end` it."""
+
+    def __init__(self, gateway: Gateway, report: ShadowReport, asked: Asked) -> None:
+        self._gateway = gateway
+        self._report = report
+        self.asked = asked
+        self._at = time.time()
+        self._isl_tokens = 0
+        self._booking: Booking | None = None
+        self._prefilled = False
+        self._over = asyncio.Event()
+        self._failed = True
+        self._usage: Usage | None = None
+        self._served_by = ""
+        self.task: asyncio.Task[None] | None = None
+        """None = it is not scored."""
+
+    def first_output(self, *, at_once: bool = False) -> None:
+        """Output has begun: the prompt is computed.
+
+        Args:
+            at_once: All of it is here. When the prompt was computed nobody knows.
+        """
+        self._prefilled = True
+        if self._booking is not None and not at_once:
+            self._gateway.bookings.mark_prefill_complete(self._booking)
+
+    def end(self, *, failed: bool, usage: Usage | None, served_by: str) -> None:
+        """The request is over.
+
+        Args:
+            failed: It came to nothing.
+            usage: What its engine said of the prompt.
+            served_by: Worker id; "" = nobody said who served it.
+        """
+        self._failed, self._usage, self._served_by = failed, usage, served_by
+        if self.task is None:
+            self._count(LeftOut.MANY)
+        elif self._booking is None and not self.task.done():
+            asyncio.get_running_loop().call_later(LATE_SECONDS, self._give_up, self.task)
+        self._over.set()
+
+    def _give_up(self, task: asyncio.Task[None]) -> None:
+        if self._booking is None:
+            task.cancel()
+
+    async def run(self) -> None:
+        """Has it placed and booked, waits for its end, and counts it."""
+        outcome: Comparison | LeftOut = LeftOut.LATE
+        try:
+            placed = await self._place()
+            await self._over.wait()
+            outcome = self._compared(placed) if isinstance(placed, Placement) else placed
+        except Exception as error:
+            if not isinstance(error, KvscoutError):
+                _defects.warning(type(error).__name__, "a request could not be scored: %r", error, error=error)
+            await self._over.wait()
+            outcome = LeftOut.HELPERS
+        except asyncio.CancelledError:
+            if not self._over.is_set():
+                raise  # the gateway ends
+        finally:
+            if self._booking is not None:
+                self._gateway.bookings.free(self._booking, self._usage.output_tokens if self._usage is not None else 0)
+        self._count(LeftOut.FAILED if self._failed else outcome)
+
+    async def _place(self) -> Placement | LeftOut:
+        gateway, asked = self._gateway, self.asked
+        fields = asked.body.fields
+        tokens = await tokens_of(
+            gateway, asked.path, fields, size=asked.body.size, tenant=asked.tenant, model=asked.model
+        )
+        if not len(tokens):
+            return LeftOut.TOKENS
+        self._isl_tokens = len(tokens)
+        wish = wish_of(gateway, asked.path, fields, tokens, tenant=asked.tenant, model=asked.model)
+        view = gateway.catalog.tenant(asked.tenant)
+        roles = view.serving(view.resolve(asked.model, "").model).driven_roles
+        placement = await gateway.routing.place(
+            replace(
+                wish,
+                # Where prefill and decode are apart, a prompt is found or computed by the former.
+                role=Role.PREFILL if Role.PREFILL in roles and Role.AGGREGATED not in roles else Role.AGGREGATED,
+                attempt_id=gateway.exchanges.draw_attempt(),
+                owned=True,
+                lease_seconds=gateway.config.lease_seconds,
+            )
+        )
+        if placement.booking is not None:
+            self._booking = placement.booking
+            gateway.bookings.add(placement.booking)
+        if self._prefilled:
+            # What it found cached may be what this very request has left there meanwhile.
+            self._book_as_running()
+            return LeftOut.LATE
+        return LeftOut.HELPERS if placement.degraded else placement
+
+    def _book_as_running(self) -> None:
+        """Its first token was out before it was booked: from how long that took afterwards nothing is to be learned."""
+        booking = self._booking
+        if booking is not None and booking.worker is not None:
+            self._gateway.bookings.free(booking)
+            self._booking = booking.again()
+            self._gateway.bookings.add(self._booking)
+
+    def _compared(self, placement: Placement) -> Comparison | LeftOut:
+        if self._usage is None:
+            return LeftOut.USAGE
+        prompt = self._usage.prompt_tokens
+        if prompt != self._isl_tokens:
+            return LeftOut.TOKENS
+        return Comparison(
+            prompt=prompt,
+            cached=self._usage.cached_tokens,
+            policy=predicted_cached_tokens(placement.overlap_blocks, prompt, placement.block_size),
+            same=placement.worker.worker_id == self._served_by if self._served_by else None,
+        )
+
+    def _count(self, outcome: Comparison | LeftOut) -> None:
+        view = self._gateway.catalog.tenant(self.asked.tenant)
+        model = view.resolve(self.asked.model, "").model
+        # A name that no worker serves is the client's invention: it gets no hours of its own.
+        known = model in view.models
+        self._report.add(self._at, self.asked.tenant if known else "", model if known else "", outcome)

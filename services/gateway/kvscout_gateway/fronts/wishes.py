@@ -1,0 +1,108 @@
+"""What a request in OpenAI's form asks of a worker: its model, the tokens of its prompt, the length of its output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.http.json_fields import Fields
+from kvscout_common.worker import EngineKind
+from kvscout_gateway.fronts.outputs import output_of
+from kvscout_gateway.request.placement import Wish, new_request_id
+from kvscout_gateway.request.prompt import Prompt, PromptTooLong
+from kvscout_gateway.tokens.estimate import CHARACTERS_A_TOKEN
+from kvscout_gateway.tokens.prompt_tokens import PromptTokens, Source
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
+
+CHAT: Final = "/v1/chat/completions"
+
+
+def model_of(fields: Fields) -> str:
+    """The model that a body names.
+
+    Raises:
+        InvalidArgument: It names none.
+    """
+    model = fields.get("model")
+    if not isinstance(model, str) or not model:
+        raise InvalidArgument("must be the name of a model", field="model")
+    return _text(model, "model")
+
+
+async def tokens_of(gateway: Gateway, path: str, fields: Fields, *, size: int, tenant: str, model: str) -> PromptTokens:
+    """The tokens of a request's prompt, where they can be had in time.
+
+    Args:
+        gateway: Where it came.
+        path: Of its URL.
+        fields: Of its body.
+        size: Bytes of its body.
+        tenant: Whose it is.
+        model: As it names it.
+    """
+    view = gateway.catalog.tenant(tenant)
+    target = view.resolve(model, "")
+    if target.model not in view.models:
+        return PromptTokens(b"", Source.NONE, "the model is not known here")
+    prompts = gateway.tokens.prompts
+    if path == CHAT:
+        kinds = {spec.engine for spec in view.serving(target.model).specs}
+        # Where engines of one model differ, most clients' prompts have neither tools nor parts, and are alike.
+        engine = EngineKind.SGLANG if kinds == {EngineKind.SGLANG} else EngineKind.VLLM
+        found = await prompts.of_chat(fields, size=size, model=target.model, tenant=tenant, engine=engine)
+    else:
+        found = await prompts.of_completion(fields, model=target.model, tenant=tenant)
+    if found.source is Source.NONE:
+        gateway.metrics.degraded("tokenizer")
+    return found
+
+
+def wish_of(gateway: Gateway, path: str, fields: Fields, tokens: PromptTokens, *, tenant: str, model: str) -> Wish:
+    """What is asked of a worker.
+
+    Args:
+        gateway: Where it came.
+        path: Of its URL.
+        fields: Of its body.
+        tokens: Of its prompt.
+        tenant: Whose it is.
+        model: As it names it.
+
+    Raises:
+        InvalidArgument: The prompt is too long, or what tells prompts apart is no text.
+    """
+    limit = gateway.config.max_prompt_tokens
+    field = "prompt" if "prompt" in fields else "messages"
+    if len(tokens) > limit:
+        raise PromptTooLong(len(tokens), limit, field=field)
+    salt = fields.get("cache_salt")
+    length, further = len(tokens), tokens.further_tokens
+    if not length:
+        further = 0  # the estimate is of all prompts
+        longest = gateway.catalog.tenant(tenant).serving(model).longest_prompt
+        length = max(1, min(fields.characters // CHARACTERS_A_TOKEN, limit, longest or limit))
+    return Wish(
+        model=model,
+        tenant=tenant,
+        prompt=Prompt(
+            isl_tokens=length + further,
+            token_ids=tokens.token_ids,
+            cache_salt=_text(salt, "cache_salt") if isinstance(salt, str) else "",
+            further_tokens=further,
+            field=field,
+            unknown="" if len(tokens) else f"tokenizer: {tokens.problem or 'the prompt is empty'}",
+        ),
+        request_id=new_request_id(),
+        output=output_of(path, fields),
+    )
+
+
+def _text(value: str, field: str) -> str:
+    """The value, which has halves of UTF-16 pairs in it where JSON escapes them."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("is no text: half of a surrogate pair is in it", field=field) from error
+    return value

@@ -1,0 +1,407 @@
+"""Bringing one indexer or scheduler to what this gateway knows of the workers.
+
+What a member is told: every worker registered here or in this gateway's file, in full; removals made here; the renewals
+that workers send here. A worker's lease is timed by each member for itself, so that it ends everywhere at the same
+time, whether or not this gateway still runs.
+
+What a member tells: who is registered with it. Three things may have happened to one of ours that it lists otherwise
+or no longer lists, and each has its own answer:
+* the member restarted, or could not be reached for as long as the lease: it is told again;
+* another gateway changed it or removed it: that gateway has it from now on (`yielded`);
+* it is declared to this gateway (file, Kubernetes, DNS): that wins, it is told again.
+
+What was registered with one member alone, as publishers do that know indexers only, is passed on to the others, with a
+lease that is renewed while it is listed there. Who was passed something passes nothing on: what is gone where it was
+registered is gone everywhere one lease later, however many gateways there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from kvscout.v1 import types_pb2, workers_pb2
+from kvscout_common.enum_words import word_of
+from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.registry.registry import DECLARED, Entry, Registry, Source, WorkerName
+from kvscout_common.registry.worker_proto import spec_from_proto, spec_to_proto
+from kvscout_common.rpc.channel import call
+from kvscout_common.worker import ALL_TENANTS, WorkerSpec
+from kvscout_gateway.members.listed_specs import ListedSpecs
+from kvscout_gateway.members.peer import LEARNED, Peer, source_of
+
+log = logging.getLogger("kvscout.gateway")
+
+SYNC_SECONDS = 2.0
+"""How often a member is asked who is registered with it."""
+SUSPECT_SECONDS = 0.2
+"""However many requests meet a member that seems not to know what it should, it is not asked more often than this."""
+FILE_LEASE_SECONDS = 300
+"""Members forget workers of a gateway's file this long after the gateway is gone."""
+PASSED_ON_AFTER_SECONDS = 1.0
+"""A worker is passed on that others still list so long after a member was found not to: leases end everywhere, and
+removals arrive, within half a second."""
+PASSED_ON_LEASE_SECONDS = 10
+CALL_SECONDS = 2.0
+WORKERS_A_TURN = 32
+"""Looked at in a row: about a millisecond where all are new, after which requests have their turn."""
+CALLS_AT_ONCE = 32
+"""Registrations under way to one member: a fleet of 1,000 is told in well under a second."""
+
+
+class HelperStatus(Protocol):
+    """What indexers and schedulers both say of themselves."""
+
+    @property
+    def service(self) -> types_pb2.ServiceInfo:
+        """The service."""
+
+
+class WorkerStub(Protocol):
+    """The rpcs that indexer and scheduler stubs both have."""
+
+    RegisterWorker: grpc.aio.UnaryUnaryMultiCallable[
+        workers_pb2.RegisterWorkerRequest, workers_pb2.RegisterWorkerResponse
+    ]
+    RemoveWorker: grpc.aio.UnaryUnaryMultiCallable[workers_pb2.RemoveWorkerRequest, workers_pb2.RemoveWorkerResponse]
+    KeepAlive: grpc.aio.UnaryUnaryMultiCallable[workers_pb2.KeepAliveRequest, workers_pb2.KeepAliveResponse]
+    ListWorkers: grpc.aio.UnaryUnaryMultiCallable[workers_pb2.ListWorkersRequest, workers_pb2.ListWorkersResponse]
+
+    @property
+    def GetStatus(self) -> Callable[..., Awaitable[HelperStatus]]:
+        """State of the service."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a member was told of one worker, and when last."""
+
+    entry: Entry
+    listed: WorkerSpec
+    """As the member will list it."""
+    at: float
+
+
+class MemberSync:
+    """One member. `sync` is one round."""
+
+    def __init__(
+        self,
+        name: str,
+        stub: WorkerStub,
+        registry: Registry,
+        *,
+        clock: Callable[[], float],
+        peers_elsewhere: Callable[[], dict[WorkerName, Peer] | None],
+        yielded: Callable[[WorkerSpec], object],
+    ) -> None:
+        """Knows nothing of the member yet.
+
+        Args:
+            name: For people.
+            stub: Its rpcs.
+            registry: What this gateway knows.
+            clock: Monotonic seconds.
+            peers_elsewhere: What other members list; None = one of them has not been asked yet.
+            yielded: Told of an own worker that another gateway has changed or removed, as the member lists it now or
+                as it was last.
+        """
+        self.name = name
+        self._stub = stub
+        self._registry = registry
+        self._clock = clock
+        self._peers_elsewhere = peers_elsewhere
+        self._yielded = yielded
+        self._told: dict[WorkerName, _Told] = {}
+        self._to_remove: set[WorkerName] = set()
+        self._to_renew: set[WorkerName] = set()
+        self._listed_at: float | None = None
+        self._list_due = 0.0
+        self._new = True
+        """It has (re)started, and was not told yet of workers that other members know."""
+        self.changed = asyncio.Event()
+        self.synced = asyncio.Event()
+        self.tried = False
+        self.error = ""
+        """Why the last round failed; "" = it did not."""
+        self.refused: dict[WorkerName, str] = {}
+        """Registrations that it refuses, and why."""
+        self.peers: dict[WorkerName, Peer] = {}
+        self.unaware = 0
+        """Workers of the registry in NATS that it did not list twice in a row."""
+        self._unlisted: set[WorkerName] = set()
+        self._lacks: dict[WorkerName, float] = {}
+        """Workers that others list and this one does not, and since when that is known."""
+        self._specs = ListedSpecs()
+        self._warnings = RateLimitedLog(log)
+
+    @property
+    def pending(self) -> int:
+        """Registrations and removals that the member has not been told yet, or refuses."""
+        return len(self._to_remove) + len(self._missing())
+
+    def touch(self, removed: WorkerName | None = None) -> None:
+        """The registry changed."""
+        if removed is not None:
+            self._to_remove.add(removed)
+        self.synced.clear()
+        self.changed.set()
+
+    def renew(self, names: Iterable[WorkerName]) -> None:
+        """Workers renewed their leases."""
+        self._to_renew.update(names)
+        self.changed.set()
+
+    def suspect(self) -> None:
+        """The member does not know a worker that it was told of: look soon, not in a while."""
+        if self._listed_at is None or self._clock() - self._listed_at > SUSPECT_SECONDS:
+            self._list_due = 0.0
+            self.changed.set()
+
+    def failed(self, error: str) -> None:
+        """A round failed."""
+        self.error = error
+        self.tried = True
+        self._list_due = 0.0
+        self.synced.clear()
+
+    async def sync(self) -> None:
+        """One round.
+
+        Raises:
+            KvscoutError: If the member cannot be reached; what was done stays done.
+        """
+        self.changed.clear()
+        if self._clock() >= self._list_due:
+            await self._compare()
+            self._list_due = self._clock() + SYNC_SECONDS
+        await self._push()
+        self.error = ""
+        self.tried = True
+        if not self.changed.is_set() and not self.refused:
+            self.synced.set()
+
+    def wait_seconds(self) -> float:
+        """Until the next round is due, if nothing changes."""
+        return max(0.0, self._list_due - self._clock())
+
+    def _own(self) -> dict[WorkerName, Entry]:
+        """What this member is to be told."""
+        return {entry.name: entry for entry in self._registry.entries() if entry.source not in LEARNED}
+
+    def _missing(self) -> list[Entry]:
+        return [entry for name, entry in self._own().items() if not self._knows(name, entry)]
+
+    def _knows(self, name: WorkerName, entry: Entry) -> bool:
+        told = self._told.get(name)
+        return (
+            told is not None
+            and (told.entry.registered is entry.registered or told.entry.registered == entry.registered)
+            and told.entry.lease_seconds == entry.lease_seconds
+            and name not in self.refused
+        )
+
+    # Telling
+
+    async def _push(self) -> None:
+        own = self._own()
+        self.refused = {name: why for name, why in self.refused.items() if name in own}
+        for name in list(self._to_remove):
+            await self._remove(name)
+        missing = self._missing()
+        for start in range(0, len(missing), CALLS_AT_ONCE):
+            await _all(self._register(entry) for entry in missing[start : start + CALLS_AT_ONCE])
+        await self._keep_alive()
+
+    async def _remove(self, name: WorkerName) -> None:
+        request = workers_pb2.RemoveWorkerRequest(tenant=name.tenant, worker_id=name.worker_id)
+        listed = self.peers.get(name)
+        try:
+            if listed is None or not listed.declared:
+                await call(self._stub.RemoveWorker, request, timeout=CALL_SECONDS)
+        except (NotFound, FailedPrecondition):
+            pass  # gone already, or the member has it from a file of its own
+        self._told.pop(name, None)
+        self.refused.pop(name, None)
+        self.peers.pop(name, None)
+        self._to_remove.discard(name)
+
+    async def _register(self, entry: Entry) -> None:
+        listed = self.peers.get(entry.name)
+        if listed is not None and listed.declared:
+            # It would refuse: what it is declared there is there to change.
+            self._told[entry.name] = _Told(entry, listed.spec, self._clock())
+            return
+        lease = FILE_LEASE_SECONDS if entry.source in DECLARED else entry.lease_seconds
+        proto = await self._tell(entry.name, entry.registered, lease)
+        if proto is not None:
+            self._told[entry.name] = _Told(entry, spec_from_proto(proto), self._clock())
+
+    async def _tell(
+        self, name: WorkerName, spec: WorkerSpec, lease_seconds: int, *, passed_on: bool = False
+    ) -> workers_pb2.Worker | None:
+        """Registers a worker; None = the member refuses it, which is no reason to keep others from it."""
+        proto = spec_to_proto(spec)
+        request = workers_pb2.RegisterWorkerRequest(
+            tenant=spec.tenant,
+            worker=proto,
+            lease_seconds=lease_seconds,
+            passed_on=passed_on,
+        )
+        try:
+            await call(self._stub.RegisterWorker, request, timeout=CALL_SECONDS)
+        except FailedPrecondition:
+            pass  # the member has it from a file of its own
+        except InvalidArgument as error:
+            self.refused[name] = str(error)
+            return None
+        self.refused.pop(name, None)
+        return proto
+
+    async def _keep_alive(self) -> None:
+        due = self._clock() - FILE_LEASE_SECONDS / 10
+        due_files = {n for n, told in self._told.items() if told.entry.source in DECLARED and told.at <= due}
+        names = self._to_renew | due_files
+        by_tenant: defaultdict[str, list[WorkerName]] = defaultdict(list)
+        for name in names:
+            by_tenant[name.tenant].append(name)
+        for tenant, members in by_tenant.items():
+            request = workers_pb2.KeepAliveRequest(tenant=tenant, worker_ids=[name.worker_id for name in members])
+            answer = await call(self._stub.KeepAlive, request, timeout=CALL_SECONDS)
+            for name in members:
+                told = self._told.get(name)
+                if told is not None and name.worker_id not in answer.unknown_worker_ids:
+                    self._told[name] = _Told(told.entry, told.listed, self._clock())
+            self._to_renew.difference_update(members)
+            if answer.unknown_worker_ids:
+                self.suspect()
+
+    # Listening
+
+    async def _compare(self) -> None:
+        """Asks who is registered, and draws the conclusions."""
+        asked_at = self._clock()
+        answer = await call(
+            self._stub.ListWorkers, workers_pb2.ListWorkersRequest(tenant=ALL_TENANTS), timeout=CALL_SECONDS
+        )
+        listed: dict[WorkerName, Peer] = {}
+        self._specs.begin()
+        for number, entry in enumerate(answer.workers):
+            if number % WORKERS_A_TURN == 0:
+                await asyncio.sleep(0)
+            try:
+                spec = self._specs.read(entry.registered if entry.HasField("registered") else entry.worker)
+            except InvalidArgument as error:
+                # Of a release with other rules; the rest of what it lists is of use all the same.
+                self._warnings.warning("listed", "%s lists a worker that cannot be read: %s", self.name, error)
+                continue
+            listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(
+                spec, entry.lease_seconds, source_of(word_of(workers_pb2.RegistrationSource, entry.source)), asked_at
+            )
+        lost = (self.peers.keys() | self._told.keys()) - listed.keys()
+        if lost and self._listed_at is not None and await self._restarted_since(self._listed_at):
+            self._new = True
+            self._told.clear()
+        self._compare_shared(listed)
+        await asyncio.sleep(0)
+        self._compare_own(listed)
+        if self._new:
+            await self._bring_up(listed)
+        await self._pass_on(listed)
+        self.peers = listed
+        self._listed_at = asked_at
+
+    async def _restarted_since(self, then: float) -> bool:
+        """Whether the member's process started after a time. Only asked when workers are missing: it costs more."""
+        status = await call(self._stub.GetStatus, types_pb2.GetStatusRequest(tenant=ALL_TENANTS), timeout=CALL_SECONDS)
+        return self._clock() - status.service.uptime_seconds > then
+
+    def _compare_shared(self, listed: dict[WorkerName, Peer]) -> None:
+        shared = {entry.name for entry in self._registry.entries() if entry.source is Source.NATS}
+        before, self._unlisted = self._unlisted, shared - listed.keys()
+        self.unaware = len(self._unlisted & before)
+
+    def _compare_own(self, listed: dict[WorkerName, Peer]) -> None:
+        own = self._own()
+        for name, told in list(self._told.items()):
+            if name in self._to_remove:
+                continue  # the next thing it is told
+            entry = own.get(name)
+            if entry is None:
+                del self._told[name]  # its lease ended, or another gateway has it
+                continue
+            there = listed.get(name)
+            if there is not None and there.source is Source.PEER:
+                del self._told[name]  # it restarted, and another gateway was faster
+                continue
+            # The same object, nearly always: comparing all fields of a fleet takes as long as reading them.
+            if there is not None and (there.declared or there.spec is told.listed):
+                continue
+            if there is not None and there.spec == told.listed:
+                self._told[name] = _Told(told.entry, there.spec, told.at)
+                continue
+            lease = entry.lease_seconds
+            lapsed = there is None and lease and self._clock() - told.at >= lease
+            del self._told[name]
+            changed_here = told.entry.registered != entry.registered
+            if entry.source not in DECLARED and not lapsed and not changed_here:
+                self._yielded(there.spec if there is not None else entry.registered)
+
+    async def _bring_up(self, listed: dict[WorkerName, Peer]) -> None:
+        """Tells a member that is new of the workers that others know: whoever registered them may be gone."""
+        elsewhere = self._peers_elsewhere()
+        if elsewhere is None:
+            return
+        own = self._own()
+        for name, peer in elsewhere.items():
+            if name in listed or name in own or name in self._to_remove or not peer.registered_there:
+                continue
+            # A lease is renewed by whoever registered it, perhaps with the other member only.
+            if peer.lease_seconds:
+                await self._pass_on_one(name, peer)
+                listed[name] = peer._replace(source=Source.PEER)
+            else:
+                await self._tell(name, peer.spec, 0)
+                listed[name] = peer
+        self._new = False
+
+    async def _pass_on(self, listed: dict[WorkerName, Peer]) -> None:
+        """Brings the member what is registered with others, for as long as it is there."""
+        now = self._clock()
+        elsewhere = self._peers_elsewhere() or {}
+        lacks, before = {}, self._lacks
+        own = self._own()
+        for name, peer in elsewhere.items():
+            if name in own or name in self._to_remove or not peer.registered_there:
+                continue
+            here = listed.get(name)
+            if here is not None and here.source is Source.PEER:
+                if here.spec == peer.spec:
+                    self._to_renew.add(name)
+                else:
+                    await self._pass_on_one(name, peer)
+            elif here is None:
+                lacks[name] = before.get(name, now)
+                if peer.listed_at - lacks[name] >= PASSED_ON_AFTER_SECONDS:
+                    await self._pass_on_one(name, peer)
+        self._lacks = lacks
+
+    async def _pass_on_one(self, name: WorkerName, peer: Peer) -> None:
+        if await self._tell(name, peer.spec, PASSED_ON_LEASE_SECONDS, passed_on=True) is None:
+            why = self.refused.pop(name)
+            self._warnings.warning(name, "%s refuses worker %s, which others know: %s", self.name, name.worker_id, why)
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> None:
+    """Runs calls together; the first error is raised when all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

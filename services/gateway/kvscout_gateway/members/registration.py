@@ -1,0 +1,217 @@
+"""Telling indexers and schedulers of the workers, and learning from them of those that others registered.
+
+One loop a member (`member_sync`) brings it to what this gateway knows. Workers that the members know and this gateway
+does not (registered at another gateway, or before a restart) are adopted as `peer` entries: routed to, but told to
+nobody except a member that is new. The first call about one of them that comes here makes it this gateway's own.
+
+Where the registry is shared, in NATS, members follow that themselves: what is in it is neither told to them nor learned
+from them, and a member that does not seem to follow is a problem of that member. Workers of this gateway's file, pods
+and DNS names are told as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
+from kvscout_common.registry.registry import DECLARED, Registry, Source, WorkerName
+from kvscout_common.rpc.service_info import TenantWarning, Warned, about, shown, text_of
+from kvscout_common.worker import WorkerSpec
+from kvscout_gateway.members.member_sync import CALL_SECONDS, WORKERS_A_TURN, MemberSync, WorkerStub
+from kvscout_gateway.members.peer import Peer
+
+log = logging.getLogger("kvscout.gateway")
+
+RETRY_SECONDS = 0.5
+
+
+class Registration:
+    """The syncs of all members, and the peers they bring. A registry listener."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        members: Sequence[tuple[str, WorkerStub]],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        shared: bool = False,
+    ) -> None:
+        """Knows the members; each is to be kept by a task of its own, for as long as it is a member.
+
+        Args:
+            registry: What this gateway knows.
+            members: Names and stubs, in order of preference.
+            clock: Monotonic seconds.
+            shared: Worker rpcs take effect in the registry that services share.
+        """
+        self._registry = registry
+        self._shared = shared
+        self._clock = clock
+        self.members: list[MemberSync] = []
+        for name, stub in members:
+            self.join(name, stub)
+        registry.listen(self)
+
+    def join(self, name: str, stub: WorkerStub) -> MemberSync:
+        """Knows one more member."""
+        member = MemberSync(
+            name,
+            stub,
+            self._registry,
+            clock=self._clock,
+            peers_elsewhere=lambda: self._peers_elsewhere(member),
+            yielded=self._yield,
+        )
+        self.members.append(member)
+        return member
+
+    def leave(self, member: MemberSync) -> None:
+        """A member is gone, and what only it has told with it."""
+        self.members.remove(member)
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        """Tells of a new worker."""
+        self._touch()
+
+    def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        """Tells of a changed worker."""
+        self._touch()
+
+    def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
+        """Tells of a removal. Not of a lease that ended: members time it too, and another gateway may have renewed
+        it; nor of a peer that is gone: it is the members who said so."""
+        if reason == "removed" or reason in DECLARED:
+            self._touch(WorkerName(spec.tenant, spec.worker_id))
+
+    def _touch(self, removed: WorkerName | None = None) -> None:
+        for member in self.members:
+            member.touch(removed)
+
+    async def flush(self, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Waits until every member knows what the registry says now; not where they learn it by themselves.
+
+        Raises:
+            Unavailable: If a member does not within the time; it is told as soon as it is back.
+        """
+        if self._shared:
+            return
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                for member in self.members:
+                    await member.synced.wait()
+        except TimeoutError:
+            waiting = [member for member in self.members if not member.synced.is_set()]
+            late = ", ".join(f"{m.name} ({''.join(shown([problem(m)])) or 'slow'})" for m in waiting)
+            raise Unavailable(f"done here, not everywhere yet; told again: {late}", retry_after_seconds=1.0) from None
+
+    async def keep(self, member: MemberSync) -> None:
+        """Syncs one member for ever."""
+        while True:
+            before = problem(member)
+            try:
+                await member.sync()
+            except KvscoutError as error:
+                member.failed(str(error) or type(error).__name__)
+            after = problem(member)
+            if after and not before:
+                log.warning("%s", text_of(about(f"{member.name} is not told of all workers", after)))
+            elif before and not after:
+                log.info("%s is told of all workers again", member.name)
+            await self._adopt()
+            if member.error:
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            try:
+                async with asyncio.timeout(member.wait_seconds()):
+                    await member.changed.wait()
+            except TimeoutError:
+                pass  # time for the next round
+
+    def announce(self, spec: WorkerSpec) -> None:
+        """Tells of a worker that registered (again): its lease begins anew everywhere."""
+        if not self._shared:
+            self._touch()
+            self.keep_alive(spec.tenant, [spec.worker_id])
+
+    def keep_alive(self, tenant: str, worker_ids: Iterable[str]) -> None:
+        """Passes renewals on to the members."""
+        if self._shared:
+            return
+        names = [WorkerName(tenant, worker_id) for worker_id in worker_ids]
+        for member in self.members:
+            member.renew(names)
+
+    def take_over(self, tenant: str, worker_id: str) -> None:
+        """Makes a peer's worker this gateway's own, so that a call about it here takes effect everywhere.
+
+        Raises:
+            FailedPrecondition: It comes from a member's file, which is where to change it.
+        """
+        name = WorkerName(tenant, worker_id)
+        try:
+            entry = self._registry.get(tenant, worker_id)
+        except NotFound:
+            return  # whoever asked is told by the call itself
+        if entry.source is not Source.PEER:
+            return
+        for member in self.members:
+            peer = member.peers.get(name)
+            if peer is not None and peer.declared:
+                raise FailedPrecondition(f"worker {worker_id!r} comes from {DECLARED[peer.source]} of {member.name}")
+        lease = next((m.peers[name].lease_seconds for m in self.members if name in m.peers), 0)
+        self._registry.register(entry.registered, lease_seconds=lease)
+
+    def _yield(self, spec: WorkerSpec) -> None:
+        log.info("worker %s is another gateway's now", spec.worker_id)
+        self._registry.register(spec, source=Source.PEER)
+
+    def _peers_elsewhere(self, asking: MemberSync) -> dict[WorkerName, Peer] | None:
+        others = [member for member in self.members if member is not asking]
+        if not all(member.tried for member in others):
+            return None
+        return self._union([m for m in others if not m.error] or [asking])
+
+    @staticmethod
+    def _union(members: Sequence[MemberSync]) -> dict[WorkerName, Peer]:
+        """What members list; the first that lists a worker says how it is registered. Those that are out of reach
+        count only where all are: what they said may be long out of date."""
+        reachable = [member for member in members if not member.error]
+        union: dict[WorkerName, Peer] = {}
+        for member in reversed(reachable or members):
+            for name, peer in member.peers.items():
+                # Who was passed it on says what somebody else has said.
+                if peer.source is not Source.PEER or name not in union:
+                    union[name] = peer
+        return union
+
+    async def _adopt(self) -> None:
+        """Makes the registry's peers those that members list: what is new some at a time, the rest at once."""
+        while fresh := [spec for spec in self._peers() if not self._knows(spec)][:WORKERS_A_TURN]:
+            self._registry.add_to_source(Source.PEER, fresh)
+            await asyncio.sleep(0)
+        self._registry.replace_source(Source.PEER, self._peers())
+
+    def _knows(self, spec: WorkerSpec) -> bool:
+        return self._registry.has(WorkerName(spec.tenant, spec.worker_id))
+
+    def _peers(self) -> list[WorkerSpec]:
+        own = {entry.name for entry in self._registry.entries() if entry.source is not Source.PEER}
+        return [
+            peer.spec
+            for name, peer in self._union(self.members).items()
+            if name not in own and not (self._shared and peer.source == Source.NATS)
+        ]
+
+
+def problem(member: MemberSync) -> Warned:
+    """What keeps a member from knowing every worker; "" = nothing."""
+    if not member.error and not member.refused and member.unaware:
+        return f"does not follow the registry in NATS: {member.unaware} of its workers are unknown there"
+    if member.error or not member.refused:
+        return member.error
+    name, why = next(iter(member.refused.items()))
+    more = f" and {len(member.refused) - 1} more" if len(member.refused) > 1 else ""
+    return TenantWarning(name.tenant, f"refuses {name.worker_id}{more}: {why}")

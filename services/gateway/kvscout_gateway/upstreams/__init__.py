@@ -1,0 +1,1 @@
+"""The indexers and schedulers that a gateway calls, over one stream each."""

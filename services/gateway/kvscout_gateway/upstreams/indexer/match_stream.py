@@ -1,0 +1,123 @@
+"""FindMatches of one indexer over an open stream, called like the unary rpc: half the CPU for the indexer.
+
+A stream is renewed after a second or two and not kept open while nothing is asked, so that an indexer that drains does
+not wait for its gateways. Where one breaks, what waits on it is asked by the unary rpc, in what is left of its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from kvscout.v1 import indexer_pb2
+from kvscout_common.errors import KvscoutError, Unavailable
+from kvscout_common.observability import tracing
+from kvscout_common.statuses import from_status
+from kvscout_gateway.upstreams.coalesced_stream import CoalescedStream
+
+RENEW_SECONDS = 1.0
+UNARY_SECONDS = 1.0
+"""After a stream broke, or could not be opened: an indexer that has none is asked by the unary rpc meanwhile."""
+CLOSE_SECONDS = 1.0
+"""Longest wait for the last answers of a stream."""
+
+SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class MatchStream:
+    """The streams of one indexer, one after the other.
+
+    Args:
+        channel: To the indexer.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, *, clock: Callable[[], float] = time.monotonic) -> None:
+        read = indexer_pb2.FindMatchesResponse.FromString
+        unary: Any = channel.unary_unary(f"/{SERVICE}/FindMatches", response_deserializer=read)
+        self._unary: Callable[..., Awaitable[indexer_pb2.FindMatchesResponse]] = unary
+        self._open: Any = channel.stream_stream(f"/{SERVICE}/StreamFindMatches")
+        self._clock = clock
+        self._current: _Matches | None = None
+        self._streams: set[_Matches] = set()
+        """The current one, and those that wait for their last answers."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._renewal: asyncio.TimerHandle | None = None
+        self._unary_until = 0.0
+
+    async def __call__(self, request: bytes, *, timeout: float) -> indexer_pb2.FindMatchesResponse:
+        """Asks a serialised `FindMatchesRequest`, within so many seconds.
+
+        Raises:
+            KvscoutError: What the indexer answered, or DeadlineExceeded.
+            AioRpcError: The same from the unary rpc.
+        """
+        now = self._clock()
+        deadline = now + timeout
+        if now >= self._unary_until:
+            result = await self._stream().ask(request, timeout)
+            if result is not None:
+                if result.code:
+                    raise _error(result)
+                return result.response
+        return await self._unary(request, timeout=max(0.0, deadline - self._clock()), **tracing.call_options())
+
+    async def close(self) -> None:
+        """Ends every stream; what waits is broken off."""
+        self._leave()
+        for stream in self._streams:
+            stream.break_off(Unavailable("this gateway stops"))
+        await asyncio.gather(*self._closing)
+
+    def _stream(self) -> _Matches:
+        stream = self._current
+        if stream is None:
+            stream = self._current = _Matches(self._open, self._ended)
+            self._streams.add(stream)
+            self._renewal = asyncio.get_running_loop().call_later(RENEW_SECONDS, self._leave)
+        return stream
+
+    def _leave(self) -> None:
+        """The next request opens another one."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+        stream, self._current = self._current, None
+        if stream is not None:
+            task = asyncio.get_running_loop().create_task(stream.close(CLOSE_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _ended(self, stream: _Matches) -> None:
+        self._streams.discard(stream)
+        if stream is self._current:
+            self._leave()
+        if stream.broke:
+            self._unary_until = self._clock() + UNARY_SECONDS
+
+
+class _Matches(CoalescedStream[indexer_pb2.FindMatchesResult]):
+    """One stream."""
+
+    def __init__(self, open_stream: Callable[[], Any], ended: Callable[[_Matches], None]) -> None:
+        super().__init__(
+            open_stream,
+            "find matches",
+            field=indexer_pb2.StreamFindMatchesRequest.REQUESTS_FIELD_NUMBER,
+            id_field=indexer_pb2.FindMatchesRequest.ID_FIELD_NUMBER,
+            on_end=lambda: ended(self),
+        )
+
+    def _take(self, message: bytes) -> None:
+        for result in indexer_pb2.StreamFindMatchesResponse.FromString(message).results:
+            self._answered(result.id, result)
+
+
+def _error(result: indexer_pb2.FindMatchesResult) -> KvscoutError:
+    error = from_status(_CODES.get(result.code, grpc.StatusCode.INTERNAL), result.message)
+    error.answered = True
+    return error

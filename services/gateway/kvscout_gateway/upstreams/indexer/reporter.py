@@ -1,0 +1,311 @@
+"""Telling the indexers where prompts went, so that they can predict their blocks there.
+
+A decision is reported when its request is handed to the engine, to every replica of the shard that has the worker.
+Nothing waits for a report: each replica has a bounded queue of its own and a task that empties it, many decisions a
+message. A replica that lags or is away loses the oldest decisions, counted; one that takes none of a model is asked
+again every few seconds, since it may have restarted in another mode, or the model's workers may have changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvscout.v1 import indexer_pb2
+from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unimplemented
+from kvscout_common.registry.worker_proto import rank_to_proto
+from kvscout_common.rpc.channel import call
+from kvscout_common.rpc.service_info import TenantWarning, Warned
+from kvscout_common.rpc.wire_fields import bytes_field
+from kvscout_common.worker import WorkerRank
+from kvscout_gateway.request.prompt import HASH_BYTES, Geometry
+from kvscout_gateway.upstreams.failover import Member, is_member_fault
+from kvscout_gateway.upstreams.indexer.indexers import IndexerMember, Indexers
+
+log = logging.getLogger("kvscout.gateway")
+
+MAX_DECISIONS = 4096
+"""Decisions that wait for one replica."""
+MAX_BLOCKS = 262_144
+"""Block hashes that wait for one replica: about 10 MiB."""
+BATCH_DECISIONS = 256
+BATCH_BLOCKS = 65_536
+"""In one message, unless one decision has more: half a MiB."""
+MAX_AGE_SECONDS = 10.0
+"""An older decision is not worth reporting: engines have said themselves by then what they hold, and a prediction
+lasts from its report on."""
+LINGER_SECONDS = 0.005
+"""Between two messages to one replica: what comes meanwhile goes together. The first one does not wait."""
+RETRY_SECONDS = 0.5
+ASK_AGAIN_SECONDS = 5.0
+"""How long a replica is left alone about a model of which it takes no decisions."""
+MAX_REFUSED = 4096
+"""Models that are remembered as such; above, the one that was refused first is asked about again."""
+CALL_SECONDS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Decision:
+    """A prompt that goes to a worker rank."""
+
+    tenant: str
+    model: str
+    worker: WorkerRank
+    pool: Geometry
+    block_hashes: bytes
+    """Local hashes of its complete blocks, in the worker's own geometry: little-endian u64s."""
+    withdrawn: bool = False
+    """The worker failed before it had anything to cache: not reported any more, if it has not been."""
+
+    @property
+    def blocks(self) -> int:
+        """Its complete blocks."""
+        return len(self.block_hashes) // HASH_BYTES
+
+
+@dataclass(slots=True)
+class DecisionQueue:
+    """Decisions that wait for one replica, oldest first; bounded. Pure."""
+
+    max_decisions: int = MAX_DECISIONS
+    max_blocks: int = MAX_BLOCKS
+    lost: int = 0
+    """Dropped because newer ones came, or because they grew too old."""
+    _waiting: deque[tuple[float, Decision]] = field(default_factory=deque)
+    _blocks: int = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, decision: Decision, now: float) -> None:
+        """Adds one; the oldest go if there are too many."""
+        self._waiting.append((now, decision))
+        self._blocks += decision.blocks
+        while len(self._waiting) > self.max_decisions or (self._blocks > self.max_blocks and len(self._waiting) > 1):
+            self._pop()
+            self.lost += 1
+
+    def take(self, now: float) -> list[tuple[float, Decision]]:
+        """The oldest ones that fit into a message and are worth it, with the time at which they came."""
+        taken: list[tuple[float, Decision]] = []
+        blocks = 0
+        while self._waiting and len(taken) < BATCH_DECISIONS:
+            since, decision = self._waiting[0]
+            if taken and blocks + decision.blocks > BATCH_BLOCKS:
+                break
+            self._pop()
+            if decision.withdrawn:
+                continue
+            if now - since > MAX_AGE_SECONDS:
+                self.lost += 1
+                continue
+            taken.append((since, decision))
+            blocks += decision.blocks
+        return taken
+
+    def restore(self, taken: Sequence[tuple[float, Decision]]) -> None:
+        """Puts back what could not be delivered, as far as there is room."""
+        for since, decision in reversed(taken):
+            blocks = decision.blocks
+            if len(self._waiting) >= self.max_decisions or self._blocks + blocks > self.max_blocks:
+                self.lost += 1
+                continue
+            self._waiting.appendleft((since, decision))
+            self._blocks += blocks
+
+    def forget(self, tenant: str, model: str) -> None:
+        """Forgets those of a model: nobody wants them."""
+        self._waiting = deque(
+            (since, decision)
+            for since, decision in self._waiting
+            if (decision.tenant, decision.model) != (tenant, model)
+        )
+        self._blocks = sum(decision.blocks for _, decision in self._waiting)
+
+    def _pop(self) -> None:
+        _, decision = self._waiting.popleft()
+        self._blocks -= decision.blocks
+
+
+class ReplicaReports:
+    """What one indexer is told. `run` is to be kept by a task of its own."""
+
+    def __init__(
+        self,
+        member: IndexerMember,
+        *,
+        resync: Callable[[Member[Any]], object],
+        clock: Callable[[], float],
+    ) -> None:
+        self.member = member
+        self.delivered = 0
+        self.unknown = 0
+        """Of workers that it did not know."""
+        self.problem = ""
+        """Why it cannot be told; "" = it can."""
+        self.queue = DecisionQueue()
+        self._resync = resync
+        self._clock = clock
+        self._refused: dict[tuple[str, str], tuple[str, float]] = {}
+        """Tenants' models of which it took nothing: why, and until when nothing is told of them."""
+        self._wake = asyncio.Event()
+
+    @property
+    def lost(self) -> int:
+        """Decisions that it missed."""
+        return self.queue.lost + self.unknown
+
+    def put(self, decision: Decision) -> None:
+        """Will tell of a decision; returns at once."""
+        now = self._clock()
+        _, until = self._refused.get((decision.tenant, decision.model), ("", now))
+        if now >= until:
+            self.queue.put(decision, now)
+            self._wake.set()
+
+    def problems(self) -> list[Warned]:
+        """Why it is not told, or not of some models; empty = it is told of all."""
+        own: list[Warned] = [self.problem] if self.problem else []
+        return own + [TenantWarning(tenant, f"{model}: {why}") for (tenant, model), (why, _) in self._refused.items()]
+
+    async def run(self) -> None:
+        """Tells for ever."""
+        loop, not_before = asyncio.get_running_loop(), 0.0
+        while True:
+            await self._wake.wait()
+            if (pause := not_before - loop.time()) > 0:
+                await asyncio.sleep(pause)
+            reached = await self.tell()
+            if not len(self.queue):
+                self._wake.clear()
+            not_before = loop.time() + (LINGER_SECONDS if reached else RETRY_SECONDS)
+
+    async def tell(self) -> bool:
+        """Sends what fits into a message, one for each model; False if the replica cannot be reached."""
+        models: defaultdict[tuple[str, str], list[tuple[float, Decision]]] = defaultdict(list)
+        for entry in self.queue.take(self._clock()):
+            models[entry[1].tenant, entry[1].model].append(entry)
+        while models:
+            (tenant, model), entries = models.popitem()
+            try:
+                answer = await call(
+                    self.member.stub.record_routing,
+                    _message(tenant, model, [decision for _, decision in entries]),
+                    timeout=CALL_SECONDS,
+                )
+            except (FailedPrecondition, Unimplemented) as error:
+                self._refuses(tenant, model, error)
+                continue
+            except NotFound:
+                self._not_known(len(entries))
+            except KvscoutError as error:
+                if not is_member_fault(error):
+                    self._note(tenant, model, error, until=self._clock())
+                    self.queue.lost += len(entries)
+                    continue
+                self._say(str(error) or type(error).__name__)
+                self.queue.restore(sorted((e for rest in (entries, *models.values()) for e in rest), key=_since))
+                return False
+            else:
+                self._refused.pop((tenant, model), None)
+                self._say("")
+                missed = len(answer.not_recorded)
+                self.delivered += len(entries) - missed
+                if missed:
+                    self._not_known(missed)
+        return True
+
+    def _not_known(self, decisions: int) -> None:
+        """It may have restarted, with the workers that this gateway knows still under way to it."""
+        self._say("")
+        self.unknown += decisions
+        self._resync(self.member)
+
+    def _refuses(self, tenant: str, model: str, error: KvscoutError) -> None:
+        """It predicts nothing, or not with these workers' blocks: other models are told of as before."""
+        self._note(tenant, model, error, until=self._clock() + ASK_AGAIN_SECONDS)
+        self.queue.forget(tenant, model)
+
+    def _note(self, tenant: str, model: str, error: KvscoutError, *, until: float) -> None:
+        if (tenant, model) not in self._refused:
+            log.debug("%s takes no routing decisions of %s: %s", self.member.name, model, error)
+        self._refused[tenant, model] = (str(error) or "takes no routing decisions", until)
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+    def _say(self, problem: str) -> None:
+        if problem and not self.problem:
+            log.warning("%s cannot be told of routing decisions: %s", self.member.name, problem)
+        self.problem = problem
+
+
+class Reporter:
+    """What the indexers of one gateway are told."""
+
+    def __init__(
+        self,
+        indexers: Indexers,
+        *,
+        resync: Callable[[Member[Any]], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Has nothing to tell yet.
+
+        Args:
+            indexers: By shard.
+            resync: Told of an indexer that does not know workers which this gateway knows.
+            clock: Monotonic seconds.
+        """
+        self._indexers = indexers
+        self._resync = resync
+        self._clock = clock
+        self._reports: dict[IndexerMember, ReplicaReports] = {}
+        for member in indexers.members:
+            self.join(member)
+
+    @property
+    def replicas(self) -> list[ReplicaReports]:
+        """In the order of `Indexers.members`."""
+        return [self._reports[member] for member in self._indexers.members]
+
+    def join(self, member: IndexerMember) -> ReplicaReports:
+        """Tells one more, or as before; to be run by a task of its own."""
+        if member not in self._reports:
+            self._reports[member] = ReplicaReports(member, resync=self._resync, clock=self._clock)
+        return self._reports[member]
+
+    def leave(self, member: IndexerMember) -> None:
+        """Tells one no more."""
+        self._reports.pop(member, None)
+
+    def report(self, decision: Decision) -> None:
+        """Tells every replica that has the worker; returns at once."""
+        shards = self._indexers.shards
+        if shards and decision.block_hashes:
+            for member in shards[self._indexers.position(decision.tenant, decision.worker.worker_id)].members:
+                self._reports[member].put(decision)
+
+    def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """What runs beside the server, by name."""
+        return {f"report to {replica.member.name}": replica.run for replica in self.replicas}
+
+
+def _since(entry: tuple[float, Decision]) -> float:
+    return entry[0]
+
+
+def _message(tenant: str, model: str, decisions: Sequence[Decision]) -> bytes:
+    kind, prompt = indexer_pb2.RecordRoutingRequest, indexer_pb2.RoutedPrompt
+    fields = [kind(tenant=tenant, model=model).SerializeToString()]
+    for decision in decisions:
+        told = prompt(
+            worker=rank_to_proto(decision.worker), block_size=decision.pool.block_size, eagle=decision.pool.eagle
+        ).SerializeToString()
+        hashes = bytes_field(prompt.BLOCK_HASHES_FIELD_NUMBER, decision.block_hashes)
+        fields.append(bytes_field(kind.PROMPTS_FIELD_NUMBER, told + hashes))
+    return b"".join(fields)

@@ -1,0 +1,84 @@
+"""What was booked, and everything that it takes to book it anew."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvscout.v1 import scheduler_pb2
+from kvscout_common.registry.worker_proto import rank_to_proto
+from kvscout_common.worker import WorkerRank
+from kvscout_gateway.upstreams.failover import Failover, Member
+from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
+from kvscout_gateway.upstreams.scheduler.output import UNKNOWN, Output
+
+Schedulers: TypeAlias = "Failover[SchedulerLink]"
+SchedulerMember: TypeAlias = "Member[SchedulerLink]"
+
+UNBOOKED_ATTEMPT = 128
+"""Added to the attempt id of what runs without having been booked: the attempt itself may have been freed, in case a
+scheduler had booked it after all, and cannot be booked again."""
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """A reservation that somebody owes a Free, and the scheduler that has it. Two are never equal."""
+
+    ref: scheduler_pb2.RequestRef
+    scheduler: SchedulerMember | None = None
+    """None = none has it (yet)."""
+    leased: bool = True
+    """It has a lease there; else it is this gateway's as long as that is connected."""
+    worker: WorkerRank | None = None
+    """Where it runs; with what follows, all that it takes to book it anew."""
+    block_hashes: bytes = b""
+    """u64 as `array("Q")` packs them, eight bytes a block."""
+    isl_tokens: int = 0
+    cached_tokens: int = 0
+    output: Output = UNKNOWN
+    prefilled: bool = False
+    """Its first token is out."""
+    prefill_told: bool = False
+    """And the scheduler knows."""
+    output_tokens: int = 0
+    """That were generated until it was freed; 0 = unknown."""
+    elsewhere: list[SchedulerMember] = field(default_factory=list)
+    """Schedulers that had it before, with leases that have not ended."""
+
+    def again(self) -> Booking:
+        """The same, of which the first token is out and that no scheduler has: it will be booked as what runs."""
+        ref = scheduler_pb2.RequestRef()
+        ref.CopyFrom(self.ref)
+        ref.attempt_id |= UNBOOKED_ATTEMPT
+        return Booking(
+            ref,
+            worker=self.worker,
+            block_hashes=self.block_hashes,
+            isl_tokens=self.isl_tokens,
+            cached_tokens=self.cached_tokens,
+            output=self.output,
+            prefilled=True,
+        )
+
+    def reserve_request(self) -> scheduler_pb2.ReserveRequest:
+        """What books it anew, where it runs: nothing is to be learned from how long that takes from now on."""
+        assert self.worker is not None
+        ref = self.ref
+        return scheduler_pb2.ReserveRequest(
+            model=ref.model,
+            tenant=ref.tenant,
+            role=ref.role,
+            request_id=ref.request_id,
+            attempt_id=ref.attempt_id,
+            worker=rank_to_proto(self.worker),
+            block_hashes=array("Q", self.block_hashes),
+            isl_tokens=self.isl_tokens,
+            cached_tokens=self.cached_tokens,
+            expected_output_tokens=self.output.expected_tokens,
+            max_output_tokens=self.output.max_tokens,
+            output_class=self.output.output_class,
+            estimate_prefill_complete=self.output.unseen,
+            running=True,
+            prefill_complete=self.prefilled,
+        )

@@ -1,0 +1,221 @@
+"""What is picked for a request that names no model: any worker that answers clients, and well ones first. And what is
+told of one that does: a first piece is a first token only where output comes in pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from support.openai_stack import MODEL, front, spec
+from support.processes import eventually
+
+from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout_common.errors import Unavailable
+from kvscout_common.http.json_fields import Fields
+from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank, WorkerSpec
+from kvscout_gateway.engines.health import MIN_FAILURES
+from kvscout_gateway.fronts.endpoint_picker import wire
+from kvscout_gateway.fronts.endpoint_picker.asked import Asked
+from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
+from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
+from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND
+from kvscout_gateway.upstreams.scheduler.booking import Booking
+from kvscout_gateway.upstreams.scheduler.link import Selection
+from kvscout_gateway.upstreams.scheduler.output import Output
+from kvscout_gateway.upstreams.scheduler.placing import Chosen
+
+PICKS = 40
+
+
+def worker(number: int, **fields: Any) -> WorkerSpec:
+    return spec(f"w{number}", f"http://10.0.0.{number}:8000", **fields)
+
+
+def address(number: int) -> str:
+    return f"10.0.0.{number}:8000"
+
+
+@asynccontextmanager
+async def picker(*workers: WorkerSpec, fallbacks: int = 2) -> AsyncIterator[tuple[ExchangePicker, Gateway]]:
+    config = EndpointPickerConfig(0, tenant=DEFAULT_TENANT, fallbacks=fallbacks)
+    async with front(*workers) as served:
+        counts = PickerMetrics(CollectorRegistry())
+        yield ExchangePicker(served.gateway, config, counts, draw=random.Random()), served.gateway
+
+
+async def picked(one: ExchangePicker, subset: tuple[str, ...] | None = None) -> list[str]:
+    """The endpoints that a request without a model gets, in order of preference."""
+    pick = await one.pick(Asked("", "/v1/models", subset=subset))
+    return pick.headers[wire.DESTINATION].split(",")
+
+
+async def test_what_names_no_model_goes_to_workers_that_answer_clients_only() -> None:
+    apart = (worker(1, role=Role.PREFILL), worker(2, role=Role.DECODE))
+    async with picker(*apart, worker(3), worker(4, model="other")) as (one, _):
+        seen = [await picked(one) for _ in range(PICKS)]
+        assert {endpoint for endpoints in seen for endpoint in endpoints} == {address(3), address(4)}
+        assert {endpoints[0] for endpoints in seen} == {address(3), address(4)}
+        with pytest.raises(Unavailable):
+            await picked(one, (address(1),))
+    async with picker(*apart) as (one, _):
+        assert [await picked(one) for _ in range(PICKS)] == [[address(2)]] * PICKS
+    async with picker(apart[0]) as (one, _):
+        with pytest.raises(Unavailable):
+            await picked(one)
+
+
+async def test_what_names_no_model_goes_to_a_failing_worker_last() -> None:
+    workers = [worker(1), worker(2), worker(3)]
+    async with picker(*workers) as (one, gateway):
+        for _ in range(MIN_FAILURES):
+            gateway.health.failed((DEFAULT_TENANT, WorkerRank("w1", 0)), workers)
+        seen = [await picked(one) for _ in range(PICKS)]
+        assert {endpoints[-1] for endpoints in seen} == {address(1)}
+        assert {endpoints[0] for endpoints in seen} == {address(2), address(3)}
+        # Where the proxy allows no other, it is asked all the same.
+        assert await picked(one, (address(1),)) == [address(1)]
+
+
+async def test_a_worker_s_address_is_named_once_and_no_more_than_are_wanted() -> None:
+    workers = [worker(1), worker(2), worker(3), spec("same", "http://10.0.0.1:8000")]
+    async with picker(*workers, fallbacks=1) as (one, _):
+        for _ in range(PICKS):
+            endpoints = await picked(one)
+            assert len(endpoints) == len(set(endpoints)) == 2
+
+
+def generation(*, stream: bool, shows_output: bool = True) -> Asked:
+    """A completion, as a proxy shows it."""
+    body = {"model": MODEL, "prompt": [1] * 40, "max_tokens": 4096, "stream": stream}
+    fields = Fields.scanned(json.dumps(body).encode())
+    return Asked(MODEL, "/v1/completions", fields, size=100, shows_output=shows_output)
+
+
+def booked(gateway: Gateway) -> Booking:
+    (one,) = gateway.bookings.in_flight()
+    return one
+
+
+@pytest.mark.parametrize(
+    ("streams", "in_pieces", "seen"),
+    [(True, True, True), (False, False, False), (True, None, True), (False, None, False), (True, False, False)],
+)
+async def test_the_first_piece_of_an_answer_that_comes_whole_is_no_first_token(
+    streams: bool, in_pieces: bool | None, seen: bool
+) -> None:
+    async with picker(worker(1)) as (one, gateway):
+        pick = await one.pick(generation(stream=streams))
+        booking = booked(gateway)
+        assert (booking.output.max_tokens, booking.output.expected_tokens) == (4096, 0)
+        assert (booking.output.output_class, booking.output.unseen) == ("completions", not streams)
+        pick.answering(200, "", in_pieces)
+        pick.first_output()
+        assert booking.prefilled is seen
+        pick.ended({})
+        assert not gateway.bookings.in_flight()
+
+
+async def test_of_what_is_left_to_its_proxy_nobody_claims_to_have_seen_a_first_token() -> None:
+    async with picker(worker(1)) as (one, gateway):
+        one.prefill_seconds = lambda leg: 0.0  # type: ignore[method-assign]
+        pick = await one.pick(generation(stream=True, shows_output=False))
+        booking = booked(gateway)
+        assert booking.output.unseen
+        pick.left()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not booking.prefilled
+        one.forget()
+
+
+async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> None:
+    async with picker(worker(1), worker(2)) as (one, gateway):
+        asked: list[tuple[scheduler_pb2.RequestRef, scheduler_pb2.SelectRequest]] = []
+
+        async def chosen(ref: scheduler_pb2.RequestRef, selection: Selection, **_: Any) -> Chosen:
+            request = scheduler_pb2.SelectRequest.FromString(selection.fields)
+            asked.append((ref, request))
+            worker_id = request.pinned_worker_id or "w1"
+            answer = scheduler_pb2.SelectResponse(
+                worker=types_pb2.WorkerRank(worker_id=worker_id),
+                http_endpoint=f"http://{address(int(worker_id[1:]))}",
+                uncached_tokens=24,
+                block_size=16,
+            )
+            return Chosen(answer, NOTHING_FOUND, Booking(ref) if ref.request_id else None)
+
+        gateway.routing._placing.place = chosen  # type: ignore[method-assign]
+        pick = await one.pick(generation(stream=True))
+        first = booked(gateway)
+        pick.answering(200, address(2), True)
+        pick.first_output()
+
+        async def moved() -> bool:
+            return [one.worker for one in gateway.bookings.in_flight()] == [WorkerRank("w2", 0)]
+
+        await eventually(moved, what="a booking where it runs")
+        (_, wanted), (ref, found) = asked
+        assert wanted.request_id
+        assert (found.pinned_worker_id, found.request_id, ref.request_id) == ("w2", "", ""), "a place is only looked up"
+        again = booked(gateway)
+        # No scheduler has it: it is booked there as what `attachment` finds running.
+        assert again.scheduler is None
+        request = again.reserve_request()
+        assert (request.request_id, request.running, request.prefill_complete) == (first.ref.request_id, True, True)
+        assert request.attempt_id != first.ref.attempt_id
+        assert (request.isl_tokens, request.cached_tokens, request.max_output_tokens) == (40, 16, 4096)
+        pick.ended({})
+        assert not gateway.bookings.in_flight()
+
+
+async def test_an_embedding_ends_with_what_would_be_its_first_token() -> None:
+    async with picker(worker(1)) as (one, gateway):
+        for account, output_tokens in (({"prompt_tokens": 3, "total_tokens": 3}, 1), ({}, 0), (None, 0)):
+            fields = Fields.scanned(json.dumps({"model": MODEL, "input": "hello"}).encode())
+            pick = await one.pick(Asked(MODEL, "/v1/embeddings", fields, size=100))
+            booking = booked(gateway)
+            assert booking.output == Output(1, 1, "embeddings", unseen=True)
+            pick.ended(account)
+            assert booking.output_tokens == output_tokens
+
+
+@pytest.mark.parametrize(
+    ("account", "output_tokens"),
+    [
+        ({"prompt_tokens": 3, "completion_tokens": 7}, 7),
+        ({"input_tokens": 3, "output_tokens": 9}, 9),
+        ({"output_tokens": -1}, 0),
+        ({}, 0),
+        (None, 0),
+    ],
+)
+async def test_the_length_of_an_output_is_told_whatever_is_known_of_its_prompt(
+    account: dict[str, Any] | None, output_tokens: int
+) -> None:
+    async with picker(worker(1)) as (one, gateway):
+        fields = Fields.scanned(json.dumps({"model": MODEL, "input": "hello", "max_output_tokens": 50}).encode())
+        pick = await one.pick(Asked(MODEL, "/v1/responses", fields, size=100))
+        booking = booked(gateway)
+        assert booking.output == Output(0, 50, "responses", unseen=True)
+        pick.ended(account)
+        assert booking.output_tokens == output_tokens
+
+
+@pytest.mark.parametrize("shows_output", [True, False])
+async def test_the_end_of_a_prefill_leg_is_its_first_token_unless_nobody_tells_of_it(shows_output: bool) -> None:
+    async with picker(worker(1, role=Role.PREFILL), worker(2, role=Role.DECODE)) as (one, gateway):
+        pick = await one.pick(generation(stream=True, shows_output=shows_output))
+        by_worker = {held.worker.worker_id: held.output for held in gateway.bookings.in_flight() if held.worker}
+        assert by_worker == {
+            "w1": Output(1, 1, "", unseen=not shows_output),
+            "w2": Output(0, 4096, "completions", unseen=not shows_output),
+        }
+        pick.aborted()
+        assert not gateway.bookings.in_flight()
