@@ -91,7 +91,7 @@ class Gateway:
         self.metrics = GatewayMetrics(metrics, self.catalog.serves)
         self.indexers = Indexers(config.indexers, config.security)
         self.schedulers: Schedulers = Failover(
-            "scheduler", config.schedulers, SchedulerLink, config.security, probe=SchedulerLink.ask_status
+            "scheduler", config.schedulers, SchedulerLink, config.security, probe=SchedulerLink.get_status
         )
         self.registration = Registration(self.registry, [], shared=self.nats is not None)
         self.reporter = Reporter(self.indexers, resync=self._resync)
@@ -140,7 +140,7 @@ class Gateway:
             self.engines.client,
             self.health,
             lambda: [entry.spec for entry in self.registry.entries(ALL_TENANTS)],
-            self._heard,
+            self._has_output_within,
             self._lost,
             period_seconds=config.health_check_seconds,
         )
@@ -292,7 +292,7 @@ class Gateway:
             nats=self.backends.nats(),
         )
 
-    def helper_statuses(self) -> list[gateway_pb2.HelperStatus]:
+    def upstream_statuses(self) -> list[gateway_pb2.HelperStatus]:
         """The state of every indexer and scheduler."""
         statuses = [
             gateway_pb2.HelperStatus(
@@ -324,7 +324,7 @@ class Gateway:
             status.waiting_in_line = link.stream.waiting if link.stream is not None else 0
         return statuses
 
-    def _heard(self, spec: WorkerSpec, seconds: float) -> bool:
+    def _has_output_within(self, spec: WorkerSpec, seconds: float) -> bool:
         """Whether one of a worker's ranks has put out something in the last so many seconds."""
         since = asyncio.get_running_loop().time() - seconds
         return any(pulse.last_beat() > since for pulse in self._pulses(spec))

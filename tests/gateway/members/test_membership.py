@@ -108,20 +108,20 @@ async def test_helpers_behind_a_name_are_told_and_used_as_they_come_and_let_go_o
             await world.until_told(A)
             schedulers = world.gateway.schedulers
             [first] = schedulers.members
-            await world.until(lambda: schedulers.favourite is first, "attached")
+            await world.until(lambda: schedulers.primary is first, "attached")
 
             await start(stack, B)
             names.addresses = [B, A]
             await world.until_told(A, B)
             assert schedulers.members[0] is first, "ordered by address, as at every gateway"
-            assert [status.address for status in world.gateway.helper_statuses()] == [
+            assert [status.address for status in world.gateway.upstream_statuses()] == [
                 member.address for member in world.gateway.membership.members
             ]
 
             names.addresses = [B]
             await world.until_told(B)
             [second] = schedulers.members
-            await world.until(lambda: schedulers.favourite is second, "attached to the one that is left")
+            await world.until(lambda: schedulers.primary is second, "attached to the one that is left")
             assert first.stub.stream is None
 
             names.addresses = OSError("no such name")

@@ -15,7 +15,7 @@ from kvscout_common import errors
 from kvscout_common.errors import KvscoutError
 from kvscout_common.rpc.channel import PLAINTEXT, call
 from kvscout_gateway.upstreams import failover
-from kvscout_gateway.upstreams.failover import Failover, HelperDown, Member
+from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown
 
 Behaviour = Callable[[], Awaitable[None]]
 
@@ -97,7 +97,7 @@ async def test_answers_about_the_member_itself_lead_to_the_next(error: Exception
         assert first.calls == 1, "one that just failed is passed over"
         assert schedulers.members[0].last_error
         second.error = error
-        with pytest.raises(HelperDown):
+        with pytest.raises(UpstreamDown):
             await select(schedulers)
 
 
@@ -118,10 +118,10 @@ async def test_one_call_waits_for_a_member_that_hangs_not_each_until_it_answers_
         schedulers._probe = lambda stub, seconds: call(stub.Select, scheduler_pb2.SelectRequest(), timeout=seconds)
         member = schedulers.members[0]
         first.hangs = second.hangs = True
-        with pytest.raises(HelperDown):
+        with pytest.raises(UpstreamDown):
             await select(schedulers, timeout_seconds=0.2)
         for _ in range(10):
-            with pytest.raises(HelperDown, match="hangs"):
+            with pytest.raises(UpstreamDown, match="hangs"):
                 await select(schedulers, timeout_seconds=1e6)
         assert member.failures == 1
         second.hangs = False
@@ -133,7 +133,7 @@ async def test_one_call_waits_for_a_member_that_hangs_not_each_until_it_answers_
         assert await select(schedulers) == 0
         assert member.last_error == ""
         first.hangs = second.hangs = True
-        with pytest.raises(HelperDown):
+        with pytest.raises(UpstreamDown):
             await select(schedulers, timeout_seconds=0.2)
         probing = member.probing
         await schedulers.close()
@@ -171,21 +171,21 @@ async def test_a_refusal_was_not_carried_out() -> None:
 async def test_one_that_does_not_know_yet_is_passed_over_and_its_answer_is_kept() -> None:
     async with two() as (schedulers, first, second):
 
-        def uninformed(member: Member[Any], error: KvscoutError) -> bool:
+        def is_stale(member: Member[Any], error: KvscoutError) -> bool:
             return isinstance(error, errors.NotFound)
 
         first.error = errors.NotFound("never seen")
-        assert await select(schedulers, uninformed=uninformed) == 1
+        assert await select(schedulers, is_stale=is_stale) == 1
         second.error = errors.NotFound("never seen")
         with pytest.raises(errors.NotFound):
-            await select(schedulers, uninformed=uninformed)
+            await select(schedulers, is_stale=is_stale)
         first.error = RuntimeError("a defect")
         with pytest.raises(errors.NotFound):
-            await select(schedulers, uninformed=uninformed)
+            await select(schedulers, is_stale=is_stale)
 
 
 async def test_an_empty_list_is_down() -> None:
-    with pytest.raises(HelperDown, match="no scheduler is configured"):
+    with pytest.raises(UpstreamDown, match="no scheduler is configured"):
         await select(Failover("scheduler", [], scheduler_pb2_grpc.SchedulerStub, PLAINTEXT))
 
 
@@ -212,7 +212,7 @@ async def test_the_addresses_of_a_name_stand_in_its_place_in_an_order_that_all_g
 
 
 async def test_who_left_the_list_answers_for_a_while_and_is_unavailable_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "LET_GO_SECONDS", 0.05)
+    monkeypatch.setattr(failover, "RETIRE_SECONDS", 0.05)
     servicer = Scripted()  # type: ignore[abstract]
     ports: list[int] = []
     async with serving(
@@ -222,7 +222,7 @@ async def test_who_left_the_list_answers_for_a_while_and_is_unavailable_then(mon
         schedulers.resolved("dns://svc:7", [f"127.0.0.1:{ports[0]}"])
         [member] = schedulers.members
         schedulers.resolved("dns://svc:7", [])
-        with pytest.raises(HelperDown, match="no scheduler is configured"):
+        with pytest.raises(UpstreamDown, match="no scheduler is configured"):
             await select(schedulers)
         request = scheduler_pb2.SelectRequest()
         await member.call(lambda stub: stub.Select, request, 5.0)

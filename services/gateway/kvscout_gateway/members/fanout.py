@@ -10,7 +10,7 @@ from typing import TypeVar
 from kvscout.v1 import events_pb2, indexer_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_common.rpc.channel import stream
-from kvscout_gateway.upstreams.failover import HelperDown, is_member_fault
+from kvscout_gateway.upstreams.failover import UpstreamDown, is_member_fault
 from kvscout_gateway.upstreams.indexer.indexers import Indexers, Replicas
 from kvscout_gateway.upstreams.scheduler.booking import Schedulers
 from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
@@ -38,7 +38,7 @@ class Fanout:
 
         Raises:
             NotFound: None has it.
-            HelperDown: None that answers has it, and not all answer.
+            UpstreamDown: None that answers has it, and not all answer.
         """
         return await self._wherever_booked(lambda stub: stub.prefill_complete, ref, lambda _: True)
 
@@ -46,7 +46,7 @@ class Fanout:
         """Ends a request that Route booked, at whichever scheduler has it.
 
         Raises:
-            HelperDown: None that answers has it, and not all answer.
+            UpstreamDown: None that answers has it, and not all answer.
         """
         return await self._wherever_booked(
             lambda stub: stub.free, request, lambda answer: answer.outcome != scheduler_pb2.FREE_OUTCOME_UNKNOWN
@@ -58,7 +58,7 @@ class Fanout:
         Raises:
             NotFound: None has it.
             FailedPrecondition: The one that has it does not track output.
-            HelperDown: None that answers has it, and not all answer.
+            UpstreamDown: None that answers has it, and not all answer.
         """
         return await self._wherever_booked(lambda stub: stub.AddOutput, request, lambda _: True)
 
@@ -66,7 +66,7 @@ class Fanout:
         """Renews leases of requests that Route booked, each at whichever scheduler has it.
 
         Raises:
-            HelperDown: Some are at none that answers, and not all answer.
+            UpstreamDown: Some are at none that answers, and not all answer.
         """
         unknown, problem = list(range(len(request.requests))), ""
         for member in self._schedulers.preferred():
@@ -86,7 +86,7 @@ class Fanout:
             if not unknown:
                 break
         if unknown and (problem or not self._schedulers.members):
-            raise HelperDown(problem or "no scheduler is configured", retry_after_seconds=1.0)
+            raise UpstreamDown(problem or "no scheduler is configured", retry_after_seconds=1.0)
         return scheduler_pb2.RenewResponse(unknown=unknown)
 
     async def set_busy_thresholds(
@@ -95,7 +95,7 @@ class Fanout:
         """Changes thresholds on every scheduler.
 
         Raises:
-            HelperDown: Some scheduler did not answer; names it. Those that did have changed.
+            UpstreamDown: Some scheduler did not answer; names it. Those that did have changed.
             InvalidArgument: As the schedulers answer.
         """
         members = self._schedulers.members
@@ -113,18 +113,18 @@ class Fanout:
             else:
                 raise answer
         if changed is None or down:
-            raise HelperDown(f"not changed everywhere: {'; '.join(down) or 'no scheduler is configured'}")
+            raise UpstreamDown(f"not changed everywhere: {'; '.join(down) or 'no scheduler is configured'}")
         return changed
 
     async def dump(self, request: indexer_pb2.DumpRequest) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
         """The state of every shard, each from its first indexer that answers.
 
         Raises:
-            HelperDown: None of a shard does.
+            UpstreamDown: None of a shard does.
             NotFound: Unknown model.
         """
         if not self._indexers.shards:
-            raise HelperDown("no indexer is configured")
+            raise UpstreamDown("no indexer is configured")
         for shard in self._indexers.shards:
             async with aclosing(self._dump_shard(shard, request)) as batches:
                 async for batch in batches:
@@ -146,7 +146,7 @@ class Fanout:
                 if begun or not is_member_fault(error):
                     raise
                 problem = f"{member.name}: {error}"
-        raise HelperDown(problem)
+        raise UpstreamDown(problem)
 
     async def _wherever_booked(
         self,
@@ -171,7 +171,7 @@ class Fanout:
                     return answer
                 unknown = answer
         if problem or unknown is None:
-            raise HelperDown(problem or "no scheduler is configured", retry_after_seconds=1.0)
+            raise UpstreamDown(problem or "no scheduler is configured", retry_after_seconds=1.0)
         if isinstance(unknown, NotFound):
             raise unknown
         return unknown

@@ -23,14 +23,14 @@ from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.prompt import HASH_BYTES, Geometry, PromptTooLong, hash_prompt
-from kvscout_gateway.upstreams.failover import HelperDown
+from kvscout_gateway.request.round_robin import RoundRobin, eligible
+from kvscout_gateway.upstreams.failover import UpstreamDown
 from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND, Found, OverlapQuery
 from kvscout_gateway.upstreams.indexer.reporter import Decision, Reporter
 from kvscout_gateway.upstreams.scheduler.booking import UNBOOKED_ATTEMPT, Booking, Schedulers
 from kvscout_gateway.upstreams.scheduler.link import Selection
 from kvscout_gateway.upstreams.scheduler.output import Output
 from kvscout_gateway.upstreams.scheduler.placing import Placing
-from kvscout_gateway.upstreams.scheduler.turns import Turns, eligible
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -82,7 +82,7 @@ class RoutingFlow:
         self._scheduler_timeout = scheduler_timeout_seconds
         self._placing = placing
         self._clock = clock
-        self._turns = Turns()
+        self._turns = RoundRobin()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
         self.overlap_score_weight = 1.0
         """The scheduler's; 0 = prefix caches are ignored, the indexer is neither asked nor told."""
@@ -100,7 +100,7 @@ class RoutingFlow:
         started = self._clock()
         asked = self._prepare(wish)
         if wish.unaided:
-            return self._take_turn(asked, wish, wish.unaided)
+            return self._round_robin(asked, wish, wish.unaided)
         hashed = self._clock()
         if self._wants_overlaps(wish):
             with tracing.span("find_matches", tracing.Kind.CLIENT) as span:
@@ -113,10 +113,10 @@ class RoutingFlow:
         with tracing.span("select", tracing.Kind.CLIENT) as span:
             try:
                 placement = await self._select(asked, wish)
-            except HelperDown as error:
-                placement = self._take_turn(asked, wish, str(error))
+            except UpstreamDown as error:
+                placement = self._round_robin(asked, wish, str(error))
             except NotFound as error:
-                placement = self._take_turn_instead(asked, wish, error)
+                placement = self._round_robin_instead(asked, wish, error)
             if tracing.enabled():
                 _tell(span, wish, placement)
         finished = self._clock()
@@ -154,7 +154,7 @@ class RoutingFlow:
         """The load of each worker, now and with a prompt added; one without tokens adds nothing.
 
         Raises:
-            HelperDown: No scheduler answers.
+            UpstreamDown: No scheduler answers.
             InvalidArgument, NotFound: As the scheduler answers.
         """
         asked = self._prepare(wish)
@@ -274,7 +274,7 @@ class RoutingFlow:
             decision=self._decision(asked, wish, worker, geometry),
         )
 
-    def _take_turn(self, asked: _Asked, wish: Wish, problem: str) -> Placement:
+    def _round_robin(self, asked: _Asked, wish: Wish, problem: str) -> Placement:
         spec, rank = self._turns.take(wish, asked.target, asked.serving)
         pool = Geometry(spec.block_size, spec.eagle)
         self._metrics.degraded("scheduler")
@@ -299,13 +299,13 @@ class RoutingFlow:
             decision=self._decision(asked, wish, rank, pool),
         )
 
-    def _take_turn_instead(self, asked: _Asked, wish: Wish, error: NotFound) -> Placement:
+    def _round_robin_instead(self, asked: _Asked, wish: Wish, error: NotFound) -> Placement:
         """Where no scheduler knows what was asked for, but this gateway does: the request need not wait until they
         are told."""
         if not asked.serving.specs:
             raise error
         try:
-            return self._take_turn(asked, wish, f"scheduler: {error}")
+            return self._round_robin(asked, wish, f"scheduler: {error}")
         except KvscoutError:
             raise error from None
 

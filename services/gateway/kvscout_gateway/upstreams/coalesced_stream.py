@@ -95,7 +95,7 @@ class CoalescedStream(ABC, Generic[Result]):
         self._unsent: dict[int, Operation[Result]] = {}
         self._pending: dict[int, Operation[Result]] = {}
         """Sent or not, and not answered."""
-        self._heard = 0
+        self._acknowledged = 0
         """The last operation that is known to have been seen to."""
         self._sent: deque[tuple[int, float]] = deque()
         """Last operation and time of the messages that are not known to have been, oldest first."""
@@ -279,13 +279,13 @@ class CoalescedStream(ABC, Generic[Result]):
 
     def _came(self, message: bytes) -> None:
         self._take(message)
-        while self._sent and self._sent[0][0] <= self._heard:
+        while self._sent and self._sent[0][0] <= self._acknowledged:
             self._sent.popleft()
-        if self._under_way and self._under_way <= self._heard:
+        if self._under_way and self._under_way <= self._acknowledged:
             self._arrived()
 
     def _answered(self, number: int, result: Result) -> None:
-        self._heard = max(self._heard, number)
+        self._acknowledged = max(self._acknowledged, number)
         operation = self._pending.pop(number, None)
         if operation is not None and not operation.answer.done():
             operation.answer.set_result(result)

@@ -40,7 +40,7 @@ PROBE_PAUSE_SECONDS = 0.25
 """Between two questions to a member that hangs, whether it still does."""
 PROBE_SECONDS = 1.0
 """How long it may take to answer one."""
-LET_GO_SECONDS = 30.0
+RETIRE_SECONDS = 30.0
 """How long a member that left the list may be called still: what runs is booked elsewhere by then."""
 DNS = "dns://"
 
@@ -117,7 +117,7 @@ Probe: TypeAlias = "Callable[[Stub, float], Awaitable[object]]"
 """A call that any member answers, within so many seconds."""
 
 
-class HelperDown(Unavailable):
+class UpstreamDown(Unavailable):
     """No member of a list answered: the gateway goes on without it."""
 
     discreet = "a service behind the gateway does not answer"
@@ -172,7 +172,7 @@ class Failover(Generic[Stub]):
         self._closing: set[asyncio.Task[None]] = set()
         self.name = f"{kind} {shard}" if shard else kind
         """For people: what the members are, and their share of the workers if they do not have all."""
-        self.favourite: Member[Stub] | None = None
+        self.primary: Member[Stub] | None = None
         """Comes first, whatever the order of the list; None = the list's order."""
         self.members: list[Member[Stub]] = []
         """In order of preference; another list after each change."""
@@ -204,7 +204,7 @@ class Failover(Generic[Stub]):
         left = [member for address, member in known.items() if address not in arranged]
         self.members = list(arranged.values())
         for member in left:
-            task = asyncio.get_running_loop().create_task(self._let_go(member), name=f"let go of {member.name}")
+            task = asyncio.get_running_loop().create_task(self._retire(member), name=f"let go of {member.name}")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         return joined, left
@@ -213,11 +213,11 @@ class Failover(Generic[Stub]):
         channel = open_channel(address, self._security, server_name=server_name)
         return Member(self.kind, address, channel, self._make_stub(channel), shard=self._shard)
 
-    async def _let_go(self, member: Member[Stub]) -> None:
+    async def _retire(self, member: Member[Stub]) -> None:
         """Closes the channel of a member that left, once what was under way to it is over."""
         if member.probing is not None:
             member.probing.cancel()
-        await asyncio.sleep(LET_GO_SECONDS)
+        await asyncio.sleep(RETIRE_SECONDS)
         member.closed = True
         await member.channel.close()
 
@@ -225,8 +225,8 @@ class Failover(Generic[Stub]):
         """Members in the order to try: the favourite, then the list's; those that just failed last."""
         if len(self.members) < 2:
             return self.members
-        now, favourite = time.monotonic(), self.favourite
-        return sorted(self.members, key=lambda member: (member.avoid_until > now, member is not favourite))
+        now, primary = time.monotonic(), self.primary
+        return sorted(self.members, key=lambda member: (member.avoid_until > now, member is not primary))
 
     async def call(
         self,
@@ -235,7 +235,7 @@ class Failover(Generic[Stub]):
         *,
         timeout_seconds: float,
         lost: Callable[[Member[Stub]], object] | None = None,
-        uninformed: Callable[[Member[Stub], KvscoutError], bool] = lambda member, error: False,
+        is_stale: Callable[[Member[Stub], KvscoutError], bool] = lambda member, error: False,
     ) -> tuple[Answer, Member[Stub]]:
         """Calls the first member that answers, all within one deadline of which each gets an equal share.
 
@@ -252,7 +252,7 @@ class Failover(Generic[Stub]):
             The answer and who gave it.
 
         Raises:
-            HelperDown: If no member answered.
+            UpstreamDown: If no member answered.
             KvscoutError: Any other error that a member answered with; unless it is uninformed, it is not tried on the
                 next.
         """
@@ -275,7 +275,7 @@ class Failover(Generic[Stub]):
                 raise
             except KvscoutError as error:
                 if not is_member_fault(error):
-                    if not uninformed(member, error):
+                    if not is_stale(member, error):
                         raise
                     unknown = error
                     continue
@@ -286,7 +286,7 @@ class Failover(Generic[Stub]):
                 problem = f"{member.name}: {error}"
         if unknown is not None:
             raise unknown
-        raise HelperDown(problem, retry_after_seconds=COOL_DOWN_SECONDS)
+        raise UpstreamDown(problem, retry_after_seconds=COOL_DOWN_SECONDS)
 
     def _hangs(self, member: Member[Stub]) -> None:
         if self._probe is not None and member.probing is None:

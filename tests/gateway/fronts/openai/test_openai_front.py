@@ -43,7 +43,7 @@ from kvscout_common.worker import Adapter, Role
 from kvscout_gateway.engines.health import MISSED_CHECKS
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.request.placement import Placement, Wish
-from kvscout_gateway.upstreams.failover import HelperDown
+from kvscout_gateway.upstreams.failover import UpstreamDown
 from kvscout_gateway.upstreams.scheduler.booking import Booking
 from kvscout_gateway.upstreams.scheduler.link import Selection
 
@@ -643,7 +643,7 @@ async def test_a_scheduler_is_told_what_is_known_of_an_output_and_again_when_it_
 
         async def nobody(ref: Any, selection: Selection, **_: Any) -> Any:
             asked.append(scheduler_pb2.SelectRequest.FromString(selection.fields))
-            raise HelperDown("away")
+            raise UpstreamDown("away")
 
         free = bookings.free
 

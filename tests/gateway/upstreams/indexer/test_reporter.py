@@ -249,7 +249,7 @@ async def test_one_that_predicts_nothing_is_left_alone_and_asked_again_later(err
             told.reporter.report(decision(number))
         assert (len(replica.queue), replica.lost) == (0, 0)
         servicer.error = None
-        told.now += reporter.ASK_AGAIN_SECONDS
+        told.now += reporter.REFUSAL_SECONDS
         told.reporter.report(decision(20))
         await told.until_told(servicer, 0, 20)
 
@@ -273,7 +273,7 @@ async def test_one_that_takes_nothing_of_one_model_is_told_of_the_others() -> No
             told.reporter.report(decision(number, model=("good", "bad")[number % 2]))
         await told.until_told(servicer, 0, 2, 4)
         assert replica.problems() == [TenantWarning("default", "bad: other blocks")]
-        told.now += reporter.ASK_AGAIN_SECONDS
+        told.now += reporter.REFUSAL_SECONDS
         servicer.refused_models = set()
         told.reporter.report(decision(5, model="bad"))
         await told.until_told(servicer, 0, 2, 4, 5)

@@ -26,8 +26,8 @@ from kvscout_gateway.upstreams.scheduler.attachment import Attachment
 from kvscout_gateway.upstreams.scheduler.booking import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.link import (
-    Asking,
     LeftInLine,
+    PendingReservation,
     Reserved,
     SchedulerLink,
     Selection,
@@ -107,7 +107,9 @@ async def ask(world: World, request_id: str, *, model: str = "m", timeout: float
         return selection
 
     ref = scheduler_pb2.RequestRef(model=model, request_id=request_id)
-    asking = Asking(selection, ref, time.monotonic() + line.get("wait", 20.0), refresh, owned=line.get("owned", True))
+    asking = PendingReservation(
+        selection, ref, time.monotonic() + line.get("wait", 20.0), refresh, owned=line.get("owned", True)
+    )
     member: SchedulerMember = world.schedulers.members[line.get("member", 0)]
     return await member.stub.place(asking, timeout=timeout)
 
@@ -212,7 +214,7 @@ async def test_what_runs_moves_from_a_scheduler_that_is_no_longer_on_the_list() 
         made.attachment.left(gone)
         await until(lambda: booking.scheduler is stays)
         assert gone.stub.stream is None
-        assert (made.scripted[1].booked, made.schedulers.favourite) == ({"r": "w"}, stays)
+        assert (made.scripted[1].booked, made.schedulers.primary) == ({"r": "w"}, stays)
 
 
 async def test_a_lease_that_was_left_behind_is_freed_too() -> None:
@@ -236,7 +238,7 @@ async def test_a_scheduler_without_streams_is_asked_by_unary_calls() -> None:
         made.scripted[0].refuses = errors.Unimplemented("no Lifecycle")
 
     async with world(2, prepare) as made:
-        await until(lambda: made.schedulers.favourite is made.schedulers.members[0])
+        await until(lambda: made.schedulers.primary is made.schedulers.members[0])
         made.scripted[0].refuses = None
         assert await ask(made, "r") == Reserved((await ask(made, "r")).response, leased=True)
         assert made.attached == [False, False]

@@ -45,9 +45,9 @@ from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.request.exchange import Exchange
 from kvscout_gateway.request.leg import Leg
 from kvscout_gateway.request.placement import Wish
+from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.tokens.engine_comparison import Compared
 from kvscout_gateway.tokens.prompt_tokens import PromptTokens
-from kvscout_gateway.upstreams.scheduler.turns import eligible
 
 log = logging.getLogger("kvscout.gateway")
 

@@ -55,13 +55,13 @@ class BlindRanks:
                 continue
             # What was served before the indexer listened (it may have restarted) says nothing.
             opened_at = now - source.open_seconds
-            unheard = sum(dispatched_at > opened_at for dispatched_at in served_before.get(key, ()))
-            if unheard:
+            unreported = sum(dispatched_at > opened_at for dispatched_at in served_before.get(key, ()))
+            if unreported:
                 tell = messages.setdefault(
                     (source.tenant, source.model),
                     indexer_pb2.RecordRoutingRequest(tenant=source.tenant, model=source.model),
                 )
-                tell.prompts.extend([indexer_pb2.RoutedPrompt(worker=source.worker)] * unheard)
+                tell.prompts.extend([indexer_pb2.RoutedPrompt(worker=source.worker)] * unreported)
             seen = self._observations.by_rank.get(key)
             if seen is not None:
                 self._served[key] = tuple(seen.eventful)

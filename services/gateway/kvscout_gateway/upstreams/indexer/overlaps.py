@@ -19,7 +19,7 @@ from kvscout_common.rpc.wire_fields import bytes_field
 from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.request.prompt import HASH_BYTES, Geometry
-from kvscout_gateway.upstreams.failover import HelperDown, Member
+from kvscout_gateway.upstreams.failover import Member, UpstreamDown
 from kvscout_gateway.upstreams.indexer.indexers import Indexers, Replicas
 
 Answers: TypeAlias = "tuple[indexer_pb2.FindMatchesResponse | None, ...]"
@@ -118,9 +118,9 @@ class OverlapQuery:
     ) -> indexer_pb2.FindMatchesResponse | None:
         try:
             answer, _ = await shard.call(
-                lambda stub: stub.find_matches, request, timeout_seconds=self._timeout, uninformed=self._uninformed
+                lambda stub: stub.find_matches, request, timeout_seconds=self._timeout, is_stale=self._is_stale
             )
-        except HelperDown as error:
+        except UpstreamDown as error:
             problems[shard.name] = str(error)
         except KvscoutError as error:
             problems[shard.name] = f"{shard.name}: {error}"
@@ -128,7 +128,7 @@ class OverlapQuery:
             return answer
         return None
 
-    def _uninformed(self, member: Member[Any], error: KvscoutError) -> bool:
+    def _is_stale(self, member: Member[Any], error: KvscoutError) -> bool:
         """It may have restarted, with the workers that this gateway knows still under way to it."""
         if not isinstance(error, (NotFound, FailedPrecondition)):
             return False

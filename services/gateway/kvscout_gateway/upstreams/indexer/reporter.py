@@ -42,7 +42,7 @@ lasts from its report on."""
 LINGER_SECONDS = 0.005
 """Between two messages to one replica: what comes meanwhile goes together. The first one does not wait."""
 RETRY_SECONDS = 0.5
-ASK_AGAIN_SECONDS = 5.0
+REFUSAL_SECONDS = 5.0
 """How long a replica is left alone about a model of which it takes no decisions."""
 MAX_REFUSED = 4096
 """Models that are remembered as such; above, the one that was refused first is asked about again."""
@@ -228,7 +228,7 @@ class ReplicaReports:
 
     def _refuses(self, tenant: str, model: str, error: KvscoutError) -> None:
         """It predicts nothing, or not with these workers' blocks: other models are told of as before."""
-        self._note(tenant, model, error, until=self._clock() + ASK_AGAIN_SECONDS)
+        self._note(tenant, model, error, until=self._clock() + REFUSAL_SECONDS)
         self.queue.forget(tenant, model)
 
     def _note(self, tenant: str, model: str, error: KvscoutError, *, until: float) -> None:

@@ -50,7 +50,7 @@ STABLE_SECONDS = 5.0
 MAX_STABLE_SECONDS = 60.0
 REBOOK_SECONDS = 1.0
 """Between two tries of booking what the scheduler refused, mostly because it does not know the worker yet."""
-REBOOK_AT_ONCE = 256
+REBOOK_BATCH = 256
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class Attachment:
             try:
                 await self._attach(member)
             except Unimplemented:
-                self._schedulers.favourite = member
+                self._schedulers.primary = member
                 await asyncio.sleep(UNARY_SECONDS)
                 return None
             except KvscoutError as error:
@@ -173,7 +173,7 @@ class Attachment:
         link.use(stream)
         self._bookings.listed(member, listed, unknown)
         await self._rebook(member, stream)
-        before, self._schedulers.favourite = self._schedulers.favourite, member
+        before, self._schedulers.primary = self._schedulers.primary, member
         if before is not member:
             log.info("%s decides, with %d requests in flight", member.name, len(listed))
         for other in self._schedulers.members:
@@ -235,14 +235,14 @@ class Attachment:
     async def _rebook(self, member: SchedulerMember, stream: LifecycleStream) -> None:
         """Books at a scheduler what runs and is not booked there."""
         self._rebooked_at = self._clock()
-        strays = self._bookings.strays(member)
-        for start in range(0, len(strays), REBOOK_AT_ONCE):
-            await self._rebook_some(member, stream, strays[start : start + REBOOK_AT_ONCE])
+        unbooked = self._bookings.unbooked(member)
+        for start in range(0, len(unbooked), REBOOK_BATCH):
+            await self._rebook_some(member, stream, unbooked[start : start + REBOOK_BATCH])
             if stream.ended:
                 return
 
-    async def _rebook_some(self, member: SchedulerMember, stream: LifecycleStream, strays: list[Booking]) -> None:
-        asked = [(booking, stream.tell("reserve", booking.reserve_request())) for booking in strays]
+    async def _rebook_some(self, member: SchedulerMember, stream: LifecycleStream, unbooked: list[Booking]) -> None:
+        asked = [(booking, stream.tell("reserve", booking.reserve_request())) for booking in unbooked]
         _, late = await asyncio.wait([operation.answer for _, operation in asked], timeout=self._timeout)
         if late:
             stream.break_off(DeadlineExceeded("no answer on the stream"))

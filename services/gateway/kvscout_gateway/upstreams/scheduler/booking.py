@@ -39,7 +39,7 @@ class Booking:
     output: Output = UNKNOWN
     prefilled: bool = False
     """Its first token is out."""
-    prefill_told: bool = False
+    prefill_reported: bool = False
     """And the scheduler knows."""
     output_tokens: int = 0
     """That were generated until it was freed; 0 = unknown."""

@@ -88,7 +88,7 @@ class Bookings:
         """All that runs, and all that is being booked."""
         return [*self._open, *self._asked]
 
-    def strays(self, member: SchedulerMember) -> list[Booking]:
+    def unbooked(self, member: SchedulerMember) -> list[Booking]:
         """What runs and is not booked at a scheduler."""
         return [booking for booking in self._open if booking.scheduler is not member]
 
@@ -108,18 +108,18 @@ class Bookings:
                 self.moved(booking, member)
             else:
                 # Another replica may have had it meanwhile, and may not have heard that its prefill is over.
-                booking.leased = booking.prefill_told = False
+                booking.leased = booking.prefill_reported = False
                 if booking in self._open:
-                    self._tell_prefill(booking)
+                    self._send_prefill(booking)
 
     def moved(self, booking: Booking, member: SchedulerMember) -> None:
         """A booking is held by another scheduler from now on."""
         if booking.leased and booking.scheduler is not None and booking.scheduler is not member:
             booking.elsewhere.append(booking.scheduler)
         booking.elsewhere = [other for other in booking.elsewhere if other is not member]
-        booking.scheduler, booking.leased, booking.prefill_told = member, False, False
+        booking.scheduler, booking.leased, booking.prefill_reported = member, False, False
         if booking in self._open:
-            self._tell_prefill(booking)
+            self._send_prefill(booking)
         else:
             # It ended meanwhile. If the stream ends before this comes, the next hello does not list it.
             member.stub.tell("free", booking.ref, booking.output_tokens)
@@ -128,7 +128,7 @@ class Bookings:
         """Reports the first token; returns at once."""
         if booking in self._open:
             booking.prefilled = True
-            if not self._tell_prefill(booking) and booking.scheduler is not None:
+            if not self._send_prefill(booking) and booking.scheduler is not None:
                 self._report(booking, self._prefill_complete(booking, booking.scheduler))
 
     def free(self, booking: Booking, output_tokens: int = 0) -> None:
@@ -200,21 +200,21 @@ class Bookings:
             if gone:
                 log.warning("%d running requests are no longer booked at %s", gone, scheduler.name)
 
-    def _tell_prefill(self, booking: Booking) -> bool:
+    def _send_prefill(self, booking: Booking) -> bool:
         """Reports the first token over the stream, if it is out; whether that is done, or need not be."""
-        if not booking.prefilled or booking.prefill_told:
+        if not booking.prefilled or booking.prefill_reported:
             return True
         operation = booking.scheduler.stub.tell("prefill_complete", booking.ref) if booking.scheduler else None
         if operation is None:
             return False
         self._reports[booking] = operation.answer
-        operation.answer.add_done_callback(partial(self._prefill_told, booking))
+        operation.answer.add_done_callback(partial(self._prefill_reported, booking))
         return True
 
-    def _prefill_told(self, booking: Booking, answer: asyncio.Future[scheduler_pb2.LifecycleResult | None]) -> None:
+    def _prefill_reported(self, booking: Booking, answer: asyncio.Future[scheduler_pb2.LifecycleResult | None]) -> None:
         self._over(booking, answer)
         # If the stream ended, it is told again when the next one is open.
-        booking.prefill_told = answer.result() is not None
+        booking.prefill_reported = answer.result() is not None
 
     def _freed(self, booking: Booking, answer: asyncio.Future[scheduler_pb2.LifecycleResult | None]) -> None:
         self._over(booking, answer)
@@ -251,7 +251,7 @@ class Bookings:
             # Free implies it: until then the worker only looks busier than it is.
             log.debug("prefill of %s not reported: %s", booking.ref.request_id, error)
         else:
-            booking.prefill_told = booking.scheduler is scheduler
+            booking.prefill_reported = booking.scheduler is scheduler
 
     async def _free(self, booking: Booking) -> None:
         give_up_at = self._clock() + self._lease_seconds
@@ -278,7 +278,7 @@ class Bookings:
     async def _try_free(self, booking: Booking) -> KvscoutError | None:
         assert booking.scheduler is not None
         error = await self._free_at(booking.scheduler, booking)
-        in_use = self._schedulers.favourite
+        in_use = self._schedulers.primary
         if error is None or booking.leased or in_use is None or in_use is booking.scheduler:
             return error
         # Where it was ends it by itself; a replica of that may know of it, and would keep it for longer.

@@ -102,12 +102,12 @@ class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
 
     def carried_out(self, operation: Operation) -> bool:
         """Whether the scheduler has seen to an operation, be it that it waits in line."""
-        return operation.id <= self._heard
+        return operation.id <= self._acknowledged
 
     @property
     def waiting(self) -> int:
         """Operations that were carried out and are not answered: they wait in line."""
-        return sum(number < self._heard for number in self._pending)
+        return sum(number < self._acknowledged for number in self._pending)
 
     def probe(self) -> None:
         """Asks for a sign of life, unless one is on its way."""

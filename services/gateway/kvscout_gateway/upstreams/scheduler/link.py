@@ -70,7 +70,7 @@ class Selection(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Asking:
+class PendingReservation:
     """One request that wants a worker, as schedulers are asked one after the other."""
 
     selection: Selection
@@ -168,7 +168,7 @@ class SchedulerLink(_Stub):
         stream = self.stream
         return stream.tell(kind, message, awaited=False, output_tokens=output_tokens) if stream is not None else None
 
-    async def place(self, asking: Asking, *, timeout: float) -> Reserved:
+    async def place(self, asking: PendingReservation, *, timeout: float) -> Reserved:
         """Select, or SelectAndReserve.
 
         Args:
@@ -232,7 +232,7 @@ class SchedulerLink(_Stub):
                 return getattr(_checked(result, stream), kind)
         return await unary(message, timeout=_left(deadline), **tracing.call_options())
 
-    async def _reserve(self, asking: Asking, timeout: float) -> Reserved:
+    async def _reserve(self, asking: PendingReservation, timeout: float) -> Reserved:
         deadline = time.monotonic() + timeout
         stream = self.stream
         if stream is not None:
@@ -243,7 +243,7 @@ class SchedulerLink(_Stub):
                 raise Unavailable("the stream ended while the request waited in line")
         return Reserved(await self._lease(asking, _left(deadline)), leased=True)
 
-    async def _lease(self, asking: Asking, timeout: float) -> scheduler_pb2.SelectResponse:
+    async def _lease(self, asking: PendingReservation, timeout: float) -> scheduler_pb2.SelectResponse:
         """By a unary call. What waits in line keeps its overlaps."""
         calling: Any = self._select_and_reserve(
             asking.message(), timeout=_left(asking.ends_at), **tracing.call_options()
@@ -279,7 +279,7 @@ class SchedulerLink(_Stub):
                 task.cancel()
 
     async def _reserve_over(
-        self, stream: LifecycleStream, asking: Asking, timeout: float
+        self, stream: LifecycleStream, asking: PendingReservation, timeout: float
     ) -> scheduler_pb2.LifecycleResult | None:
         operation = stream.tell("select_and_reserve", asking.message())
         try:
@@ -307,7 +307,7 @@ class SchedulerLink(_Stub):
         finally:
             stream.drop(operation)
 
-    async def ask_status(self, timeout: float) -> scheduler_pb2.SchedulerGetStatusResponse:
+    async def get_status(self, timeout: float) -> scheduler_pb2.SchedulerGetStatusResponse:
         """Asks what every scheduler answers, whatever else it does.
 
         Raises:
@@ -317,7 +317,7 @@ class SchedulerLink(_Stub):
 
     async def _alive(self, timeout: float) -> bool:
         try:
-            await self.ask_status(timeout)
+            await self.get_status(timeout)
         except KvscoutError as error:
             return error.answered
         return True

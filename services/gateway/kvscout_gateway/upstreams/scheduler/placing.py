@@ -19,7 +19,7 @@ from kvscout_gateway.upstreams.failover import Member
 from kvscout_gateway.upstreams.indexer.overlaps import Found
 from kvscout_gateway.upstreams.scheduler.booking import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
-from kvscout_gateway.upstreams.scheduler.link import Asking, LeftInLine, Selection
+from kvscout_gateway.upstreams.scheduler.link import LeftInLine, PendingReservation, Selection
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -84,12 +84,12 @@ class Placing:
             refresh: What is asked, with overlaps of now.
 
         Raises:
-            HelperDown: No scheduler answers.
+            UpstreamDown: No scheduler answers.
             KvscoutError: As the first one that does.
         """
         booking = Booking(ref) if ref.request_id else None
         ends_at = time.monotonic() + (self._queue_wait if queue_wait_seconds is None else queue_wait_seconds)
-        asking = Asking(selection, ref, ends_at, refresh, books=booking is not None, owned=owned)
+        asking = PendingReservation(selection, ref, ends_at, refresh, books=booking is not None, owned=owned)
         undecided: list[SchedulerMember] = []
 
         def lost(member: SchedulerMember) -> None:
@@ -107,7 +107,7 @@ class Placing:
             another.attempt_id = self._draw_attempt()
             booking.ref = asking.ref = another
 
-        def uninformed(member: SchedulerMember, error: KvscoutError) -> bool:
+        def is_stale(member: SchedulerMember, error: KvscoutError) -> bool:
             """It may have restarted, with the workers that this gateway knows still under way to it."""
             if not isinstance(error, NotFound) or not knows_workers:
                 return False
@@ -125,7 +125,7 @@ class Placing:
                         asking,
                         timeout_seconds=self._timeout,
                         lost=lost,
-                        uninformed=uninformed,
+                        is_stale=is_stale,
                     )
                 except LeftInLine as error:
                     log.debug("%s is asked for anew: %s", ref.request_id, error)

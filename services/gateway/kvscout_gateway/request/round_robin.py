@@ -18,7 +18,7 @@ from kvscout_gateway.request.placement import Wish
 Seat = tuple[WorkerSpec, WorkerRank]
 
 
-class Turns:
+class RoundRobin:
     """One round for each (tenant, model, role) that ever had workers."""
 
     def __init__(self) -> None:

@@ -10,26 +10,26 @@ from kvscout_common.worker import Adapter, Role, WorkerSpec
 from kvscout_gateway.catalog import NOBODY, Serving, Target
 from kvscout_gateway.request.placement import Wish
 from kvscout_gateway.request.prompt import Prompt
-from kvscout_gateway.upstreams.scheduler.turns import Turns
+from kvscout_gateway.request.round_robin import RoundRobin
 
 A = WorkerSpec("a", "m", 16, dp_size=2, labels={"zone": "a"})
 B = WorkerSpec("b", "m", 16, adapters=(Adapter("poet"),))
 SERVING = Serving((A, B))
 
 
-def take(turns: Turns, serving: Serving = SERVING, *, lora: str = "", **fields: Any) -> tuple[str, int]:
+def take(turns: RoundRobin, serving: Serving = SERVING, *, lora: str = "", **fields: Any) -> tuple[str, int]:
     wish = Wish(**{"model": "m", "tenant": "default", "prompt": Prompt(1), **fields})
     _, rank = turns.take(wish, Target(wish.model, lora), serving)
     return rank.worker_id, rank.dp_rank
 
 
 def test_every_rank_has_its_turn() -> None:
-    turns = Turns()
+    turns = RoundRobin()
     assert [take(turns) for _ in range(6)] == [("a", 0), ("a", 1), ("b", 0)] * 2
 
 
 def test_models_take_turns_of_their_own() -> None:
-    turns = Turns()
+    turns = RoundRobin()
     other = Serving((replace(A, model="n", dp_size=1), replace(B, model="n")))
     got = []
     for _ in range(4):
@@ -39,7 +39,7 @@ def test_models_take_turns_of_their_own() -> None:
 
 
 def test_wishes_are_kept() -> None:
-    turns = Turns()
+    turns = RoundRobin()
     assert {take(turns, pinned="a", pinned_rank=1) for _ in range(3)} == {("a", 1)}
     assert {take(turns, allowed=("b",)) for _ in range(3)} == {("b", 0)}
     assert {take(turns, excluded=("a",)) for _ in range(3)} == {("b", 0)}
@@ -66,4 +66,4 @@ def test_wishes_are_kept() -> None:
 )
 def test_each_reason_for_nobody_has_its_own_error(error: type[Exception], fields: dict[str, Any]) -> None:
     with pytest.raises(error):
-        take(Turns(), **fields)
+        take(RoundRobin(), **fields)
