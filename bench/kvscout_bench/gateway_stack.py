@@ -18,7 +18,7 @@ import grpc
 
 from kvscout.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, workers_pb2
 from kvscout_bench.gateway_engines import MODEL
-from kvscout_bench.peer import DriverFailed, wheel_venv
+from kvscout_bench.peer import BENCH_ENVIRONMENT, DriverFailed, wheel_venv
 from kvscout_bench.service_process import READY_SECONDS, ServiceProcess, cpu_of, rss_of, until
 
 BLOCK_SIZE = 16
@@ -46,7 +46,7 @@ class Engines:
 
     def __init__(self, count: int = 2) -> None:
         command = [sys.executable, "-m", "kvscout_bench.gateway_engines", "--engines", str(count)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=BENCH_ENVIRONMENT)
         assert self._process.stdout
         self.addresses = [f"127.0.0.1:{port}" for port in json.loads(self._process.stdout.readline())["ports"]]
 

@@ -21,7 +21,7 @@ import grpc
 from kvscout.v1 import gateway_pb2
 from kvscout_bench.gateway_engines import MODEL
 from kvscout_bench.gateway_load import random_tokens
-from kvscout_bench.peer import DriverFailed
+from kvscout_bench.peer import BENCH_ENVIRONMENT, DriverFailed
 from kvscout_bench.service_process import cpu_of, rss_of
 from kvscout_common.config import ServerConfig
 from kvscout_common.http.http import Form, HttpCall, HttpRequest, HttpServer, connect, serve_http
@@ -46,7 +46,7 @@ class PumpStack:
 
     def __init__(self, engines: list[str], transport: str) -> None:
         command = [sys.executable, "-m", "kvscout_bench.http_pump", "--engine", engines[0], "--transport", transport]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=BENCH_ENVIRONMENT)
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:

@@ -23,6 +23,8 @@ from kvscout_common.errors import FailedPrecondition
 ROOT = Path(__file__).resolve().parents[2]
 """The source tree: drivers are compiled from it."""
 
+BENCH_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "bench")}
+"""Environment of processes that run a module of this package, which is installed nowhere."""
 WHEEL = "ai-dynamo-runtime==1.6.1"
 LOAD_SECONDS = 600.0
 """Longest wait for an answer besides what was asked to be measured."""
@@ -98,8 +100,6 @@ class Driver:
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
-        # A wheel's venv does not have this package installed.
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench")} if "-m" in self.command else None
         try:
             self._process = subprocess.Popen(
                 self.command,
@@ -107,7 +107,7 @@ class Driver:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env=environment,
+                env=BENCH_ENVIRONMENT,
             )
         except OSError as error:
             self._errors.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -130,3 +131,23 @@ def test_a_workload_that_is_not_there_is_wrong_usage() -> None:
     result = CliRunner().invoke(main, ["bench", "index", "--only", "no such thing"])
     assert result.exit_code == 2
     assert "only" in result.output
+
+
+def test_without_a_clone_the_command_says_where_the_benchmarks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvscout_cli.commands import bench
+
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "_IN_A_CLONE", Path("/nowhere"))
+    monkeypatch.setattr(bench, "command", bench._find())
+    for arguments in ([], ["index", "--quick"]):
+        result = CliRunner().invoke(main, ["bench", *arguments])
+        assert result.exit_code == 1
+        assert "in a clone of" in result.output
+    assert "bench" in CliRunner().invoke(main, ["--help"]).output
+
+
+def test_in_a_clone_the_benchmarks_are_found_without_being_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvscout_cli.commands import bench
+
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    assert bench._find() is bench.command

@@ -1,167 +1,38 @@
-"""`kvscout bench`: named workloads, measured on this machine, beside a peer where one is named."""
+"""`kvscout bench`: the benchmarks, which are in the source tree and not in the package."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import click
-from rich.table import Table
 
-from kvscout_bench.all_bench import PARTS, AllBench
-from kvscout_bench.all_bench import PEERS as ALL_PEERS
-from kvscout_bench.all_report import markdown, number
-from kvscout_bench.gateway_bench import PEERS as GATEWAY_PEERS
-from kvscout_bench.gateway_bench import GatewayBench
-from kvscout_bench.harness import Row
-from kvscout_bench.http_bench import PEERS as HTTP_PEERS
-from kvscout_bench.http_bench import HttpBench
-from kvscout_bench.index_bench import PEERS, IndexBench
-from kvscout_bench.ingest import PEERS as INGEST_PEERS
-from kvscout_bench.ingest import IngestBench
-from kvscout_bench.rpc_bench import PEERS as RPC_PEERS
-from kvscout_bench.rpc_bench import RpcBench
-from kvscout_bench.scheduler_bench import SchedulerBench
-from kvscout_cli.connection import option
-from kvscout_cli.output import stderr, stdout
-from kvscout_common.flags import SectionedCommand, SectionedGroup
+from kvscout_common.errors import FailedPrecondition
+from kvscout_common.flags import SectionedCommand
+
+_IN_A_CLONE = Path(__file__).resolve().parents[3] / "bench"
 
 
-@click.group(name="bench", cls=SectionedGroup, invoke_without_command=True)
-@click.pass_context
-def command(context: click.Context) -> None:
-    """Measure on this machine; without a subcommand, everything."""
-    if context.invoked_subcommand is None:
-        context.invoke(everything)
+def _find() -> click.Command:
+    """Return the command of the benchmarks, or one that says where they are."""
+    if find_spec("kvscout_bench") is None:
+        if not (_IN_A_CLONE / "kvscout_bench").is_dir():
+            return _missing
+        sys.path.append(str(_IN_A_CLONE))
+    found: click.Command = import_module("kvscout_bench.command").command
+    return found
 
 
-@command.command(cls=SectionedCommand)
-@option("--peer", type=click.Choice(PEERS), help="Measure this one too, in turns with ours.")
-@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-@option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
-@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
-@option("--quick", is_flag=True, help="Tiny sizes, one short round: shows that it works, judges nothing.")
-def index(peer: str | None, as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
-    """Measure the block index against its goals."""
-    _print(IndexBench(peer=peer or "", rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
+@click.command(cls=SectionedCommand, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1)
+def _missing(arguments: tuple[str, ...]) -> None:
+    """Measure on this machine; needs a clone of the repository."""
+    raise FailedPrecondition(
+        "the benchmarks are not part of the installed package: run `make bench`, or `kvscout bench` as installed by "
+        "`make setup`, in a clone of https://github.com/kvscout/kvscout"
+    )
 
 
-@command.command(cls=SectionedCommand)
-@option("--peer", type=click.Choice(INGEST_PEERS), help="Measure this one too, in turns with ours.")
-@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
-@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
-@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
-def ingest(peer: str | None, as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
-    """Measure what taking events in costs an indexer process, and how soon they are found."""
-    _print(IngestBench(peer=peer or "", rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
-
-
-@command.command(cls=SectionedCommand)
-@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload.")
-@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
-@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
-def scheduler(as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
-    """Measure what requests cost the scheduler: a real process, and its native core."""
-    _print(SchedulerBench(rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
-
-
-@command.command(cls=SectionedCommand)
-@option(
-    "--peer",
-    "peers",
-    multiple=True,
-    type=click.Choice(GATEWAY_PEERS),
-    help="Measure this one too, in turns with ours; may be repeated.",
-)
-@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
-@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
-@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
-def gateway(peers: tuple[str, ...], as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
-    """Measure what requests cost gateway, scheduler and indexer together."""
-    _print(GatewayBench(peers=peers, rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
-
-
-@command.command(cls=SectionedCommand)
-@option("--peer", type=click.Choice(RPC_PEERS), help="Measure this one too, in turns with ours.")
-@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
-@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
-@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
-def rpc(peer: str | None, as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
-    """Measure what calls cost the transport: server and client, by rate."""
-    _print(RpcBench(peer=peer or "", rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
-
-
-@command.command(cls=SectionedCommand)
-@option(
-    "--peer",
-    "peers",
-    multiple=True,
-    type=click.Choice(HTTP_PEERS),
-    help="Measure this one too, in turns with ours; may be repeated.",
-)
-@option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
-@option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
-@option("--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated.")
-@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
-def http(peers: tuple[str, ...], as_json: bool, rounds: int, only: tuple[str, ...], quick: bool) -> None:
-    """Measure what it costs to pass engines' streams on, and nothing else."""
-    _print(HttpBench(peers=peers, rounds=rounds, only=only, quick=quick).run(_say), as_json=as_json)
-
-
-@command.command(name="all", cls=SectionedCommand)
-@option(
-    "--peer",
-    "peers",
-    multiple=True,
-    type=click.Choice(list(ALL_PEERS)),
-    help="Measure this one too, in turns with ours, where it has the same; may be repeated.",
-)
-@option("--json", "as_json", is_flag=True, help="Print the report as one JSON object, not as Markdown.")
-@option("--rounds", default=2, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
-@option("--only", "parts", multiple=True, type=click.Choice(PARTS), help="Only this part; may be repeated.")
-@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
-def everything(peers: tuple[str, ...], as_json: bool, rounds: int, parts: tuple[str, ...], quick: bool) -> None:
-    """Measure everything in one run, and report where it ran and where a peer is better."""
-    report = AllBench(peers=peers, rounds=rounds, parts=parts or PARTS, quick=quick).run(_say)
-    click.echo(json.dumps(report.as_json(), ensure_ascii=False) if as_json else markdown(report))
-    if all(part.failure for part in report.parts.values()):
-        raise SystemExit(1)
-
-
-def _say(text: str) -> None:
-    stderr().print(text, style="dim")
-
-
-def _print(rows: Iterator[Row], *, as_json: bool) -> None:
-    if as_json:
-        for row in rows:
-            click.echo(json.dumps(row.as_json(), ensure_ascii=False))
-        return
-    _print_table(rows)
-
-
-def _print_table(rows: Iterator[Row]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("workload")
-    for column in ("value", "unit", "goal", "met", "p99", "peer", "peer p99", "ratio", "rounds from", "to"):
-        table.add_column(column, justify="left" if column in ("unit", "met") else "right")
-    machine = None
-    for row in rows:
-        met = {None: "–", True: "yes", False: "no"}[row.met]
-        low, high = row.spread
-        table.add_row(
-            *(row.title, number(row.value), row.unit, number(row.goal), met, number(row.p99)),
-            *(number(row.peer), number(row.peer_p99), f"{row.ratio:.2f}×" if row.ratio else "–"),
-            *(number(low), number(high)),
-        )
-        machine = row.machine
-    stdout().print(table)
-    if machine is not None:
-        stdout().print(
-            f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, Linux {machine.kernel}, "
-            f"Python {machine.python}, {machine.rustc or 'no rustc'}"
-        )
+command = _find()
