@@ -10,12 +10,12 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_bench.scheduler_process import BLOCK_SIZE, MODEL, prompts
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.messages.packed_operations import codec_for
 from kvscout_scheduler.operations import Select
-from kvscout_scheduler.packed_operations import codec_for
-from kvscout_scheduler.request import ANYONE, OwnerName, Prompt, SelectionRequest, Wanted
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.request import ANYONE, OwnerName, Prompt, SelectionRequest, Wanted
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 PROMPTS = 256
 BLOCKS = 32

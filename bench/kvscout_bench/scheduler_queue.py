@@ -10,11 +10,11 @@ from random import Random
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerSpec
 from kvscout_lab.summary import percentile
-from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.request import ANYONE, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.settings import SchedulerSettings
-from kvscout_scheduler.thresholds import BusyThresholds
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.request import ANYONE, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.settings import SchedulerSettings
+from kvscout_scheduler.values.thresholds import BusyThresholds
 
 BLOCK_SIZE = 16
 BLOCKS = 64

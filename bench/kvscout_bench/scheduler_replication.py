@@ -23,11 +23,11 @@ from kvscout_common.nats.config import NatsConfig
 from kvscout_common.nats.link import NatsLink
 from kvscout_common.worker import WorkerSpec
 from kvscout_lab.summary import percentile
-from kvscout_scheduler.booking import Booking
-from kvscout_scheduler.replicas import Replicas
-from kvscout_scheduler.replication import Replication
-from kvscout_scheduler.request import Prompt, SelectionRequest, pack_hashes
+from kvscout_scheduler.bookings.booking import Booking
+from kvscout_scheduler.replicas.replicas import Replicas
+from kvscout_scheduler.replicas.replication import Replication
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.values.request import Prompt, SelectionRequest, pack_hashes
 
 WORKERS = 8
 BLOCKS = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvscout_scheduler.candidates import Candidates
 from kvscout_scheduler.policies import Policy
+from kvscout_scheduler.policies.candidates import Candidates
 
 
 class FewestTokens(Policy):

@@ -14,7 +14,7 @@ from kvscout_lab.measures import Measures, Objective, measure
 from kvscout_lab.simulation import Simulation
 from kvscout_lab.workload import Burst, Workload, at_rate, in_bursts, led
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
-from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 SATURATED = 5.0
 """A cluster is saturated where the mean time to first token is so many times its lower bound."""

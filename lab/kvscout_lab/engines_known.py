@@ -21,7 +21,7 @@ from typing import Final
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.timing import StepTime
-from kvscout_scheduler.first_rates import GIGA, MBU, MFU, MFU_EXPERTS
+from kvscout_scheduler.estimates.first_rates import GIGA, MBU, MFU, MFU_EXPERTS
 
 ALL_REDUCE_US: Final = 12.0
 """One small all-reduce over NVLink; each layer has two."""

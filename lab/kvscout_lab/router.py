@@ -2,8 +2,8 @@
 
 Nothing here decides anything. A gateway asks the index what is known of a prompt, and its replica for a worker. A
 replica is the core of a scheduler process, `kvscout_scheduler.scheduler`, and where there are several, also what keeps
-them together, `kvscout_scheduler.replication`, whose messages are carried some time later. What a process adds to that
-(sockets, streams, processes) takes the time of `Latencies` and does nothing else.
+them together, `kvscout_scheduler.replicas.replication`, whose messages are carried some time later.
+What a process adds to that (sockets, streams, processes) takes the time of `Latencies` and does nothing else.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from random import Random
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_lab.timing import PICOSECONDS
-from kvscout_scheduler.active_load import MakeLoad
-from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.facts import Facts
-from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
+from kvscout_scheduler.load.active_load import MakeLoad
 from kvscout_scheduler.policies import PolicyRegistry
-from kvscout_scheduler.request import (
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
+from kvscout_scheduler.values.request import (
     ANYONE,
     MAX_LEASE_SECONDS,
     OwnerName,
@@ -30,8 +30,8 @@ from kvscout_scheduler.request import (
     SelectionRequest,
     Wanted,
 )
-from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.values.reservation import Facts
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 MODEL = "model"
 EPOCH = 1_700_000_000.0
@@ -114,7 +114,7 @@ class Replica:
         self.number = number
         self.replication = None
         if replicated:
-            from kvscout_scheduler.replication import Replication
+            from kvscout_scheduler.replicas.replication import Replication
 
             self.replication = Replication(self.core, f"replica-{number}")
         for spec in specs:

@@ -16,11 +16,11 @@ from kvscout_lab.router import MODEL, Ask, Booked, Replica, name_of, number_of
 from kvscout_lab.timing import picoseconds
 from kvscout_lab.worker import NEVER, Job
 from kvscout_lab.workload import Turn, Workload
-from kvscout_scheduler.active_load import MakeLoad
-from kvscout_scheduler.decision import Decision
+from kvscout_scheduler.load.active_load import MakeLoad
 from kvscout_scheduler.policies import PolicyRegistry
-from kvscout_scheduler.request import OwnerName
-from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.request import OwnerName
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 HEARTBEAT_SECONDS = 0.25
 """Between two looks of a replica at what it owes the others, when nothing happens."""

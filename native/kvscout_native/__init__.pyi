@@ -7,7 +7,8 @@ Nothing but the module that pairs with a section below imports it:
 * JSON objects: `kvscout_common.http.json_scan`; the twin is `json_scan_reference`.
 * index: `kvscout_blocks.index.native`; `kvscout_blocks.index.block_index` documents what the methods do, the twin is
   `reference_index`.
-* load: `kvscout_scheduler.native_load`; the twins are `kvscout_scheduler.active_load`, `prefix_tree`, `cost` and `time_cost`.
+* load: `kvscout_scheduler.load.native`; the reference backends are `active_load`, `prefix_tree` beside it,
+  `kvscout_scheduler.costs.cost` and `time_cost`.
 """
 
 from array import array
@@ -390,7 +391,7 @@ class Scores:
         """Costs by the rows of a table.
 
         Args:
-            table: Nineteen numbers a row, see `kvscout_scheduler.time_cost.TimeRow`.
+            table: Nineteen numbers a row, see `kvscout_scheduler.costs.time_cost.TimeRow`.
             row_of: Number of its row, by slot.
             now: On the clock of the table.
             weight: Of prompts against decoding.

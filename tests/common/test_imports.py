@@ -35,7 +35,7 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"aiohttp", "na
 DECIDES = """
 import sys
 import kvscout_scheduler.scheduler
-import kvscout_scheduler.policies, kvscout_scheduler.selection, kvscout_scheduler.active_load, kvscout_scheduler.turns
+import kvscout_scheduler.policies.selection, kvscout_scheduler.load.active_load, kvscout_scheduler.queue.admission
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"grpc", "google", "kvscout", "kvscout_native"}))
 """
 

@@ -20,7 +20,7 @@ MADE = re.compile(
     re.DOTALL,
 )
 TABLED = re.compile(r'^\s*(?:"\w+": \()?"(kvscout_[a-z_]+)"(?:: \(|, ")', re.MULTILINE)
-FAMILIES = {"kvscout_replica_": ROOT / "services/scheduler/kvscout_scheduler/replicas.py"}
+FAMILIES = {"kvscout_replica_": ROOT / "services/scheduler/kvscout_scheduler/replicas/replicas.py"}
 """Metrics whose names are put together."""
 
 

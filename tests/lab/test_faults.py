@@ -16,7 +16,7 @@ from kvscout_lab.index import LateIndex
 from kvscout_lab.router import Booked, Replica
 from kvscout_lab.timing import PICOSECONDS
 from kvscout_lab.worker import NEVER, Job, Worker
-from kvscout_scheduler.replication import Replication
+from kvscout_scheduler.replicas.replication import Replication
 
 CLUSTER = Cluster(workers=3, engine=ENGINE, gateways=3)
 

@@ -20,9 +20,9 @@ from kvscout_lab.simulation import Simulation
 from kvscout_lab.timing import PICOSECONDS
 from kvscout_lab.worker import EngineSettings
 from kvscout_lab.workload import Burst, Workload, at_rate, in_bursts
-from kvscout_scheduler.active_load import ReferenceLoad
+from kvscout_scheduler.load.active_load import ReferenceLoad
 from kvscout_scheduler.policies import installed_policies
-from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 POLICIES = [name for name in installed_policies().names if name != "direct"]
 

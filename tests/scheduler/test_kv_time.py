@@ -13,14 +13,14 @@ from support.scheduler_builders import MODEL, ManualClock, key, overlaps, schedu
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import Role, WorkerRank
-from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.learned_times import LearnedTimes
-from kvscout_scheduler.output_lengths import BELIEVED, WIDTHS
-from kvscout_scheduler.request import ConfigOverride, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.costs.time_cost import STAGE_WEIGHTS
+from kvscout_scheduler.estimates.learned_times import LearnedTimes
+from kvscout_scheduler.estimates.output_lengths import BELIEVED, WIDTHS
+from kvscout_scheduler.estimates.worker_times import NONE
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.settings import SchedulerSettings
-from kvscout_scheduler.time_cost import STAGE_WEIGHTS
-from kvscout_scheduler.worker_times import NONE
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.request import ConfigOverride, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 DECODE = sum(weight * tokens for weight, tokens in zip(STAGE_WEIGHTS, BELIEVED, strict=True)) * 0.01
 """Seconds that an output counts of which nothing is known, on an idle worker."""

@@ -10,11 +10,11 @@ from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler
 from kvscout_common.errors import KvscoutError
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import WorkerSpec
-from kvscout_scheduler.active_load import ReferenceLoad
-from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps
-from kvscout_scheduler.request import ConfigOverride, Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.load.active_load import ReferenceLoad
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps
+from kvscout_scheduler.values.request import ConfigOverride, Prompt, SelectionRequest, Wanted, pack_hashes
 
 SPECS = [worker(f"w{number}", dp_size=1 + number % 3, total_kv_blocks=60 * number) for number in range(6)]
 OTHER_BLOCKS = worker("w0", block_size=3 * BLOCK, total_kv_blocks=100)
@@ -28,7 +28,7 @@ class Pair:
     """Two schedulers that are told the same."""
 
     def __init__(self, seed: int) -> None:
-        from kvscout_scheduler.native_load import NativeLoad
+        from kvscout_scheduler.load.native import NativeLoad
 
         self.rng, self.clock = Random(seed), ManualClock()
         self.each: list[Scheduler] = [

@@ -22,11 +22,11 @@ from support.scheduler_builders import (
 
 from kvscout_common.errors import Unavailable
 from kvscout_common.worker import Role, WorkerSpec
-from kvscout_scheduler.booking import EndReason, FreeOutcome
-from kvscout_scheduler.bookings import END_AT_ONCE
-from kvscout_scheduler.facts import Facts
+from kvscout_scheduler.bookings.booking import EndReason, FreeOutcome
+from kvscout_scheduler.bookings.bookings import END_AT_ONCE
+from kvscout_scheduler.load.worker_loads import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.worker_loads import potential_loads
+from kvscout_scheduler.values.reservation import Facts
 
 IDLE = (0, 0, 0)
 

@@ -21,14 +21,14 @@ from kvscout_common.hashing import native_available
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import ALL_TENANTS, WorkerRank
-from kvscout_scheduler.operation_messages import MAX_OPERATIONS
-from kvscout_scheduler.packed_operations import PackedCodec, codec_for
+from kvscout_scheduler.messages.operation_messages import MAX_OPERATIONS
+from kvscout_scheduler.messages.packed_operations import PackedCodec, codec_for
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
-from kvscout_scheduler.request import OwnerName
+from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.servicer import SchedulerServicer
-from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.values.request import OwnerName
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 DEADLINE_SECONDS = 30.0
 IDLE = (0, 0, 0)
@@ -96,7 +96,7 @@ class Owner:
 def codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether streams are carried and read by the extension, where that is there, or by grpcio and as messages."""
     available = request.param and native_available()
-    monkeypatch.setattr("kvscout_scheduler.packed_operations.native_available", lambda: available)
+    monkeypatch.setattr("kvscout_scheduler.messages.packed_operations.native_available", lambda: available)
 
 
 @asynccontextmanager

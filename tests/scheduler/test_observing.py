@@ -25,14 +25,14 @@ from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.config import ServerConfig
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
-from kvscout_scheduler.active_load import ReferenceLoad
-from kvscout_scheduler.booking import FreeOutcome
-from kvscout_scheduler.candidates import Candidates
-from kvscout_scheduler.facts import End, Facts
+from kvscout_scheduler.bookings.booking import FreeOutcome
+from kvscout_scheduler.load.active_load import ReferenceLoad
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
+from kvscout_scheduler.policies.candidates import Candidates
+from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.servicer import SchedulerServicer
+from kvscout_scheduler.values.reservation import End, Facts
 
 
 class Listening(Kv):

@@ -14,9 +14,9 @@ from support.scheduler_builders import ManualClock, overlaps, request, reserve, 
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.policies.builtin import Kv
-from kvscout_scheduler.request import ConfigOverride
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.values.request import ConfigOverride
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 
 def chosen(made: Scheduler, draws: int, **fields: Any) -> list[str]:

@@ -16,11 +16,11 @@ import yaml
 from support.scheduler_builders import BLOCK, ManualClock, overlaps, request, reserve, scheduler, worker
 
 from kvscout_common.worker import DeviceClass, WorkerRank
-from kvscout_scheduler.engine_metrics import EngineMetrics
+from kvscout_scheduler.estimates.engine_metrics import EngineMetrics
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
-from kvscout_scheduler.request import ConfigOverride
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.values.request import ConfigOverride
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [

@@ -10,7 +10,7 @@ from kvscout_lab.timing import StepTime
 from kvscout_lab.worker import EngineSettings
 from kvscout_lab.workload import Flow, Nodes, Turn, Workload
 from kvscout_scheduler.policies import installed_policies
-from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 SIZE = 16
 ENGINE = EngineSettings(

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import pytest
 
 from kvscout_common.hashing import native_available
-from kvscout_scheduler.active_load import ActiveLoad, Limits, ReferenceLoad, Scores, SlotLoad
-from kvscout_scheduler.cost import Lane, Question
-from kvscout_scheduler.overlaps import AnyOverlaps
-from kvscout_scheduler.time_cost import TimeQuestion
+from kvscout_scheduler.costs.cost import Lane, Question
+from kvscout_scheduler.costs.time_cost import TimeQuestion
+from kvscout_scheduler.load.active_load import ActiveLoad, Limits, ReferenceLoad, Scores, SlotLoad
+from kvscout_scheduler.values.overlaps import AnyOverlaps
 
 MakeLoad = Callable[..., ActiveLoad]
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def twins() -> list[Any]:
     """Both classes, the native one where it is there."""
     made = [pytest.param(ReferenceLoad, id="reference")]
     if native_available():
-        from kvscout_scheduler.native_load import NativeLoad
+        from kvscout_scheduler.load.native import NativeLoad
 
         made.append(pytest.param(NativeLoad, id="native"))
     return made

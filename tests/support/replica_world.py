@@ -13,13 +13,13 @@ from random import Random
 from typing import Any
 
 from kvscout_common.worker import WorkerSpec
-from kvscout_scheduler.booking import Booking, FreeOutcome, Phase
-from kvscout_scheduler.replica_claim import shared
-from kvscout_scheduler.replication import TICK_SECONDS, Outgoing, Replication
-from kvscout_scheduler.request import OwnerName, pack_hashes
+from kvscout_scheduler.bookings.booking import Booking, FreeOutcome, Phase
+from kvscout_scheduler.load.worker_loads import potential_loads
+from kvscout_scheduler.replicas.claim import shared
+from kvscout_scheduler.replicas.replication import TICK_SECONDS, Outgoing, Replication
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.settings import SchedulerSettings
-from kvscout_scheduler.worker_loads import potential_loads
+from kvscout_scheduler.values.request import OwnerName, pack_hashes
+from kvscout_scheduler.values.settings import SchedulerSettings
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, reservation, worker
 
 SETTINGS = SchedulerSettings(track_output_blocks=True)

@@ -8,14 +8,14 @@ from random import Random
 from typing import Any
 
 from kvscout_common.worker import ALL_TENANTS, Role, WorkerRank, WorkerSpec
-from kvscout_scheduler.active_load import MakeLoad
-from kvscout_scheduler.facts import Facts
-from kvscout_scheduler.overlaps import NO_OVERLAPS, Overlaps
+from kvscout_scheduler.load.active_load import MakeLoad
+from kvscout_scheduler.load.worker_loads import potential_loads
 from kvscout_scheduler.policies import PolicyRegistry
-from kvscout_scheduler.request import OwnerName, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.settings import SchedulerSettings
-from kvscout_scheduler.worker_loads import potential_loads
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
+from kvscout_scheduler.values.request import OwnerName, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.reservation import Facts
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 BLOCK = 16
 MODEL = "m"

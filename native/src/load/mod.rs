@@ -1,6 +1,6 @@
 //! Active load of one pool of workers, and what it costs to put a request on each of them.
 //!
-//! The twin of `kvscout_scheduler.active_load`, `prefix_tree`, `cost` and `time_cost`: numbers by worker slot, the prefixes that
+//! Native backend of `kvscout_scheduler.load` and `kvscout_scheduler.costs`: numbers by worker slot, the prefixes that
 //! active requests share, and the columns of one decision. Knows slots, hashes and overlaps, no request and no clock.
 
 mod holders;

@@ -1,6 +1,6 @@
 //! The columns of one decision: what each candidate has of a prompt, what it would have to do, and what that costs.
 //!
-//! The twin of `kvscout_scheduler.cost.Scores`, which has the formulas; every number is computed in the same order, so
+//! Native backend of `kvscout_scheduler.costs.cost.Scores`, which has the formulas; every number is computed in the same order, so
 //! that both twins give equal ones.
 
 use super::{ActiveLoad, Lane, Overlaps, SlotSet};
@@ -156,7 +156,7 @@ impl Costs {
     }
 
     /// The candidate that a number in 0 .. 1 draws at a temperature above 0: softmax over costs that are normalised by
-    /// their range without outliers, as in `kvscout_scheduler.choose`; None of no candidates.
+    /// their range without outliers, as in `kvscout_scheduler.costs.choose`; None of no candidates.
     pub fn draw(&self, temperature: f64, uniform: f64) -> Option<usize> {
         let finite = || self.0.iter().copied().filter(|cost| cost.is_finite());
         // Halved first: the range of two finite costs may be infinite, that of their halves is not.

@@ -1,6 +1,6 @@
 //! Sets of worker slots: a bit each.
 
-/// Slots; see `kvscout_scheduler.slot_sets`.
+/// Slots; see `kvscout_scheduler.values.slot_sets`.
 #[derive(Debug, Clone, Default)]
 pub struct SlotSet {
     words: Vec<u64>,

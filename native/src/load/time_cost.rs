@@ -1,6 +1,6 @@
 //! What each candidate costs in seconds.
 //!
-//! The twin of `kvscout_scheduler.time_cost`, which has the formula; every number is computed in the same order, so that
+//! Native backend of `kvscout_scheduler.costs.time_cost`, which has the formula; every number is computed in the same order, so that
 //! both twins give equal ones.
 
 use super::{Costs, Scores};

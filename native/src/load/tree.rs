@@ -1,6 +1,6 @@
 //! Which active requests share which blocks, on which workers: a radix tree over local hashes.
 //!
-//! The twin of `kvscout_scheduler.prefix_tree`, which has the picture and the invariants. Nodes are numbers of a
+//! Native backend of `kvscout_scheduler.load.prefix_tree`, which has the picture and the invariants. Nodes are numbers of a
 //! slab; the first block of a run is its key among its siblings.
 //!
 //! Complexity: O(nodes on the path), each a memory comparison of its run.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvscout_common.config import ServerConfig
 from kvscout_common.nats.config import NatsConfig
-from kvscout_scheduler.settings import SchedulerSettings
+from kvscout_scheduler.values.settings import SchedulerSettings
 
 
 @dataclass(frozen=True, slots=True)

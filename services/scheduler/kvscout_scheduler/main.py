@@ -19,9 +19,9 @@ from kvscout_common.http.metrics_server import registry_of
 from kvscout_common.nats.config import NatsConfig, nats_flags
 from kvscout_common.rpc.serving import App, run
 from kvscout_scheduler.config import SchedulerConfig
-from kvscout_scheduler.request import MAX_LEASE_SECONDS
-from kvscout_scheduler.settings import SchedulerSettings
-from kvscout_scheduler.thresholds import BusyThresholds
+from kvscout_scheduler.values.request import MAX_LEASE_SECONDS
+from kvscout_scheduler.values.settings import SchedulerSettings
+from kvscout_scheduler.values.thresholds import BusyThresholds
 
 log = logging.getLogger("kvscout.scheduler")
 
@@ -168,11 +168,11 @@ async def build(config: SchedulerConfig) -> App:
     """The scheduler as an app to serve."""
     from kvscout_common.registry.backends import Backends
     from kvscout_common.registry.registry import Registry
-    from kvscout_scheduler.bookings import END_AT_ONCE
-    from kvscout_scheduler.metrics import SchedulerCollector
+    from kvscout_scheduler.bookings.bookings import END_AT_ONCE
+    from kvscout_scheduler.load.scraper import EngineScraper
+    from kvscout_scheduler.rpc.metrics import SchedulerCollector
+    from kvscout_scheduler.rpc.servicer import SERVICE, SchedulerServicer
     from kvscout_scheduler.scheduler import Scheduler
-    from kvscout_scheduler.scraper import EngineScraper
-    from kvscout_scheduler.servicer import SERVICE, SchedulerServicer
 
     registry = Registry(time.monotonic)
     try:
@@ -187,8 +187,8 @@ async def build(config: SchedulerConfig) -> App:
     link = config.nats.link("kvscout-scheduler") if config.nats is not None else None
     replicas = None
     if config.replica_id and link is not None:
-        from kvscout_scheduler.replicas import Replicas
-        from kvscout_scheduler.replication import Replication
+        from kvscout_scheduler.replicas.replicas import Replicas
+        from kvscout_scheduler.replicas.replication import Replication
 
         replication = Replication(scheduler, config.replica_id)
         registry.listen(replication.ownership)

@@ -16,16 +16,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvscout_common.errors import KvscoutError
-from kvscout_scheduler.booking import FreeOutcome
-from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.facts import Facts
-from kvscout_scheduler.request import OwnerName, RequestKey, SelectionRequest
+from kvscout_scheduler.bookings.booking import FreeOutcome
+from kvscout_scheduler.queue.waiting import Waiter
+from kvscout_scheduler.rpc.traces import tell, traced
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.traces import tell, traced
-from kvscout_scheduler.waiting import Waiter
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.request import OwnerName, RequestKey, SelectionRequest
+from kvscout_scheduler.values.reservation import Facts
 
 if TYPE_CHECKING:
-    from kvscout_scheduler.forwarding import Forwarding
+    from kvscout_scheduler.replicas.forwarding import Forwarding
 
 
 class Select(NamedTuple):

@@ -22,18 +22,23 @@ from kvscout_common.errors import (
 )
 from kvscout_common.identity.tenant_limits import TenantLimits
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.active_load import MakeLoad
-from kvscout_scheduler.booking import Booking, FreeOutcome, Phase
-from kvscout_scheduler.bookings import END_AT_ONCE, Bookings
-from kvscout_scheduler.cool_downs import CoolDowns
-from kvscout_scheduler.decision import Decision
-from kvscout_scheduler.engine_metrics import EngineMetrics
-from kvscout_scheduler.facts import Choice, Facts, lineage_of
-from kvscout_scheduler.journal import MAX_HASHED_BLOCKS
-from kvscout_scheduler.lines_elsewhere import LinesElsewhere
+from kvscout_scheduler.bookings.booking import Booking, FreeOutcome, Phase
+from kvscout_scheduler.bookings.bookings import END_AT_ONCE, Bookings
+from kvscout_scheduler.bookings.journal import MAX_HASHED_BLOCKS
+from kvscout_scheduler.bookings.takeover import Takeover
+from kvscout_scheduler.estimates.engine_metrics import EngineMetrics
+from kvscout_scheduler.load.active_load import MakeLoad
+from kvscout_scheduler.load.cool_downs import CoolDowns
+from kvscout_scheduler.load.pool import Pool
+from kvscout_scheduler.load.workers import Workers
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
-from kvscout_scheduler.pool import Pool
-from kvscout_scheduler.request import (
+from kvscout_scheduler.policies.decision_feed import Watchers
+from kvscout_scheduler.policies.selection import Selected, Selector
+from kvscout_scheduler.queue.admission import Turns
+from kvscout_scheduler.queue.remote_queues import LinesElsewhere
+from kvscout_scheduler.queue.waiting import RETRY_SECONDS, Answer, Waiter, WaitingLine
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.request import (
     HASH_BYTES,
     MAX_LEASE_SECONDS,
     OwnerName,
@@ -42,15 +47,10 @@ from kvscout_scheduler.request import (
     RequestKey,
     SelectionRequest,
 )
-from kvscout_scheduler.selection import Selected, Selector
-from kvscout_scheduler.settings import SchedulerSettings
-from kvscout_scheduler.stats import SchedulerStats
-from kvscout_scheduler.takeover import Takeover
-from kvscout_scheduler.thresholds import ThresholdTable
-from kvscout_scheduler.turns import Turns
-from kvscout_scheduler.waiting import RETRY_SECONDS, Answer, Waiter, WaitingLine
-from kvscout_scheduler.watching import Watchers
-from kvscout_scheduler.workers import Workers
+from kvscout_scheduler.values.reservation import Choice, Facts, lineage_of
+from kvscout_scheduler.values.settings import SchedulerSettings
+from kvscout_scheduler.values.stats import SchedulerStats
+from kvscout_scheduler.values.thresholds import ThresholdTable
 
 
 class Scheduler:
@@ -89,7 +89,7 @@ class Scheduler:
         self.waiting = WaitingLine(settings.queue_limit)
         if make_load is None:
             # Whoever chooses a twin need not load the extension.
-            from kvscout_scheduler import native_load
+            from kvscout_scheduler.load import native as native_load
 
             make_load = native_load.make_load
         self._make_load = make_load

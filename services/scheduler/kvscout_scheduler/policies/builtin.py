@@ -11,8 +11,8 @@ from typing import Final
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.worker import DeviceClass, WorkerRank
-from kvscout_scheduler.candidates import Candidates
-from kvscout_scheduler.choose import choose
+from kvscout_scheduler.costs.choose import choose
+from kvscout_scheduler.policies.candidates import Candidates
 from kvscout_scheduler.policies.kv_time import KvTime
 from kvscout_scheduler.policies.policy import Policy
 
@@ -22,7 +22,7 @@ class Kv(Policy):
 
     ::
 
-        cost = overlap_score_weight · prefill_blocks + decode_blocks        (all of it: kvscout_scheduler.cost)
+        cost = overlap_score_weight · prefill_blocks + decode_blocks        (all of it: kvscout_scheduler.costs.cost)
     """
 
     def costs(self, candidates: Candidates) -> Sequence[float]:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
-from kvscout_scheduler.candidates import Candidates
-from kvscout_scheduler.choose import is_ranked
+from kvscout_scheduler.costs.choose import is_ranked
+from kvscout_scheduler.policies.candidates import Candidates
 from kvscout_scheduler.policies.policy import Policy
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from random import Random
 
-from kvscout_scheduler.candidates import Candidates
-from kvscout_scheduler.choose import choose, probabilities
+from kvscout_scheduler.costs.choose import choose, probabilities
+from kvscout_scheduler.policies.candidates import Candidates
 
 
 class Policy(ABC):

@@ -1,0 +1,1 @@
+"""Bookings, from reservation to end."""

@@ -1,0 +1,1 @@
+"""Costs of workers from columns of numbers, and the draw from them; pure."""

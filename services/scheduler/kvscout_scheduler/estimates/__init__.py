@@ -1,0 +1,1 @@
+"""Estimates learned from requests and engines: speeds, output lengths, popular prefixes."""

@@ -1,0 +1,1 @@
+"""Active load of workers, by pool and slot."""

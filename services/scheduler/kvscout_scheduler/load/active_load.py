@@ -1,0 +1,291 @@
+"""Active load of one pool: numbers a worker slot, and the prefixes that its requests share.
+
+A *slot* is a small integer that stands for a worker rank, so that every quantity is a column. This module,
+`prefix_tree` and `cost` see slots, packed hashes and numbers, no request and no clock: they are the reference of the
+native twin (`native_load`, native/src/load), which answers the same.
+
+Invariants
+1. `decode_blocks[slot]` = distinct active blocks of the slot's allocations + their private blocks.
+2. `prefill_tokens[slot]` = Σ prefill tokens of its allocations in the prefill phase.
+3. `requests[slot]` = its allocations. Without allocations all columns are exactly 0; none is ever negative.
+
+An allocation costs O(runs of its path), `prefix_tree`. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from kvscout_scheduler.costs.cost import Lane, Question, ReferenceScores
+from kvscout_scheduler.costs.time_cost import TimeQuestion
+from kvscout_scheduler.load.prefix_tree import Node, PrefixTree
+from kvscout_scheduler.values.overlaps import AnyOverlaps
+from kvscout_scheduler.values.slot_sets import in_order, slot_set
+
+
+class Allocation(Protocol):
+    """What one request occupies; opaque but for its slot, valid until removed."""
+
+    @property
+    def slot(self) -> int:
+        """Where it is."""
+
+
+class SlotLoad(NamedTuple):
+    """What is active on one slot."""
+
+    requests: int
+    prefill_tokens: int
+    decode_blocks: int
+
+
+NO_LIMIT = 2**63 - 1
+
+
+class Limits(NamedTuple):
+    """The most that a worker may have to do; above, it is busy, or requests wait for it."""
+
+    prefill_tokens: int = NO_LIMIT
+    """With more it is busy."""
+    decode_blocks: int = NO_LIMIT
+    """With more it is busy; -1 = it is."""
+    queued_prefill_tokens: int = NO_LIMIT
+    """With more it has no room for requests that wait."""
+
+
+class Scores(Protocol):
+    """The columns of one decision, one entry a slot asked about; `cost.ReferenceScores` says what they are."""
+
+    @property
+    def device_blocks(self) -> Sequence[int]: ...
+
+    @property
+    def effective_blocks(self) -> Sequence[float]: ...
+
+    @property
+    def cached_tokens(self) -> Sequence[float]: ...
+
+    @property
+    def prefill_tokens(self) -> Sequence[float]: ...
+
+    @property
+    def decode_blocks(self) -> Sequence[int]: ...
+
+    @property
+    def costs(self) -> Sequence[float]: ...
+
+    def seconds(self, question: TimeQuestion) -> Sequence[float]: ...
+
+    def overlap(self, index: int) -> tuple[int, float]: ...
+
+    def slot(self, index: int) -> int: ...
+
+
+class ActiveLoad(Protocol):
+    """Load of one pool."""
+
+    track_blocks: bool
+    """False: requests occupy no blocks."""
+
+    @property
+    def requests(self) -> Sequence[int]:
+        """Active requests by slot; a column may be made anew each time, so keep it while you need more than one."""
+
+    @property
+    def prefill_tokens(self) -> Sequence[int]:
+        """Active prefill tokens by slot."""
+
+    @property
+    def decode_blocks(self) -> Sequence[int]:
+        """Active blocks by slot."""
+
+    def at(self, slot: int) -> SlotLoad:
+        """One row of them."""
+
+    def ensure_slot(self, slot: int) -> None:
+        """Makes room for a slot; new ones are idle."""
+
+    def limit(self, slot: int, limits: Limits) -> None:
+        """Says what a slot may have to do; new ones have no limits."""
+
+    def busy(self) -> int:
+        """The set of slots that have more to do than they may; see `slot_sets`."""
+
+    def full(self) -> int:
+        """The set of slots that have no room for requests that wait: the busy ones, and those of too much prefill."""
+
+    def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
+        """Says which worker ranks are where.
+
+        Args:
+            slot_of: Slots in use, by (worker_id, dp_rank).
+            order: The same slots, by rank.
+        """
+
+    def add(
+        self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
+    ) -> Allocation:
+        """Adds a request to a slot.
+
+        Args:
+            slot: The worker.
+            lane: How its blocks are hashed.
+            hashes: Packed local hashes of the blocks that other requests can share.
+            private_blocks: Further blocks: the partial tail, blocks that were not hashed.
+            prefill_tokens: Uncached prompt tokens.
+        """
+
+    def complete_prefill(self, allocation: Any) -> None:
+        """Ends the prefill phase of a request; a second time changes nothing."""
+
+    def add_private(self, allocation: Any, blocks: int) -> None:
+        """Adds blocks to a request that no other request shares."""
+
+    def remove(self, allocation: Any) -> None:
+        """Releases all that a request occupies; it must not be used again."""
+
+    def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
+        """Leading blocks of a prompt that are active on each slot; slots with none are left out."""
+
+    def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> Scores:
+        """What a decision needs to know.
+
+        Args:
+            question: The prompt.
+            overlaps: Where it is cached; checked.
+            slots: Set of workers of its lane, in which those that are not arranged do not count; None = all that are
+                arranged. Columns are by rank.
+        """
+
+    def check_invariants(self, allocations: Any) -> None:
+        """Raises AssertionError unless the columns follow from these allocations, all that there are."""
+
+
+MakeLoad = Callable[..., ActiveLoad]
+"""Makes an idle pool of one of the twins; takes `track_blocks`."""
+
+
+@dataclass(slots=True, eq=False)
+class ReferenceAllocation:
+    """See `Allocation`."""
+
+    slot: int
+    lane: Lane
+    node: Node | None
+    private_blocks: int
+    prefill_tokens: int
+
+
+class ReferenceLoad:
+    """See `ActiveLoad`.
+
+    Args:
+        track_blocks: False: requests occupy no blocks (prefill pools, --no-track-active-blocks).
+    """
+
+    def __init__(self, *, track_blocks: bool = True) -> None:
+        self.requests: list[int] = []
+        self.prefill_tokens: list[int] = []
+        self.decode_blocks: list[int] = []
+        self.track_blocks = track_blocks
+        self._limits: list[Limits] = []
+        self._trees: dict[Lane, PrefixTree] = {}
+        self._slot_of: Mapping[tuple[str, int], int] = {}
+        self._order: Sequence[int] = ()
+
+    def at(self, slot: int) -> SlotLoad:
+        return SlotLoad(self.requests[slot], self.prefill_tokens[slot], self.decode_blocks[slot])
+
+    def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
+        self._slot_of, self._order = slot_of, order
+
+    def ensure_slot(self, slot: int) -> None:
+        missing = slot + 1 - len(self.requests)
+        for column in (self.requests, self.prefill_tokens, self.decode_blocks):
+            column.extend([0] * missing)
+        self._limits.extend([Limits()] * missing)
+
+    def limit(self, slot: int, limits: Limits) -> None:
+        self._limits[slot] = limits
+
+    def busy(self) -> int:
+        return slot_set(slot for slot, limits in enumerate(self._limits) if self._over(slot, limits))
+
+    def full(self) -> int:
+        prefill_tokens = self.prefill_tokens
+        return slot_set(
+            slot
+            for slot, limits in enumerate(self._limits)
+            if prefill_tokens[slot] > limits.queued_prefill_tokens or self._over(slot, limits)
+        )
+
+    def _over(self, slot: int, limits: Limits) -> bool:
+        return self.prefill_tokens[slot] > limits.prefill_tokens or self.decode_blocks[slot] > limits.decode_blocks
+
+    def add(
+        self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
+    ) -> ReferenceAllocation:
+        node = None
+        if self.track_blocks:
+            tree = self._trees.get(lane)
+            if tree is None:
+                tree = self._trees[lane] = PrefixTree()
+            node, new_blocks = tree.add(hashes, slot)
+            self.decode_blocks[slot] += new_blocks + private_blocks
+        else:
+            private_blocks = 0
+        self.requests[slot] += 1
+        self.prefill_tokens[slot] += prefill_tokens
+        return ReferenceAllocation(slot, lane, node, private_blocks, prefill_tokens)
+
+    def complete_prefill(self, allocation: ReferenceAllocation) -> None:
+        self.prefill_tokens[allocation.slot] -= allocation.prefill_tokens
+        allocation.prefill_tokens = 0
+
+    def add_private(self, allocation: ReferenceAllocation, blocks: int) -> None:
+        if self.track_blocks:
+            allocation.private_blocks += blocks
+            self.decode_blocks[allocation.slot] += blocks
+
+    def remove(self, allocation: ReferenceAllocation) -> None:
+        slot = allocation.slot
+        gone = allocation.private_blocks
+        if allocation.node is not None:
+            gone += self._trees[allocation.lane].remove(allocation.node, slot)
+            allocation.node = None
+        self.decode_blocks[slot] -= gone
+        self.prefill_tokens[slot] -= allocation.prefill_tokens
+        self.requests[slot] -= 1
+
+    def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
+        tree = self._trees.get(lane)
+        return tree.shared(hashes) if tree is not None and self.track_blocks else {}
+
+    def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> ReferenceScores:
+        return ReferenceScores(
+            question,
+            self._order if slots is None else in_order(slots, self._order),
+            overlaps.plain,
+            self._slot_of,
+            prefill_tokens=self.prefill_tokens,
+            decode_blocks=self.decode_blocks if self.track_blocks else None,
+            shared=self.shared(question.lane, question.hashes),
+        )
+
+    def check_invariants(self, allocations: Iterable[ReferenceAllocation]) -> None:
+        size = len(self.requests)
+        requests, prefill, blocks = [0] * size, [0] * size, [0] * size
+        for allocation in allocations:
+            requests[allocation.slot] += 1
+            prefill[allocation.slot] += allocation.prefill_tokens
+            blocks[allocation.slot] += allocation.private_blocks
+        for tree in self._trees.values():
+            tree.check_invariants()
+            for slot, active in tree.recount().items():
+                blocks[slot] += active
+        assert requests == self.requests, "requests add up"
+        assert prefill == self.prefill_tokens, "prefill tokens add up"
+        assert blocks == self.decode_blocks, "blocks add up"
+        assert min([0, *prefill, *blocks]) == 0, "nothing is negative"

@@ -1,0 +1,60 @@
+"""Which slots have the labels or the adapter that a request wants: sets that are kept, as few wants are different."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_scheduler.values.slot_sets import large_slot_set
+
+Feature: TypeAlias = frozenset[tuple[str, str]] | str
+"""Labels, all of them; or the name of an adapter."""
+
+MAX_FEATURES: Final = 256
+"""Kept for one pool; the one that was asked for longest ago makes room."""
+
+
+class FeatureSets:
+    """The slots that have a feature.
+
+    Args:
+        ranks: By slot.
+        specs: By slot.
+    """
+
+    def __init__(self, ranks: Sequence[WorkerRank], specs: Sequence[WorkerSpec]) -> None:
+        self._ranks = ranks
+        self._specs = specs
+        self._kept: dict[Feature, int] = {}
+
+    def having(self, feature: Feature, order: Sequence[int]) -> int:
+        """The set of those that have it.
+
+        Args:
+            feature: What they have.
+            order: All slots that count.
+        """
+        found = self._kept.pop(feature, None)
+        if found is None:
+            specs = self._specs
+            found = large_slot_set((slot for slot in order if _has(specs[slot], feature)), len(self._ranks))
+            if len(self._kept) >= MAX_FEATURES:
+                del self._kept[next(iter(self._kept))]
+        self._kept[feature] = found
+        return found
+
+    def described(self, spec: WorkerSpec, slots: int) -> None:
+        """A registration of some slots says something else now."""
+        for feature, found in self._kept.items():
+            self._kept[feature] = found | slots if _has(spec, feature) else found & ~slots
+
+    def forget(self) -> None:
+        """Others are registered now."""
+        self._kept.clear()
+
+
+def _has(spec: WorkerSpec, feature: Feature) -> bool:
+    if isinstance(feature, str):
+        return any(adapter.name == feature for adapter in spec.adapters)
+    return feature <= spec.labels.items()

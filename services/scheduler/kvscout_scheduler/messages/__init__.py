@@ -1,0 +1,1 @@
+"""Protobuf messages and packed bytes to and from the scheduler's values."""

@@ -1,0 +1,231 @@
+"""Scheduler messages ↔ the core's plain values. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Final
+
+from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout_common.enum_words import value_of
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
+from kvscout_common.rpc.request_names import NamesRequest
+from kvscout_common.worker import DEFAULT_TENANT
+from kvscout_scheduler.bookings.active_requests import ActiveRequest
+from kvscout_scheduler.bookings.booking import FreeOutcome, Phase
+from kvscout_scheduler.load.worker_loads import WorkerLoad
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
+from kvscout_scheduler.values.request import (
+    NO_OVERRIDE,
+    ConfigOverride,
+    PoolId,
+    Prompt,
+    RequestKey,
+    SelectionRequest,
+    Wanted,
+    pack_hashes,
+)
+from kvscout_scheduler.values.reservation import Facts
+from kvscout_scheduler.values.thresholds import BusyThresholds
+
+OUTCOMES: Final[dict[FreeOutcome, scheduler_pb2.FreeOutcome.ValueType]] = {
+    each: value_of(scheduler_pb2.FreeOutcome, each) for each in FreeOutcome
+}
+
+
+def same_fields(record: Any, *but: str) -> dict[str, Any]:
+    """The fields of a record that its message has under the same names.
+
+    Args:
+        record: A NamedTuple.
+        but: Those that the message has in another form.
+    """
+    return {name: value for name, value in record._asdict().items() if name not in but}
+
+
+def given_fields(message: Any, *names: str) -> dict[str, Any]:
+    """Those of some optional fields that are set."""
+    return {name: getattr(message, name) for name in names if message.HasField(name)}
+
+
+def overlaps_from_proto(message: types_pb2.Overlaps) -> Overlaps:
+    """The columns of FindMatches; they are checked against the prompt later."""
+    if not message.worker_ids:
+        return NO_OVERLAPS
+    return Overlaps(**{column.name: list(getattr(message, column.name)) for column in fields(Overlaps)})
+
+
+def prompt_from_proto(message: scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest) -> Prompt:
+    """The hashes and overlaps that a message has of its own."""
+    return Prompt(
+        block_hashes=pack_hashes(message.block_hashes),
+        block_size=message.block_size,
+        overlaps=overlaps_from_proto(message.overlaps),
+    )
+
+
+def other_prompts_from_proto(
+    message: scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest,
+) -> tuple[Prompt, ...]:
+    """Those that it has for workers of other block sizes."""
+    return tuple(
+        Prompt(pack_hashes(p.block_hashes), p.block_size, p.eagle, overlaps_from_proto(p.overlaps))
+        for p in message.other_pools
+    )
+
+
+def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str = "") -> SelectionRequest:
+    """A request that wants a worker; an unset tenant is that of the message around it.
+
+    Raises:
+        InvalidArgument: If a field cannot be read; the core checks the rest.
+    """
+    override = NO_OVERRIDE
+    if message.HasField("router_config_override"):
+        names = ("overlap_score_weight", "router_temperature", "policy", "seed")
+        override = ConfigOverride(**given_fields(message.router_config_override, *names))
+    return SelectionRequest(
+        model=message.model,
+        isl_tokens=message.isl_tokens,
+        prompt=prompt_from_proto(message),
+        other_prompts=other_prompts_from_proto(message),
+        tenant=message.tenant or outer_tenant or DEFAULT_TENANT,
+        role=role_from_proto(message.role),
+        request_id=message.request_id,
+        attempt_id=message.attempt_id,
+        wanted=Wanted(
+            message.pinned_worker_id,
+            message.pinned_dp_rank if message.HasField("pinned_dp_rank") else None,
+            frozenset(message.allowed_worker_ids),
+            frozenset(message.excluded_worker_ids),
+            frozenset(message.required_labels.items()),
+            message.lora_name,
+        ),
+        override=override,
+        priority=message.priority,
+        expected_output_tokens=message.expected_output_tokens,
+        max_output_tokens=message.max_output_tokens,
+        output_class=message.output_class,
+        estimates_prefill=message.estimate_prefill_complete,
+        charge_prefill=not message.prefill_elsewhere,
+        explain=message.explain,
+    )
+
+
+def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
+    """The worker that was picked."""
+    explanation = None
+    if decision.explanation is not None:
+        candidates = [
+            scheduler_pb2.Candidate(
+                worker=rank_to_proto(each.rank),
+                ineligible_reason=value_of(scheduler_pb2.IneligibleReason, each.ineligible_reason),
+                **same_fields(each, "rank", "ineligible_reason"),
+            )
+            for each in decision.explanation.candidates
+        ]
+        explanation = scheduler_pb2.Explanation(
+            candidates=candidates, **same_fields(decision.explanation, "candidates")
+        )
+    return scheduler_pb2.SelectResponse(
+        worker=rank_to_proto(decision.rank),
+        http_endpoint=decision.spec.http_endpoint,
+        overlap_blocks=decision.overlap_blocks,
+        effective_overlap_blocks=decision.effective_overlap_blocks,
+        cost=decision.cost,
+        uncached_tokens=decision.uncached_tokens,
+        explanation=explanation,
+        block_size=decision.spec.block_size,
+    )
+
+
+def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str = "") -> Facts:
+    """A request to be booked on a given worker; an unset tenant is that of the message around it.
+
+    Raises:
+        InvalidArgument: If it names no worker, or a hash is out of range.
+    """
+    return Facts(
+        key=RequestKey(
+            message.tenant or outer_tenant or DEFAULT_TENANT,
+            message.model,
+            role_from_proto(message.role),
+            message.request_id,
+        ),
+        rank=rank_from_proto(message.worker),
+        isl_tokens=message.isl_tokens,
+        block_hashes=pack_hashes(message.block_hashes),
+        attempt_id=message.attempt_id,
+        uncached_tokens=message.isl_tokens - message.cached_tokens,
+        expected_output_tokens=message.expected_output_tokens,
+        max_output_tokens=message.max_output_tokens,
+        output_class=message.output_class,
+        estimates_prefill=message.estimate_prefill_complete,
+        running=message.running or message.prefill_complete,
+        prefilled=message.prefill_complete,
+    )
+
+
+def key_from_proto(message: NamesRequest, outer_tenant: str = "") -> RequestKey:
+    """The name of a booking; an unset tenant is that of the message around it.
+
+    Raises:
+        InvalidArgument: If it names no request or no model.
+    """
+    if not message.request_id:
+        raise InvalidArgument("must not be empty", field="request_id")
+    if not message.model:
+        raise InvalidArgument("must not be empty", field="model")
+    tenant = message.tenant or outer_tenant or DEFAULT_TENANT
+    return RequestKey(tenant, message.model, role_from_proto(message.role), message.request_id)
+
+
+def key_to_proto(key: RequestKey, attempt_id: int) -> scheduler_pb2.RequestRef:
+    """The name of a booking."""
+    return scheduler_pb2.RequestRef(
+        model=key.model,
+        tenant=key.tenant,
+        role=role_to_proto(key.role),
+        request_id=key.request_id,
+        attempt_id=attempt_id,
+    )
+
+
+def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
+    """The load of a worker rank."""
+    return scheduler_pb2.WorkerLoad(worker=rank_to_proto(load.rank), **same_fields(load, "rank"))
+
+
+def active_to_proto(active: ActiveRequest, *, shows_owner: bool) -> scheduler_pb2.ActiveRequest:
+    """An active request."""
+    facts = active.facts
+    return scheduler_pb2.ActiveRequest(
+        request=key_to_proto(facts.key, facts.attempt_id),
+        worker=rank_to_proto(facts.rank),
+        phase=value_of(scheduler_pb2.RequestPhase, active.phase),
+        blocks=active.prompt_blocks,
+        output_blocks=active.output_blocks,
+        uncached_tokens=facts.uncached_tokens,
+        owner_id=active.owner.owner_id if shows_owner and active.owner is not None else "",
+        age_seconds=active.age_seconds,
+        lease_remaining_seconds=active.lease_remaining_seconds,
+        phase_estimated=active.phase is Phase.DECODE and facts.estimates_prefill,
+    )
+
+
+def thresholds_to_proto(tenant: str, model: str, thresholds: BusyThresholds) -> types_pb2.BusyThresholds:
+    """The thresholds of a model."""
+    return types_pb2.BusyThresholds(
+        model=model,
+        tenant=tenant,
+        active_decode_blocks_threshold=thresholds.active_decode_blocks_threshold,
+        active_prefill_tokens_threshold=thresholds.active_prefill_tokens_threshold,
+    )
+
+
+def pool_from_request(
+    message: scheduler_pb2.SchedulerGetPotentialLoadsRequest | scheduler_pb2.WatchLoadsRequest,
+) -> PoolId:
+    """Whose loads are asked for."""
+    return PoolId(message.tenant or DEFAULT_TENANT, message.model, role_from_proto(message.role))

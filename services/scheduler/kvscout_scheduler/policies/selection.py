@@ -1,0 +1,178 @@
+"""One selection: who may take the request, what the policy says, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from random import Random
+from typing import NamedTuple
+
+from kvscout_common.errors import InternalError
+from kvscout_scheduler.load.pool import Pool
+from kvscout_scheduler.policies import CheckedPolicy, PolicyRegistry
+from kvscout_scheduler.policies.candidates import Candidates
+from kvscout_scheduler.policies.eligibility import Dropped, eligible, with_room
+from kvscout_scheduler.values.decision import Candidate, Decision, Explanation
+from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, SelectionRequest
+from kvscout_scheduler.values.settings import SchedulerSettings
+
+
+class Selected(NamedTuple):
+    """What was picked, and what booking it takes."""
+
+    decision: Decision
+    pool: Pool
+    slot: int
+    block_hashes: bytes
+
+
+class Selector:
+    """Picks workers. Makes one instance of each policy a pool, which the pool keeps.
+
+    Args:
+        settings: Defaults that a request may override.
+        registry: The policies.
+        rng: Draws of requests without a seed of their own.
+    """
+
+    def __init__(self, settings: SchedulerSettings, registry: PolicyRegistry, rng: Random) -> None:
+        registry.check(settings.policy)
+        self._settings = settings
+        self._registry = registry
+        self._rng = rng
+
+    def begin(self, pool: Pool) -> None:
+        """Makes the usual policy of a new pool, which observes it before anything is selected here: a replica that
+        others decide for learns, too."""
+        # One that cannot be made fails the requests that meet it.
+        with suppress(InternalError):
+            self._policy(pool, self._settings.policy)
+
+    def check(self, request: SelectionRequest) -> None:
+        """Checks a request, as far as that needs no workers.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        request.validate()
+        if request.override.policy is not None:
+            self._registry.check(request.override.policy)
+
+    def select(
+        self, pool: Pool, request: SelectionRequest, now: float, *, books: bool, explains: bool = False
+    ) -> Selected:
+        """Picks a worker; changes nothing but the turn of policies that take turns.
+
+        Args:
+            pool: The pool of the request, which knows when its workers are busy.
+            request: A checked request.
+            now: On the scheduler's clock.
+            books: Whether the choice is going to be booked.
+            explains: Whether somebody else wants the choice explained: then it is, if that can be done.
+
+        Raises:
+            InvalidArgument, FailedPrecondition: `Pool.prompts`.
+            NotFound, Unavailable, FailedPrecondition, ResourceExhausted: `eligible`.
+            InternalError: The policy fails.
+        """
+        prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
+        dropped = Dropped() if request.explain or explains else None
+        members = eligible(pool, request, now, dropped)
+        if pool.keeps_line:
+            # A query is answered all the same when everyone is full.
+            members = with_room(pool, members, dropped) or members
+        settings = self._settings if request.override is NO_OVERRIDE else self._in_effect(request.override)
+        candidates = Candidates(pool, request, members, prompts, settings, now=now, books=books)
+        name = settings.policy
+        policy = self._policy(pool, name)
+        costs = policy.costs(candidates)
+        seed = request.override.seed
+        index = policy.pick(candidates, costs, self._rng if seed is None else Random(seed))
+        overlap_blocks, effective_overlap_blocks = candidates.overlap(index)
+        slot = candidates.slot(index)
+        explanation = None
+        if dropped is not None:
+            try:
+                explanation = explain(
+                    pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped.by_slot()
+                )
+            except InternalError:
+                # Who asked for none gets the worker all the same.
+                if request.explain:
+                    raise
+        decision = Decision(
+            pool.ranks[slot],
+            pool.specs[slot],
+            name,
+            overlap_blocks,
+            effective_overlap_blocks,
+            costs[index],
+            candidates.uncached_tokens(slot, effective_overlap_blocks),
+            explanation,
+        )
+        return Selected(decision, pool, slot, prompts[pool.lane_of[slot]].block_hashes)
+
+    def _in_effect(self, override: ConfigOverride) -> SchedulerSettings:
+        given = {name: getattr(override, name) for name in ("overlap_score_weight", "router_temperature", "policy")}
+        return replace(self._settings, **{name: value for name, value in given.items() if value is not None})
+
+    def _policy(self, pool: Pool, name: str) -> CheckedPolicy:
+        policy: CheckedPolicy | None = pool.policies.get(name)
+        if policy is None:
+            policy = pool.policies[name] = self._registry.create(name)
+            if policy.observes:
+                pool.observers.append(policy)
+        return policy
+
+
+def explain(
+    pool: Pool,
+    name: str,
+    policy: CheckedPolicy,
+    *,
+    candidates: Candidates,
+    costs: Sequence[float],
+    index: int,
+    dropped: dict[int, str],
+) -> Explanation:
+    """Why the policy picked a candidate, beside all that it did not.
+
+    Args:
+        pool: Where they come from; as it was when the policy picked.
+        name: Of the policy.
+        policy: The policy.
+        candidates: The eligible ones.
+        costs: What the policy said of them.
+        index: The one it picked.
+        dropped: Why each other worker of the pool was not eligible, by slot.
+    """
+    settings = candidates.settings
+    everyone = candidates.of(pool.everyone)
+    # A policy may compare candidates with each other: the eligible ones are shown as they were compared.
+    shown = dict(zip(everyone.slots, policy.costs(everyone), strict=True))
+    shown.update(zip(candidates.slots, costs, strict=True))
+    all_costs = [shown[slot] for slot in everyone.slots]
+    drawn = dict(zip(candidates.slots, policy.probabilities(candidates, costs), strict=True))
+    rows = zip(
+        everyone.slots, everyone.tiers(), everyone.prefill_blocks, everyone.decode_blocks, all_costs, strict=True
+    )
+    return Explanation(
+        policy=name,
+        overlap_score_weight=settings.overlap_score_weight,
+        router_temperature=settings.router_temperature,
+        reason=policy.reason(candidates, costs, index),
+        candidates=tuple(
+            Candidate(
+                pool.ranks[slot],
+                slot not in dropped,
+                dropped.get(slot, ""),
+                *tiers,
+                prefill_blocks=prefill_blocks,
+                decode_blocks=decode_blocks,
+                cost=cost,
+                probability=drawn.get(slot, 0.0),
+            )
+            for slot, tiers, prefill_blocks, decode_blocks, cost in rows
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Requests that wait for a worker with room."""

@@ -1,0 +1,146 @@
+"""Whose turn it is: which of those that wait may go, looked at where something has changed, and nowhere else.
+
+::
+
+    Free, prefill complete, expiry ──▶ pool.relieved: has the worker room? ──▶ the groups that it could take
+    registry, cool-down, thresholds ──▶ pool.changed ────────────────────────▶ all groups
+
+Invariant, between two calls: no worker that a waiting group could take has room, or it is in `relieved`, or the pool is
+`changed`. So a worker whose load fell and that has no room yet is the concern of nobody; and of a group, the first one
+that must wait speaks for all. A vacancy that is left to another replica (`lines_elsewhere`) counts as none, until
+`resume`.
+
+Pure: the clock is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from heapq import heapify, heappop, heappush
+
+from kvscout_common.errors import KvscoutError, ResourceExhausted
+from kvscout_scheduler.load.pool import Pool
+from kvscout_scheduler.load.workers import Workers
+from kvscout_scheduler.policies.eligibility import eligible, with_room
+from kvscout_scheduler.queue.remote_queues import ANYWHERE, LinesElsewhere
+from kvscout_scheduler.queue.waiting import Group, Line, Waiter, WaitingLine
+from kvscout_scheduler.values.request import PoolId, SelectionRequest
+from kvscout_scheduler.values.slot_sets import slot_set, slots_in
+from kvscout_scheduler.values.thresholds import ThresholdTable
+
+
+class Turns:
+    """Gives turns to those that wait.
+
+    Args:
+        workers: Whom they wait for.
+        thresholds: When those are busy.
+        waiting: Those that wait.
+        book: Books one whose turn it is, and tells it; must not raise.
+        elsewhere: Those that wait at other replicas.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        thresholds: ThresholdTable,
+        waiting: WaitingLine,
+        book: Callable[[Waiter, float], None],
+        elsewhere: LinesElsewhere,
+    ) -> None:
+        self._workers = workers
+        self._thresholds = thresholds
+        self._waiting = waiting
+        self._book = book
+        self._elsewhere = elsewhere
+
+    def must_wait(self, request: SelectionRequest, now: float) -> bool:
+        """Whether a request that comes has to wait; `give` must have been called.
+
+        Raises:
+            KvscoutError: No worker could take it at all; as `eligible`, and busy only where nobody waits for the same.
+        """
+        pool = self._workers.pool(request.pool)
+        line = self._waiting.line(pool.id)
+        if line is not None and line.group(request.wanted) is not None:
+            return True
+        must_wait = not self._has_vacancy(pool, request, now)
+        if must_wait and line is None:
+            # Nobody has looked at this pool for long: what is known of it is what was seen just now.
+            pool.take_changes()
+        return must_wait
+
+    def give(self, pool_id: PoolId, now: float) -> None:
+        """Books whoever can go, in order."""
+        line = self._waiting.line(pool_id)
+        if line is None:
+            return
+        try:
+            pool = self._workers.pool(pool_id)
+        except KvscoutError as error:
+            for group in line.groups:
+                self._refuse(group.waiters, error)
+            return
+        pool.judge(self._thresholds.get(pool_id.tenant, pool_id.model))
+        pool.recover(now)
+        slots, changed = pool.take_changes()
+        if changed:
+            groups, relieved = line.groups, 0
+        elif relieved := slot_set(slots) & ~pool.load.full():
+            groups = _groups_for(pool, line, relieved)
+        else:
+            return
+        turns = [(group.head.place, group) for group in groups]
+        heapify(turns)
+        while turns:
+            _, group = heappop(turns)
+            try:
+                if not self._has_vacancy(pool, group.head.request, now):
+                    continue
+            except ResourceExhausted:
+                # Busy is what it waits for to end.
+                continue
+            except KvscoutError as error:
+                self._refuse(group.waiters, error)
+                continue
+            waiter = group.head
+            self._waiting.leave(waiter)
+            self._book(waiter, now)
+            if relieved and not relieved & ~pool.load.full():
+                return
+            if group.waiters:
+                heappush(turns, (group.head.place, group))
+
+    def resume(self, now: float) -> None:
+        """Takes up vacancies that were left to other replicas for long enough; to be called every few milliseconds."""
+        for pool_id in self._elsewhere.take_over(now):
+            try:
+                self._workers.pool(pool_id).changed = True
+            except KvscoutError:
+                continue
+            self.give(pool_id, now)
+
+    def _has_vacancy(self, pool: Pool, request: SelectionRequest, now: float) -> bool:
+        """Whether a worker has room for a request, and it is not left to another replica."""
+        if self._has_room(pool, request, now):
+            return not self._elsewhere.come_first(request, now)
+        if request.wanted == ANYWHERE:
+            self._elsewhere.filled(pool.id)
+        return False
+
+    def _has_room(self, pool: Pool, request: SelectionRequest, now: float) -> bool:
+        pool.judge(self._thresholds.get(request.tenant, request.model))
+        return bool(with_room(pool, eligible(pool, request, now)))
+
+    def _refuse(self, waiters: list[Waiter], error: KvscoutError) -> None:
+        for waiter in list(waiters):
+            self._waiting.leave(waiter)
+            # Each is raised somewhere else.
+            waiter.answer(copy(error))
+
+
+def _groups_for(pool: Pool, line: Line, slots: int) -> list[Group]:
+    members = slots_in(slots)
+    found = {group.wanted: group for slot in members for group in line.groups_for(pool.ranks[slot], pool.specs[slot])}
+    return list(found.values())

@@ -1,0 +1,211 @@
+"""Requests that wait because every worker that could take them has prefill work enough.
+
+::
+
+    arrive ──▶ any worker:  [prio 5: a d] [prio 0: b c e] ──┐
+               pinned to x: [prio 0: f g]                   ├──turns.py──▶ booked, the first place of all first
+               adapter l:   [prio 9: h]                     ──┘
+
+Rules
+1. A request waits while *all* workers that could take it have more than `threshold · max_num_batched_tokens` active
+   prefill tokens. A worker that did not register `max_num_batched_tokens` never makes anyone wait. Who need not wait,
+   or has waited, goes to one that has room.
+2. Higher priorities first, then in the order of arrival. Those that want the same of their worker (`Wanted`: pin,
+   lists, labels, adapter) are a group, and go one after the other; one group holds up no other.
+3. Who comes while its group waits, waits behind it, also while every worker is over a busy threshold: nobody overtakes
+   by asking again at the right moment. Without such a group, busy is a refusal, as it is without a line.
+4. The line of a pool is bounded. What does not fit, and what else is refused for want of capacity while anyone waits in
+   the pool, is told when to try again.
+5. A repeated call of the same attempt takes over the place of the first, with its own overlaps: that is how a gateway
+   refreshes them. The first call ends with `Cancelled`.
+6. Nothing is booked before a waiter is told of it; one whose caller has gone is taken out and leaves nothing.
+
+Pure: the clock is passed in, whoever waits is told through a callback.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from kvscout_common.errors import AlreadyExists, Cancelled, KvscoutError, ResourceExhausted
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_scheduler.policies.eligibility import Fits, demands
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.request import OwnerName, PoolId, RequestKey, SelectionRequest, Wanted
+
+RETRY_SECONDS = 1.0
+"""What refused callers are told: prefills take fractions of a second, a full line of them a few."""
+
+Answer = Callable[[Decision | KvscoutError], None]
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One request in line."""
+
+    request: SelectionRequest
+    answer: Answer
+    """Told of the decision, or why there is none; must not raise."""
+    owner: OwnerName | None
+    lease_seconds: float
+    since: float
+    place: tuple[int, int] = field(default=(0, 0))
+    """Orders the line: priority, highest first, then arrival."""
+
+
+_PLACE = attrgetter("place")
+
+
+class Group:
+    """Waiters of a pool that want the same of their worker, in the order in which they go; never empty in a line."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.waiters: list[Waiter] = []
+        self._fits: tuple[Fits, ...] = tuple(demand.fits for demand in demands(wanted))
+
+    @property
+    def head(self) -> Waiter:
+        """Who goes next."""
+        return self.waiters[0]
+
+    def fits(self, rank: WorkerRank, spec: WorkerSpec) -> bool:
+        """Whether a worker is what they want."""
+        return all(fits(rank, spec) for fits in self._fits)
+
+
+class Line:
+    """The waiters of one pool."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._groups: dict[str, dict[Wanted, Group]] = {}
+        """By pinned worker; "" = none."""
+
+    @property
+    def groups(self) -> list[Group]:
+        """All groups, in no order."""
+        return [group for groups in self._groups.values() for group in groups.values()]
+
+    def group(self, wanted: Wanted) -> Group | None:
+        """Those that wait for the same."""
+        return self._groups.get(wanted.pinned_worker_id, {}).get(wanted)
+
+    def priority(self, wanted: Wanted) -> int | None:
+        """Highest priority of those that wait for the same; None = nobody does."""
+        group = self.group(wanted)
+        return None if group is None else group.head.request.priority
+
+    def groups_for(self, rank: WorkerRank, spec: WorkerSpec) -> Iterator[Group]:
+        """The groups that a worker rank could take."""
+        for pin in (rank.worker_id, ""):
+            for group in self._groups.get(pin, {}).values():
+                if group.fits(rank, spec):
+                    yield group
+
+    def add(self, waiter: Waiter) -> None:
+        """Adds a waiter at its place."""
+        wanted = waiter.request.wanted
+        groups = self._groups.setdefault(wanted.pinned_worker_id, {})
+        group = groups.get(wanted)
+        if group is None:
+            group = groups[wanted] = Group(wanted)
+        insort(group.waiters, waiter, key=_PLACE)
+        self.length += 1
+
+    def remove(self, waiter: Waiter) -> None:
+        """Takes a waiter out."""
+        wanted = waiter.request.wanted
+        groups = self._groups[wanted.pinned_worker_id]
+        waiters = groups[wanted].waiters
+        del waiters[bisect_left(waiters, waiter.place, key=_PLACE)]
+        self.length -= 1
+        if not waiters:
+            del groups[wanted]
+            if not groups:
+                del self._groups[wanted.pinned_worker_id]
+
+
+class WaitingLine:
+    """The lines of all pools.
+
+    Args:
+        limit: Waiters in one pool.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lines: dict[PoolId, Line] = {}
+        self._by_key: dict[RequestKey, Waiter] = {}
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Waiter]:
+        return iter(self._by_key.values())
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._by_key
+
+    def length(self, pool: PoolId) -> int:
+        """Waiters in one pool."""
+        line = self._lines.get(pool)
+        return line.length if line is not None else 0
+
+    def line(self, pool: PoolId) -> Line | None:
+        """The line of a pool; None = nobody waits there."""
+        return self._lines.get(pool)
+
+    @property
+    def pools(self) -> list[PoolId]:
+        """Pools in which anyone waits; a copy."""
+        return list(self._lines)
+
+    def join(self, waiter: Waiter) -> None:
+        """Puts a request in line, or in the place of an earlier call of the same attempt.
+
+        Raises:
+            AlreadyExists: Another attempt of the request waits.
+            ResourceExhausted: The line is full.
+        """
+        key = waiter.request.key
+        earlier = self._by_key.get(key)
+        if earlier is not None:
+            if earlier.request.attempt_id != waiter.request.attempt_id:
+                raise AlreadyExists(f"request {key.request_id!r} waits under attempt {earlier.request.attempt_id}")
+            waiter.since, waiter.place = earlier.since, earlier.place
+            self.leave(earlier)
+        else:
+            waiting = self.length(key.pool)
+            if waiting >= self._limit:
+                raise ResourceExhausted(f"{waiting} requests wait (limit)", retry_after_seconds=RETRY_SECONDS)
+            self._arrivals += 1
+            waiter.place = (-waiter.request.priority, self._arrivals)
+        line = self._lines.get(key.pool)
+        if line is None:
+            line = self._lines[key.pool] = Line()
+        line.add(waiter)
+        self._by_key[key] = waiter
+        if earlier is not None:
+            earlier.answer(Cancelled("a repeated call of the same attempt waits in its place"))
+
+    def find(self, key: RequestKey, attempt_id: int) -> Waiter | None:
+        """The waiter of an attempt."""
+        waiter = self._by_key.get(key)
+        return waiter if waiter is not None and waiter.request.attempt_id == attempt_id else None
+
+    def leave(self, waiter: Waiter) -> bool:
+        """Takes a waiter out; False if it is not in line any more."""
+        key = waiter.request.key
+        if self._by_key.get(key) is not waiter:
+            return False
+        del self._by_key[key]
+        line = self._lines[key.pool]
+        line.remove(waiter)
+        if not line.length:
+            del self._lines[key.pool]
+        return True

@@ -1,0 +1,1 @@
+"""Replicas of the scheduler: claims, synchronisation, forwarding."""

@@ -1,0 +1,251 @@
+"""A claim: what a replica says of a request that it owns. Pure values and their protobuf form.
+
+Of several claims to a name, those that are *over* cancel the active ones of a lower term, and those of the same attempt
+at the same term; of the active ones left the highest (term, replica id, epoch) holds.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from kvscout.v1 import replication_pb2, scheduler_pb2
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto
+from kvscout_common.worker import ALL_TENANTS
+from kvscout_scheduler.messages.translate import key_from_proto, key_to_proto
+from kvscout_scheduler.replicas.blocks import FindBlocks, KnownBlocks, known_blocks
+from kvscout_scheduler.values.request import HASH_BYTES, OwnerName, RequestKey
+from kvscout_scheduler.values.reservation import NOWHERE, Choice, Facts
+
+
+class Incarnation(NamedTuple):
+    """One life of a replica."""
+
+    replica_id: str
+    epoch: int
+    """Its start, microseconds since the Unix epoch."""
+
+
+class ClaimState(IntEnum):
+    """Where a claimed request is; the numbers of the protocol."""
+
+    PREFILL = replication_pb2.CLAIM_STATE_PREFILL
+    DECODE = replication_pb2.CLAIM_STATE_DECODE
+    FREED = replication_pb2.CLAIM_STATE_FREED
+    """By its caller: this attempt is never booked again."""
+    ENDED = replication_pb2.CLAIM_STATE_ENDED
+
+
+_STATES = frozenset(state.value for state in ClaimState)
+
+NONE_LEFT_OUT = KnownBlocks(0, 0)
+NOBODY = OwnerName("", "")
+"""The owner, in a digest, of what has none."""
+
+
+class Claim(NamedTuple):
+    """One replica's claim to a request; never changed, only replaced."""
+
+    facts: Facts
+    term: int
+    state: ClaimState
+    output_blocks: int = 0
+    owner: OwnerName | None = None
+    lease_seconds: float = 0.0
+    owner_since: int = 0
+    """When the owner opened the stream on which the replica has the request, microseconds since the Unix epoch."""
+
+    @property
+    def key(self) -> RequestKey:
+        """What names the request."""
+        return self.facts.key
+
+    @property
+    def attempt_id(self) -> int:
+        """Which attempt of it."""
+        return self.facts.attempt_id
+
+    @property
+    def active(self) -> bool:
+        """Whether it occupies a worker."""
+        return self.state <= ClaimState.DECODE
+
+    def cancels(self, other: Claim) -> bool:
+        """Whether this claim, which is over, cancels an active one."""
+        return self.term > other.term or (self.term == other.term and self.attempt_id == other.attempt_id)
+
+    def mark(self) -> int:
+        """Its part in its replica's digest: 64 bits over all that can change, and its name."""
+        (key, attempt_id, rank, *_), owner = self.facts, self.owner or NOBODY
+        text = (
+            f"{key.tenant}\0{key.model}\0{key.role}\0{key.request_id}\0{attempt_id}\0{self.term}\0{self.state:d}\0"
+            f"{rank.worker_id}\0{rank.dp_rank}\0{self.output_blocks}\0{owner.owner_id}\0{float(self.lease_seconds)!r}"
+        )
+        if owner.tenant not in ("", ALL_TENANTS):
+            text += f"\0{owner.tenant}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def size(self, *, known: bool = False) -> int:
+        """About its bytes in a message; known = without its hashes."""
+        return (
+            (0 if known else len(self.facts.block_hashes))
+            + len(self.key.request_id)
+            + len(self.key.model)
+            + sum(map(len, self.owner or ()))
+            + 128
+        )
+
+
+def shared(facts: Facts) -> Facts:
+    """What all replicas know alike of a booking: not since when one of them has known it."""
+    return facts._replace(running=False, prefilled=False) if facts.running or facts.prefilled else facts
+
+
+class ClaimSet(dict[RequestKey, Claim]):
+    """Claims by name, with their digest: the exclusive or of their marks. It follows `put` and `drop`, nothing else."""
+
+    __slots__ = ("_marks", "digest", "told_at")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digest = 0
+        self.told_at: dict[RequestKey, int] = {}
+        """Sequence by which the hashes of each had been told."""
+        self._marks: dict[RequestKey, int] = {}
+
+    def put(self, claim: Claim, told_at: int | None = None) -> None:
+        """Adds or replaces a claim.
+
+        Args:
+            claim: With its hashes.
+            told_at: Sequence by which these were told; None = as those of the claim before.
+        """
+        if told_at is not None:
+            self.told_at[claim.key] = told_at
+        mark = claim.mark()
+        self.digest ^= self._marks.get(claim.key, 0) ^ mark
+        self._marks[claim.key] = mark
+        self[claim.key] = claim
+
+    def drop(self, key: RequestKey) -> Claim:
+        """Takes a claim out."""
+        self.digest ^= self._marks.pop(key)
+        del self.told_at[key]
+        return self.pop(key)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the digest is not that of the claims."""
+        digest = 0
+        for claim in self.values():
+            digest ^= claim.mark()
+        assert digest == self.digest
+        assert self._marks.keys() == self.told_at.keys() == self.keys()
+
+
+class _Owned(Protocol):
+    """A message that tells an owner."""
+
+    owner_id: str
+    owner_tenant: str
+
+
+def owner_to_proto(owner: OwnerName | None) -> dict[str, str]:
+    """The fields of a message that tell an owner."""
+    if owner is None:
+        return {}
+    return {"owner_id": owner.owner_id, "owner_tenant": "" if owner.tenant == ALL_TENANTS else owner.tenant}
+
+
+def owner_from_proto(message: _Owned) -> OwnerName | None:
+    """The owner that a message tells."""
+    return OwnerName(message.owner_tenant or ALL_TENANTS, message.owner_id) if message.owner_id else None
+
+
+def name_to_proto(claim: Claim) -> scheduler_pb2.RequestRef:
+    """The request and attempt of a claim."""
+    return key_to_proto(claim.key, claim.attempt_id)
+
+
+def claim_to_proto(claim: Claim, *, known: bool = False) -> replication_pb2.Claim:
+    """A claim, for others; known = without its hashes, which they have."""
+    facts = claim.facts
+    choice, block_hashes = facts.choice, facts.block_hashes
+    left_out = known_blocks(block_hashes) if known else NONE_LEFT_OUT
+    return replication_pb2.Claim(
+        request=name_to_proto(claim),
+        term=claim.term,
+        state=claim.state.value,
+        worker=rank_to_proto(facts.rank) if claim.active else None,
+        block_hashes=b"" if known else block_hashes,
+        known_blocks=left_out.blocks,
+        known_blocks_crc=left_out.crc,
+        isl_tokens=facts.isl_tokens,
+        uncached_tokens=facts.uncached_tokens,
+        expected_output_tokens=facts.expected_output_tokens,
+        output_blocks=claim.output_blocks,
+        **owner_to_proto(claim.owner),
+        lease_seconds=claim.lease_seconds,
+        choice=replication_pb2.ClaimChoice(**choice._asdict()) if choice is not None else None,
+        owner_since=claim.owner_since,
+        max_output_tokens=facts.max_output_tokens,
+        output_class=facts.output_class,
+        lineage=facts.lineage,
+        estimate_prefill_complete=facts.estimates_prefill,
+    )
+
+
+def claim_from_proto(message: replication_pb2.Claim, find: FindBlocks) -> Claim:
+    """A claim of another replica.
+
+    Args:
+        message: What it says.
+        find: Finds hashes that are left out.
+
+    Raises:
+        InvalidArgument: It is none; the field is named.
+        UnknownBlocks: Its hashes are left out, and not here.
+    """
+    if message.state not in _STATES:
+        raise InvalidArgument(f"{message.state} is none", field="claim.state")
+    if not message.term:
+        raise InvalidArgument("must be at least 1", field="claim.term")
+    if len(message.block_hashes) % HASH_BYTES:
+        raise InvalidArgument("packed hashes must be whole u64s", field="claim.block_hashes")
+    lease = message.lease_seconds
+    if not (math.isfinite(lease) and lease >= 0):
+        # No bound: that of callers is not that of a replica's own settings, which may be another release's.
+        raise InvalidArgument("must be a finite number of at least 0", field="claim.lease_seconds")
+    choice, key, attempt_id = message.choice, key_from_proto(message.request), message.request.attempt_id
+    block_hashes = message.block_hashes
+    if message.known_blocks:
+        if block_hashes:
+            raise InvalidArgument("must be empty where blocks are known", field="claim.block_hashes")
+        block_hashes = find(key, attempt_id, KnownBlocks(message.known_blocks, message.known_blocks_crc))
+    facts = Facts(
+        key=key,
+        attempt_id=attempt_id,
+        rank=rank_from_proto(message.worker) if message.HasField("worker") else NOWHERE,
+        isl_tokens=message.isl_tokens,
+        uncached_tokens=message.uncached_tokens,
+        expected_output_tokens=message.expected_output_tokens,
+        block_hashes=block_hashes,
+        choice=Choice(choice.policy, choice.overlap_blocks, choice.effective_overlap_blocks, choice.cost)
+        if message.HasField("choice")
+        else None,
+        max_output_tokens=message.max_output_tokens,
+        output_class=message.output_class,
+        lineage=message.lineage,
+        estimates_prefill=message.estimate_prefill_complete,
+    )
+    return Claim(
+        facts,
+        term=message.term,
+        state=ClaimState(message.state),
+        output_blocks=message.output_blocks,
+        owner=owner_from_proto(message),
+        lease_seconds=lease,
+        owner_since=message.owner_since,
+    )

@@ -1,0 +1,152 @@
+"""Operations on requests that another replica owns: it carries them out, or they are taken over and carried out here.
+
+::
+
+    operation ──▶ ours, or nobody's ───────────────────────────────▶ here
+              └─▶ another's ──request, 50 ms──▶ its owner ──result──▶ caller
+                        └── silent, away, or no answer in time ──────▶ here: the booking is taken over first
+
+Booking calls are not forwarded: a caller that books here has moved here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import nats.errors
+from google.protobuf.message import DecodeError
+
+from kvscout.v1 import replication_pb2
+from kvscout_common.errors import KvscoutError
+from kvscout_scheduler.bookings.booking import FreeOutcome, Phase
+from kvscout_scheduler.messages.operation_messages import (
+    operation_to_proto,
+    outcome_from_proto,
+    result_to_proto,
+    streamed_from_proto,
+)
+from kvscout_scheduler.operations import (
+    AddOutput,
+    CompletePrefill,
+    Operation,
+    Outcome,
+    Renew,
+    Reserve,
+    Select,
+    carry_out,
+)
+from kvscout_scheduler.replicas.replication import Replication
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.values.request import RequestKey
+
+FORWARD_SECONDS = 0.05
+MAX_FORWARDS = 1_024
+"""Under way; beyond them requests are taken over without asking."""
+HOPS = 2
+"""Owners asked: the one we know, and the one that took over from it meanwhile."""
+
+Post = Callable[[str, replication_pb2.ForwardedOperation, float], Awaitable[bytes]]
+
+
+class _Progress(NamedTuple):
+    """How far a request is."""
+
+    phase: Phase = Phase.QUEUED
+    output_blocks: int = 0
+
+
+class Forwarding:
+    """Asks the owners of requests.
+
+    Args:
+        scheduler: Carries out what is not forwarded.
+        replication: Knows the owners.
+        post: Carries a request to a replica and its answer back; raises `nats.errors.Error`.
+    """
+
+    def __init__(self, scheduler: Scheduler, replication: Replication, post: Post) -> None:
+        self.forwarded = 0
+        """Operations that their owners carried out."""
+        self.unanswered = 0
+        """Operations that an owner did not answer in time."""
+        self._scheduler = scheduler
+        self._replication = replication
+        self._post = post
+        self._under_way = 0
+
+    def concerns(self, operation: Operation) -> bool:
+        """Whether an operation is on a request of another replica."""
+        return any(map(self._away, _booked(operation)))
+
+    async def carry_out(self, operation: Operation) -> Outcome:
+        """Has an operation that `concerns` us carried out by its owner, else here."""
+        if not isinstance(operation, Renew):
+            return await self._carry_out(operation)
+        unknown = []
+        for place, attempt in enumerate(operation.attempts):
+            outcome = await self._carry_out(operation._replace(attempts=(attempt,)))
+            if isinstance(outcome, KvscoutError):
+                return outcome
+            if outcome:
+                unknown.append(place)
+        return unknown
+
+    async def _carry_out(self, operation: Operation) -> Outcome:
+        """An operation on one request."""
+        (key,) = _booked(operation)
+        forward = replication_pb2.ForwardedOperation(operation=operation_to_proto(operation), tenant=key.tenant)
+        before = self._progress(key)
+        late = False
+        for _ in range(HOPS):
+            owner = self._replication.ownership.elsewhere(key)
+            if owner is None or not self._replication.live(owner.replica_id) or self._under_way >= MAX_FORWARDS:
+                break
+            self._under_way += 1
+            try:
+                payload = await self._post(owner.replica_id, forward, FORWARD_SECONDS)
+                answer = replication_pb2.ForwardedResult.FromString(payload)
+            except (nats.errors.Error, TimeoutError, DecodeError):
+                self.unanswered += 1
+                late = True
+                break
+            finally:
+                self._under_way -= 1
+            if answer.owner:
+                self.forwarded += 1
+                return outcome_from_proto(operation, answer.result)
+        if not late:
+            return carry_out(operation, self._scheduler)
+        # The owner may have done what it was asked for, and told us of that before it answered.
+        now = self._progress(key)
+        if isinstance(operation, AddOutput) and now.output_blocks >= before.output_blocks + operation.blocks:
+            return now.output_blocks
+        outcome = carry_out(operation, self._scheduler)
+        if isinstance(operation, CompletePrefill) and outcome is False:
+            return before.phase is Phase.PREFILL
+        return FreeOutcome.FREED if outcome is FreeOutcome.ALREADY_FREED else outcome
+
+    def answer(self, asked: replication_pb2.ForwardedOperation) -> replication_pb2.ForwardedResult:
+        """Carries out what another replica forwards, unless it is yet another's."""
+        try:
+            operation = streamed_from_proto(asked.operation, asked.tenant)
+        except KvscoutError as error:
+            return replication_pb2.ForwardedResult(owner=True, result=result_to_proto(error, error))
+        if not _booked(operation) or self.concerns(operation):
+            return replication_pb2.ForwardedResult(owner=False)
+        result = result_to_proto(operation, carry_out(operation, self._scheduler))
+        return replication_pb2.ForwardedResult(owner=True, result=result)
+
+    def _progress(self, key: RequestKey) -> _Progress:
+        booking = self._scheduler.bookings.find(key)
+        return _Progress() if booking is None else _Progress(booking.phase, booking.output_blocks)
+
+    def _away(self, key: RequestKey) -> bool:
+        return self._replication.ownership.elsewhere(key) is not None
+
+
+def _booked(operation: Operation) -> tuple[RequestKey, ...]:
+    """The bookings that an operation needs to be there already."""
+    if isinstance(operation, Select | Reserve):
+        return ()
+    return tuple(key for key, _ in operation.attempts) if isinstance(operation, Renew) else (operation.key,)

@@ -1,0 +1,433 @@
+"""Whose a request is: the claims of all replicas, and what follows from them for our bookings.
+
+::
+
+    our bookings ──journal──▶ our log ───┐
+                                         ├──▶ the claim that holds ──▶ ours: a booking
+    views of others ─────────────────────┘                             another's: a mirror, a load without a lease
+
+Invariants, between two messages
+1. Our log has an active claim to a name exactly if the booking of that name is ours.
+2. Where the claim that holds is another's, there is its mirror, or its worker is not here: then the name is in
+   `unplaced`.
+3. A claim of ours that is beaten is given up at once, unless the request's owner came to us last: then we claim it
+   again, higher. One that is over stays while it has others to cancel.
+
+Pure: the clock is passed in. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvscout_common.worker import WorkerSpec
+from kvscout_scheduler.bookings.booking import Booking, EndReason
+from kvscout_scheduler.bookings.journal import Journal
+from kvscout_scheduler.replicas import mirrors
+from kvscout_scheduler.replicas.blocks import KnownBlocks, RecentBlocks, UnknownBlocks
+from kvscout_scheduler.replicas.claim import Claim, ClaimState, Incarnation
+from kvscout_scheduler.replicas.log import ReplicaLog
+from kvscout_scheduler.replicas.mirrors import claim_of
+from kvscout_scheduler.replicas.registers import Registers
+from kvscout_scheduler.replicas.view import SILENT_SECONDS, View
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.values.request import MICROSECONDS, OwnerName, RequestKey
+from kvscout_scheduler.values.reservation import Facts
+
+log = logging.getLogger("kvscout.replicas")
+
+END_WORK = 15
+SLICE_WORK = 2_048
+"""Claims of silent replicas that are looked at in one go; one that ends costs as much as so many more."""
+SECOND_TO_END_SECONDS = 2.0
+"""How long the other replicas wait for the first one to end what is overdue of a silent one."""
+
+
+class Held(NamedTuple):
+    """The claim that holds, and whose it is."""
+
+    by: Incarnation
+    claim: Claim
+
+
+class Ownership(Journal):
+    """The claims of all replicas. Is told of our bookings (`Journal`), and by each `View` of what others claim.
+
+    Args:
+        scheduler: Its bookings are told of from now on; it must have none yet.
+        me: This incarnation.
+    """
+
+    replicated = True
+
+    def __init__(self, scheduler: Scheduler, me: Incarnation) -> None:
+        self.me = me
+        self.log = ReplicaLog()
+        self.views: dict[Incarnation, View] = {}
+        self.registers = Registers(scheduler, self.log, me.replica_id)
+        self.taken_over_count = 0
+        self._scheduler = scheduler
+        self._bookings = scheduler.bookings
+        self._owners = scheduler.bookings.owners
+        self._clock = scheduler.clock
+        self._over: dict[RequestKey, float] = {}
+        """Our claims that are over, and since when."""
+        self._unplaced: dict[tuple[str, str], dict[RequestKey, None]] = {}
+        """By tenant and worker id."""
+        self._unplaced_at: dict[RequestKey, tuple[str, str]] = {}
+        self._dirty: dict[RequestKey, bool] = {}
+        """Names whose claims changed, and whether what they say of them is late."""
+        self._began_at = scheduler.clock()
+        self._recent_blocks = RecentBlocks()
+        self._yielding = False
+        self._bookings.journal = self
+
+    def holder(self, key: RequestKey) -> Held | None:
+        """The claim that holds a name, whoever has it."""
+        claims = list(self._claims(key))
+        over = [held.claim for held in claims if not held.claim.active]
+        active = [held for held in claims if held.claim.active and not any(each.cancels(held.claim) for each in over)]
+        return max(active, key=lambda held: (held.claim.term, held.by), default=None)
+
+    def elsewhere(self, key: RequestKey) -> Incarnation | None:
+        """The other replica that owns a request; None = we do, or nobody."""
+        booking = self._bookings.find(key)
+        if booking is not None and not booking.mirror:
+            return None
+        held = self.holder(key)
+        return held.by if held is not None and held.by != self.me else None
+
+    def settle(self) -> None:
+        """Puts into effect what followed from a message."""
+        if not self._dirty:
+            return
+        while self._dirty:
+            key = next(iter(self._dirty))
+            self._resolve(key, late=self._dirty.pop(key))
+        self._scheduler.pump()
+
+    def holds(self, of: Incarnation) -> bool:
+        """Whether any claim of another incarnation holds."""
+        return any(
+            claim.active and (held := self.holder(key)) is not None and held.by == of
+            for key, claim in self.views[of].claims.items()
+        )
+
+    def forget(self, of: Incarnation) -> None:
+        """Drops a view with all its claims."""
+        view, now = self.views.pop(of), self._clock()
+        for key in view.claims:
+            self._dirty[key] = True
+            if self._over.pop(key, None) is not None:
+                # Others forget it a little later: until then it must be cancelled for them.
+                self._over[key] = now
+        self.settle()
+
+    def end_overdue(self, *, first: bool) -> Iterator[None]:
+        """Ends requests of silent replicas, some at a time: those of unary callers when their lease is over, those of
+        owners when the owner is connected here and left them, or has not been heard of for its grace time. A silent
+        replica is not known to hear its owners for longer than we heard it; an owner that is well lists its requests
+        elsewhere.
+
+        Args:
+            first: Whether it is ours to do; others only do what the first one does not.
+        """
+        work = 0
+        for of, view in list(self.views.items()):
+            connected: dict[OwnerName, float] = {}
+            for key in list(view.claims):
+                now = self._clock()
+                if view.live(now) or of not in self.views:
+                    break
+                claim = view.claims.get(key)
+                reason = self._overdue(claim, view, connected, now, first=first) if claim is not None else None
+                work += 1
+                if reason is not None:
+                    work += END_WORK
+                    held = self.holder(key)
+                    if held is not None and held.by == of:
+                        self._end_elsewhere(held, reason, now)
+                if work >= SLICE_WORK:
+                    self.settle()
+                    yield
+                    work, connected = 0, {}
+        self.settle()
+
+    def _overdue(
+        self, claim: Claim, view: View, connected: dict[OwnerName, float], now: float, *, first: bool
+    ) -> EndReason | None:
+        """Why a claim of a silent replica is over; None = it is not.
+
+        Args:
+            claim: The claim.
+            view: Of its replica.
+            connected: For how long owners have had a stream here; those that are not in it are looked up.
+            now: On the clock.
+            first: As `end_overdue`.
+        """
+        if not claim.active:
+            return None
+        grace = self._scheduler.settings.owner_grace_seconds
+        later = 0.0 if first else SECOND_TO_END_SECONDS
+        reason, left, patience = EndReason.LEASE, now - view.heard_at, claim.lease_seconds + later
+        if (owner := claim.owner) is not None:
+            if owner not in connected:
+                connected[owner] = self._owners.connected(owner, now)
+            if connected[owner] and claim.owner_since <= self._owner_since(owner):
+                reason, left, patience = EndReason.OWNER_FORGOT, connected[owner], grace
+            else:
+                reason, patience = EndReason.OWNER_GONE, grace + later
+        return None if left < patience else reason
+
+    def collect(self, now: float) -> None:
+        """Drops claims that are over, are old enough, and cancel nothing any more; and hashes that are old."""
+        self._recent_blocks.expire(now)
+        settings = self._scheduler.settings
+        for key, since in list(self._over.items()):
+            if since + settings.tombstone_seconds > now and len(self._over) <= settings.max_tombstones:
+                break
+            if len(self._over) > settings.max_tombstones or all(key not in view.claims for view in self.views.values()):
+                del self._over[key]
+                self.log.drop(key)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if bookings and claims contradict each other."""
+        self.log.claims.check_invariants()
+        ours = {booking.key for booking in self._bookings if not booking.mirror}
+        assert ours == {key for key, claim in self.log.claims.items() if claim.active}, "a claim for each of ours"
+        assert set(self._over) == {key for key, claim in self.log.claims.items() if not claim.active}
+        for view in self.views.values():
+            view.claims.check_invariants()
+        for key in {key for view in self.views.values() for key in view.claims} | {b.key for b in self._bookings}:
+            held, booking = self.holder(key), self._bookings.find(key)
+            if booking is None:
+                assert held is None or key in self._unplaced_at, f"{key} is held by {held}, and not here"
+            else:
+                assert held is not None, f"{key} is here, and nobody's"
+                assert booking.mirror == (held.by != self.me)
+                claim = held.claim
+                assert claim_of(booking, claim.term, claim.owner_since) == claim, f"{booking} is claimed as {claim}"
+
+    # Journal: what happened to our bookings.
+
+    def booked(self, booking: Booking) -> None:
+        self._claim_booking(booking)
+
+    def changed(self, booking: Booking) -> None:
+        claim = self.log.claims[booking.key]
+        # With the owner's stream, which others must know of; the same term: nobody else has claimed it.
+        since = claim.owner_since if claim.owner == booking.owner else self._owner_since(booking.owner)
+        ours = claim_of(booking, claim.term, since)
+        if ours != claim:
+            self._tell(ours)
+
+    def ended(self, booking: Booking, *, by_caller: bool) -> None:
+        key, claim = booking.key, self.log.claims[booking.key]
+        if self._yielding or (claim.term == 1 and all(key not in view.claims for view in self.views.values())):
+            self.log.drop(key, by_caller=by_caller)
+        else:
+            # Others may still hold it to be theirs, and some of them may be away.
+            self._claim(_over(claim, ClaimState.FREED if by_caller else ClaimState.ENDED, claim.term))
+
+    def freed_unknown(self, key: RequestKey, attempt_id: int) -> None:
+        held = self.holder(key)
+        if held is not None:
+            if held.claim.attempt_id == attempt_id and held.by != self.me:
+                self._claim(_over(held.claim, ClaimState.FREED, held.claim.term))
+        elif attempt_id:
+            term = max((each.claim.term for each in self._claims(key)), default=1)
+            self._claim(Claim(Facts(key, attempt_id), term, ClaimState.FREED))
+
+    def taken_over(self, mirror: Booking) -> None:
+        self.taken_over_count += 1
+        self._claim_booking(mirror)
+
+    def displaced(self, mirror: Booking) -> None:
+        self._unplace(mirror.key, (mirror.key.tenant, mirror.facts.rank.worker_id))
+
+    # What others say, from their views.
+
+    def claim_changed(self, key: RequestKey, *, late: bool = False) -> None:
+        """A view's claim to a name came, changed or went; late = longer ago than a message takes."""
+        self._dirty[key] = self._dirty.get(key, False) or late
+
+    def claim_dropped(self, claim: Claim, *, late: bool = False) -> None:
+        """A view's claim went; whoever took the request over may be heard of later."""
+        self._recent_blocks.keep(claim.key, claim.attempt_id, claim.facts.block_hashes, self._clock())
+        self.claim_changed(claim.key, late=late)
+
+    def blocks_of(self, key: RequestKey, attempt_id: int, known: KnownBlocks) -> bytes:
+        """Hashes that were told of an attempt before, by whomever.
+
+        Raises:
+            UnknownBlocks: They are not here.
+        """
+        claims = (held.claim for held in self._claims(key))
+        for hashes in (claim.facts.block_hashes for claim in claims if claim.attempt_id == attempt_id):
+            if known.fit(hashes):
+                return hashes
+        if known.fit(hashes := self._recent_blocks.get(key, attempt_id)):
+            return hashes
+        raise UnknownBlocks(key)
+
+    def freed_by_caller(self, key: RequestKey, attempt_id: int) -> None:
+        """A caller freed an attempt at another replica."""
+        self._bookings.freed_elsewhere(key, attempt_id, self._clock())
+        self.claim_changed(key)
+
+    # Registry listener; comes after the scheduler's own.
+
+    def worker_added(self, spec: WorkerSpec) -> None:
+        """Places what waited for a worker."""
+        self.registers.worker_added(spec)
+        self._dirty.update(dict.fromkeys(self._unplaced.get((spec.tenant, spec.worker_id), {}), True))
+        self.settle()
+
+    def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
+        """As if it were new: it may serve another model now."""
+        self.worker_added(new)
+
+    def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
+        """Its bookings have ended by now."""
+        self.registers.worker_removed(spec)
+
+    def _claims(self, key: RequestKey) -> Iterator[Held]:
+        own = self.log.claims.get(key)
+        if own is not None:
+            yield Held(self.me, own)
+        for of, view in self.views.items():
+            claim = view.claims.get(key)
+            if claim is not None:
+                yield Held(of, claim)
+
+    def _next_term(self, key: RequestKey) -> int:
+        return 1 + max((held.claim.term for held in self._claims(key)), default=0)
+
+    def _owner_since(self, owner: OwnerName | None) -> int:
+        """When an owner came to us, microseconds since the Unix epoch; 0 = it is not here.
+
+        By its own clock where it tells: a replica that was stopped reads what has long been overtaken elsewhere.
+        """
+        if owner is None:
+            return 0
+        seconds = self._owners.connected(owner, self._clock())
+        if not seconds:
+            return 0
+        return self._owners.opened_at(owner) or int((self._scheduler.wall_clock() - seconds) * MICROSECONDS)
+
+    def _claim_booking(self, booking: Booking) -> None:
+        self._claim(claim_of(booking, self._next_term(booking.key), self._owner_since(booking.owner)))
+
+    def _insist(self, booking: Booking, held: Held | None) -> bool:
+        """Claims a request of ours again that another beats or cancels, if its owner came to us last."""
+        key, since = booking.key, self._owner_since(booking.owner)
+        if not since or self._bookings.freed_by_caller(key, booking.facts.attempt_id, self._clock()):
+            return False
+        if held is not None:
+            insists = held.claim.attempt_id == booking.facts.attempt_id and held.claim.owner_since < since
+        else:
+            freed = (each.claim for each in self._claims(key) if each.claim.state is ClaimState.FREED)
+            insists = all(claim.attempt_id != booking.facts.attempt_id for claim in freed)
+        if insists:
+            self._claim_booking(booking)
+        return insists
+
+    def _claim(self, claim: Claim) -> None:
+        self._over.pop(claim.key, None)
+        if claim.active:
+            self._placed(claim.key)
+        else:
+            self._over[claim.key] = self._clock()
+            self.claim_changed(claim.key)
+        self._tell(claim)
+
+    def _tell(self, claim: Claim) -> None:
+        """Puts a claim into the log, without hashes that others have from a claim before."""
+        hashes = claim.facts.block_hashes
+        told = bool(hashes) and any(
+            held.claim.attempt_id == claim.attempt_id and held.claim.facts.block_hashes == hashes
+            for held in self._claims(claim.key)
+        )
+        self.log.put(claim, known=told and self._may_leave_out())
+
+    def _may_leave_out(self) -> bool:
+        """Whether all who follow us read claims whose hashes are left out: who they are shows soon after our start."""
+        now = self._clock()
+        return now - self._began_at >= SILENT_SECONDS and not any(v.needs_blocks(now) for v in self.views.values())
+
+    def _end_elsewhere(self, held: Held, reason: EndReason, now: float) -> None:
+        claim = held.claim
+        self._scheduler.stats.ended[reason] += 1
+        log.warning(
+            "booking of request %s (model %s, attempt %d) of silent replica %s ended: %s",
+            claim.key.request_id,
+            claim.key.model,
+            claim.attempt_id,
+            held.by.replica_id,
+            reason,
+        )
+        self._claim(_over(claim, ClaimState.ENDED, claim.term + 1))
+
+    def _resolve(self, key: RequestKey, *, late: bool) -> None:
+        """Makes our bookings what the claims say."""
+        held, booking = self.holder(key), self._bookings.find(key)
+        if booking is not None and not booking.mirror:
+            if held is not None and held.by == self.me:
+                return
+            if self._insist(booking, held):
+                return
+            self._give_up(booking, held)
+            booking = self._bookings.find(key)
+        if held is None or held.by == self.me:
+            self._placed(key)
+            if booking is not None:
+                self._bookings.remove_mirror(booking, self._clock())
+            return
+        claim = held.claim
+        if self._bookings.freed_by_caller(key, claim.attempt_id, self._clock()):
+            # Its caller freed it, and the replica that books it has not heard of that.
+            self._claim(_over(claim, ClaimState.FREED, claim.term))
+            return
+        if booking is not None:
+            if mirrors.adjust(booking, claim, self._scheduler, late=late):
+                return
+            self._bookings.remove_mirror(booking, self._clock())
+        if mirrors.place(claim, self._scheduler, late=late):
+            self._placed(key)
+        else:
+            self._unplace(key, (key.tenant, claim.facts.rank.worker_id))
+
+    def _give_up(self, booking: Booking, held: Held | None) -> None:
+        """A claim of ours is beaten."""
+        key = booking.key
+        if held is not None and (held.claim.attempt_id, held.claim.facts.rank) == (
+            booking.facts.attempt_id,
+            booking.facts.rank,
+        ):
+            self._bookings.give_up(booking)
+            self.log.drop(key)
+            return
+        self._yielding = True
+        try:
+            self._bookings.supersede(booking, self._clock())
+        finally:
+            self._yielding = False
+
+    def _unplace(self, key: RequestKey, worker: tuple[str, str]) -> None:
+        self._placed(key)
+        self._unplaced.setdefault(worker, {})[key] = None
+        self._unplaced_at[key] = worker
+
+    def _placed(self, key: RequestKey) -> None:
+        worker = self._unplaced_at.pop(key, None)
+        if worker is not None:
+            keys = self._unplaced[worker]
+            del keys[key]
+            if not keys:
+                del self._unplaced[worker]
+
+
+def _over(claim: Claim, state: ClaimState, term: int) -> Claim:
+    return Claim(Facts(claim.key, claim.attempt_id), term, state)

@@ -1,0 +1,55 @@
+"""The lines of replicas, as they tell one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from kvscout.v1 import replication_pb2
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.registry.worker_proto import role_from_proto, role_to_proto
+from kvscout_scheduler.queue.remote_queues import ANYWHERE
+from kvscout_scheduler.queue.waiting import WaitingLine
+from kvscout_scheduler.values.request import PoolId
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.replicas.view import View
+
+LINES_SECONDS: Final = 0.2
+"""How often lines are told."""
+STALE_SECONDS: Final = 0.5
+"""After which they count no more."""
+MAX_LINES: Final = 64
+
+
+def lines_of(waiting: WaitingLine) -> dict[PoolId, int]:
+    """Highest priority of those in line who could go to any worker, by pool: of so many pools as are told of."""
+    lines = ((pool, line.priority(ANYWHERE)) for pool in waiting.pools if (line := waiting.line(pool)) is not None)
+    return dict(islice(((pool, priority) for pool, priority in lines if priority is not None), MAX_LINES))
+
+
+def lines_to_proto(lines: Mapping[PoolId, int]) -> list[replication_pb2.ReplicaLine]:
+    """Lines, for others."""
+    return [
+        replication_pb2.ReplicaLine(
+            tenant=pool.tenant, model=pool.model, role=role_to_proto(pool.role), priority=priority
+        )
+        for pool, priority in lines.items()
+    ]
+
+
+def lines_from_proto(lines: Iterable[replication_pb2.ReplicaLine]) -> dict[PoolId, int]:
+    """Lines of another replica; what is beyond the bound, or of a role that is not known here, is left."""
+    found = {}
+    for line in islice(lines, MAX_LINES):
+        with suppress(InvalidArgument):
+            found[PoolId(line.tenant, line.model, role_from_proto(line.role))] = line.priority
+    return found
+
+
+def highest_priority(pool: PoolId, views: Iterable[View], now: float) -> int | None:
+    """Highest priority that waits for a pool at any replica; None = nobody waits."""
+    told = (view.lines.get(pool) for view in views if now - view.lines_at < STALE_SECONDS and view.live(now))
+    return max((priority for priority in told if priority is not None), default=None)

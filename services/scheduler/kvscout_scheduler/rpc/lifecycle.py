@@ -1,0 +1,252 @@
+"""Lifecycle: the open stream of one owner. Its operations in, results out as they are ready, several a message.
+
+::
+
+    codec ──▶ operations.py ──▶ codec ─┬─ at once ────────────▶ caller
+                  │                    └─ behind others ─▶ writer ─▲
+                  └── waits in line ──later────────────────▲
+
+The stream is what an owner's bookings hang on: they outlive it by the grace time, in which the owner may come back and
+say what it still has in flight. Results that could not be sent need no undoing: the owner does not list what it never
+heard of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import copy_context
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from kvscout.v1 import scheduler_pb2
+from kvscout_common.errors import DeadlineExceeded, Draining, InvalidArgument, KvscoutError
+from kvscout_common.identity.identity import current_identity
+from kvscout_common.plain_text import name_problem
+from kvscout_common.rpc.answering import Answer, answers_in_callbacks, read_unanswered
+from kvscout_common.rpc.raw_messages import parse_message
+from kvscout_scheduler.bookings.takeover import Takeover
+from kvscout_scheduler.messages import translate
+from kvscout_scheduler.messages.operation_messages import MAX_OPERATIONS, Codec, MessageCodec, Read
+from kvscout_scheduler.messages.packed_operations import codec_for
+from kvscout_scheduler.operations import Operation, Operations, Outcome
+from kvscout_scheduler.rpc.liveness import Pulse
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.values.request import OwnerName, RequestKey
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.replicas.forwarding import Forwarding
+
+MAX_RESULTS = 16 * MAX_OPERATIONS
+"""Results that wait for a slow caller; above, nothing more is read from it."""
+
+HEARTBEAT_MS = (100, 60_000)
+"""Least and most that an owner may promise."""
+MISSED_HEARTBEATS = 2.5
+"""After so many the owner is gone."""
+
+READ_AT_ONCE = 512
+"""Requests of a hello, a few milliseconds."""
+
+LEAVE_SECONDS = 1.0
+"""How long owners may take to leave a scheduler that drains; what they have in flight they tell the next one."""
+
+
+class LifecycleRpc:
+    """The rpc, for the servicer to inherit.
+
+    Args:
+        scheduler: Decides.
+        elsewhere: Knows of other replicas; None = there are none.
+    """
+
+    def __init__(self, scheduler: Scheduler, elsewhere: Forwarding | None = None) -> None:
+        self._scheduler = scheduler
+        self._elsewhere = elsewhere
+        self._streams: dict[asyncio.Task[Any], _Outbox] = {}
+        """By the task that reads them."""
+        self._slicing = asyncio.Lock()
+        self._ending: dict[asyncio.Task[Any], KvscoutError] = {}
+        """Readers that are cancelled by us, and why."""
+
+    async def Lifecycle(self, requests: object, context: Any) -> None:
+        """Over serialised messages, which are read from the context."""
+        message = await context.read()
+        if message is grpc.aio.EOF:
+            return
+        first = parse_message(scheduler_pb2.LifecycleRequest, message)
+        if not first.HasField("hello"):
+            raise InvalidArgument("the first message of a stream names its owner", field="hello")
+        if problem := name_problem(first.hello.owner_id):
+            raise InvalidArgument(problem, field="hello.owner_id")
+        scheduler, owner = self._scheduler, OwnerName(current_identity().tenant, first.hello.owner_id)
+        patience = _patience_seconds(first.hello)
+        codec = codec_for(first.tenant, current_identity().tenant)
+        outbox = _Outbox(codec, draining=scheduler.draining)
+        operations = Operations(scheduler, owner, outbox.put, self._elsewhere)
+        reader = asyncio.current_task()
+        assert reader is not None
+        self._streams[reader] = outbox
+        takeover: Takeover | None = None
+        writer: asyncio.Task[None] | None = None
+        pulse = Pulse(0, lambda silent: None)
+        failure: BaseException | None = None
+
+        def at_once(message: bytes) -> bytes | None:
+            nonlocal failure
+            pulse.beat()
+            if not (answers_in_callbacks(context) and outbox.is_empty):
+                return None
+            try:
+                results = carry_out_all(operations, codec, codec.read(message))
+                return b"".join((*outbox.take(), *results))
+            except BaseException as error:
+                failure = error
+                return None
+
+        try:
+            in_flight: list[tuple[RequestKey, int]] = []
+            refs = iter(first.hello.in_flight)
+            await self._in_slices(lambda: _read_some(refs, first.tenant, in_flight))
+            takeover = begun = scheduler.begin_takeover(owner, in_flight, first.hello.opened_unix_us)
+            await self._in_slices(lambda: begun.advance(scheduler.clock()))
+            outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in begun.unknown)
+            # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
+            outbox.news.set()
+            writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner}")
+            pulse = Pulse(patience, lambda silent: self._end(reader, silent))
+            outbox.results += carry_out_all(operations, codec, MessageCodec(first.tenant).operations(first))
+            caller = copy_context()  # as this task knows it
+            answer: Answer = lambda message: caller.run(at_once, message)  # noqa: E731
+            while (message := await read_unanswered(context, answer)) is not grpc.aio.EOF:
+                pulse.beat()
+                if failure is not None:
+                    raise failure
+                outbox.results += carry_out_all(operations, codec, codec.read(message))
+                outbox.news.set()
+                if len(outbox.results) > MAX_RESULTS:
+                    await outbox.room()
+            await operations.answered()
+            await outbox.flushed()
+        except asyncio.CancelledError:
+            if reader not in self._ending:
+                raise
+            reader.uncancel()
+            raise self._ending[reader] from None
+        finally:
+            pulse.stop()
+            ended = self._ending.pop(reader, None)
+            del self._streams[reader]
+            if writer is not None:
+                writer.cancel()
+            operations.close()
+            # Whose stream ends in sight was there until now, however little it had to say.
+            silent = pulse.silent_seconds if isinstance(ended, DeadlineExceeded) else 0.0
+            if takeover is not None:
+                scheduler.disconnect_owner(owner, takeover.session, silent_seconds=silent)
+
+    async def _in_slices(self, advance: Callable[[], bool]) -> None:
+        """Calls until all is done, once in a turn of the event loop, whoever else has slices to do too."""
+        while True:
+            async with self._slicing:
+                if advance():
+                    return
+                await asyncio.sleep(0)
+
+    def _end(self, reader: asyncio.Task[Any], silent_seconds: float) -> None:
+        """Ends the stream of an owner that is not heard any more."""
+        if reader not in self._ending:
+            self._ending[reader] = DeadlineExceeded(f"nothing came from the owner for {silent_seconds:.3g} s")
+            reader.cancel()
+
+    async def drain_streams(self) -> None:
+        """Tells every owner to go to the next scheduler, and ends the streams of those that stay."""
+        for outbox in self._streams.values():
+            outbox.next.draining = True
+            outbox.news.set()
+        if self._streams:
+            _, staying = await asyncio.wait(set(self._streams), timeout=LEAVE_SECONDS)
+            for reader in staying:
+                self._ending[reader] = Draining("the scheduler is draining")
+                reader.cancel()
+            await asyncio.gather(*staying, return_exceptions=True)
+
+
+class _Outbox:
+    """What one stream has still to send."""
+
+    def __init__(self, codec: Codec, *, draining: bool) -> None:
+        self.next = scheduler_pb2.LifecycleResponse(draining=draining)
+        """What goes out next, beside results."""
+        self.results: list[bytes] = []
+        """Serialised."""
+        self._codec = codec
+        self.news = asyncio.Event()
+        self._sent = asyncio.Event()
+        self._writing = False
+
+    def put(self, number: int, operation: Operation, outcome: Outcome) -> None:
+        """Adds a result that came later."""
+        self.results.append(self._codec.write(number, operation, outcome))
+        self.news.set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is to be sent first."""
+        return not (self.news.is_set() or self._writing)
+
+    def take(self) -> list[bytes]:
+        """The results that are there, for whoever sends them now."""
+        results, self.results = self.results, []
+        self.news.clear()
+        return results
+
+    async def write_to(self, context: Any) -> None:
+        """Sends until cancelled; what gathers while a message goes out is one message."""
+        while True:
+            while not self.news.is_set():
+                await self.news.wait()
+            message, self.next = self.next, scheduler_pb2.LifecycleResponse()
+            results = self.take()
+            self._writing = True
+            # Messages in a row are one message: fields that are repeated add up.
+            await context.write(b"".join((message.SerializeToString(), *results)))
+            self._writing = False
+            self._sent.set()
+
+    async def room(self) -> None:
+        """Waits until something was sent."""
+        self._sent.clear()
+        await self._sent.wait()
+
+    async def flushed(self) -> None:
+        """Waits until everything that is there was sent."""
+        while self.news.is_set() or self._writing:
+            await self.room()
+
+
+def _read_some(refs: Iterator[scheduler_pb2.RequestRef], tenant: str, in_flight: list[tuple[RequestKey, int]]) -> bool:
+    """Reads a slice of what a hello lists; whether that was all."""
+    before = len(in_flight)
+    in_flight += [(translate.key_from_proto(ref, tenant), ref.attempt_id) for ref in islice(refs, READ_AT_ONCE)]
+    return len(in_flight) - before < READ_AT_ONCE
+
+
+def _patience_seconds(hello: scheduler_pb2.LifecycleHello) -> float:
+    """How long an owner may say nothing; 0 = for ever."""
+    least, most = HEARTBEAT_MS
+    if hello.heartbeat_ms and not least <= hello.heartbeat_ms <= most:
+        raise InvalidArgument(f"must be between {least} and {most}", field="hello.heartbeat_ms")
+    return hello.heartbeat_ms / 1000 * MISSED_HEARTBEATS
+
+
+def carry_out_all(operations: Operations, codec: Codec, asked: Iterable[Read]) -> list[bytes]:
+    """Carries out the operations of a message, in order; returns the results of those that do not wait."""
+    results = []
+    for number, operation in asked:
+        outcome = operation if isinstance(operation, KvscoutError) else operations.carry_out(number, operation)
+        if outcome is not None:
+            results.append(codec.write(number, operation, outcome))
+    return results

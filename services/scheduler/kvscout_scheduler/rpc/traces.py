@@ -1,0 +1,39 @@
+"""What the scheduler says of its decisions in traces: see `kvscout_common.observability.tracing`."""
+
+from __future__ import annotations
+
+from kvscout_common.errors import KvscoutError
+from kvscout_common.observability import tracing
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.request import SelectionRequest
+
+
+def traced(rpc: str, traceparent: str) -> tracing.Span:
+    """The span of an operation that is part of a trace; nothing of one that is not."""
+    if not traceparent:
+        return tracing.NOTHING
+    return tracing.span(f"kvscout.v1.Scheduler/{rpc}", tracing.Kind.SERVER, parent=traceparent)
+
+
+def tell(span: tracing.Span, wanted: SelectionRequest, outcome: Decision | KvscoutError) -> None:
+    """The facts of a decision, or that there is none."""
+    if span is tracing.NOTHING:
+        return
+    span.tell(
+        tenant=wanted.tenant,
+        model=wanted.model,
+        role=wanted.role.value,
+        request_id=wanted.request_id,
+        isl_tokens=wanted.isl_tokens,
+    )
+    if isinstance(outcome, KvscoutError):
+        span.failed(outcome)
+        return
+    span.tell(
+        worker=outcome.rank.worker_id,
+        dp_rank=outcome.rank.dp_rank,
+        policy=outcome.policy,
+        overlap_blocks=outcome.overlap_blocks,
+        uncached_tokens=outcome.uncached_tokens,
+        cost=outcome.cost,
+    )

@@ -1,0 +1,1 @@
+"""Plain values of the scheduler: requests, overlaps, decisions, settings."""

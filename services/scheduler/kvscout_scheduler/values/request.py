@@ -1,0 +1,235 @@
+"""What the scheduler is asked: plain values, checked once at the door."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Role
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps
+
+HASH_BYTES = 8
+MICROSECONDS = 1_000_000
+"""A second's; times between processes are microseconds since the Unix epoch."""
+MAX_LEASE_SECONDS = 86_400
+MAX_OUTPUT_CLASS = 64
+"""Characters."""
+
+
+class PoolId(NamedTuple):
+    """Workers that can take each other's requests: the unit of load and of selection."""
+
+    tenant: str
+    model: str
+    role: Role
+
+
+class RequestKey(NamedTuple):
+    """What names a booking; an attempt id beside it tells repeated calls from new attempts."""
+
+    tenant: str
+    model: str
+    role: Role
+    request_id: str
+
+    @property
+    def pool(self) -> PoolId:
+        """The pool it is booked in."""
+        return PoolId(self.tenant, self.model, self.role)
+
+
+class OwnerName(NamedTuple):
+    """What names an owner of bookings: two tenants may use one id, and have nothing to do with each other."""
+
+    tenant: str
+    """To which the owner's token is bound; "*" = to none."""
+    owner_id: str
+
+    def __str__(self) -> str:
+        return self.owner_id if self.tenant == ALL_TENANTS else f"{self.owner_id} of tenant {self.tenant}"
+
+
+def check_output_class(name: str) -> None:
+    """Checks the length of an output class.
+
+    Raises:
+        InvalidArgument: It is too long.
+    """
+    if len(name) > MAX_OUTPUT_CLASS:
+        raise InvalidArgument(f"must not be longer than {MAX_OUTPUT_CLASS} characters", field="output_class")
+
+
+def pack_hashes(hashes: Iterable[int]) -> bytes:
+    """Local hashes as little-endian u64s, eight bytes a block: their form in every request.
+
+    Raises:
+        InvalidArgument: If a hash does not fit in 64 bits.
+    """
+    try:
+        packed = array("Q", hashes)
+    except OverflowError as error:
+        raise InvalidArgument("a hash is not in 0 .. 2^64-1", field="block_hashes") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigOverride:
+    """Settings changed for one request; None keeps the scheduler's."""
+
+    overlap_score_weight: float | None = None
+    router_temperature: float | None = None
+    policy: str | None = None
+    seed: int | None = None
+
+    def validate(self) -> None:
+        """Checks the ranges.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        for name in ("overlap_score_weight", "router_temperature"):
+            value: float | None = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise InvalidArgument(f"must be a finite number of at least 0, not {value}", field=name)
+
+
+NO_OVERRIDE = ConfigOverride()
+
+
+# What each request makes is not frozen, which would make it three times as dear; it is not changed all the same.
+@dataclass(slots=True, unsafe_hash=True)
+class Prompt:
+    """One prompt hashed for the workers of one block size, and where it is cached."""
+
+    block_hashes: bytes = b""
+    """Packed local hashes of the leading complete blocks; fewer than the prompt has (or none) is allowed, the rest
+    of the prompt is then shared with no other request."""
+    block_size: int = 0
+    """Tokens a block; 0 = that of the pool's workers."""
+    eagle: bool | None = None
+    """Hashed over EAGLE windows; None = as the pool's workers want it."""
+    overlaps: AnyOverlaps = NO_OVERLAPS
+
+    @property
+    def blocks(self) -> int:
+        """Hashed blocks."""
+        return len(self.block_hashes) // HASH_BYTES
+
+    def validate(self, isl_tokens: int, block_size: int) -> None:
+        """Checks hashes and overlaps against the prompt's length.
+
+        Args:
+            isl_tokens: Prompt length in tokens.
+            block_size: Tokens a block of the workers it is for.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        complete = isl_tokens // block_size
+        if len(self.block_hashes) % HASH_BYTES:
+            raise InvalidArgument("packed hashes must be whole u64s", field="block_hashes")
+        if self.blocks > complete:
+            raise InvalidArgument(
+                f"{self.blocks} hashes, but {isl_tokens} tokens are {complete} complete blocks of {block_size}",
+                field="block_hashes",
+            )
+        if self.overlaps is not NO_OVERLAPS:
+            self.overlaps.validate(complete)
+
+
+EMPTY_PROMPT = Prompt()
+
+
+class Wanted(NamedTuple):
+    """Which workers of a pool a request can go to: two that want the same can go to the same."""
+
+    pinned_worker_id: str = ""
+    """"" = free choice."""
+    pinned_dp_rank: int | None = None
+    allowed_worker_ids: frozenset[str] = frozenset()
+    """Empty = all."""
+    excluded_worker_ids: frozenset[str] = frozenset()
+    required_labels: frozenset[tuple[str, str]] = frozenset()
+    lora_name: str = ""
+
+    def validate(self) -> None:
+        """Checks that it does not contradict itself.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        pin = self.pinned_worker_id
+        if self.pinned_dp_rank is not None and not pin:
+            raise InvalidArgument("needs pinned_worker_id", field="pinned_dp_rank")
+        if pin and self.allowed_worker_ids and pin not in self.allowed_worker_ids:
+            raise InvalidArgument(f"{pin!r} is not one of allowed_worker_ids", field="pinned_worker_id")
+        if pin and pin in self.excluded_worker_ids:
+            raise InvalidArgument(f"{pin!r} is excluded as well", field="pinned_worker_id")
+
+
+ANYONE = Wanted()
+
+
+@dataclass(slots=True)
+class SelectionRequest:
+    """A request that wants a worker."""
+
+    model: str
+    isl_tokens: int
+    """Prompt length in tokens."""
+    prompt: Prompt = EMPTY_PROMPT
+    other_prompts: tuple[Prompt, ...] = ()
+    """The same prompt for workers of other block sizes."""
+    tenant: str = DEFAULT_TENANT
+    role: Role = Role.AGGREGATED
+    request_id: str = ""
+    """Names the booking; a query needs none."""
+    attempt_id: int = 0
+    """0 = the caller does not tell attempts apart."""
+    wanted: Wanted = ANYONE
+    override: ConfigOverride = NO_OVERRIDE
+    priority: int = 0
+    expected_output_tokens: int = 0
+    """As its caller expects; 0 = unknown."""
+    max_output_tokens: int = 0
+    """At which its output ends, whatever it is; 0 = no such bound is known."""
+    output_class: str = ""
+    """Requests of one class are expected to have outputs of similar lengths; "" = nothing is known."""
+    estimates_prefill: bool = False
+    """Its caller cannot report that the prefill is complete: its engine answers as a whole."""
+    charge_prefill: bool = True
+    """False: the prompt is computed elsewhere (decode legs), no prefill tokens are charged."""
+    explain: bool = False
+
+    @property
+    def pool(self) -> PoolId:
+        """The pool it selects from."""
+        return PoolId(self.tenant, self.model, self.role)
+
+    @property
+    def key(self) -> RequestKey:
+        """Name of its booking."""
+        return RequestKey(self.tenant, self.model, self.role, self.request_id)
+
+    def validate(self) -> None:
+        """Checks what needs no knowledge of the workers.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        if not self.model:
+            raise InvalidArgument("must not be empty", field="model")
+        if self.isl_tokens < 1:
+            raise InvalidArgument("must be at least 1", field="isl_tokens")
+        check_output_class(self.output_class)
+        if self.wanted is not ANYONE:
+            self.wanted.validate()
+        if self.override is not NO_OVERRIDE:
+            self.override.validate()

@@ -1,0 +1,117 @@
+"""What is known of a booking from its beginning, and what of its end: plain values, told to whoever observes a pool."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, Protocol
+from zlib import crc32
+
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.worker import WorkerRank
+from kvscout_scheduler.values.request import HASH_BYTES, RequestKey, check_output_class
+
+LINEAGE_TOKENS: Final = 256
+"""Tokens at the beginning of a prompt by which its lineage is told: instructions differ there, questions do not yet."""
+
+
+class Choice(NamedTuple):
+    """How a worker was chosen: what a repeated call is answered with."""
+
+    policy: str
+    overlap_blocks: int
+    """Leading blocks of the prompt on its device, confirmed or predicted."""
+    effective_overlap_blocks: float
+    """Slower tiers weighted; 0 where prefix caches are ignored."""
+    cost: float
+    """In blocks for `kv`, else in the policy's own unit."""
+
+
+NOWHERE: Final = WorkerRank("", 0)
+"""The worker of what has none: it waits, or is over."""
+
+
+class Facts(NamedTuple):
+    """What does not change of a booking, but for `running`."""
+
+    key: RequestKey
+    attempt_id: int
+    rank: WorkerRank = NOWHERE
+    isl_tokens: int = 0
+    """Prompt length in tokens."""
+    uncached_tokens: int = 0
+    """Prompt tokens charged as prefill."""
+    expected_output_tokens: int = 0
+    """As its caller expects; 0 = unknown."""
+    block_hashes: bytes = b""
+    """Packed hashes of the blocks that it shares; of a booking that is there kept for other replicas only."""
+    choice: Choice | None = None
+    """None for a plain reservation."""
+    max_output_tokens: int = 0
+    """At which its output ends, whatever it is; 0 = no such bound is known."""
+    output_class: str = ""
+    """Requests of one class are expected to have outputs of similar lengths."""
+    lineage: int = 0
+    """Equal for prompts that begin alike (`LINEAGE_TOKENS`); 0 = unknown."""
+    estimates_prefill: bool = False
+    """Its caller cannot report that the prefill is complete."""
+    running: bool = False
+    """It ran before it was booked here, or what its caller said of it came late: how long it takes from then on says
+    nothing of its worker. It may become so while it is booked, as each call of an observer tells."""
+    prefilled: bool = False
+    """Its first token was out when it was booked here."""
+
+    def validate(self) -> None:
+        """Checks what needs no knowledge of the workers, of one that is to be booked where it says.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        for name, given in (("model", self.key.model), ("worker", self.rank.worker_id)):
+            if not given:
+                raise InvalidArgument("must not be empty", field=name)
+        if self.isl_tokens < 1:
+            raise InvalidArgument("must be at least 1", field="isl_tokens")
+        check_output_class(self.output_class)
+        if not 0 <= self.uncached_tokens <= self.isl_tokens:
+            raise InvalidArgument(f"must be between 0 and isl_tokens ({self.isl_tokens})", field="cached_tokens")
+
+
+def lineage_of(block_hashes: bytes, block_size: int) -> int:
+    """Return the lineage of a prompt.
+
+    Args:
+        block_hashes: Packed local hashes of its leading complete blocks.
+        block_size: Tokens a block.
+    """
+    first = block_hashes[: HASH_BYTES * max(1, LINEAGE_TOKENS // block_size)]
+    return crc32(first) if first else 0
+
+
+class End(NamedTuple):
+    """What is known of a booking when it is over."""
+
+    freed: bool
+    """Whether its caller said so; else lease, owner, worker or another replica ended it."""
+    output_tokens: int = 0
+    """0 = unknown."""
+    decode_seconds: float = 0.0
+    """Since its first token; 0 = there was none, as far as we were told."""
+
+    @property
+    def itl_seconds(self) -> float | None:
+        """Mean time between two of its tokens; None = unknown."""
+        gaps = self.output_tokens - 1
+        return self.decode_seconds / gaps if gaps > 0 and self.decode_seconds > 0 else None
+
+
+class Observer(Protocol):
+    """Hears of every booking of a pool, those of other replicas included, in order and after it took effect: what was
+    booked, and when, on the scheduler's clock."""
+
+    def booked(self, facts: Facts, now: float) -> None:
+        """A request is on a worker, whoever chose it."""
+
+    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
+        """Its first token is out, so many seconds after it was booked."""
+
+    def ended(self, facts: Facts, end: End, now: float) -> None:
+        """It is over, and how."""

@@ -1,0 +1,113 @@
+"""Settings of a scheduler."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from kvscout_common.errors import ConfigError
+from kvscout_common.worker import Role
+from kvscout_scheduler.costs.cost import DEFAULT_TIER_WEIGHTS, TierWeights
+from kvscout_scheduler.values.request import MAX_LEASE_SECONDS
+from kvscout_scheduler.values.thresholds import NO_THRESHOLDS, BusyThresholds
+
+MAX_COOLDOWN_SECONDS = 60.0
+"""Any client may report a failure: a worker that is well is back after this."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """How a scheduler decides and how long it remembers."""
+
+    policy: str = "kv-time"
+    """Where a request names none."""
+    overlap_score_weight: float = 1.0
+    """0 = prefix caches are ignored."""
+    router_temperature: float = 0.0
+    """0 = always the cheapest worker."""
+    tier_weights: TierWeights = DEFAULT_TIER_WEIGHTS
+    cpu_to_gpu_ratio: float = 8.0
+    """Requests that an accelerator carries in the time of one CPU worker; policy device-aware-weighted."""
+    track_active_blocks: bool = True
+    """Prefill pools never track them."""
+    track_output_blocks: bool = False
+    thresholds: BusyThresholds = NO_THRESHOLDS
+    """Of models that have none of their own."""
+    lease_seconds: float = 300.0
+    """Of bookings of unary callers, where the call names none."""
+    owner_grace_seconds: float = 10.0
+    """How long an owner's stream may be gone before its bookings end."""
+    worker_grace_seconds: float = 30.0
+    """How long a worker whose registration ended keeps its bookings: it may come back to them."""
+    engine_metrics_seconds: float = 30.0
+    """How long what an engine said of itself counts."""
+    tombstone_seconds: float = 60.0
+    """How long ended attempts are remembered."""
+    max_tombstones: int = 262_144
+    """Ended attempts remembered at most; 60 s of 4,000 requests a second."""
+    cooldown_seconds: float = 10.0
+    """How long a worker that failed a request is left out."""
+    expiry_seconds: float = 0.5
+    """How often `Scheduler.expire` is called: a fraction of the shortest lease, one second."""
+    max_active_requests: int = 1_000_000
+    tenant_share: float = 0.5
+    """Of `max_active_requests`, what one tenant may hold while others have workers."""
+    queue_threshold: float | None = None
+    """Requests wait while all workers have more active prefill tokens than this times max_num_batched_tokens;
+    None = nobody waits."""
+    queue_limit: int = 1_024
+    """Requests that wait in one pool; more are refused."""
+
+    @property
+    def longest_cooldown_seconds(self) -> float:
+        """How long one report of a failure leaves a worker out at most, whoever reports."""
+        return max(MAX_COOLDOWN_SECONDS, self.cooldown_seconds)
+
+    def tracks_blocks(self, role: Role) -> bool:
+        """Whether requests on workers of a role occupy blocks; a prefill worker gives them away at once."""
+        return self.track_active_blocks and role is not Role.PREFILL
+
+    def validate(self) -> SchedulerSettings:
+        """Itself, if every setting is in range.
+
+        Raises:
+            ConfigError: Naming the first that is not.
+        """
+        for name in (
+            "overlap_score_weight",
+            "router_temperature",
+            "owner_grace_seconds",
+            "cooldown_seconds",
+            "worker_grace_seconds",
+        ):
+            value: float = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"must be a finite number of at least 0, not {value}", field=name)
+        for name in (
+            "lease_seconds",
+            "engine_metrics_seconds",
+            "tombstone_seconds",
+            "max_tombstones",
+            "expiry_seconds",
+            "max_active_requests",
+            "cpu_to_gpu_ratio",
+        ):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"must be a finite number above 0, not {value}", field=name)
+        if self.lease_seconds > MAX_LEASE_SECONDS:
+            raise ConfigError(f"must be at most {MAX_LEASE_SECONDS}, not {self.lease_seconds}", field="lease_seconds")
+        if self.queue_threshold is not None and not (math.isfinite(self.queue_threshold) and self.queue_threshold >= 0):
+            raise ConfigError(
+                f"must be a finite number of at least 0, not {self.queue_threshold}", field="queue_threshold"
+            )
+        if not 0 < self.tenant_share <= 1:
+            raise ConfigError(f"must be above 0 and at most 1, not {self.tenant_share}", field="tenant_share")
+        if self.queue_limit < 1:
+            raise ConfigError("must be at least 1", field="queue_limit")
+        for name in ("host", "disk"):
+            weight: float = getattr(self.tier_weights, name)
+            if not 0 <= weight <= 1:
+                raise ConfigError(f"must be between 0 and 1, not {weight}", field=f"{name}_weight")
+        self.thresholds.validate()
+        return self
