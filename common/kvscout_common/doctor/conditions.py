@@ -1,4 +1,4 @@
-"""Everything that doctor can find: what it means, and what helps. In the order in which it is told."""
+"""Conditions that doctor can report, with their meaning and remedy, in order of report."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """How bad a condition is."""
+    """Severity of a condition."""
 
     ERROR = "error"
-    """Routing is blind or wrong, or a part of it is not there."""
+    """Routing is blind or wrong, or a part of the deployment is missing."""
     WARNING = "warning"
-    """Routing is less good than it could be, or will be after the next fault."""
+    """Routing is degraded, or will be after the next fault."""
     NOTE = "note"
-    """Doctor could not see something."""
+    """Doctor could not check something."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One thing that can be wrong."""
+    """A condition that doctor can report."""
 
     id: str
     severity: Severity
@@ -44,37 +44,39 @@ def _note(name: str, what: str, remedy: str) -> Condition:
 SERVICE_UNREACHABLE = _error(
     "service-unreachable",
     "No service answers at an address.",
-    "Start it there, or correct the address where it is given: --gateway, --indexer, --scheduler, --envoy-admin, a "
-    "bridge's --advertise. With TLS or tokens on, give --tls-ca and --token-file.",
+    "Start the service, or correct the address in --gateway, --indexer, --scheduler, --envoy-admin or a bridge's "
+    "--advertise. With TLS or tokens on, give --tls-ca and --token-file.",
 )
 WRONG_SERVICE = _error(
     "wrong-service",
-    "Another kind of service answers at an address than it is given for.",
-    "Exchange the addresses: indexers listen on 7051, schedulers on 7052, bridges on 7053 unless told otherwise.",
+    "An address belongs to a different kind of service than configured.",
+    "Correct the addresses: by default indexers listen on 7051, schedulers on 7052, bridges on 7053.",
 )
 HELPER_FAILING = _warning(
     "helper-failing",
-    "A gateway's last call to an indexer or scheduler failed: it routes with less knowledge meanwhile.",
-    "Look at the helper's log and load. If it is only slow, raise --indexer-timeout-ms or --scheduler-timeout-ms.",
+    "A gateway's last call to an indexer or scheduler failed: until one succeeds, it routes with incomplete "
+    "information.",
+    "Check the log and load of that service. If it is only slow, raise --indexer-timeout-ms or --scheduler-timeout-ms.",
 )
 NOT_SERVING = _warning(
     "not-serving",
-    "A service answers and takes no calls now.",
-    "One that starts waits for its workers, for NATS and for peers, at most a minute; one that drains ends by itself.",
+    "A service answers but does not accept calls.",
+    "A starting service waits for its workers, NATS and peers, for at most a minute; a draining one exits by itself.",
 )
 
 # The proxy in front of the engines
 
 PROXY_OVERFLOW = _warning(
     "proxy-overflow",
-    "An Envoy refused requests or retries, or made them wait for a connection, at the limits of its circuit breakers.",
-    "Raise the thresholds of the cluster's circuit_breakers, as deploy/envoy/envoy.yaml does: without them Envoy "
-    "allows 3 retries and 1,024 requests.",
+    "An Envoy refused requests or retries, or queued them for a connection, at the limits of its circuit breakers.",
+    "Raise the thresholds of the cluster's circuit_breakers, as in deploy/envoy/envoy.yaml: Envoy's defaults allow 3 "
+    "retries and 1,024 requests.",
 )
 PICKER_BYPASSED = _warning(
     "picker-bypassed",
-    "Requests went past the endpoint picker, by turns and unbooked, because an Envoy could not ask it.",
-    "Expected while no picker runs. Else look at the picker's load and log, at Envoy's message_timeout, and at the "
+    "Requests bypassed the endpoint picker, placed round-robin and without a booking, because an Envoy could not "
+    "reach it.",
+    "Expected while no picker runs. Otherwise check the picker's load and log, Envoy's message_timeout, and the "
     "circuit_breakers of the picker's cluster.",
 )
 
@@ -82,53 +84,56 @@ PICKER_BYPASSED = _warning(
 
 NATS_UNREACHABLE = _error(
     "nats-unreachable",
-    "A service is not connected to NATS: registrations, events and replicas that come over it are missing.",
-    "Start NATS, or correct --nats-server, --nats-credentials and --nats-ca. The service connects by itself.",
+    "A service is not connected to NATS: it misses registrations, events and replica updates sent over it.",
+    "Start NATS, or correct --nats-server, --nats-credentials and --nats-ca. The service reconnects by itself.",
 )
 NATS_WITHOUT_JETSTREAM = _error(
     "nats-without-jetstream",
-    "NATS runs without JetStream, in which registrations, streams and snapshots are kept.",
+    "NATS runs without JetStream, which stores registrations, streams and snapshots.",
     "Start nats-server with -js (or `jetstream {}` in its configuration), or enable JetStream for the account.",
 )
 NATS_NAMESPACES_DIFFER = _error(
     "nats-namespaces-differ",
-    "Services of one kvscout have different --namespace: they see nothing of each other in NATS.",
-    "Give all of them, bridges and publishers included, the same --namespace.",
+    "Services of one deployment have different --namespace values, so they do not see each other in NATS.",
+    "Give all of them, including bridges and publishers, the same --namespace.",
 )
 NATS_CLUSTERS_DIFFER = _warning(
     "nats-clusters-differ",
     "Services are connected to different NATS servers.",
-    "Give all of them the same --nats-server, unless these servers are joined by gateways or leaf nodes.",
+    "Give all of them the same --nats-server, unless the servers are joined by gateways or leaf nodes.",
 )
 
-# Who knows which workers
+# Worker registrations
 
 NO_WORKERS = _error(
     "no-workers",
-    "A gateway knows no worker: every request is refused.",
-    "Register some: --workers-file, --workers-k8s, --workers-dns, `kvscout workers register`, or a bridge in the same"
-    " NATS namespace.",
+    "A gateway has no workers: every request is refused.",
+    "Register workers: --workers-file, --workers-k8s, --workers-dns, `kvscout workers register`, or a bridge in the "
+    "same NATS namespace.",
 )
 SCHEDULER_WITHOUT_WORKERS = _error(
     "scheduler-without-workers",
-    "A scheduler knows none of the workers that its gateway knows: it can choose none.",
-    "Its gateway tells it as soon as it reaches it. With NATS, give both the same --nats-server and --namespace.",
+    "A scheduler knows none of its gateway's workers, so it cannot select any.",
+    "The gateway sends them as soon as it reaches the scheduler. With NATS, give both the same --nats-server and "
+    "--namespace.",
 )
 REGISTRATIONS_DIFFER = _error(
     "registrations-differ",
-    "A gateway and its helpers know different workers, or the same ones differently.",
-    "A moment after a change this passes. Else give all the same registry: one NATS namespace, or one workers file.",
+    "A gateway and its indexers or schedulers have different workers, or different registrations of the same workers.",
+    "Normal for a moment after a change. Otherwise give all of them the same registry: one NATS namespace, or one "
+    "workers file.",
 )
 TENANTS_SHARE_ENGINE = _warning(
     "tenants-share-engine",
-    "Workers of several tenants are one engine, whose cache is one: each can tell from overlaps, usage and times to "
-    "the first token which prefixes the other has sent.",
-    "Give each tenant engines of its own, or have each tenant's requests carry a cache_salt of its own.",
+    "Workers of several tenants are the same engine and share its cache: from overlaps, usage and times to first "
+    "token, each tenant can infer which prefixes the others have sent.",
+    "Give each tenant separate engines, or have each tenant's requests carry a distinct cache_salt.",
 )
 SHARDS_DIFFER = _error(
     "shards-differ",
-    "An indexer has another share of the workers than its gateway expects: what is cached on the others is not found.",
-    "Make --shard I/N of the indexer and I/N=host:port of the gateway's --indexer agree.",
+    "An indexer holds a different shard of the workers than its gateway expects: prefixes cached on the other workers "
+    "are not found.",
+    "Make --shard I/N of the indexer match I/N=host:port of the gateway's --indexer.",
 )
 
 # Engines
@@ -136,116 +141,118 @@ SHARDS_DIFFER = _error(
 ENGINE_UNREACHABLE = _error(
     "engine-unreachable",
     "Nothing answers at the HTTP address of a worker.",
-    "Start the engine, or correct the http_endpoint that it is registered with. A host name must be known where the "
-    "gateway runs.",
+    "Start the engine, or correct its registered http_endpoint. The gateway's host must be able to resolve the host "
+    "name.",
 )
 WORKER_FAILING = _error(
     "worker-failing",
-    "A worker gets no requests for a while, because it fails what others run.",
-    "Look at the engine's log. It is tried again by itself.",
+    "A worker is in cool-down: it fails requests that other workers serve.",
+    "Check the engine's log. The worker is retried automatically.",
 )
 MODEL_DIFFERS = _error(
     "model-differs",
     "A worker is registered for a model that its engine does not serve.",
-    "Register it with the name that the engine serves (vLLM's --served-model-name), or start it with that name.",
+    "Register it with the name that the engine serves (vLLM's --served-model-name), or start the engine with the "
+    "registered name.",
 )
 BLOCK_SIZE_DIFFERS = _error(
     "block-size-differs",
-    "A worker is registered with another block size than its engine has: none of its blocks is ever found.",
-    "Register the engine's own (--block-size of vLLM, --page-size of SGLang), or start it with the registered one.",
+    "A worker is registered with a different block size than its engine uses: none of its blocks is ever found.",
+    "Register the engine's block size (vLLM's --block-size, SGLang's --page-size), or start the engine with the "
+    "registered one.",
 )
 RANKS_DIFFER = _error(
     "ranks-differ",
-    "The data-parallel ranks of a worker are others than its engine has.",
-    "Register dp_size, dp_start_rank and one event endpoint a rank as the engine has them: rank r publishes at its "
-    "base port + r.",
+    "A worker's registered data-parallel ranks differ from its engine's.",
+    "Register the engine's dp_size, dp_start_rank and one event endpoint per rank: rank r publishes at base port + r.",
 )
 
 # Events
 
 EVENTS_UNREACHABLE = _error(
     "events-unreachable",
-    "Nothing answers at the address where a worker's KV events are awaited: what it caches is not known.",
-    "Correct the event endpoint, or start the engine with KV events; it must bind more than 127.0.0.1 to be reached "
-    "from other machines. An engine that connects to its endpoint instead (vLLM does without `*` in it, the llm-d "
-    "simulator always) is registered with `bind: true` and the address to be bound here; with `bind: true`, start the "
-    "engine with this machine's address, and restart it if it does not connect again by itself.",
+    "Nothing answers at a worker's event endpoint: its cached blocks are unknown.",
+    "Correct the event endpoint, or start the engine with KV events; it must bind more than 127.0.0.1 to be reachable "
+    "from other machines. If the engine connects to its endpoint instead (vLLM does without `*` in it, the llm-d "
+    "simulator always), register `bind: true` and the local address to bind; then start the engine with this "
+    "machine's address, and restart it if it does not reconnect by itself.",
 )
 EVENTS_SILENT = _error(
     "events-silent",
-    "A worker serves requests, and no event of it ever came: what it caches is not known.",
+    "A worker serves requests, but none of its events has arrived: its cached blocks are unknown.",
     "Start the engine with KV events (vLLM: --enable-prefix-caching and --kv-events-config with "
-    "enable_kv_cache_events, SGLang: --kv-events-config), with the topic and port that are registered.",
+    "enable_kv_cache_events, SGLang: --kv-events-config), using the registered topic and port.",
 )
 EVENTS_MISCONFIGURED = _error(
     "events-misconfigured",
-    "The events of a worker cannot be read as it is registered.",
-    "Register an event endpoint for each rank, or the transport that its events come over; an indexer that reads NATS "
-    "needs --nats-server. Where two publishers send, give each engine and each rank an endpoint of its own.",
+    "A worker's events cannot be read with its registration.",
+    "Register an event endpoint for each rank, or the transport that carries its events; an indexer that reads from "
+    "NATS needs --nats-server. If two publishers share an endpoint, give each engine and each rank a separate one.",
 )
 EVENTS_UNREADABLE = _error(
     "events-unreadable",
-    "The events of a worker cannot be decoded.",
-    "Register the engine that it is (--engine), and see docs/event-transports.md for the formats that are read.",
+    "A worker's events cannot be decoded.",
+    "Register the correct engine (--engine); docs/event-transports.md lists the supported formats.",
 )
 LORA_UNNAMED = _error(
     "lora-unnamed",
-    "Events carry numbers of LoRA adapters that nobody named: the blocks of these adapters are never found.",
-    "Register the worker's adapters with the numbers that its engine gives them (adapters: name, lora_id).",
+    "Events refer to LoRA adapters by numbers that are not registered: blocks of these adapters are never found.",
+    "Register the worker's adapters with the engine's numbers (adapters: name, lora_id).",
 )
 HISTORY_INCOMPLETE = _warning(
     "history-incomplete",
-    "Events of a worker were lost for good, or left out at a limit of the index: some of what it caches is not known.",
-    "What is known becomes whole as the engine's cache turns over; the worker counts as incomplete until its cache is "
-    "cleared or a complete state of it is read. A replay endpoint, a bridge or an indexer's peers avoid it; against "
-    "the limits see docs/index-limits.md.",
+    "Events of a worker were permanently lost, or dropped at a limit of the index: some of its cached blocks are "
+    "unknown.",
+    "The index becomes complete as the engine's cache turns over; the worker is marked incomplete until its cache is "
+    "cleared or its complete state is read. A replay endpoint, a bridge or indexer peers prevent losses; for the "
+    "limits see docs/index-limits.md.",
 )
 REPLAY_MISSING = _warning(
     "replay-missing",
-    "A worker has no replay endpoint: events that are lost once are lost for good.",
+    "A worker has no replay endpoint: lost events cannot be recovered.",
     "Start vLLM with replay_endpoint in --kv-events-config, and register it.",
 )
 BLOCKS_ORPHANED = _warning(
     "blocks-orphaned",
-    "Blocks of a worker hang below blocks that its events never named: no request finds them.",
-    "Events were lost before it was read: `ResetWorker` of the indexer begins anew with what its replay socket has. If "
-    "it stays, the engine names parents in a way that is not read: report it with its release.",
+    "A worker's blocks have parents that never appeared in its events: no request finds them.",
+    "Events before the subscription were lost: `ResetWorker` of the indexer starts over from the replay socket. If "
+    "the problem stays, the engine names parents in an unsupported way: report it with the engine's release.",
 )
 REMOVALS_LOST = _warning(
     "removals-lost",
-    "A worker seems to hold more blocks than its cache has: events of removed blocks were lost.",
-    "Correct total_kv_blocks if it is too low; else `ResetWorker` of the indexer begins anew with the worker.",
+    "A worker appears to hold more blocks than its cache has: removal events were lost.",
+    "Correct total_kv_blocks if it is too low; otherwise `ResetWorker` of the indexer starts over with the worker.",
 )
 
 GROUPS_UNJUDGED = _note(
     "groups-unjudged",
-    "A model has cache groups that events do not tell enough of, such as state-space layers: what these have dropped "
-    "is not seen, and overlaps may be too long.",
-    "Watch the worker's prediction error in `kvscout status`: it says how often that happens.",
+    "A model has cache groups that events do not fully describe, such as state-space layers: evictions in them are "
+    "not visible, so overlaps may be too long.",
+    "Watch the worker's prediction error in `kvscout status`: it shows how often that happens.",
 )
 
-# Whether what is predicted comes true
+# Predictions
 
 TOKENS_DIFFER = _error(
     "tokens-differ",
-    "The gateway makes other tokens of a model's prompts than its engine: nothing that is cached is found.",
-    "Give --tokenizer the folder of the very model that the engine runs, with its chat template.",
+    "The gateway tokenizes a model's prompts differently from its engine: no cached prefix is found.",
+    "Point --tokenizer at the folder of exactly the model that the engine runs, including its chat template.",
 )
 HASHES_NEVER_MATCH = _error(
     "hashes-never-match",
-    "A worker has prompts cached of which nothing was ever found in its events.",
-    "The engine hashes something else than the gateway: compare tokens (--tokenizer), cache salt, LoRA names and "
-    "multimodal ids of requests and events; see docs/hashing.md.",
+    "A worker reports cached tokens, but none of its events ever matched a prompt.",
+    "Engine and gateway hash different inputs: compare tokens (--tokenizer), cache salt, LoRA names and multimodal "
+    "ids of requests and events; see docs/hashing.md.",
 )
 PREDICTIONS_WRONG = _warning(
     "predictions-wrong",
-    "What a worker had cached is often not what was predicted.",
-    "Events that lag, evictions in a cache that is too small, or an engine without prefix caching cause it: look at "
-    "the worker's events in `kvscout status`.",
+    "A worker's cached tokens often differ from the prediction.",
+    "Possible causes are lagging events, evictions from a cache that is too small, or an engine without prefix "
+    "caching: check the worker's events in `kvscout status`.",
 )
 CACHED_TOKENS_UNTOLD = _warning(
     "cached-tokens-untold",
-    "An engine does not tell how much of a prompt it had cached: hit rate and predictions cannot be checked.",
+    "An engine does not report cached prompt tokens: hit rate and predictions cannot be verified.",
     "Start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report.",
 )
 
@@ -253,65 +260,67 @@ CACHED_TOKENS_UNTOLD = _warning(
 
 REPLICAS_DIVERGED = _error(
     "replicas-diverged",
-    "Replicas of the scheduler disagree about what is booked.",
-    "They send each other snapshots by themselves. If it stays, restart the one that disagrees, and report it.",
+    "Replicas of the scheduler disagree about bookings.",
+    "They exchange snapshots automatically. If it persists, restart the diverging replica, and report it.",
 )
 REPLICAS_ALONE = _warning(
     "replicas-alone",
-    "There are several schedulers, and one does not share its bookings: each knows only its own load.",
-    "Start all with --router-replica-sync and the same --nats-server and --namespace, each with its own --replica-id.",
+    "There are several schedulers, but one does not share its bookings: each sees only its own load.",
+    "Start all with --router-replica-sync and the same --nats-server and --namespace, each with a distinct "
+    "--replica-id.",
 )
 REPLICA_SILENT = _warning(
     "replica-silent",
-    "A replica of the scheduler is not heard of any more.",
-    "If it was stopped for good this passes; what it had booked ends with its leases. Else start it again.",
+    "A replica of the scheduler has stopped sending.",
+    "If it was removed on purpose, this clears by itself, and its bookings end with their leases. Otherwise restart "
+    "it.",
 )
 
 # The machines
 
 CLOCKS_DIFFER = _warning(
     "clocks-differ",
-    "The clock of a machine is wrong: a publisher that starts anew is told from its predecessor by it.",
-    "Keep the clocks of all machines right by NTP.",
+    "A machine's clock is wrong: restarted publishers are distinguished from their predecessors by time.",
+    "Synchronize the clocks of all machines by NTP.",
 )
 DESCRIPTORS_FEW = _warning(
     "descriptors-few",
-    "A service may open few files, and each connection takes one.",
-    "Raise its hard limit: LimitNOFILE= of systemd, `ulimit -Hn`, the container's ulimits.",
+    "A service has a low limit of open files; each connection uses one.",
+    "Raise its hard limit: systemd's LimitNOFILE=, `ulimit -Hn`, the container's ulimits.",
 )
 REFERENCE_BACKEND = _warning(
     "reference-backend",
-    "A service runs without the native extension: its answers are the same, and slower.",
+    "A service runs without the native extension: same answers, but slower.",
     "Install a wheel, or build the extension (`make native`); unset kvscout_NATIVE=0.",
 )
 VERSIONS_DIFFER = _warning(
     "versions-differ",
-    "Services are of different releases.",
-    "Fine during an upgrade; else bring all to the same one.",
+    "Services run different releases.",
+    "Expected during an upgrade; otherwise bring all to the same release.",
 )
 SERVICE_WARNING = _warning(
     "service-warning",
-    "A service says that something is not as it should be.",
-    "Its own words say what.",
+    "A service reports a warning.",
+    "See the text of the warning.",
 )
 
-# What doctor could not see
+# What doctor could not check
 
 OUT_OF_SIGHT = _note(
     "out-of-sight",
-    "What the gateway reaches does not answer from here, so that it could not be asked.",
-    "Run doctor where the gateway runs.",
+    "An address that the gateway uses is not reachable from here, so it was not checked.",
+    "Run doctor on the gateway's host.",
 )
 UNTOLD = _note(
     "untold",
-    "A service or engine did not tell all that it was asked.",
-    "Give a token that may read it (--token-file), and bring the service to the release of this command.",
+    "A service or engine did not return everything requested.",
+    "Give a token with the required role (--token-file), and upgrade the service to the release of this command.",
 )
 LEFT_OUT = _note(
     "left-out",
-    "There are more services or engines than doctor asks.",
-    "Ask about one tenant (--tenant), or one gateway at a time.",
+    "There are more services or engines than doctor checks.",
+    "Check one tenant (--tenant), or one gateway at a time.",
 )
 
 CONDITIONS = tuple(value for value in globals().values() if isinstance(value, Condition))
-"""All, in the order in which they are told among those of one severity."""
+"""All conditions, in their order of report within one severity."""
