@@ -18,7 +18,7 @@ from kvscout_common.http.http import HttpServer, serve_http
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.config import GatewayConfig
-from kvscout_gateway.engines.patience import Patience
+from kvscout_gateway.engines.timeouts import Patience
 from kvscout_gateway.fronts.openai.port import OpenAiPort
 from kvscout_gateway.gateway import Gateway
 from support.web_servers import web_server

@@ -13,7 +13,7 @@ from kvscout_common.http.web_origins import WebOrigins
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.shards import Shard
-from kvscout_gateway.engines.patience import Patience
+from kvscout_gateway.engines.timeouts import Patience
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.shadow.config import ShadowConfig

@@ -28,10 +28,10 @@ from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.engine_key import EngineKey
-from kvscout_gateway.engines.failure import EngineFailed
+from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.health_checks import HealthChecks
-from kvscout_gateway.engines.patience import Pulse
+from kvscout_gateway.engines.timeouts import Pulse
 from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.fronts.shadow.report import ShadowReport
@@ -47,7 +47,7 @@ from kvscout_gateway.metrics import (
     StreamCollector,
 )
 from kvscout_gateway.request.exchange import MAX_TRIES, Exchanges
-from kvscout_gateway.request.leg import Means
+from kvscout_gateway.request.attempt import Means
 from kvscout_gateway.request.observation import Observations
 from kvscout_gateway.request.placement import Placement
 from kvscout_gateway.request.plan_choice import PlanChoice

@@ -14,7 +14,7 @@ from kvscout_common.nats.config import NatsConfig, nats_flags
 from kvscout_common.rpc.channel import ClientSecurity
 from kvscout_common.rpc.serving import App, run
 from kvscout_gateway.config import FIND_TOKENIZERS, GatewayConfig, addresses, indexer_shards, tokenizer_folders
-from kvscout_gateway.engines.patience import Patience
+from kvscout_gateway.engines.timeouts import Patience
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig, endpoint_picker_flags
 from kvscout_gateway.fronts.shadow.config import ShadowConfig, shadow_flags

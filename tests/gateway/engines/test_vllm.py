@@ -21,8 +21,8 @@ from kvscout.v1 import gateway_pb2
 from kvscout_common.http.http import HttpRequest, connect
 from kvscout_gateway.engines.adapter import UNCHANGED, Address, TokenRequest
 from kvscout_gateway.engines.engine_call import Engines
-from kvscout_gateway.engines.failure import EngineFailed, Fault
-from kvscout_gateway.engines.patience import Patience, Pulse
+from kvscout_gateway.engines.faults import EngineFailed, Fault
+from kvscout_gateway.engines.timeouts import Patience, Pulse
 from kvscout_gateway.engines.vllm import TOKENS_A_TURN, VllmAdapter
 
 

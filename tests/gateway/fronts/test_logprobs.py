@@ -9,7 +9,7 @@ import pytest
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.http.http import Dialect
-from kvscout_gateway.engines.failure import EngineFailed
+from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
 
 

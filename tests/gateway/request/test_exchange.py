@@ -27,14 +27,14 @@ from kvscout_common.http.http import HttpAnswer, Sink, SinkGone, connect
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.engines.adapter import ClientRequest, TokenRequest
 from kvscout_gateway.engines.engine_call import Engines
-from kvscout_gateway.engines.failure import EngineFailed, Fault
+from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.engines.health import WorkerHealth
-from kvscout_gateway.engines.patience import Patience
+from kvscout_gateway.engines.timeouts import Patience
 from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.exchange import Exchange, Exchanges, failure_behind
-from kvscout_gateway.request.leg import Leg, Means, Reply
+from kvscout_gateway.request.attempt import Leg, Means, Reply
 from kvscout_gateway.request.observation import Observations
 from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.plan import Aggregated, Plan

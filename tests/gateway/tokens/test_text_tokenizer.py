@@ -15,7 +15,7 @@ from kvscout_common.errors import ConfigError, ResourceExhausted
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens import threads as threads_module
 from kvscout_gateway.tokens.conversation import NotText
-from kvscout_gateway.tokens.piece_cache import PieceCache
+from kvscout_gateway.tokens.chunk_cache import PieceCache
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease
 from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED, TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
@@ -147,7 +147,7 @@ def test_a_piece_that_was_used_stays_longer_and_one_that_is_put_again_counts_onc
 
 
 def test_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvscout_gateway.tokens.piece_cache.MAX_TENANTS", 3)
+    monkeypatch.setattr("kvscout_gateway.tokens.chunk_cache.MAX_TENANTS", 3)
     cache = PieceCache(1_000)
     for tenant in "abcd":
         cache.put(tenant, "text", b"1234")

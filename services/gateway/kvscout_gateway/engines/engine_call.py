@@ -22,8 +22,8 @@ from kvscout_common.http.http import (
 from kvscout_common.observability import tracing
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_gateway.engines.answer import words_read
-from kvscout_gateway.engines.failure import EngineFailed, Fault, refused, reported, unheard
-from kvscout_gateway.engines.patience import Bounded, Patience, Pulse, Watch
+from kvscout_gateway.engines.faults import EngineFailed, Fault, refused, reported, unheard
+from kvscout_gateway.engines.timeouts import Bounded, Patience, Pulse, Watch
 
 log = logging.getLogger("kvscout.gateway")
 

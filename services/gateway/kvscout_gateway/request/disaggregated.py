@@ -29,7 +29,7 @@ from kvscout_common.worker import EngineKind, Role, WorkerSpec
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.leg import Leg, Reply
+from kvscout_gateway.request.attempt import Leg, Reply
 from kvscout_gateway.request.placement import Wish
 from kvscout_gateway.upstreams.scheduler.output import ONE_TOKEN
 

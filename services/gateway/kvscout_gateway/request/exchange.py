@@ -33,8 +33,8 @@ from kvscout_common.errors import (
 from kvscout_common.http.http import SinkGone
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits
 from kvscout_gateway.engines.adapter import ClientRequest
-from kvscout_gateway.engines.failure import EngineFailed, Fault
-from kvscout_gateway.request.leg import Leg, Means, Reply
+from kvscout_gateway.engines.faults import EngineFailed, Fault
+from kvscout_gateway.request.attempt import Leg, Means, Reply
 from kvscout_gateway.request.placement import Placement, Wish, new_request_id
 from kvscout_gateway.request.plan import Plan
 

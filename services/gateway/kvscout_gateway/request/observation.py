@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.engines.patience import Pulse
+from kvscout_gateway.engines.timeouts import Pulse
 
 EVENTFUL_KEPT = 16
 """One would do to find that a worker's events never come; people want to see that it was no accident."""

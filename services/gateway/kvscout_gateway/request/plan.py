@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from kvscout_gateway.engines.adapter import ClientRequest
-from kvscout_gateway.request.leg import Leg, Reply
+from kvscout_gateway.request.attempt import Leg, Reply
 
 if TYPE_CHECKING:
     from kvscout_gateway.request.exchange import Exchange

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
 from kvscout_gateway.engines.adapter import Changes, ClientRequest
-from kvscout_gateway.engines.failure import EngineFailed, Fault
+from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.disaggregated import PrefillFailed
-from kvscout_gateway.request.leg import Leg, Reply
+from kvscout_gateway.request.attempt import Leg, Reply
 from kvscout_gateway.request.placement import Placement, Wish
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_gateway.engines.adapter import Changes, ClientRequest
-from kvscout_gateway.engines.failure import EngineFailed
+from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.disaggregated import PrefillFailed
-from kvscout_gateway.request.leg import Leg, Reply
+from kvscout_gateway.request.attempt import Leg, Reply
 from kvscout_gateway.request.placement import Wish
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from kvscout_common.http.engine_http import parsed
 from kvscout_common.http.http import HttpClient, HttpFailed, HttpRequest
 from kvscout_common.http.json_scan import scan_object
 from kvscout_common.plain_text import printable
-from kvscout_gateway.tokens.piece_cache import PieceCache
+from kvscout_gateway.tokens.chunk_cache import PieceCache
 
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 """A million tokens have eight digits each at most, and a comma."""

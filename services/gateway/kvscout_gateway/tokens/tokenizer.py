@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvscout_common.errors import ConfigError
-from kvscout_gateway.tokens.seams import AddedToken, Seams
+from kvscout_gateway.tokens.token_boundaries import AddedToken, Seams
 
 # Read by the library with every call. A gateway has its cores for requests beside one another, and a pool of threads
 # that each long prompt wakes would take them all.

@@ -23,7 +23,7 @@ from kvscout_common.errors import (
     Unavailable,
 )
 from kvscout_common.identity.identity import AccessRole, Identity, TokenTable, _digest
-from kvscout_gateway.engines.failure import EngineFailed, refused
+from kvscout_gateway.engines.faults import EngineFailed, refused
 from kvscout_gateway.fronts.openai import proxied
 from kvscout_gateway.fronts.openai.access import caller_of
 from kvscout_gateway.fronts.openai.body import JsonBody

@@ -32,7 +32,7 @@ from kvscout_common.observability import tracing
 from kvscout_common.observability.log_lines import about_request
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.catalog import Serving, TenantView
-from kvscout_gateway.engines.failure import EngineFailed, fault_of_status
+from kvscout_gateway.engines.faults import EngineFailed, fault_of_status
 from kvscout_gateway.engines.usage import output_tokens_of, usage_of_stream
 from kvscout_gateway.fronts.answering import spread_answering
 from kvscout_gateway.fronts.endpoint_picker import wire
@@ -43,7 +43,7 @@ from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.wishes import tokens_of, wish_of
 from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.request.exchange import Exchange
-from kvscout_gateway.request.leg import Leg
+from kvscout_gateway.request.attempt import Leg
 from kvscout_gateway.request.placement import Wish
 from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.tokens.engine_comparison import Compared

@@ -15,7 +15,7 @@ from kvscout_common.http.engine_http import parsed
 from kvscout_common.http.event_relay import EventRelay
 from kvscout_common.http.http import Dialect, Form, Sink, StreamReport
 from kvscout_common.http.json_scan import load_json
-from kvscout_gateway.engines.failure import EngineFailed
+from kvscout_gateway.engines.faults import EngineFailed
 
 MAX_VALUES = 500_000
 """In one event: SGLang's has those of all tokens until then."""

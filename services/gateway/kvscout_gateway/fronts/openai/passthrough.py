@@ -12,7 +12,7 @@ from kvscout_common.http.byte_budget import Charge
 from kvscout_common.http.http import FailureKind, Headers, HttpAnswer, HttpCall, HttpFailed, HttpRequest
 from kvscout_common.http.json_fields import INLINE_BYTES
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_gateway.engines.failure import EngineFailed, Fault
+from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.fronts.answering import spread_answering
 from kvscout_gateway.fronts.openai import proxied
 from kvscout_gateway.fronts.openai.access import Caller, header

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvscout_common.http.http import FailureKind, HttpFailed
-from kvscout_gateway.engines.failure import Fault, refused, reported, unheard
+from kvscout_gateway.engines.faults import Fault, refused, reported, unheard
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvscout_common.http.http import StreamReport
-from kvscout_gateway.engines.patience import Bounded, Patience, Pulse, Watch
+from kvscout_gateway.engines.timeouts import Bounded, Patience, Pulse, Watch
 
 PATIENCE = Patience(
     first_output_seconds=10, prefill_tokens_per_second=100, idle_seconds=20, queue_seconds=200, answer_seconds=60

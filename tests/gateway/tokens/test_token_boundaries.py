@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.trained_tokenizers import BUILDS, MARKS
 from tokenizers import Tokenizer
 
-from kvscout_gateway.tokens import seams
-from kvscout_gateway.tokens.seams import AddedToken, Seams
+from kvscout_gateway.tokens import token_boundaries as seams
+from kvscout_gateway.tokens.token_boundaries import AddedToken, Seams
 from kvscout_gateway.tokens.tokenizer import LocalTokenizer
 
 

@@ -14,7 +14,7 @@ from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter
 from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.engine_call import EngineCall, Engines
-from kvscout_gateway.engines.failure import EngineFailed, reported
+from kvscout_gateway.engines.faults import EngineFailed, reported
 from kvscout_gateway.engines.health import Key, WorkerHealth
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
 from kvscout_gateway.metrics import GatewayMetrics
