@@ -37,7 +37,7 @@ class Exchange(NamedTuple):
     """A recorded one."""
 
     client: Mapping[str, Any]
-    legs: Mapping[str, Mapping[str, Any]]
+    attempts: Mapping[str, Mapping[str, Any]]
     """Of "prefill" and "decode": path, body, status, type, answer."""
 
 
@@ -52,7 +52,7 @@ class Client(NamedTuple):
 
 def exchange_of(name: str) -> Exchange:
     document = json.loads((FOLDER / f"{name}.json").read_text())
-    return Exchange(document["client"], {leg: document[leg] for leg in ROLES})
+    return Exchange(document["client"], {attempt: document[attempt] for attempt in ROLES})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -75,52 +75,52 @@ class Engines:
     async def registered(self, stack: Stack) -> AsyncIterator[Engines]:
         """Has both of them, at a gateway."""
         kind = workers_pb2.ENGINE_KIND_SGLANG
-        if "bootstrap_host" not in self._exchange.legs["prefill"]["body"]:
+        if "bootstrap_host" not in self._exchange.attempts["prefill"]["body"]:
             kind = workers_pb2.ENGINE_KIND_VLLM
         async with AsyncExitStack() as entered:
-            for leg, role in ROLES.items():
-                self.by_leg[leg] = one = await entered.enter_async_context(engine(self._answer(leg)))
-                where = {name: self._exchange.legs[leg]["body"].get(name) for name in BOOTSTRAP[:2]}
+            for attempt, role in ROLES.items():
+                self.by_leg[attempt] = one = await entered.enter_async_context(engine(self._answer(attempt)))
+                where = {name: self._exchange.attempts[attempt]["body"].get(name) for name in BOOTSTRAP[:2]}
                 await stack.client.register(
                     workers_pb2.Worker(
-                        worker_id=leg,
+                        worker_id=attempt,
                         model=MODEL,
                         block_size=16,
                         role=role,
                         engine=kind,
                         http_endpoint=one.url,
-                        **(where if leg == "prefill" and kind == workers_pb2.ENGINE_KIND_SGLANG else {}),
+                        **(where if attempt == "prefill" and kind == workers_pb2.ENGINE_KIND_SGLANG else {}),
                     )
                 )
             try:
                 yield self
             finally:
                 await stack.client.until_idle(MODEL)
-                for leg in ROLES:
-                    remove = workers_pb2.RemoveWorkerRequest(worker_id=leg)
+                for attempt in ROLES:
+                    remove = workers_pb2.RemoveWorkerRequest(worker_id=attempt)
                     await call(stack.client.stub.RemoveWorker, remove, timeout=10)
 
-    async def asked(self, leg: str) -> dict[str, Any]:
+    async def asked(self, attempt: str) -> dict[str, Any]:
         """The body that a leg's engine got."""
-        path = self._exchange.legs[leg]["path"]
+        path = self._exchange.attempts[attempt]["path"]
 
         async def came() -> list[bytes]:
-            return [one.body for one in self.by_leg[leg].received if one.target == path]
+            return [one.body for one in self.by_leg[attempt].received if one.target == path]
 
-        [body] = await eventually(came, what=f"a request for {leg}")
+        [body] = await eventually(came, what=f"a request for {attempt}")
         document: dict[str, Any] = json.loads(body)
         return document
 
-    def _answer(self, leg: str) -> Any:
-        recorded = self._exchange.legs[leg]
+    def _answer(self, attempt: str) -> Any:
+        recorded = self._exchange.attempts[attempt]
 
         async def script(request: web.Request, _: bytes) -> web.StreamResponse:
             if request.path != recorded["path"]:
                 return web.Response(status=404)
-            if leg == "prefill":
+            if attempt == "prefill":
                 self._computing.set()
             await self._computing.wait()
-            if leg == self._silent:
+            if attempt == self._silent:
                 await asyncio.Event().wait()
             kind = {"Content-Type": recorded["type"]}
             return web.Response(status=recorded["status"], body=recorded["answer"].encode(), headers=kind)
@@ -158,13 +158,15 @@ async def test_both_engines_are_asked_as_the_recorded_ones_were(name: str, stack
     exchange = exchange_of(name)
     async with Engines(exchange).registered(stack) as engines:
         client = await ask(stack, exchange)
-        sent = {leg: await engines.asked(leg) for leg in ROLES}
-    for leg, body in sent.items():
+        sent = {attempt: await engines.asked(attempt) for attempt in ROLES}
+    for attempt, body in sent.items():
         # Drawn for each request.
-        assert without(body, "rid", "bootstrap_room") == without(exchange.legs[leg]["body"], "rid", "bootstrap_room")
+        assert without(body, "rid", "bootstrap_room") == without(
+            exchange.attempts[attempt]["body"], "rid", "bootstrap_room"
+        )
     for drawn in ("rid", "bootstrap_room"):
         assert sent["prefill"].get(drawn) == sent["decode"].get(drawn)
-    answered = exchange.legs["decode"]["answer"]
+    answered = exchange.attempts["decode"]["answer"]
     if client.answer is not None:
         assert client.answer.finish_reason == gateway_pb2.FINISH_REASON_LENGTH
         assert client.answer.usage is not None
@@ -176,11 +178,11 @@ async def test_both_engines_are_asked_as_the_recorded_ones_were(name: str, stack
 @pytest.mark.parametrize("name", ROUTED)
 async def test_engines_are_told_where_to_meet_as_sglang_s_own_router_tells_them(name: str, stack: Stack) -> None:
     exchange = exchange_of(name)
-    theirs = {leg: exchange.legs[leg]["body"] for leg in ROLES}
+    theirs = {attempt: exchange.attempts[attempt]["body"] for attempt in ROLES}
     assert theirs["prefill"] == theirs["decode"]
     async with Engines(exchange).registered(stack) as engines:
         await ask(stack, exchange)
-        sent = {leg: await engines.asked(leg) for leg in ROLES}
+        sent = {attempt: await engines.asked(attempt) for attempt in ROLES}
     meeting = {field: sent["prefill"][field] for field in BOOTSTRAP}
     assert meeting == {field: sent["decode"][field] for field in BOOTSTRAP}
     assert without(meeting, "bootstrap_room") == {field: theirs["prefill"][field] for field in BOOTSTRAP[:2]}

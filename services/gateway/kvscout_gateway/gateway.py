@@ -31,8 +31,8 @@ from kvscout_gateway.engines.engine_key import EngineKey
 from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.health_checks import HealthChecks
-from kvscout_gateway.engines.timeouts import Pulse
 from kvscout_gateway.engines.sglang import SglangAdapter
+from kvscout_gateway.engines.timeouts import Pulse
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.members.fanout import Fanout
@@ -46,8 +46,8 @@ from kvscout_gateway.metrics import (
     ShadowCollector,
     StreamCollector,
 )
-from kvscout_gateway.request.exchange import MAX_TRIES, Exchanges
 from kvscout_gateway.request.attempt import Means
+from kvscout_gateway.request.exchange import MAX_TRIES, Exchanges
 from kvscout_gateway.request.observation import Observations
 from kvscout_gateway.request.placement import Placement
 from kvscout_gateway.request.plan_choice import PlanChoice

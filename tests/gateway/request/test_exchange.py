@@ -33,8 +33,8 @@ from kvscout_gateway.engines.timeouts import Patience
 from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.request.attempt import Attempt, Means, Reply
 from kvscout_gateway.request.exchange import Exchange, Exchanges, failure_behind
-from kvscout_gateway.request.attempt import Leg, Means, Reply
 from kvscout_gateway.request.observation import Observations
 from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.plan import Aggregated, Plan
@@ -329,14 +329,14 @@ async def test_what_waits_for_an_engine_that_is_lost_is_had_elsewhere(world: Wor
 async def test_a_front_that_sends_a_leg_itself_tells_what_happens(world: World, serve: Any) -> None:
     await serve(answer, answer)
     with world.exchanges.begin(WISH) as exchange:
-        leg = await exchange.place()
-        leg.sent()
-        leg.first_output()
-        leg.first_output()
-        leg.ended(Usage(2, 0))
+        attempt = await exchange.place()
+        attempt.sent()
+        attempt.first_output()
+        attempt.first_output()
+        attempt.ended(Usage(2, 0))
         assert len(world.helpers.open) == 1
-        leg.free()
-        leg.free()
+        attempt.free()
+        attempt.free()
         again = await exchange.place(replace(exchange.wish, excluded=("w0",)))
         again.sent()
         exchange.failed(again, EngineFailed("gone"))
@@ -348,17 +348,17 @@ class PrefillFirst:
     """A plan of two legs: what the first one answers goes with the second."""
 
     async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
-        async def prefill(leg: Leg) -> None:
-            async for _ in (await leg.send(request)).chunks():
+        async def prefill(attempt: Attempt) -> None:
+            async for _ in (await attempt.send(request)).chunks():
                 pass
 
-        async def decode(leg: Leg) -> None:
-            await exchange.attempt(replace(exchange.wish, role=Role.PREFILL), prefill)
-            await leg.relay(await leg.send(request), request, reply)
+        async def decode(attempt: Attempt) -> None:
+            await exchange.run_attempts(replace(exchange.wish, role=Role.PREFILL), prefill)
+            await attempt.relay(await attempt.send(request), request, reply)
 
-        await exchange.attempt(replace(exchange.wish, role=Role.DECODE), decode)
+        await exchange.run_attempts(replace(exchange.wish, role=Role.DECODE), decode)
 
-    async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
+    async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
         raise NotImplementedError
 
 

@@ -79,16 +79,16 @@ class Decode:
 
 
 async def test_what_the_other_leg_generated_is_not_said_of_the_one_that_computes_the_prompt() -> None:
-    leg, decode = Prefill(), Decode()
+    attempt, decode = Prefill(), Decode()
 
     class Exchange:
         request_id = "r"
 
-        async def attempt(self, _: object, use: Any) -> None:
-            await use(leg)
+        async def run_attempts(self, _: object, use: Any) -> None:
+            await use(attempt)
 
     anything: Any = Exchange()
     unneeded: Any = None
     told: Any = decode
     await SglangHandover().run(anything, unneeded, told, unneeded, told)
-    assert leg.told == [Usage(40, 16, 0)]
+    assert attempt.told == [Usage(40, 16, 0)]

@@ -14,8 +14,8 @@ from support.trained_tokenizers import BUILDS, byte_level, byte_level_prefixed, 
 from kvscout_common.errors import ConfigError, ResourceExhausted
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens import threads as threads_module
-from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.chunk_cache import PieceCache
+from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease
 from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED, TextTokenizer
 from kvscout_gateway.tokens.threads import Threads

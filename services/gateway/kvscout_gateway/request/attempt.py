@@ -59,7 +59,7 @@ class Means:
         return self.adapters.get(spec.engine if spec is not None else EngineKind.VLLM, self.adapters[EngineKind.VLLM])
 
 
-class Leg:
+class Attempt:
     """A request on one worker, from when it is placed; `free` it."""
 
     def __init__(

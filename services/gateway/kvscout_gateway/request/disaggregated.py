@@ -29,7 +29,7 @@ from kvscout_common.worker import EngineKind, Role, WorkerSpec
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.attempt import Leg, Reply
+from kvscout_gateway.request.attempt import Attempt, Reply
 from kvscout_gateway.request.placement import Wish
 from kvscout_gateway.upstreams.scheduler.output import ONE_TOKEN
 
@@ -47,7 +47,7 @@ _NO_ONE: tuple[type[KvscoutError], ...] = (Unavailable, ResourceExhausted, NotFo
 """What it is called that no worker of a role did its part; anything else is the client's trouble, or ours."""
 
 
-Use: TypeAlias = Callable[[Leg], Awaitable[None]]
+Use: TypeAlias = Callable[[Attempt], Awaitable[None]]
 
 
 class Path(StrEnum):
@@ -80,7 +80,9 @@ class PrefillFailed(Exception):
 class Handover(Protocol):
     """What passes between a prefill and a decode engine."""
 
-    async def run(self, exchange: Exchange, prefill: Wish, decode: Leg, request: ClientRequest, reply: Reply) -> None:
+    async def run(
+        self, exchange: Exchange, prefill: Wish, decode: Attempt, request: ClientRequest, reply: Reply
+    ) -> None:
         """Has the prompt computed by a prefill worker, and continued on the decode leg, to its end.
 
         Args:
@@ -141,17 +143,17 @@ class Disaggregated:
             raise
         self._metrics.disaggregation.labels(path).inc()
 
-    async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
+    async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
         """See `Plan`."""
         try:
-            path, leg, prefill = await self._place(exchange)
+            path, attempt, prefill = await self._place(exchange)
         except (Unavailable, ResourceExhausted):
             self._metrics.disaggregation.labels(Path.REFUSED).inc()
             raise
         self._metrics.disaggregation.labels(path).inc()
-        return leg, prefill
+        return attempt, prefill
 
-    async def _place(self, exchange: Exchange) -> tuple[Path, Leg, Leg | None]:
+    async def _place(self, exchange: Exchange) -> tuple[Path, Attempt, Attempt | None]:
         if await self._stays(exchange):
             return Path.LOCAL, await exchange.place(self._alone(exchange.wish)), None
         try:
@@ -169,7 +171,7 @@ class Disaggregated:
 
     async def _place_instead(
         self, exchange: Exchange, error: KvscoutError, *, among: tuple[Path, ...] = tuple(Path)
-    ) -> tuple[Path, Leg, Leg | None]:
+    ) -> tuple[Path, Attempt, Attempt | None]:
         """Books one worker for all of it; raises the error if there is none."""
         for path, wish in self._others(exchange.wish):
             if path in among:
@@ -178,24 +180,24 @@ class Disaggregated:
         raise error
 
     async def _run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> Path:
-        async def alone(leg: Leg) -> None:
-            await reply.placed(leg.placement)
-            await leg.relay(await leg.send(request), request, reply)
+        async def alone(attempt: Attempt) -> None:
+            await reply.placed(attempt.placement)
+            await attempt.relay(await attempt.send(request), request, reply)
 
         if await self._stays(exchange):
-            await exchange.attempt(self._alone(exchange.wish), alone)
+            await exchange.run_attempts(self._alone(exchange.wish), alone)
             return Path.LOCAL
         if not self._prefillers(exchange.wish):
             return await self._instead(exchange, alone, Unavailable("no prefill worker", retry_after_seconds=1.0))
-        decoding: list[Leg] = []
+        decoding: list[Attempt] = []
 
-        async def decode(leg: Leg) -> None:
-            decoding.append(leg)
-            handover = self._handovers(leg.placement.spec)
-            await handover.run(exchange, self._prefill_wish(exchange.wish, leg), leg, request, reply)
+        async def decode(attempt: Attempt) -> None:
+            decoding.append(attempt)
+            handover = self._handovers(attempt.placement.spec)
+            await handover.run(exchange, self._prefill_wish(exchange.wish, attempt), attempt, request, reply)
 
         try:
-            await exchange.attempt(_decode_wish(exchange.wish), decode)
+            await exchange.run_attempts(_decode_wish(exchange.wish), decode)
             return Path.REMOTE
         except PrefillFailed as failed:
             await decoding[-1].freed()
@@ -210,7 +212,7 @@ class Disaggregated:
         for path, wish in self._others(exchange.wish):
             if path in among:
                 try:
-                    await exchange.attempt(wish, alone)
+                    await exchange.run_attempts(wish, alone)
                     return path
                 except _NO_ONE as worse:
                     error = worse
@@ -250,7 +252,7 @@ class Disaggregated:
             and (not wish.allowed or spec.worker_id in wish.allowed)
         )
 
-    def _prefill_wish(self, wish: Wish, decode: Leg) -> Wish:
+    def _prefill_wish(self, wish: Wish, decode: Attempt) -> Wish:
         """What is asked of the prefill worker: one whose engine can hand over to the decode worker's, in its transfer
         domain if there is one. An allow-list that names no prefill worker is about the worker that answers."""
         spec, workers = decode.placement.spec, self._prefillers(wish)

@@ -34,14 +34,14 @@ from kvscout_common.http.http import SinkGone
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits
 from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.engines.faults import EngineFailed, Fault
-from kvscout_gateway.request.attempt import Leg, Means, Reply
+from kvscout_gateway.request.attempt import Attempt, Means, Reply
 from kvscout_gateway.request.placement import Placement, Wish, new_request_id
 from kvscout_gateway.request.plan import Plan
 
 MAX_TRIES = 256
 """Attempt ids leave eight bits for the number of the try, the highest of which is `UNBOOKED_ATTEMPT`."""
 
-Use: TypeAlias = Callable[[Leg], Awaitable[None]]
+Use: TypeAlias = Callable[[Attempt], Awaitable[None]]
 ReportFailure: TypeAlias = Callable[[str, Placement, EngineFailed, float], object]
 
 
@@ -161,7 +161,7 @@ class Exchange:
         self.wish = wish
         self._started = self._means.clock()
         self._next_attempt = all_of_them.draw_attempt()
-        self._legs: list[Leg] = []
+        self._attempts: list[Attempt] = []
 
     @property
     def request_id(self) -> str:
@@ -175,9 +175,11 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for leg in self._legs:
-            leg.free()
-        left = isinstance(error, SinkGone | asyncio.CancelledError) and any(leg.all_passed for leg in self._legs)
+        for attempt in self._attempts:
+            attempt.free()
+        left = isinstance(error, SinkGone | asyncio.CancelledError) and any(
+            attempt.all_passed for attempt in self._attempts
+        )
         self._all.over(self.wish, None if left else error)
         self._admitted.__exit__(None, None, None)
 
@@ -196,7 +198,7 @@ class Exchange:
         """
         await self._all.plan(self.wish).run(self, request, reply)
 
-    async def place(self, wish: Wish | None = None) -> Leg:
+    async def place(self, wish: Wish | None = None) -> Attempt:
         """Books the request on a worker, for a front that has it sent by others and tells the leg what happens.
 
         Args:
@@ -220,22 +222,22 @@ class Exchange:
         excluded = (*wish.excluded, *self._left_out(wish))
         return await self._means.routing.place(replace(wish, request_id="", excluded=excluded))
 
-    def failed(self, leg: Leg, error: EngineFailed) -> None:
+    def failed(self, attempt: Attempt, error: EngineFailed) -> None:
         """A leg of `place` was sent and came to nothing: its worker pays, where it is at fault.
 
         Args:
             leg: The leg.
             error: What its engine did.
         """
-        leg.failure = error
-        if not leg.passed:
-            self._means.routing.failed(leg.placement)
+        attempt.failure = error
+        if not attempt.passed:
+            self._means.routing.failed(attempt.placement)
         if error.fault is Fault.OVERLOAD:
-            self._means.health.overloaded(leg.key, error.retry_after_seconds)
+            self._means.health.overloaded(attempt.key, error.retry_after_seconds)
         elif error.fault is Fault.WORKER:
-            self._count(self.wish, leg)
+            self._count(self.wish, attempt)
 
-    async def attempt(self, wish: Wish, use: Use) -> None:
+    async def run_attempts(self, wish: Wish, use: Use) -> None:
         """Has a leg run: on one worker, and on another one if that fails before the client has a byte.
 
         Args:
@@ -247,41 +249,41 @@ class Exchange:
             KvscoutError: As `run`.
         """
         undriven = self._means.routing.undriven(wish)
-        tried: list[Leg] = []
+        tried: list[Attempt] = []
         while len(tried) <= self._all.migration_limit:
-            been_at = [leg.placement.worker.worker_id for leg in tried]
+            been_at = [attempt.placement.worker.worker_id for attempt in tried]
             excluded = (*wish.excluded, *undriven, *self._left_out(wish, been_at), *been_at)
             try:
-                leg = await self._open(wish, excluded, lambda: self._judge(wish, tried, ran=True))
+                attempt = await self._open(wish, excluded, lambda: self._judge(wish, tried, ran=True))
             except KvscoutError as error:
                 if not tried:
                     raise
                 self._judge(wish, tried, ran=False)
                 raise _given_up(tried, f"; not tried elsewhere: {error}") from tried[-1].failure
             try:
-                await use(leg)
+                await use(attempt)
                 return
             except EngineFailed as error:
-                leg.failure = error
-                self._charge(wish, leg)
+                attempt.failure = error
+                self._charge(wish, attempt)
             finally:
-                leg.free()
-            tried.append(leg)
+                attempt.free()
+            tried.append(attempt)
             if wish.pinned:
                 break
-            await leg.freed()
+            await attempt.freed()
         self._judge(wish, tried, ran=False)
         raise _given_up(tried) from tried[-1].failure
 
-    async def _open(self, wish: Wish, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Leg:
-        attempt, self._next_attempt = self._next_attempt, self._next_attempt + 1
-        wish = replace(wish, attempt_id=attempt, owned=True, lease_seconds=self._all.lease_seconds)
+    async def _open(self, wish: Wish, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Attempt:
+        attempt_id, self._next_attempt = self._next_attempt, self._next_attempt + 1
+        wish = replace(wish, attempt_id=attempt_id, owned=True, lease_seconds=self._all.lease_seconds)
         # Who is left out now is nothing that the client asked for: the leg does not keep it.
         placed = replace(wish, excluded=excluded) if excluded else wish
         placement = await self._nearest(placed) or await self._means.routing.place(placed)
-        leg = Leg(self._means, wish, placement, started=self._started, on_output=on_output)
-        self._legs.append(leg)
-        return leg
+        attempt = Attempt(self._means, wish, placement, started=self._started, on_output=on_output)
+        self._attempts.append(attempt)
+        return attempt
 
     async def _nearest(self, wish: Wish) -> Placement | None:
         """A place among the workers that are preferred; None = none of them takes it."""
@@ -302,16 +304,16 @@ class Exchange:
             return set()
         return self._means.health.left_out(wish.tenant, lambda: self._means.routing.candidates(wish), tried)
 
-    def _charge(self, wish: Wish, leg: Leg) -> None:
+    def _charge(self, wish: Wish, attempt: Attempt) -> None:
         """Has a failure paid for; returns if the leg may be tried elsewhere.
 
         Raises:
             KvscoutError: It may not.
         """
-        error = leg.failure
+        error = attempt.failure
         assert error is not None
-        if not leg.passed:
-            self._means.routing.failed(leg.placement)
+        if not attempt.passed:
+            self._means.routing.failed(attempt.placement)
         match error.fault:
             case Fault.REQUEST:
                 raise InvalidArgument(error.message, field="request") from error
@@ -322,31 +324,33 @@ class Exchange:
             case Fault.TIME:
                 raise DeadlineExceeded(error.message) from error
             case Fault.OVERLOAD:
-                self._means.health.overloaded(leg.key, error.retry_after_seconds)
-            case Fault.REFUSED if not leg.passed:
+                self._means.health.overloaded(attempt.key, error.retry_after_seconds)
+            case Fault.REFUSED if not attempt.passed:
                 pass  # that is seen when it has been tried elsewhere
             case _:
-                self._count(wish, leg)
-        if leg.passed:
+                self._count(wish, attempt)
+        if attempt.passed:
             raise InternalError(f"failed after its first token: {error.message}") from error
 
-    def _judge(self, wish: Wish, tried: list[Leg], *, ran: bool) -> None:
+    def _judge(self, wish: Wish, tried: list[Attempt], *, ran: bool) -> None:
         """A worker that refused a request has failed if another one runs it, and not if others refuse it as well."""
-        refused = [leg for leg in tried if leg.failure is not None and leg.failure.fault is Fault.REFUSED]
+        refused = [
+            attempt for attempt in tried if attempt.failure is not None and attempt.failure.fault is Fault.REFUSED
+        ]
         if ran or (len(tried) == 1 and not wish.pinned):
-            for leg in refused:
-                self._count(wish, leg)
+            for attempt in refused:
+                self._count(wish, attempt)
 
-    def _count(self, wish: Wish, leg: Leg) -> None:
-        assert leg.failure is not None
-        leg.seen.failures += 1
-        out_seconds = self._means.health.failed(leg.key, self._means.routing.candidates(wish))
-        self._all.report_failure(wish.tenant, leg.placement, leg.failure, out_seconds)
+    def _count(self, wish: Wish, attempt: Attempt) -> None:
+        assert attempt.failure is not None
+        attempt.seen.failures += 1
+        out_seconds = self._means.health.failed(attempt.key, self._means.routing.candidates(wish))
+        self._all.report_failure(wish.tenant, attempt.placement, attempt.failure, out_seconds)
 
 
-def _given_up(tried: list[Leg], suffix: str = "") -> KvscoutError:
+def _given_up(tried: list[Attempt], suffix: str = "") -> KvscoutError:
     """What a client is told whose request no worker ran."""
-    failures = [leg.failure for leg in tried if leg.failure is not None]
+    failures = [attempt.failure for attempt in tried if attempt.failure is not None]
     busy = all(error.fault is Fault.OVERLOAD for error in failures)
     kind = ResourceExhausted if busy else Unavailable
     waits = [error.retry_after_seconds for error in failures if error.retry_after_seconds is not None]

@@ -1,6 +1,6 @@
 """The plan of a request: its legs, in which order they are booked and sent, and what passes between them.
 
-A plan says nothing of retries, of what is freed and of who pays for a failure: `Exchange.attempt` does, for each leg.
+A plan says nothing of retries, of what is freed and of who pays for a failure: `Exchange.run_attempts` does, for each leg.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from kvscout_gateway.engines.adapter import ClientRequest
-from kvscout_gateway.request.attempt import Leg, Reply
+from kvscout_gateway.request.attempt import Attempt, Reply
 
 if TYPE_CHECKING:
     from kvscout_gateway.request.exchange import Exchange
@@ -24,7 +24,7 @@ class Plan(Protocol):
             KvscoutError: It cannot be.
         """
 
-    async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
+    async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
         """Books its legs, for a front that has them sent by others: that which answers, and that which computes the
         prompt for it (None: the first does).
 
@@ -39,12 +39,12 @@ class Aggregated:
     async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
         """See `Plan`."""
 
-        async def on(leg: Leg) -> None:
-            await reply.placed(leg.placement)
-            await leg.relay(await leg.send(request), request, reply)
+        async def on(attempt: Attempt) -> None:
+            await reply.placed(attempt.placement)
+            await attempt.relay(await attempt.send(request), request, reply)
 
-        await exchange.attempt(exchange.wish, on)
+        await exchange.run_attempts(exchange.wish, on)
 
-    async def place(self, exchange: Exchange) -> tuple[Leg, Leg | None]:
+    async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
         """See `Plan`."""
         return await exchange.place(), None

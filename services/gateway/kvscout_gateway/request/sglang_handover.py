@@ -16,8 +16,8 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutEr
 from kvscout_gateway.engines.adapter import Changes, ClientRequest
 from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.engines.usage import usage_of_answer
+from kvscout_gateway.request.attempt import Attempt, Reply
 from kvscout_gateway.request.disaggregated import PrefillFailed
-from kvscout_gateway.request.attempt import Leg, Reply
 from kvscout_gateway.request.placement import Placement, Wish
 
 if TYPE_CHECKING:
@@ -53,14 +53,16 @@ class SglangHandover:
     def __init__(self, draw: Callable[[int], int] = secrets.randbelow) -> None:
         self._draw = draw
 
-    async def run(self, exchange: Exchange, prefill: Wish, decode: Leg, request: ClientRequest, reply: Reply) -> None:
+    async def run(
+        self, exchange: Exchange, prefill: Wish, decode: Attempt, request: ClientRequest, reply: Reply
+    ) -> None:
         """See `Handover`."""
         tries = 0
         await reply.placed(decode.placement)
 
-        async def both(leg: Leg) -> None:
+        async def both(attempt: Attempt) -> None:
             nonlocal tries
-            meeting = self.meeting(leg.placement)
+            meeting = self.meeting(attempt.placement)
             # An engine refuses an id of which it has not heard the end.
             again: Changes = {"rid": f"{exchange.request_id}-{tries}"} if tries else {}
             tries += 1
@@ -69,10 +71,10 @@ class SglangHandover:
 
             async def compute() -> None:
                 nonlocal answered
-                document = await leg.read(await leg.send(request, {**meeting, **_AT_ONCE}, at_once=False))
+                document = await attempt.read(await attempt.send(request, {**meeting, **_AT_ONCE}, at_once=False))
                 answered = True
-                leg.prefilled(usage_of_answer(request.dialect(leg.adapter), document))
-                leg.free()
+                attempt.prefilled(usage_of_answer(request.dialect(attempt.adapter), document))
+                attempt.free()
 
             async def generate() -> None:
                 await decode.relay(await decode.send(request, {**meeting, **again}), request, reply)
@@ -83,10 +85,10 @@ class SglangHandover:
                 # Who answers shortly may be done first; what it says of the prompt is what the other one had cached.
                 # When that one was done nobody knows then.
                 if not answered and decode.usage is not None:
-                    leg.prefilled(decode.usage._replace(output_tokens=0))
+                    attempt.prefilled(decode.usage._replace(output_tokens=0))
 
         try:
-            await exchange.attempt(prefill, both)
+            await exchange.run_attempts(prefill, both)
         except _DecodeEnded as ended:
             raise ended.error from ended.error.__cause__
         except InvalidArgument:
@@ -112,18 +114,18 @@ class SglangHandover:
         }
 
 
-async def _run_both(compute: _Job, generate: _Job, decode: Leg) -> None:
+async def _run_both(compute: _Job, generate: _Job, decode: Attempt) -> None:
     """Raises EngineFailed for the prefill leg's failures, `_DecodeEnded` for everything that ends the decode leg."""
     computing = asyncio.create_task(compute, name="prefill-leg")
     generating = asyncio.create_task(generate, name="decode-leg")
-    legs = (computing, generating)
+    attempts = (computing, generating)
     try:
-        await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
         if not computing.done() and _error_of(generating) is not None:
-            await asyncio.wait(legs, timeout=BLAME_SECONDS)
+            await asyncio.wait(attempts, timeout=BLAME_SECONDS)
         elif not generating.done():
             if _error_of(computing) is not None and not decode.passed:
-                await asyncio.wait(legs, timeout=BLAME_SECONDS)
+                await asyncio.wait(attempts, timeout=BLAME_SECONDS)
             if _error_of(computing) is None or decode.passed:
                 await asyncio.wait((generating,))  # the prompt is across: its engine matters no more
     except asyncio.CancelledError:
@@ -145,10 +147,10 @@ async def _run_both(compute: _Job, generate: _Job, decode: Leg) -> None:
     raise _DecodeEnded(generated)
 
 
-async def _end(*legs: asyncio.Task[None]) -> None:
-    for leg in legs:
-        leg.cancel()
-    await asyncio.gather(*legs, return_exceptions=True)
+async def _end(*attempts: asyncio.Task[None]) -> None:
+    for attempt in attempts:
+        attempt.cancel()
+    await asyncio.gather(*attempts, return_exceptions=True)
 
 
 def _began(computed: BaseException | None, generated: BaseException) -> bool:

@@ -10,8 +10,8 @@ from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_gateway.engines.adapter import Changes, ClientRequest
 from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.engines.usage import usage_of_answer
+from kvscout_gateway.request.attempt import Attempt, Reply
 from kvscout_gateway.request.disaggregated import PrefillFailed
-from kvscout_gateway.request.attempt import Leg, Reply
 from kvscout_gateway.request.placement import Wish
 
 if TYPE_CHECKING:
@@ -42,21 +42,23 @@ class VllmHandover:
 
     warnings: RateLimitedLog
 
-    async def run(self, exchange: Exchange, prefill: Wish, decode: Leg, request: ClientRequest, reply: Reply) -> None:
+    async def run(
+        self, exchange: Exchange, prefill: Wish, decode: Attempt, request: ClientRequest, reply: Reply
+    ) -> None:
         """See `Handover`."""
         transfer: Any = None
 
-        async def compute(leg: Leg) -> None:
+        async def compute(attempt: Attempt) -> None:
             nonlocal transfer
-            document = await leg.read(await leg.send(request, PREFILL, at_once=False))
-            leg.prefilled(usage_of_answer(request.dialect(leg.adapter), document))
+            document = await attempt.read(await attempt.send(request, PREFILL, at_once=False))
+            attempt.prefilled(usage_of_answer(request.dialect(attempt.adapter), document))
             transfer = document.get("kv_transfer_params")
             if not transfer:
-                worker = leg.placement.worker.worker_id
+                worker = attempt.placement.worker.worker_id
                 self.warnings.warning(worker, "%s answers without kv_transfer_params: decode computes anew", worker)
 
         try:
-            await exchange.attempt(prefill, compute)
+            await exchange.run_attempts(prefill, compute)
         except InvalidArgument as error:
             if not (request.demands_tool_call and isinstance(error.__cause__, EngineFailed)):
                 raise

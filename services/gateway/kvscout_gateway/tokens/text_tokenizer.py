@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from kvscout_common.worker import EngineKind
-from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.chunk_cache import PieceCache
+from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease
 from kvscout_gateway.tokens.threads import Threads
 from kvscout_gateway.tokens.tokenizer import LocalTokenizer

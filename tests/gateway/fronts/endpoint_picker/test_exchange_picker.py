@@ -124,7 +124,7 @@ async def test_the_first_piece_of_an_answer_that_comes_whole_is_no_first_token(
 
 async def test_of_what_is_left_to_its_proxy_nobody_claims_to_have_seen_a_first_token() -> None:
     async with picker(worker(1)) as (one, gateway):
-        one.prefill_seconds = lambda leg: 0.0  # type: ignore[method-assign]
+        one.prefill_seconds = lambda attempt: 0.0  # type: ignore[method-assign]
         pick = await one.pick(generation(stream=True, shows_output=False))
         booking = booked(gateway)
         assert booking.output.unseen

@@ -42,8 +42,8 @@ from kvscout_gateway.fronts.endpoint_picker.asked import Asked
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.wishes import tokens_of, wish_of
 from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.exchange import Exchange
-from kvscout_gateway.request.attempt import Leg
 from kvscout_gateway.request.placement import Wish
 from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.tokens.engine_comparison import Compared
@@ -143,31 +143,37 @@ class ExchangePicker:
         with ExitStack() as stack:
             exchange = stack.enter_context(self._exchanges.begin(wish))
             with about_request(exchange.request_id):
-                leg, prefill = await self._exchanges.plan(exchange.wish).place(exchange)
-            first = _address_of(leg)
+                attempt, prefill = await self._exchanges.plan(exchange.wish).place(exchange)
+            first = _address_of(attempt)
             headers = {
-                wire.DESTINATION: ",".join((first, *self._fallbacks(leg.wish, view, first))),
+                wire.DESTINATION: ",".join((first, *self._fallbacks(attempt.wish, view, first))),
                 wire.PICK: next(self._names),
             }
             if prefill is not None:
                 headers[wire.PREFILLER] = _address_of(prefill)
                 prefill.sent()
-            if leg.placement.rank_header is not None:
-                headers[wire.RANK] = str(leg.placement.rank_header)
-            leg.sent()
+            if attempt.placement.rank_header is not None:
+                headers[wire.RANK] = str(attempt.placement.rank_header)
+            attempt.sent()
             compared = self._gateway.tokens.comparison.begin((wish.tenant, wish.model), tokens)
             return ExchangePick(
-                self, headers, held=stack.pop_all(), exchange=exchange, leg=leg, prefill=prefill, compared=compared
+                self,
+                headers,
+                held=stack.pop_all(),
+                exchange=exchange,
+                attempt=attempt,
+                prefill=prefill,
+                compared=compared,
             )
 
-    def compare(self, compared: Compared, leg: Leg, prompt_tokens: object) -> None:
+    def compare(self, compared: Compared, attempt: Attempt, prompt_tokens: object) -> None:
         """Compares the number of a prompt's tokens with what its engine says it is."""
         told = prompt_tokens if isinstance(prompt_tokens, int) else None
-        self._gateway.tokens.comparison.end(compared, leg.placement.endpoint, prompt_tokens=told)
+        self._gateway.tokens.comparison.end(compared, attempt.placement.endpoint, prompt_tokens=told)
 
-    def prefill_seconds(self, leg: Leg) -> float:
+    def prefill_seconds(self, attempt: Attempt) -> float:
         """How long a prompt is taken to be computed that nobody shows the end of."""
-        return leg.placement.uncached_tokens / self._gateway.config.patience.prefill_tokens_per_second
+        return attempt.placement.uncached_tokens / self._gateway.config.patience.prefill_tokens_per_second
 
     def worker_at(self, wish: Wish, address: str) -> str:
         """The id of the worker of a request's model that has an address; "" = there is none."""
@@ -267,8 +273,8 @@ class ExchangePick:
         *,
         held: ExitStack | None = None,
         exchange: Exchange | None = None,
-        leg: Leg | None = None,
-        prefill: Leg | None = None,
+        attempt: Attempt | None = None,
+        prefill: Attempt | None = None,
         compared: Compared | None = None,
     ) -> None:
         """A pick.
@@ -286,11 +292,11 @@ class ExchangePick:
         self.headers = headers
         self._held = held
         self._exchange = exchange
-        self._leg = leg
+        self._attempt = attempt
         self._prefill = prefill
         self._compared = compared
         self.name = headers.get(wire.PICK, "")
-        self.tenant = leg.wish.tenant if leg is not None else ""
+        self.tenant = attempt.wish.tenant if attempt is not None else ""
         self._in_pieces: bool | None = None
         self._has_output = False
         self._moving: asyncio.Task[None] | None = None
@@ -299,8 +305,8 @@ class ExchangePick:
     def answering(self, status: int, served: str, in_pieces: bool | None) -> None:
         """See `Pick`."""
         self._in_pieces = in_pieces
-        leg, exchange = self._leg, self._exchange
-        if leg is None or exchange is None:
+        attempt, exchange = self._attempt, self._exchange
+        if attempt is None or exchange is None:
             return
         if self._prefill is not None:
             # The worker that answers asked it before.
@@ -308,30 +314,30 @@ class ExchangePick:
         first = self.headers[wire.DESTINATION].partition(",")[0]
         if served and served != first:
             self._picker.metrics.elsewhere.inc()
-            exchange.failed(leg, EngineFailed(f"{first}: the proxy went to {served} in its place"))
-            self._leg = None
-            self._moving = asyncio.get_running_loop().create_task(self._move(exchange, leg, served))
+            exchange.failed(attempt, EngineFailed(f"{first}: the proxy went to {served} in its place"))
+            self._attempt = None
+            self._moving = asyncio.get_running_loop().create_task(self._move(exchange, attempt, served))
         elif status >= HTTPStatus.BAD_REQUEST:
             fault = fault_of_status(status, retry_after=False)
-            exchange.failed(leg, EngineFailed(f"{first} answered {status}", fault=fault))
+            exchange.failed(attempt, EngineFailed(f"{first} answered {status}", fault=fault))
 
     def first_output(self) -> None:
         """See `Pick`."""
         self._has_output = True
-        if self._leg is not None:
-            self._begins(self._leg)
+        if self._attempt is not None:
+            self._begins(self._attempt)
 
     def ended(self, account: Mapping[str, Any] | None) -> None:
         """See `Pick`."""
         try:
-            if self._leg is not None and account:
+            if self._attempt is not None and account:
                 # An embedding has none, and ends with what would be its first one.
-                least = 1 if self._leg.wish.output.max_tokens == 1 else 0
-                self._leg.generated(output_tokens_of(account) or least)
-            if self._leg is not None and account is not None and not self._leg.wish.prompt.unknown:
-                self._leg.ended(usage_of_stream(Dialect.OPENAI, account))
+                least = 1 if self._attempt.wish.output.max_tokens == 1 else 0
+                self._attempt.generated(output_tokens_of(account) or least)
+            if self._attempt is not None and account is not None and not self._attempt.wish.prompt.unknown:
+                self._attempt.ended(usage_of_stream(Dialect.OPENAI, account))
                 if self._compared is not None:
-                    self._picker.compare(self._compared, self._leg, account.get("prompt_tokens"))
+                    self._picker.compare(self._compared, self._attempt, account.get("prompt_tokens"))
         finally:
             self.over()
 
@@ -365,14 +371,14 @@ class ExchangePick:
         self._moving.add_done_callback(lambda _: held.__exit__(kind, error, None))
         self._moving.cancel()
 
-    async def _move(self, exchange: Exchange, leg: Leg, served: str) -> None:
+    async def _move(self, exchange: Exchange, attempt: Attempt, served: str) -> None:
         """Books the request where it runs, instead of where it was meant to."""
-        leg.free()
-        await leg.freed()
+        attempt.free()
+        await attempt.freed()
         worker_id = self._picker.worker_at(exchange.wish, served)
         if not worker_id:
             return
-        wish = replace(leg.wish, pinned=worker_id, allowed=(), running=True)
+        wish = replace(attempt.wish, pinned=worker_id, allowed=(), running=True)
         try:
             try:
                 moved = await exchange.place(wish)
@@ -383,17 +389,19 @@ class ExchangePick:
             log.debug("%s runs at %s, unbooked: %s", exchange.request_id, served, error)
             return
         moved.sent()
-        self._leg = moved
+        self._attempt = moved
         if self._has_output:
             self._begins(moved)
 
-    def _begins(self, leg: Leg) -> None:
-        whole = leg.wish.output.unseen if self._in_pieces is None else not self._in_pieces
-        leg.first_output(at_once=whole)
+    def _begins(self, attempt: Attempt) -> None:
+        whole = attempt.wish.output.unseen if self._in_pieces is None else not self._in_pieces
+        attempt.first_output(at_once=whole)
 
 
-def _address_of(leg: Leg) -> str:
-    address = address_of(leg.placement.endpoint)
+def _address_of(attempt: Attempt) -> str:
+    address = address_of(attempt.placement.endpoint)
     if not address:
-        raise FailedPrecondition(f"worker {leg.placement.worker.worker_id!r} has no HTTP endpoint with an IP address")
+        raise FailedPrecondition(
+            f"worker {attempt.placement.worker.worker_id!r} has no HTTP endpoint with an IP address"
+        )
     return address

@@ -12,8 +12,8 @@ from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.adapter import TokenRequest
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
-from kvscout_gateway.request.exchange import Exchanges
 from kvscout_gateway.request.attempt import Means
+from kvscout_gateway.request.exchange import Exchanges
 from kvscout_gateway.request.placement import Placement
 
 
