@@ -43,9 +43,9 @@ OBJECT = {"do_remote_prefill": True, "opaque": {"deep": [1, None, "x"]}, "remote
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
     # w0: prefill, w1: decode, both of model "mock"
-    patience = ("--engine-idle-seconds", "2", "--engine-first-output-seconds", "2")
+    timeouts = ("--engine-idle-seconds", "2", "--engine-first-output-seconds", "2")
     mockers = (("--role", "prefill"), ("--role", "decode"))
-    async with running_stack(*patience, "--http-port", "0", mockers=mockers) as started:
+    async with running_stack(*timeouts, "--http-port", "0", mockers=mockers) as started:
         for worker_id, mocker, role in (("w0", started.mockers[0], PREFILL), ("w1", started.mockers[1], DECODE)):
             await started.client.register(mocker_worker(worker_id, mocker, role=role))
         yield started

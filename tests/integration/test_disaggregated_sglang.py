@@ -23,13 +23,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PREFILL, DECODE, AGGREGATED = types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE, types_pb2.ROLE_AGGREGATED
 SGLANG = ("--api", "sglang", "--dp-size", "2")
-PATIENCE = ("--bootstrap-timeout-seconds", "1.5", "--waiting-timeout-seconds", "1.5")
+TIMEOUTS = ("--bootstrap-timeout-seconds", "1.5", "--waiting-timeout-seconds", "1.5")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
     flags = ("--engine-first-output-seconds", "3", "--engine-connect-seconds", "1")
-    mockers = ((*SGLANG, *PATIENCE, "--role", "prefill"), (*SGLANG, *PATIENCE, "--role", "decode"))
+    mockers = ((*SGLANG, *TIMEOUTS, "--role", "prefill"), (*SGLANG, *TIMEOUTS, "--role", "decode"))
     async with running_stack(*flags, "--http-port", "0", mockers=mockers) as started:
         prefill, decode = started.mockers
         await register(started, "w0", prefill, PREFILL)
@@ -91,7 +91,7 @@ async def test_many_at_once_all_meet_in_their_own_room(stack: Stack) -> None:
 
 
 async def test_a_dead_prefill_worker_costs_one_more_try_and_the_decode_leg_comes_along(stack: Stack) -> None:
-    async with running_mocker(*SGLANG, *PATIENCE, "--role", "prefill") as dying:
+    async with running_mocker(*SGLANG, *TIMEOUTS, "--role", "prefill") as dying:
         await register(stack, "dead", dying, PREFILL)
         dying.process.kill()
         await dying.process.wait()
@@ -105,7 +105,7 @@ async def test_a_dead_prefill_worker_costs_one_more_try_and_the_decode_leg_comes
 
 
 async def test_a_dead_decode_worker_is_not_blamed_on_prefill(stack: Stack) -> None:
-    async with running_mocker(*SGLANG, *PATIENCE, "--role", "decode") as dying:
+    async with running_mocker(*SGLANG, *TIMEOUTS, "--role", "decode") as dying:
         await register(stack, "dead", dying, DECODE)
         dying.process.kill()
         await dying.process.wait()

@@ -77,10 +77,10 @@ class World:
         """One more gateway, with the workers of models "mock" and "slow"."""
         stack = self.stack
         helpers = ("--scheduler", stack.scheduler.address, "--indexer", stack.indexer.address)
-        patience = ("--indexer-timeout-ms", "2000")
+        timeouts = ("--indexer-timeout-ms", "2000")
         async with AsyncExitStack() as entered:
             gateway = await entered.enter_async_context(
-                running("kvscout_gateway.main", *helpers, *patience, *PORT, *flags)
+                running("kvscout_gateway.main", *helpers, *timeouts, *PORT, *flags)
             )
             client = await entered.enter_async_context(connected(gateway, stack.scheduler, stack.indexer))
             for index, mocker in enumerate(stack.mockers):
@@ -368,13 +368,13 @@ async def test_an_objective_has_a_priority_in_the_line_of_its_model(world: World
         return await answer(request, body)
 
     flags = ("--endpoint-picker-objective", "urgent=10", "--endpoint-picker-objective", "batch=-10")
-    patience = ("--endpoint-picker-timeout-ms", "60000")
+    timeouts = ("--endpoint-picker-timeout-ms", "60000")
     async with AsyncExitStack() as entered:
         scheduler = await entered.enter_async_context(
             running("kvscout_scheduler.main", "--router-queue-threshold", "0.5")
         )
         helpers = ("--no-indexer", "--scheduler", scheduler.address)
-        gateway = await entered.enter_async_context(running("kvscout_gateway.main", *helpers, *PORT, *flags, *patience))
+        gateway = await entered.enter_async_context(running("kvscout_gateway.main", *helpers, *PORT, *flags, *timeouts))
         client = await entered.enter_async_context(connected(gateway, scheduler, world.stack.indexer))
         await client.register(
             workers_pb2.Worker(

@@ -53,8 +53,8 @@ _names = iter(f"scripted-{number}" for number in range(10_000))
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
     mockers = (("--lora", "poet"), (), SLOW, ("--model", "ranks", "--dp-size", "2"))
-    patience = ("--engine-idle-seconds", "1", "--engine-first-output-seconds", "1")
-    async with running_stack(*patience, mockers=mockers, relay=True) as started:
+    timeouts = ("--engine-idle-seconds", "1", "--engine-first-output-seconds", "1")
+    async with running_stack(*timeouts, mockers=mockers, relay=True) as started:
         poet, _, slow, ranks = started.mockers
         register = started.client.register
         await register(mocker_worker("w0", poet, adapters=[workers_pb2.Adapter(name="poet")]))
@@ -513,10 +513,10 @@ async def test_clients_that_go_at_random_moments_leave_nothing(
     print(f"KVSCOUT_TEST_SEED={seed}")
     rng = random.Random(seed)
 
-    async def impatient(patience: float) -> None:
+    async def impatient(timeouts: float) -> None:
         running_call = client.start(fresh_prompt(rng.randrange(1, 400)), max_tokens=30)
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeouts):
                 async for _ in running_call:
                     pass
         except (TimeoutError, asyncio.CancelledError):

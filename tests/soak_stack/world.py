@@ -139,11 +139,11 @@ class World:
     def _add_gateways(self, ports: list[int], http_ports: list[int]) -> None:
         helpers = [flag for indexer in self.indexers for flag in ("--indexer", f"127.0.0.1:{indexer.port}")]
         helpers += [flag for address in self._schedulers for flag in ("--scheduler", address)]
-        patience = ("--engine-first-output-seconds", "3", "--engine-idle-seconds", "3", "--migration-limit", "3")
+        timeouts = ("--engine-first-output-seconds", "3", "--engine-idle-seconds", "3", "--migration-limit", "3")
         for number, (port, http_port) in enumerate(zip(ports, http_ports, strict=True)):
             self.services[f"gateway-{number}"] = Member(
                 f"gateway-{number}", "kvscout_gateway.main", "--port", str(port), "--http-port", str(http_port),
-                *patience, *helpers, *self._observed,
+                *timeouts, *helpers, *self._observed,
             )  # fmt: skip
 
     def _add_bridge(self) -> None:

@@ -240,8 +240,8 @@ async def running_stack(
         for name, one in zip(names, indexers, strict=True):
             helpers += ["--indexer", f"{name}={one.address}" if shards > 1 else one.address]
         # A machine that is busy with other tests must not look like an indexer that is slow.
-        patience = ("--indexer-timeout-ms", "2000")
-        gateway = await enter(running("kvscout_gateway.main", *helpers, *patience, *gateway_flags))
+        timeouts = ("--indexer-timeout-ms", "2000")
+        gateway = await enter(running("kvscout_gateway.main", *helpers, *timeouts, *gateway_flags))
         client = await enter(connected(gateway, scheduler, indexer))
         for index, mocker in enumerate(started):
             await client.register(mocker_worker(f"w{index}", mocker))

@@ -18,13 +18,13 @@ from kvscout_common.http.http import HttpServer, serve_http
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.config import GatewayConfig
-from kvscout_gateway.engines.timeouts import Patience
+from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.fronts.openai.port import OpenAiPort
 from kvscout_gateway.gateway import Gateway
 from support.web_servers import web_server
 
 MODEL = "m"
-PATIENCE = Patience(connect_seconds=20.0)
+TIMEOUTS = EngineTimeouts(connect_seconds=20.0)
 """A machine that is busy with other tests must not look like an engine that cannot be reached."""
 NOBODY = "127.0.0.1:1"
 """Where no scheduler is: the workers take turns."""
@@ -120,7 +120,7 @@ async def front(*workers: WorkerSpec, tokens: TokenTable | None = None, **config
         config: Of the gateway.
     """
     metrics = CollectorRegistry()
-    settings = GatewayConfig(indexers=(), schedulers=(NOBODY,), **{"http_port": 0, "patience": PATIENCE, **config})
+    settings = GatewayConfig(indexers=(), schedulers=(NOBODY,), **{"http_port": 0, "patience": TIMEOUTS, **config})
     gateway = Gateway(settings, metrics)
     for worker in workers:
         gateway.registry.register(worker)

@@ -13,7 +13,7 @@ from kvscout_common.http.web_origins import WebOrigins
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.shards import Shard
-from kvscout_gateway.engines.timeouts import Patience
+from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
@@ -43,7 +43,7 @@ class GatewayConfig:
     """Prompts that a decode worker has nearly all of, and short ones, are computed there."""
     migration_limit: int = 1
     """Tries on another worker after one failed before its first token."""
-    patience: Patience = field(default_factory=Patience)
+    timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)
     """With engines that are silent."""
     health_check_seconds: float = 10.0
     """Between two health checks of an engine that puts out nothing; 0 = there are none."""

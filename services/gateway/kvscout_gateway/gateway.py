@@ -32,7 +32,7 @@ from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.health_checks import HealthChecks
 from kvscout_gateway.engines.sglang import SglangAdapter
-from kvscout_gateway.engines.timeouts import Pulse
+from kvscout_gateway.engines.timeouts import Liveness
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.members.fanout import Fanout
@@ -129,7 +129,7 @@ class Gateway:
         self.engine_key = EngineKey(config.engine_key_file)
         self.engines = Engines(
             connect(ca=ca),
-            config.patience,
+            config.timeouts,
             client_write_seconds=config.client_write_seconds,
             own_headers=lambda: self.engine_key.headers,
         )
@@ -327,18 +327,18 @@ class Gateway:
     def _has_output_within(self, spec: WorkerSpec, seconds: float) -> bool:
         """Whether one of a worker's ranks has put out something in the last so many seconds."""
         since = asyncio.get_running_loop().time() - seconds
-        return any(pulse.last_beat() > since for pulse in self._pulses(spec))
+        return any(liveness.last_beat() > since for liveness in self._livenesses(spec))
 
     def _lost(self, spec: WorkerSpec, problem: str, asked_at: float) -> None:
         """A worker does not answer its health checks: nothing waits for it that it has put out nothing for since."""
-        pulses = self._pulses(spec)
-        if all(pulse.last_beat() <= asked_at for pulse in pulses):
-            for pulse in pulses:
-                pulse.lose(problem, asked_at)
+        livenesses = self._livenesses(spec)
+        if all(liveness.last_beat() <= asked_at for liveness in livenesses):
+            for liveness in livenesses:
+                liveness.lose(problem, asked_at)
 
-    def _pulses(self, spec: WorkerSpec) -> list[Pulse]:
+    def _livenesses(self, spec: WorkerSpec) -> list[Liveness]:
         seen = (self.observations.by_rank.get((spec.tenant, rank)) for rank in spec.ranks)
-        return [one.pulse for one in seen if one is not None]
+        return [one.liveness for one in seen if one is not None]
 
     def _resync(self, member: Member[Any]) -> None:
         self.membership.resync(member)

@@ -14,7 +14,7 @@ from kvscout_common.nats.config import NatsConfig, nats_flags
 from kvscout_common.rpc.channel import ClientSecurity
 from kvscout_common.rpc.serving import App, run
 from kvscout_gateway.config import FIND_TOKENIZERS, GatewayConfig, addresses, indexer_shards, tokenizer_folders
-from kvscout_gateway.engines.timeouts import Patience
+from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig, endpoint_picker_flags
 from kvscout_gateway.fronts.shadow.config import ShadowConfig, shadow_flags
@@ -225,7 +225,7 @@ def main(**values: Any) -> None:
             queue_wait_seconds=values["queue_wait_seconds"],
             conditional_disagg=values["conditional_disagg"],
             migration_limit=values["migration_limit"],
-            patience=Patience(
+            timeouts=EngineTimeouts(
                 connect_seconds=values["engine_connect_seconds"],
                 first_output_seconds=values["engine_first_output_seconds"],
                 prefill_tokens_per_second=values["engine_prefill_tokens_per_second"],

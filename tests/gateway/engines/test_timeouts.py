@@ -9,9 +9,9 @@ import time
 import pytest
 
 from kvscout_common.http.http import StreamReport
-from kvscout_gateway.engines.timeouts import Bounded, Patience, Pulse, Watch
+from kvscout_gateway.engines.timeouts import Bounded, EngineTimeouts, Liveness, Watch
 
-PATIENCE = Patience(
+TIMEOUTS = EngineTimeouts(
     first_output_seconds=10, prefill_tokens_per_second=100, idle_seconds=20, queue_seconds=200, answer_seconds=60
 )
 
@@ -24,14 +24,14 @@ def followed(watch: Watch) -> StreamReport:
 
 
 def test_the_own_prompt_explains_silence_before_the_first_token_and_not_after() -> None:
-    watch = Watch(PATIENCE, 500, Pulse(), 1000.0)
+    watch = Watch(TIMEOUTS, 500, Liveness(), 1000.0)
     assert watch.deadline() == 1015
     watch.output(1014)
     assert watch.deadline() == 1034
 
 
 def test_who_is_not_listened_to_is_not_silent() -> None:
-    watch = Watch(PATIENCE, 500, Pulse(), 1000.0)
+    watch = Watch(TIMEOUTS, 500, Liveness(), 1000.0)
     report = followed(watch)
     watch.output(1014)
     report.listening_since = math.inf  # its client is slow
@@ -41,8 +41,8 @@ def test_who_is_not_listened_to_is_not_silent() -> None:
 
 
 def test_an_answer_that_comes_as_a_whole_has_its_time_and_that_of_its_prompt_and_shows_that_the_rank_works() -> None:
-    pulse = Pulse()
-    whole, waiting = Watch(PATIENCE, 500, pulse, 1000.0, at_once=True), Watch(PATIENCE, 0, pulse, 1000.0)
+    liveness = Liveness()
+    whole, waiting = Watch(TIMEOUTS, 500, liveness, 1000.0, at_once=True), Watch(TIMEOUTS, 0, liveness, 1000.0)
     assert whole.deadline() == 1065
     whole.output(1012)
     whole.end()
@@ -51,19 +51,19 @@ def test_an_answer_that_comes_as_a_whole_has_its_time_and_that_of_its_prompt_and
 
 
 async def test_what_waits_for_an_engine_that_is_lost_ends_at_once_and_what_was_heard_since_goes_on() -> None:
-    loop, pulse = asyncio.get_running_loop(), Pulse()
-    ranks = [Watch(PATIENCE, 0, pulse, 100.0), Watch(PATIENCE, 0, pulse, 100.0, at_once=True)]
-    decoding, slow_client = Watch(PATIENCE, 0, pulse, 100.0), Watch(PATIENCE, 0, pulse, 100.0)
+    loop, liveness = asyncio.get_running_loop(), Liveness()
+    ranks = [Watch(TIMEOUTS, 0, liveness, 100.0), Watch(TIMEOUTS, 0, liveness, 100.0, at_once=True)]
+    decoding, slow_client = Watch(TIMEOUTS, 0, liveness, 100.0), Watch(TIMEOUTS, 0, liveness, 100.0)
     decoding.output(120.0)
     slow_client.output(100.0)
     followed(slow_client).listening_since = math.inf
-    later = Watch(PATIENCE, 0, pulse, 119.0)
-    pulse.lose("is gone", 110.0)
+    later = Watch(TIMEOUTS, 0, liveness, 119.0)
+    liveness.lose("is gone", 110.0)
     assert [watch.lost for watch in ranks] == ["is gone"] * 2
     assert [watch.lost for watch in (decoding, slow_client, later)] == [""] * 3
 
-    waiting = Watch(PATIENCE, 0, pulse, loop.time())
-    loop.call_soon(lambda: pulse.lose("is gone", loop.time()))
+    waiting = Watch(TIMEOUTS, 0, liveness, loop.time())
+    loop.call_soon(lambda: liveness.lose("is gone", loop.time()))
     with pytest.raises(TimeoutError):
         with Bounded(waiting):
             await asyncio.Event().wait()
@@ -73,10 +73,10 @@ async def test_what_waits_for_an_engine_that_is_lost_ends_at_once_and_what_was_h
 
 
 def test_prompts_that_came_before_explain_silence_and_those_that_came_later_do_not() -> None:
-    pulse = Pulse()
-    running = Watch(PATIENCE, 500, pulse, 0.0)
+    liveness = Liveness()
+    running = Watch(TIMEOUTS, 500, liveness, 0.0)
     running.output(0.0)
-    long, short = Watch(PATIENCE, 3000, pulse, 1.0), Watch(PATIENCE, 100, pulse, 2.0)
+    long, short = Watch(TIMEOUTS, 3000, liveness, 1.0), Watch(TIMEOUTS, 100, liveness, 2.0)
     assert long.deadline() == 1 + 10 + 30
     assert short.deadline() == 2 + 10 + 31
     # Both may hold up who decodes beside them.
@@ -87,15 +87,15 @@ def test_prompts_that_came_before_explain_silence_and_those_that_came_later_do_n
     short.end()
     assert running.deadline() == 30 + 20
     running.end()
-    assert not pulse.prefilling
-    assert not pulse.decoding
-    assert pulse.beat_at == 30
+    assert not liveness.prefilling
+    assert not liveness.decoding
+    assert liveness.beat_at == 30
 
 
 def test_a_request_that_failed_explains_nothing_any_more() -> None:
-    pulse = Pulse()
-    second = Watch(PATIENCE, 100, pulse, 0.0)
-    first = Watch(PATIENCE, 5000, pulse, 0.0)
+    liveness = Liveness()
+    second = Watch(TIMEOUTS, 100, liveness, 0.0)
+    first = Watch(TIMEOUTS, 5000, liveness, 0.0)
     assert first.deadline() == 61
     first.end()
     first.end()
@@ -103,8 +103,8 @@ def test_a_request_that_failed_explains_nothing_any_more() -> None:
 
 
 def test_output_for_others_bears_silence_up_to_a_limit() -> None:
-    pulse = Pulse()
-    waiting, served = Watch(PATIENCE, 0, pulse, 0.0), Watch(PATIENCE, 0, pulse, 0.0)
+    liveness = Liveness()
+    waiting, served = Watch(TIMEOUTS, 0, liveness, 0.0), Watch(TIMEOUTS, 0, liveness, 0.0)
     report = followed(served)
     served.output(0.0)
     for now in range(0, 400, 5):
@@ -113,16 +113,16 @@ def test_output_for_others_bears_silence_up_to_a_limit() -> None:
     assert waiting.deadline() == 200
     assert served.deadline() == 395 + 20
     served.end()
-    assert pulse.last_beat() == 395
-    assert Watch(PATIENCE, 50_000, pulse, 1000.0).deadline() == 1510, (
+    assert liveness.last_beat() == 395
+    assert Watch(TIMEOUTS, 50_000, liveness, 1000.0).deadline() == 1510, (
         "a prompt that takes longer than that has its time"
     )
 
 
 async def test_a_deadline_may_move_while_something_is_awaited() -> None:
     loop = asyncio.get_running_loop()
-    patience = Patience(first_output_seconds=0.05, idle_seconds=0.05)
-    watch = Watch(patience, 0, Pulse(), loop.time())
+    timeouts = EngineTimeouts(first_output_seconds=0.05, idle_seconds=0.05)
+    watch = Watch(timeouts, 0, Liveness(), loop.time())
     began = loop.time()
     loop.call_later(0.03, lambda: watch.output(loop.time()))
     with pytest.raises(TimeoutError):
@@ -136,7 +136,7 @@ async def test_a_deadline_may_move_while_something_is_awaited() -> None:
 
 async def test_who_is_cancelled_while_the_deadline_passes_is_cancelled() -> None:
     loop = asyncio.get_running_loop()
-    watch = Watch(Patience(first_output_seconds=0.0), 0, Pulse(), loop.time())
+    watch = Watch(EngineTimeouts(first_output_seconds=0.0), 0, Liveness(), loop.time())
 
     async def wait() -> None:
         with Bounded(watch):

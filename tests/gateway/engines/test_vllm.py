@@ -22,7 +22,7 @@ from kvscout_common.http.http import HttpRequest, connect
 from kvscout_gateway.engines.adapter import UNCHANGED, Address, TokenRequest
 from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.faults import EngineFailed, Fault
-from kvscout_gateway.engines.timeouts import Patience, Pulse
+from kvscout_gateway.engines.timeouts import EngineTimeouts, Liveness
 from kvscout_gateway.engines.vllm import TOKENS_A_TURN, VllmAdapter
 
 
@@ -42,9 +42,9 @@ class Output:
 
 
 @asynccontextmanager
-async def engines(patience: Patience | None = None) -> AsyncIterator[Engines]:
+async def engines(timeouts: EngineTimeouts | None = None) -> AsyncIterator[Engines]:
     """Calls engines."""
-    calling = Engines(connect(), patience or Patience(), client_write_seconds=5.0)
+    calling = Engines(connect(), timeouts or EngineTimeouts(), client_write_seconds=5.0)
     try:
         yield calling
     finally:
@@ -59,14 +59,14 @@ async def run(
     dp_rank: int | None = None,
     parameters: dict[str, Any] | None = None,
     uncached_tokens: int = 0,
-    pulse: Pulse | None = None,
+    liveness: Liveness | None = None,
     output: Output | None = None,
 ) -> list[int]:
     """One request; the tokens that came."""
     adapter, output = VllmAdapter(), output or Output()
     to = Address(engine if isinstance(engine, str) else engine.url, "m", "r", dp_rank)
     request = TokenRequest(array("I", token_ids).tobytes(), {"max_tokens": 3} if parameters is None else parameters)
-    call = calling.call(to.endpoint, uncached_tokens=uncached_tokens, pulse=pulse or Pulse())
+    call = calling.call(to.endpoint, uncached_tokens=uncached_tokens, liveness=liveness or Liveness())
     try:
         answered = await call.send(await request.write(adapter, to, UNCHANGED))
         await call.relay(
@@ -174,7 +174,7 @@ async def test_who_stops_waiting_aborts_the_engines_request() -> None:
         await eventually(aborted)
 
 
-SHORT = Patience(first_output_seconds=0.2, idle_seconds=0.2, prefill_tokens_per_second=1e9)
+SHORT = EngineTimeouts(first_output_seconds=0.2, idle_seconds=0.2, prefill_tokens_per_second=1e9)
 
 
 def chatter(*line: bytes, first: int = 0) -> Script:
@@ -221,7 +221,7 @@ async def test_a_long_prompt_explains_a_long_silence() -> None:
 
     async with (
         scripted_engine(after_a_while) as engine,
-        engines(Patience(first_output_seconds=0.2, prefill_tokens_per_second=1000)) as calling,
+        engines(EngineTimeouts(first_output_seconds=0.2, prefill_tokens_per_second=1000)) as calling,
     ):
         assert await run(calling, engine, uncached_tokens=20_000) == [1, 2, 3]
         with pytest.raises(EngineFailed, match="hangs"):
@@ -240,11 +240,11 @@ async def test_who_stands_in_line_is_not_silent_while_others_are_served() -> Non
     async def in_line(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         return await (slowly(request, body) if body["prompt"] == [1] else hang(request, body))
 
-    pulse = Pulse()
-    patience = Patience(first_output_seconds=0.6, idle_seconds=0.6, prefill_tokens_per_second=1e9)
-    async with scripted_engine(in_line) as engine, engines(patience) as calling:
-        served = asyncio.create_task(run(calling, engine, pulse=pulse, parameters={}))
-        waits = asyncio.create_task(run(calling, engine, pulse=pulse, token_ids=(2,)))
+    liveness = Liveness()
+    timeouts = EngineTimeouts(first_output_seconds=0.6, idle_seconds=0.6, prefill_tokens_per_second=1e9)
+    async with scripted_engine(in_line) as engine, engines(timeouts) as calling:
+        served = asyncio.create_task(run(calling, engine, liveness=liveness, parameters={}))
+        waits = asyncio.create_task(run(calling, engine, liveness=liveness, token_ids=(2,)))
         assert len(await served) == 10
         assert not waits.done()
         with pytest.raises(EngineFailed, match="hangs"):

@@ -29,7 +29,7 @@ from kvscout_gateway.engines.adapter import ClientRequest, TokenRequest
 from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.engines.health import WorkerHealth
-from kvscout_gateway.engines.timeouts import Patience
+from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.metrics import GatewayMetrics
@@ -173,7 +173,7 @@ class World:
 
 @pytest_asyncio.fixture
 async def world() -> AsyncIterator[World]:
-    engines = Engines(connect(), Patience(), client_write_seconds=5.0)
+    engines = Engines(connect(), EngineTimeouts(), client_write_seconds=5.0)
     made = World(Helpers(), engines)
     try:
         yield made
@@ -299,7 +299,7 @@ async def test_an_answer_that_comes_at_once_can_break_off_and_be_had_elsewhere(w
 async def test_an_answer_that_takes_too_long_as_a_whole_ends_there_and_is_nobodys_failure(
     world: World, serve: Any
 ) -> None:
-    world.means.engines.patience = Patience(answer_seconds=0.1)
+    world.means.engines.timeouts = EngineTimeouts(answer_seconds=0.1)
     await serve(hang, answer)
     client = Client()
     with pytest.raises(DeadlineExceeded, match="not complete after"):
@@ -311,10 +311,10 @@ async def test_an_answer_that_takes_too_long_as_a_whole_ends_there_and_is_nobody
 
 @pytest.mark.parametrize("at_once", [True, False])
 async def test_what_waits_for_an_engine_that_is_lost_is_had_elsewhere(world: World, serve: Any, at_once: bool) -> None:
-    pulse = world.means.observations.of("default", WorkerRank("w0", 0)).pulse
+    liveness = world.means.observations.of("default", WorkerRank("w0", 0)).liveness
 
     async def lost(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        pulse.lose("does not answer", asyncio.get_running_loop().time())
+        liveness.lose("does not answer", asyncio.get_running_loop().time())
         return await hang(request, body)
 
     async def whole(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -23,7 +23,7 @@ from kvscout_common.observability import tracing
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_gateway.engines.answer import words_read
 from kvscout_gateway.engines.faults import EngineFailed, Fault, refused, reported, unheard
-from kvscout_gateway.engines.timeouts import Bounded, Patience, Pulse, Watch
+from kvscout_gateway.engines.timeouts import Bounded, EngineTimeouts, Liveness, Watch
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -40,7 +40,7 @@ class Engines:
     def __init__(
         self,
         client: HttpClient,
-        patience: Patience,
+        timeouts: EngineTimeouts,
         *,
         client_write_seconds: float,
         own_headers: Callable[[], Iterable[tuple[str, str]]] = tuple,
@@ -54,13 +54,19 @@ class Engines:
             own_headers: What every request carries besides its own, such as the engines' key.
         """
         self.client = client
-        self.patience = patience
+        self.timeouts = timeouts
         self.client_write_seconds = client_write_seconds
         self.own_headers = own_headers
         self.warnings = RateLimitedLog(log)
 
     def call(
-        self, endpoint: str, *, uncached_tokens: int, pulse: Pulse, at_once: bool = False, clients_key: bool = False
+        self,
+        endpoint: str,
+        *,
+        uncached_tokens: int,
+        liveness: Liveness,
+        at_once: bool = False,
+        clients_key: bool = False,
     ) -> EngineCall:
         """A request to an engine begins; `end` it.
 
@@ -71,7 +77,7 @@ class Engines:
             at_once: The whole answer comes at once, when it is complete.
             clients_key: What the engine says of the key that it is shown is said of the client's.
         """
-        return EngineCall(self, endpoint, uncached_tokens, pulse, at_once=at_once, clients_key=clients_key)
+        return EngineCall(self, endpoint, uncached_tokens, liveness, at_once=at_once, clients_key=clients_key)
 
     async def close(self) -> None:
         """Closes every connection."""
@@ -86,7 +92,7 @@ class EngineCall:
         engines: Engines,
         endpoint: str,
         uncached_tokens: int,
-        pulse: Pulse,
+        liveness: Liveness,
         *,
         at_once: bool,
         clients_key: bool,
@@ -95,7 +101,7 @@ class EngineCall:
         self._clients_key = clients_key
         self._endpoint = endpoint
         self._now = asyncio.get_running_loop().time
-        self._watch = Watch(engines.patience, uncached_tokens, pulse, self._now(), at_once=at_once)
+        self._watch = Watch(engines.timeouts, uncached_tokens, liveness, self._now(), at_once=at_once)
         self.span = tracing.NOTHING
         """From when it is sent to its end."""
 
@@ -115,7 +121,7 @@ class EngineCall:
             request = self._traced(request)
         if own_headers:
             request = replace(request, headers=(*request.headers, *own_headers))
-        sending = self._engines.client.send(request, connect_seconds=self._engines.patience.connect_seconds)
+        sending = self._engines.client.send(request, connect_seconds=self._engines.timeouts.connect_seconds)
         answer = await self._heard(sending)
         self.span.tell(status=answer.status)
         if not 200 <= answer.status < 300:

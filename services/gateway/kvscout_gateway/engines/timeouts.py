@@ -23,7 +23,7 @@ LOOK_SECONDS = 5.0
 
 
 @dataclass(slots=True)
-class Pulse:
+class Liveness:
     """Of one worker rank, as all requests of this gateway feel it."""
 
     beat_at: float = float("-inf")
@@ -50,7 +50,7 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class EngineTimeouts:
     """With the engines of one gateway."""
 
     connect_seconds: float = 2.0
@@ -71,7 +71,7 @@ class Watch:
     """Over the silence of one request, from when it goes to its engine; ended with it."""
 
     def __init__(
-        self, patience: Patience, uncached_tokens: int, pulse: Pulse, now: float, *, at_once: bool = False
+        self, timeouts: EngineTimeouts, uncached_tokens: int, liveness: Liveness, now: float, *, at_once: bool = False
     ) -> None:
         """Begins.
 
@@ -82,11 +82,11 @@ class Watch:
             now: On the loop's clock, as everywhere here.
             at_once: The whole answer comes at once, when it is complete.
         """
-        self._patience = patience
-        self._pulse = pulse
+        self._timeouts = timeouts
+        self._liveness = liveness
         self._since = now
         self._uncached = uncached_tokens
-        self._seconds = patience.answer_seconds if at_once else patience.first_output_seconds
+        self._seconds = timeouts.answer_seconds if at_once else timeouts.first_output_seconds
         self.at_once = at_once
         """Its answer comes as a whole, and it is not complete."""
         self.lost = ""
@@ -94,15 +94,15 @@ class Watch:
         self.on_lost: Callable[[], object] | None = None
         """Called when that becomes known."""
         self._noticed: Callable[[], StreamReport] | None = None
-        pulse.prefilling[self] = uncached_tokens
+        liveness.prefilling[self] = uncached_tokens
 
     def end(self) -> None:
         """The request is over. A second call does nothing."""
-        pulse = self._pulse
-        pulse.prefilling.pop(self, None)
-        if self in pulse.decoding:
-            pulse.decoding.remove(self)
-            pulse.beat_at = max(pulse.beat_at, self.heard_at)
+        liveness = self._liveness
+        liveness.prefilling.pop(self, None)
+        if self in liveness.decoding:
+            liveness.decoding.remove(self)
+            liveness.beat_at = max(liveness.beat_at, self.heard_at)
 
     def lose(self, problem: str) -> None:
         """Its engine is lost: it is not waited for any more."""
@@ -122,9 +122,9 @@ class Watch:
         """There was some."""
         self.at_once = False
         self._since = now
-        self._seconds, self._uncached = self._patience.idle_seconds, 0
-        self._pulse.prefilling.pop(self, None)
-        self._pulse.decoding.add(self)
+        self._seconds, self._uncached = self._timeouts.idle_seconds, 0
+        self._liveness.prefilling.pop(self, None)
+        self._liveness.decoding.add(self)
 
     @property
     def heard_at(self) -> float:
@@ -140,19 +140,19 @@ class Watch:
     def seconds(self) -> float:
         """The silence that is borne, as of now."""
         tokens = 0
-        for watch, uncached in self._pulse.prefilling.items():
+        for watch, uncached in self._liveness.prefilling.items():
             tokens += uncached
             if watch is self:
                 break  # those that came later are no reason
-        return self._seconds + tokens / self._patience.prefill_tokens_per_second
+        return self._seconds + tokens / self._timeouts.prefill_tokens_per_second
 
     def deadline(self) -> float:
         """When the engine counts as hung, as of now: it moves with what the worker rank does."""
         since = self.silent_since
         at_most = max(
-            self._patience.queue_seconds, self._seconds + self._uncached / self._patience.prefill_tokens_per_second
+            self._timeouts.queue_seconds, self._seconds + self._uncached / self._timeouts.prefill_tokens_per_second
         )
-        return min(max(since, self._pulse.last_beat()) + self.seconds, since + at_most)
+        return min(max(since, self._liveness.last_beat()) + self.seconds, since + at_most)
 
     def left(self, now: float) -> float:
         """Seconds until then; 0 or less = it hangs. Others of the worker rank are asked only if it matters."""

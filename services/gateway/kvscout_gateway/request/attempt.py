@@ -155,7 +155,7 @@ class Attempt:
             to.endpoint,
             # What is computed elsewhere is waited for here, or computed here after all.
             uncached_tokens=self.wish.prompt.isl_tokens if self.wish.prefill_elsewhere else placement.uncached_tokens,
-            pulse=self.seen.pulse,
+            liveness=self.seen.liveness,
             at_once=request.at_once if at_once is None else at_once,
             clients_key=request.with_key,
         )

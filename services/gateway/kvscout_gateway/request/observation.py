@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.engines.timeouts import Pulse
+from kvscout_gateway.engines.timeouts import Liveness
 
 EVENTFUL_KEPT = 16
 """One would do to find that a worker's events never come; people want to see that it was no accident."""
@@ -64,7 +64,7 @@ class Observation:
     eventful: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTFUL_KEPT))
     """When the last requests were dispatched that ran to their end and computed a block of their prompt, in seconds on
     the clock of Generate: whoever hears the worker's events heard of each."""
-    pulse: Pulse = field(default_factory=Pulse)
+    liveness: Liveness = field(default_factory=Liveness)
 
 
 def predicted_cached_tokens(overlap_blocks: int, isl_tokens: int, block_size: int) -> int:

@@ -55,7 +55,7 @@ class Tokens:
             gateway.engines.client,
             self._choose,
             timeout_seconds=config.tokenize_timeout_seconds,
-            connect_seconds=config.patience.connect_seconds,
+            connect_seconds=config.timeouts.connect_seconds,
             cache_bytes=cache_bytes,
         )
         self.prompts = PromptTokenizer(

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
 from support.http_peers import TRANSPORTS, made_of
-from support.openai_stack import NOBODY, PATIENCE, front, spec
+from support.openai_stack import NOBODY, TIMEOUTS, front, spec
 from support.processes import eventually
 
 from kvscout_common.http.http import serve_http
@@ -75,7 +75,7 @@ async def served(transport: Transport, tokens: TokenTable | None = None) -> Asyn
     """A gateway without helpers, its dashboard and what runs beside it."""
     with made_of(transport):
         metrics = CollectorRegistry()
-        config = GatewayConfig(indexers=(), schedulers=(NOBODY,), http_port=0, patience=PATIENCE)
+        config = GatewayConfig(indexers=(), schedulers=(NOBODY,), http_port=0, timeouts=TIMEOUTS)
         gateway = Gateway(config, metrics)
         gateway.registry.register(spec("w0", ""))
         dashboard = Dashboard(gateway, look_seconds=0.05, examine_seconds=0.2, span_seconds=0.05)

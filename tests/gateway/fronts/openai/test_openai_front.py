@@ -20,7 +20,7 @@ from support.openai_stack import (
     DONE,
     MODEL,
     NOBODY,
-    PATIENCE,
+    TIMEOUTS,
     USAGE,
     breaks,
     delta,
@@ -325,14 +325,14 @@ async def test_another_path_goes_to_workers_that_answer_clients_only() -> None:
             assert prefill.received == []
 
 
-SHORT = replace(PATIENCE, first_output_seconds=0.3, idle_seconds=0.3, queue_seconds=0.3, answer_seconds=0.3)
+SHORT = replace(TIMEOUTS, first_output_seconds=0.3, idle_seconds=0.3, queue_seconds=0.3, answer_seconds=0.3)
 
 
 @pytest.mark.parametrize("first", [b"event: response.created\ndata: {}\n\n", b": ping\n\n"])
 async def test_a_stream_of_another_path_that_falls_silent_is_broken_off(first: bytes) -> None:
     async with (
         engine(streams(first, then=hangs)) as one,
-        front(spec("w", one.url), patience=SHORT) as served,
+        front(spec("w", one.url), timeouts=SHORT) as served,
     ):
         body = {"model": MODEL, "stream": True}
         async with served.http.post(f"{served.url}/v1/responses", json=body) as response:
@@ -354,7 +354,7 @@ async def test_comments_alone_do_not_keep_a_stream_of_another_path_open() -> Non
             await response.write(b": ping\n\n")
             await asyncio.sleep(0.05)
 
-    async with engine(script) as one, front(spec("w", one.url), patience=SHORT) as served:
+    async with engine(script) as one, front(spec("w", one.url), timeouts=SHORT) as served:
         body = {"model": MODEL, "stream": True}
         async with served.http.post(f"{served.url}/v1/responses", json=body) as response:
             with pytest.raises(aiohttp.ClientError):
@@ -733,7 +733,7 @@ async def test_only_admins_are_told_addresses(caplog: pytest.LogCaptureFixture) 
 async def test_how_a_stream_ended_names_no_address(then: Callable[[web.Request], Awaitable[None]]) -> None:
     async with (
         engine(streams(delta("a"), then=then)) as one,
-        front(spec("w", one.url), patience=SHORT, tokenize_timeout_seconds=0.0) as served,
+        front(spec("w", one.url), timeouts=SHORT, tokenize_timeout_seconds=0.0) as served,
     ):
         _, headers, answer = await served.post("/v1/chat/completions", CHAT | {"stream": True})
         assert b"the worker" in answer

@@ -173,7 +173,7 @@ class ExchangePicker:
 
     def prefill_seconds(self, attempt: Attempt) -> float:
         """How long a prompt is taken to be computed that nobody shows the end of."""
-        return attempt.placement.uncached_tokens / self._gateway.config.patience.prefill_tokens_per_second
+        return attempt.placement.uncached_tokens / self._gateway.config.timeouts.prefill_tokens_per_second
 
     def worker_at(self, wish: Wish, address: str) -> str:
         """The id of the worker of a request's model that has an address; "" = there is none."""

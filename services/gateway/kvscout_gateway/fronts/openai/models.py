@@ -59,7 +59,7 @@ class Models:
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 answer = await gateway.engines.client.send(
-                    request, connect_seconds=gateway.config.patience.connect_seconds
+                    request, connect_seconds=gateway.config.timeouts.connect_seconds
                 )
                 try:
                     page = await answer.read(MAX_PAGE_BYTES)

@@ -95,9 +95,9 @@ class Passthrough:
             headers=proxied.to_engine(call.headers, (("X-Request-Id", request_id),), with_key=with_key),
             body=body.data,
         )
-        pulse = gateway.observations.of(tenant, WorkerRank(spec.worker_id, spec.dp_start_rank)).pulse
+        liveness = gateway.observations.of(tenant, WorkerRank(spec.worker_id, spec.dp_start_rank)).liveness
         engine = gateway.engines.call(
-            spec.http_endpoint, uncached_tokens=0, pulse=pulse, at_once=body.at_once, clients_key=with_key
+            spec.http_endpoint, uncached_tokens=0, liveness=liveness, at_once=body.at_once, clients_key=with_key
         )
         answer: HttpAnswer | None = None
         passed = False

@@ -156,7 +156,7 @@ class _Passing:
         """
         try:
             answer = self._answer = await self._gateway.engines.client.send(
-                request, connect_seconds=self._gateway.config.patience.connect_seconds
+                request, connect_seconds=self._gateway.config.timeouts.connect_seconds
             )
             await self._call.start(answer.status, proxied.from_balancer(answer.headers))
             if self._score is not None and _is_stream(answer):

@@ -122,12 +122,12 @@ class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
         now = self._clock()
         if self._sent:
             last, since = self._sent[0]
-            silent, patience = now - since, self._stuck_seconds if self._pending else SILENT_SECONDS
+            silent, timeouts = now - since, self._stuck_seconds if self._pending else SILENT_SECONDS
             # Twice the same: a pause of this process must not look like one of the scheduler.
-            if silent > patience and self._suspect == last:
+            if silent > timeouts and self._suspect == last:
                 self.break_off(DeadlineExceeded("no answer on the stream"))
                 return
-            self._suspect = last if silent > patience else 0
+            self._suspect = last if silent > timeouts else 0
             if silent < PROBE_SECONDS:
                 return
         if (self._pending and not self._unsent) or now - self._sent_at >= HEARTBEAT_SECONDS:
