@@ -85,15 +85,15 @@ class GrpcFront:
             token_ids=wanted.prompt,
             stop_conditions=gateway_pb2.StopConditions(max_tokens=wanted.max_tokens),
         )
-        running, pieces = self._stub.Generate(request, timeout=CALL_SECONDS, wait_for_ready=True), 0
+        running, chunks = self._stub.Generate(request, timeout=CALL_SECONDS, wait_for_ready=True), 0
         try:
             async for message in running:
-                pieces += bool(message.token_ids)
-                if wanted.cancelled_after and pieces >= wanted.cancelled_after:
+                chunks += bool(message.token_ids)
+                if wanted.cancelled_after and chunks >= wanted.cancelled_after:
                     running.cancel()
                     return Ending("cancelled")
         except grpc.aio.AioRpcError as error:
-            return Ending("failed", pieces > 0, f"{error.code().name}: {error.details()}")
+            return Ending("failed", chunks > 0, f"{error.code().name}: {error.details()}")
         return Ending("whole")
 
     async def close(self) -> None:
@@ -120,15 +120,15 @@ class HttpFront:
 
     async def ask(self, wanted: Wanted) -> Ending:
         """See `Front`."""
-        begun, tail, pieces = False, b"", 0
+        begun, tail, chunks = False, b"", 0
         try:
             async with self._http.post(self._url, json=wanted.body) as response:
                 if response.status != 200:
                     return Ending("failed", False, f"{response.status}: {await response.text()}")
                 begun = self._begins_with_headers
-                async for piece in response.content.iter_any():
-                    begun, tail, pieces = True, tail + piece, pieces + 1
-                    if wanted.cancelled_after and pieces >= wanted.cancelled_after:
+                async for chunk in response.content.iter_any():
+                    begun, tail, chunks = True, tail + chunk, chunks + 1
+                    if wanted.cancelled_after and chunks >= wanted.cancelled_after:
                         response.close()
                         return Ending("cancelled")
         except (aiohttp.ClientError, TimeoutError) as error:

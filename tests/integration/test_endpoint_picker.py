@@ -193,13 +193,13 @@ async def test_prefill_is_over_at_the_first_piece_where_the_proxy_shows_it(world
 async def test_a_long_prompt_comes_in_pieces(world: World, envoy: Envoy) -> None:
     body = json.dumps(completion(4000)).encode()
 
-    async def pieces() -> AsyncIterator[bytes]:
+    async def chunks() -> AsyncIterator[bytes]:
         for start in range(0, len(body), 1000):
             yield body[start : start + 1000]
             await asyncio.sleep(0)
 
     headers = {"content-type": "application/json"}
-    async with envoy.http.post(envoy.url + "/v1/completions", data=pieces(), headers=headers) as response:
+    async with envoy.http.post(envoy.url + "/v1/completions", data=chunks(), headers=headers) as response:
         assert response.status == 200
         assert (await response.json())["usage"]["prompt_tokens"] == 4000
 

@@ -95,9 +95,9 @@ class World:
         return Outcome(response.status, told.get("cached_tokens", 0))
 
     @asynccontextmanager
-    async def begun(self, front: str, model: str, pieces: int) -> AsyncIterator[None]:
+    async def begun(self, front: str, model: str, chunks: int) -> AsyncIterator[None]:
         """A request whose client has so many pieces of its answer, and goes when this is left."""
-        task = asyncio.ensure_future(self._read_for_ever(front, model, enough := asyncio.Event(), pieces))
+        task = asyncio.ensure_future(self._read_for_ever(front, model, enough := asyncio.Event(), chunks))
         waiting = asyncio.ensure_future(enough.wait())
         try:
             await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -107,15 +107,15 @@ class World:
             waiting.cancel()
             await asyncio.wait([task, waiting])
 
-    async def _read_for_ever(self, front: str, model: str, enough: asyncio.Event, pieces: int) -> None:
-        if pieces == 0:
+    async def _read_for_ever(self, front: str, model: str, enough: asyncio.Event, chunks: int) -> None:
+        if chunks == 0:
             enough.set()
         if front == "grpc":
             running = self.client.start(fresh_prompt(100), model=model, max_tokens=50)
             try:
                 async for message in running:
-                    pieces -= bool(message.token_ids)
-                    if pieces <= 0:
+                    chunks -= bool(message.token_ids)
+                    if chunks <= 0:
                         enough.set()
             finally:
                 running.cancel()
@@ -123,8 +123,8 @@ class World:
         body = {"model": model, "prompt": list(fresh_prompt(100)), "max_tokens": 50, "stream": True}
         async with self.http.post(f"{self.urls[front]}/v1/completions", json=body) as response:
             async for line in response.content:
-                pieces -= line.startswith(b"data:")
-                if pieces <= 0:
+                chunks -= line.startswith(b"data:")
+                if chunks <= 0:
                     enough.set()
 
     def counted(self, rpc: str, message: Callable[[bytes], Any]) -> Counter[tuple[str, int]]:
@@ -211,13 +211,13 @@ async def test_a_client_that_goes_before_dispatch_leaves_one_free_and_no_load(wo
 
 @pytest.mark.parametrize("pieces", [0, 1, 2], ids=["before its first token", "after it", "in mid-stream"])
 async def test_a_client_that_goes_later_leaves_one_free_no_load_and_no_work(
-    world: World, front: str, pieces: int
+    world: World, front: str, chunks: int
 ) -> None:
-    model = f"later-{front}-{pieces}"
+    model = f"later-{front}-{chunks}"
     async with world.workers(model, AGGREGATED) as [engine]:
-        engine.script = trickle if pieces else hang
+        engine.script = trickle if chunks else hang
         aborted = engine.aborted
-        async with world.begun(front, model, pieces):
+        async with world.begun(front, model, chunks):
             await eventually(_when(lambda: bool(engine.requests)), what="the request at its engine")
             await world.until_active(model)
         await eventually(_when(lambda: engine.aborted == aborted + 1), what="the engine's request aborted")

@@ -487,10 +487,10 @@ async def test_a_client_that_goes_before_dispatch_leaves_nothing(client: Gateway
 
 @pytest.mark.parametrize("pieces", [0, 1, 2], ids=["before its first token", "after it", "in mid-stream"])
 async def test_a_client_that_goes_away_frees_once_and_aborts_the_engine(
-    client: GatewayClient, relay: Relay, slow: MockerProcess, pieces: int
+    client: GatewayClient, relay: Relay, slow: MockerProcess, chunks: int
 ) -> None:
     running_call = client.start(fresh_prompt(100), model="slow", max_tokens=100)
-    for _ in range(pieces):
+    for _ in range(chunks):
         await running_call.read()
     await until_running(slow)
     running_call.cancel()

@@ -92,10 +92,10 @@ class Sender:
         return bool(self.status) or (self._task is not None and self._task.done())
 
     async def _send(self, most: int) -> None:
-        piece = b" " * (256 * 1024)
+        chunk = b" " * (256 * 1024)
         try:
             while self.sent < most and not self.status:
-                await self.send(piece[: most - self.sent])
+                await self.send(chunk[: most - self.sent])
         except OSError:
             pass  # what it was told is read all the same
 

@@ -307,9 +307,9 @@ def check_file(read: Callable[[Path], object]) -> Callable[[bytes], None]:
 # Events of engines
 
 
-def passed_on(relay: Any, pieces: Sequence[bytes]) -> tuple[Any, ...]:
+def passed_on(relay: Any, chunks: Sequence[bytes]) -> tuple[Any, ...]:
     """What a relay makes of a stream that comes so."""
-    passed = [relay.feed(piece, 1.0) for piece in pieces if not relay.over]
+    passed = [relay.feed(chunk, 1.0) for chunk in chunks if not relay.over]
     passed.append(relay.feed(b"", 2.0, ends=True) if isinstance(relay, kvscout_native.EventRelay) else relay.end(2.0))
     report = relay.report if isinstance(relay.report, StreamReport) else StreamReport(*relay.report)
     told = asdict(report)
@@ -322,14 +322,14 @@ def check_events(data: bytes) -> None:
     """Both relays pass the same on, and notice the same, in every form and dialect."""
     rng = random.Random(data)
     cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice([0, 0, 1, 5])))
-    pieces = [data[start:end] for start, end in itertools.pairwise([0, *cuts, len(data)])]
+    chunks = [data[start:end] for start, end in itertools.pairwise([0, *cuts, len(data)])]
     max_tokens = rng.choice([None, None, 0, 1, 3])
     for form, dialect in itertools.product(Form, Dialect):
         reference = EventRelay(form, dialect, max_tokens, StreamReport())
-        expected = passed_on(reference, pieces) if native_available() else reference.feed(data, 1.0)
+        expected = passed_on(reference, chunks) if native_available() else reference.feed(data, 1.0)
         if native_available():
             native = kvscout_native.EventRelay(form.value, dialect.value, max_tokens)
-            found = passed_on(native, pieces)
+            found = passed_on(native, chunks)
             assert found == expected, f"{form} {dialect}: native {found!r}, reference {expected!r}"
 
 

@@ -119,6 +119,6 @@ def destinations(answer: pb.ProcessingResponse) -> tuple[str, str]:
 
 def streamed(answers: Sequence[pb.ProcessingResponse], part: str) -> tuple[bytes, list[bool]]:
     """The bytes of a body that goes back in pieces, and which of these say that it ends."""
-    pieces = [getattr(answer, part).response.body_mutation.streamed_response for answer in answers]
-    assert all(len(piece.body) <= 64 * 1024 - 1024 for piece in pieces)
-    return b"".join(piece.body for piece in pieces), [piece.end_of_stream for piece in pieces]
+    chunks = [getattr(answer, part).response.body_mutation.streamed_response for answer in answers]
+    assert all(len(chunk.body) <= 64 * 1024 - 1024 for chunk in chunks)
+    return b"".join(chunk.body for chunk in chunks), [chunk.end_of_stream for chunk in chunks]

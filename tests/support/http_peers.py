@@ -97,12 +97,12 @@ async def raw_engine(script: Script) -> AsyncIterator[RawEngine]:
         server.close()
 
 
-def says(*pieces: bytes, closes: bool = False, apart: bool = False) -> Script:
+def says(*chunks: bytes, closes: bool = False, apart: bool = False) -> Script:
     """Sends these bytes."""
 
     async def script(engine: RawEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for piece in pieces:
-            writer.write(piece)
+        for chunk in chunks:
+            writer.write(chunk)
             await writer.drain()
             if apart:
                 await asyncio.sleep(0.005)
@@ -112,12 +112,12 @@ def says(*pieces: bytes, closes: bool = False, apart: bool = False) -> Script:
     return script
 
 
-def says_and_waits(*pieces: bytes) -> Script:
+def says_and_waits(*chunks: bytes) -> Script:
     """Sends these bytes, then nothing until the other side closes."""
 
     async def script(engine: RawEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for piece in pieces:
-            writer.write(piece)
+        for chunk in chunks:
+            writer.write(chunk)
         await reader.readexactly(1)
 
     return script
@@ -132,14 +132,14 @@ class Gathered:
     """A sink that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.pieces: list[bytes] = []
+        self.chunks: list[bytes] = []
 
     async def write(self, data: bytes) -> None:
-        self.pieces.append(data)
+        self.chunks.append(data)
 
     @property
     def data(self) -> bytes:
-        return b"".join(self.pieces)
+        return b"".join(self.chunks)
 
 
 @asynccontextmanager
@@ -153,11 +153,11 @@ async def served(handler: HttpHandler, limits: HttpLimits | None = None) -> Asyn
         await server.stop(0)
 
 
-async def exchange(port: int, *pieces: bytes, ends: bool = True) -> bytes:
+async def exchange(port: int, *chunks: bytes, ends: bool = True) -> bytes:
     """Sends bytes to a server; all that it says until it closes, or until it is silent if it is not to be ended."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    for piece in pieces:
-        writer.write(piece)
+    for chunk in chunks:
+        writer.write(chunk)
         with suppress(ConnectionError):
             await writer.drain()
     try:

@@ -144,14 +144,14 @@ def says(body: bytes, status: int = 200, **headers: str) -> Script:
     return script
 
 
-def streams(*pieces: bytes, then: Callable[[web.Request], Awaitable[None]] | None = None) -> Script:
+def streams(*chunks: bytes, then: Callable[[web.Request], Awaitable[None]] | None = None) -> Script:
     """Answers a stream of events in these pieces; `then` is awaited before its end."""
 
     async def script(request: web.Request, _: bytes) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        for piece in pieces:
-            await response.write(piece)
+        for chunk in chunks:
+            await response.write(chunk)
         if then is not None:
             await then(request)
         return response

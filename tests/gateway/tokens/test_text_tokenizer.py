@@ -14,7 +14,7 @@ from support.trained_tokenizers import BUILDS, byte_level, byte_level_prefixed, 
 from kvscout_common.errors import ConfigError, ResourceExhausted
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens import threads as threads_module
-from kvscout_gateway.tokens.chunk_cache import PieceCache
+from kvscout_gateway.tokens.chunk_cache import ChunkCache
 from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease
 from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED, TextTokenizer
@@ -121,7 +121,7 @@ async def test_threads_refuse_what_would_wait_for_too_long(monkeypatch: pytest.M
 
 
 def test_a_cache_keeps_each_tenant_within_its_bytes_and_apart() -> None:
-    cache = PieceCache(2_000)
+    cache = ChunkCache(2_000)
     cache.put("a", "kept", b"1234")
     for number in range(100):
         cache.put("b", f"{number} " + "x" * 100, b"1" * 40)
@@ -135,7 +135,7 @@ def test_a_cache_keeps_each_tenant_within_its_bytes_and_apart() -> None:
 
 
 def test_a_piece_that_was_used_stays_longer_and_one_that_is_put_again_counts_once() -> None:
-    cache = PieceCache(1_000)
+    cache = ChunkCache(1_000)
     for _ in range(50):
         cache.put("a", "used", b"1234")
     size = cache.size
@@ -148,7 +148,7 @@ def test_a_piece_that_was_used_stays_longer_and_one_that_is_put_again_counts_onc
 
 def test_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvscout_gateway.tokens.chunk_cache.MAX_TENANTS", 3)
-    cache = PieceCache(1_000)
+    cache = ChunkCache(1_000)
     for tenant in "abcd":
         cache.put(tenant, "text", b"1234")
     assert [cache.get(tenant, "text") for tenant in "abcd"] == [None, b"1234", b"1234", b"1234"]

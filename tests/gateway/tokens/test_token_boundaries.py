@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.trained_tokenizers import BUILDS, MARKS
 from tokenizers import Tokenizer
 
-from kvscout_gateway.tokens import token_boundaries as seams
-from kvscout_gateway.tokens.token_boundaries import AddedToken, Seams
+from kvscout_gateway.tokens import token_boundaries as token_boundaries
+from kvscout_gateway.tokens.token_boundaries import AddedToken, TokenBoundaries
 from kvscout_gateway.tokens.tokenizer import LocalTokenizer
 
 
@@ -37,13 +37,13 @@ TEXTS = st.lists(
 @given(text=TEXTS)
 def test_pieces_tokenized_alone_are_the_tokens_of_the_whole(build: str, text: str) -> None:
     tokenizer = tokenizer_of(build)
-    at_every_seam = Seams(tokenizer.added)
+    at_every_boundary = TokenBoundaries(tokenizer.added)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seams, "MIN_PIECE_CHARACTERS", 1)
-        pieces = at_every_seam.cut(text)
-    assert "".join(pieces) == text
+        patch.setattr(token_boundaries, "MIN_CHUNK_CHARACTERS", 1)
+        chunks = at_every_boundary.cut(text)
+    assert "".join(chunks) == text
     [whole] = tokenizer.encode([text])
-    assert b"".join(tokenizer.encode(pieces)) == whole
+    assert b"".join(tokenizer.encode(chunks)) == whole
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -62,20 +62,20 @@ def test_a_conversation_is_cut_and_its_next_turn_shares_all_pieces_but_the_last(
     tokenizer = tokenizer_of(build)
     turn = "<|im_start|>user\n" + "The quick brown fox. " * 10 + "<|im_end|>\n"
     first, second = turn * 5 + "<|im_start|>assistant\n", turn * 5 + "<|im_start|>assistant\nyes<|im_end|>\n" + turn
-    one, two = tokenizer.seams.cut(first), tokenizer.seams.cut(second)
+    one, two = tokenizer.token_boundaries.cut(first), tokenizer.token_boundaries.cut(second)
     assert len(one) > 5
     assert two[: len(one) - 1] == one[:-1]
 
 
 def test_pieces_have_a_length_that_is_worth_keeping() -> None:
-    cut = Seams([AddedToken("<x>")]).cut("<x>" * 1000)
-    assert {len(piece) >= seams.MIN_PIECE_CHARACTERS for piece in cut[:-1]} == {True}
+    cut = TokenBoundaries([AddedToken("<x>")]).cut("<x>" * 1000)
+    assert {len(chunk) >= token_boundaries.MIN_CHUNK_CHARACTERS for chunk in cut[:-1]} == {True}
 
 
 def test_a_text_without_a_seam_is_one_piece_and_an_empty_one_none() -> None:
-    assert Seams([AddedToken("<x>")]).cut("y" * 500) == ["y" * 500]
-    assert Seams([]).cut("y") == ["y"]
-    assert Seams([]).cut("") == Seams([AddedToken("<x>")]).cut("") == []
+    assert TokenBoundaries([AddedToken("<x>")]).cut("y" * 500) == ["y" * 500]
+    assert TokenBoundaries([]).cut("y") == ["y"]
+    assert TokenBoundaries([]).cut("") == TokenBoundaries([AddedToken("<x>")]).cut("") == []
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_text_without_a_seam_is_one_piece_and_an_empty_one_none() -> None:
 )
 def test_a_token_whose_left_side_matters_is_no_seam(token: AddedToken) -> None:
     text = "y" * 100 + token.content + "y" * 100
-    assert Seams([token]).cut(text) == [text]
+    assert TokenBoundaries([token]).cut(text) == [text]
 
 
 def test_half_of_a_surrogate_pair_is_no_text() -> None:

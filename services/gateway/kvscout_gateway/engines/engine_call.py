@@ -163,7 +163,7 @@ class EngineCall:
             yield chunk
             # Behind the yield: how long the client took is no silence of the engine's.
             if not has_events:
-                self._watch.piece(self._now())
+                self._watch.chunk(self._now())
             elif _says_something(chunk):
                 self._watch.output(self._now())
 
@@ -262,8 +262,8 @@ async def _refusal(answer: HttpAnswer, *, clients_key: bool) -> EngineFailed:
     body = bytearray()
     try:
         async with asyncio.timeout(REFUSAL_SECONDS):
-            async for piece in answer.chunks():
-                body += piece
+            async for chunk in answer.chunks():
+                body += chunk
                 if len(body) >= REFUSAL_BYTES:
                     break
     except (HttpFailed, TimeoutError):

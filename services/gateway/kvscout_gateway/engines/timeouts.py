@@ -114,7 +114,7 @@ class Watch:
         """The answer begins: what a pump has noticed of it counts, too, whenever it is asked for."""
         self._noticed = noticed
 
-    def piece(self, now: float) -> None:
+    def chunk(self, now: float) -> None:
         """Something of an answer came that is no stream of events: the rest may take as long as all of it may."""
         self._since = now
 

@@ -166,12 +166,12 @@ class _Bounded(ImmutableSandboxedEnvironment):
         """
         self._running.until = time.monotonic() + MAX_SECONDS
         written, length = [], 0
-        for piece in template.generate(variables):
+        for chunk in template.generate(variables):
             self._check()
-            length += len(piece)
+            length += len(chunk)
             if length > MAX_CHARACTERS:
                 raise TooLong(f"the chat template puts out more than {MAX_CHARACTERS:,} characters")
-            written.append(piece)
+            written.append(chunk)
         return "".join(written)
 
     def getattr(self, obj: Any, attribute: str) -> Any:

@@ -14,7 +14,7 @@ ENTRY_BYTES = 150
 """Of an entry beside its text and its tokens."""
 
 
-class _Pieces:
+class _Chunks:
     __slots__ = ("by_text", "size")
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class _Pieces:
         self.size = 0
 
 
-class PieceCache:
+class ChunkCache:
     """Least recently used pieces go when a tenant's have `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -32,7 +32,7 @@ class PieceCache:
             max_bytes: Of one tenant and tokenizer.
         """
         self._max_bytes = max_bytes
-        self._tenants: OrderedDict[str, _Pieces] = OrderedDict()
+        self._tenants: OrderedDict[str, _Chunks] = OrderedDict()
         self.hits = 0
         """Characters that were found."""
         self.misses = 0
@@ -41,16 +41,16 @@ class PieceCache:
     @property
     def size(self) -> int:
         """Bytes kept, of all tenants."""
-        return sum(pieces.size for pieces in self._tenants.values())
+        return sum(chunks.size for chunks in self._tenants.values())
 
     def get(self, tenant: str, text: str) -> bytes | None:
         """The tokens of a piece, u32 each; None = not kept."""
-        pieces = self._tenants.get(tenant)
-        tokens = pieces.by_text.get(text) if pieces is not None else None
-        if pieces is None or tokens is None:
+        chunks = self._tenants.get(tenant)
+        tokens = chunks.by_text.get(text) if chunks is not None else None
+        if chunks is None or tokens is None:
             self.misses += len(text)
             return None
-        pieces.by_text.move_to_end(text)
+        chunks.by_text.move_to_end(text)
         self.hits += len(text)
         return tokens
 
@@ -59,20 +59,20 @@ class PieceCache:
         size = _size(text, tokens)
         if size > self._max_bytes:
             return
-        pieces = self._tenants.get(tenant)
-        if pieces is None:
-            pieces = self._tenants[tenant] = _Pieces()
+        chunks = self._tenants.get(tenant)
+        if chunks is None:
+            chunks = self._tenants[tenant] = _Chunks()
             if len(self._tenants) > MAX_TENANTS:
                 self._tenants.popitem(last=False)
         self._tenants.move_to_end(tenant)
-        replaced = pieces.by_text.pop(text, None)
+        replaced = chunks.by_text.pop(text, None)
         if replaced is not None:
-            pieces.size -= _size(text, replaced)
-        pieces.by_text[text] = tokens
-        pieces.size += size
-        while pieces.size > self._max_bytes:
-            oldest, dropped = pieces.by_text.popitem(last=False)
-            pieces.size -= _size(oldest, dropped)
+            chunks.size -= _size(text, replaced)
+        chunks.by_text[text] = tokens
+        chunks.size += size
+        while chunks.size > self._max_bytes:
+            oldest, dropped = chunks.by_text.popitem(last=False)
+            chunks.size -= _size(oldest, dropped)
 
 
 def _size(text: str, tokens: bytes) -> int:

@@ -13,7 +13,7 @@ from kvscout_common.http.engine_http import parsed
 from kvscout_common.http.http import HttpClient, HttpFailed, HttpRequest
 from kvscout_common.http.json_scan import scan_object
 from kvscout_common.plain_text import printable
-from kvscout_gateway.tokens.chunk_cache import PieceCache
+from kvscout_gateway.tokens.chunk_cache import ChunkCache
 
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 """A million tokens have eight digits each at most, and a comma."""
@@ -67,7 +67,7 @@ class EngineTokenize:
         self._clock = clock
         self._resting: dict[str, float] = {}
         self._asking = 0
-        self.cache = PieceCache(cache_bytes)
+        self.cache = ChunkCache(cache_bytes)
 
     async def __call__(self, body: Mapping[str, Any], tenant: str) -> bytes:
         """The tokens of a prompt, u32 each.

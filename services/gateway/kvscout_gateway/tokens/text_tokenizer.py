@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from kvscout_common.worker import EngineKind
-from kvscout_gateway.tokens.chunk_cache import PieceCache
+from kvscout_gateway.tokens.chunk_cache import ChunkCache
 from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease
 from kvscout_gateway.tokens.threads import Threads
@@ -79,7 +79,7 @@ class TextTokenizer:
         self._template = template
         self._threads = threads
         self._sglang_release = ReleaseGuess()
-        self.cache = PieceCache(cache_bytes)
+        self.cache = ChunkCache(cache_bytes)
 
     @classmethod
     def load(cls, folder: Path, threads: Threads, *, cache_bytes: int, flag: str) -> TextTokenizer:
@@ -148,9 +148,9 @@ class TextTokenizer:
         frame = self._tokenizer.frame
         try:
             if not add_special_tokens:
-                return await self._pieces(text, tenant)
+                return await self._chunks(text, tenant)
             if frame is not None:
-                return frame.head + await self._pieces(text, tenant) + frame.tail
+                return frame.head + await self._chunks(text, tenant) + frame.tail
             [tokens] = await self._run(
                 len(text) > INLINE_ENCODED, self._tokenizer.encode, [text], add_special_tokens=True
             )
@@ -158,17 +158,17 @@ class TextTokenizer:
         except ValueError as error:
             raise NotText(str(error)) from error
 
-    async def _pieces(self, text: str, tenant: str) -> bytes:
-        pieces = await self._run(len(text) > INLINE_RENDERED, self._tokenizer.seams.cut, text)
-        known = [self.cache.get(tenant, piece) for piece in pieces]
-        new = list(dict.fromkeys(piece for piece, tokens in zip(pieces, known, strict=True) if tokens is None))
+    async def _chunks(self, text: str, tenant: str) -> bytes:
+        chunks = await self._run(len(text) > INLINE_RENDERED, self._tokenizer.token_boundaries.cut, text)
+        known = [self.cache.get(tenant, chunk) for chunk in chunks]
+        new = list(dict.fromkeys(chunk for chunk, tokens in zip(chunks, known, strict=True) if tokens is None))
         if not new:
             return b"".join(tokens for tokens in known if tokens is not None)
         encoded = await self._run(sum(map(len, new)) > INLINE_ENCODED, self._tokenizer.encode, new)
         fresh = dict(zip(new, encoded, strict=True))
-        for piece, tokens in fresh.items():
-            self.cache.put(tenant, piece, tokens)
-        return b"".join(fresh[piece] if tokens is None else tokens for piece, tokens in zip(pieces, known, strict=True))
+        for chunk, tokens in fresh.items():
+            self.cache.put(tenant, chunk, tokens)
+        return b"".join(fresh[chunk] if tokens is None else tokens for chunk, tokens in zip(chunks, known, strict=True))
 
     async def _run(self, long: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._threads.run(work, *args, **kwargs) if long else work(*args, **kwargs)

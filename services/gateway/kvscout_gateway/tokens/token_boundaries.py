@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MIN_PIECE_CHARACTERS = 64
+MIN_CHUNK_CHARACTERS = 64
 """A piece is at least so long, but for the last: those of a few characters would cost more to keep than to encode."""
 
 
@@ -34,7 +34,7 @@ class AddedToken:
     single_word: bool = False
 
 
-class Seams:
+class TokenBoundaries:
     """The rule for one tokenizer."""
 
     def __init__(self, added: Iterable[AddedToken]) -> None:
@@ -45,22 +45,22 @@ class Seams:
         """
         raw = [token for token in added if token.content and not token.normalized]
         cuttable = [] if any(token.single_word for token in raw) else raw
-        self._seams = frozenset(t.content for t in cuttable if not t.lstrip and not t.content[0].isspace())
+        self._token_boundaries = frozenset(t.content for t in cuttable if not t.lstrip and not t.content[0].isspace())
         # The first alternative that fits is taken, hence the longest first.
         longest_first = sorted({token.content for token in raw}, key=len, reverse=True)
-        self._search = re.compile("|".join(map(re.escape, longest_first))) if self._seams else None
+        self._search = re.compile("|".join(map(re.escape, longest_first))) if self._token_boundaries else None
 
     def cut(self, text: str) -> list[str]:
         """The pieces of a text, in order; the text itself where it has no seam. A longer text has the same pieces up to
         the last one before they differ."""
         if self._search is None:
             return [text] if text else []
-        pieces, begin = [], 0
+        chunks, begin = [], 0
         for match in self._search.finditer(text):
             at = match.start()
-            if at - begin >= MIN_PIECE_CHARACTERS and match[0] in self._seams:
-                pieces.append(text[begin:at])
+            if at - begin >= MIN_CHUNK_CHARACTERS and match[0] in self._token_boundaries:
+                chunks.append(text[begin:at])
                 begin = at
         if begin < len(text):
-            pieces.append(text[begin:])
-        return pieces
+            chunks.append(text[begin:])
+        return chunks

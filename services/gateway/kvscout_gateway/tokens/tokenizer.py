@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvscout_common.errors import ConfigError
-from kvscout_gateway.tokens.token_boundaries import AddedToken, Seams
+from kvscout_gateway.tokens.token_boundaries import AddedToken, TokenBoundaries
 
 # Read by the library with every call. A gateway has its cores for requests beside one another, and a pool of threads
 # that each long prompt wakes would take them all.
@@ -41,7 +41,7 @@ class LocalTokenizer:
             AddedToken(token.content, token.normalized, token.lstrip, token.rstrip, token.single_word)
             for token in tokenizer.get_added_tokens_decoder().values()
         )
-        self.seams = Seams(self.added)
+        self.token_boundaries = TokenBoundaries(self.added)
         self.frame = self._find_frame()
         """None = what is added around a text depends on it: it can be tokenized as a whole only."""
 

@@ -104,18 +104,18 @@ def booked(gateway: Gateway) -> Booking:
 
 
 @pytest.mark.parametrize(
-    ("streams", "in_pieces", "seen"),
+    ("streams", "in_chunks", "seen"),
     [(True, True, True), (False, False, False), (True, None, True), (False, None, False), (True, False, False)],
 )
 async def test_the_first_piece_of_an_answer_that_comes_whole_is_no_first_token(
-    streams: bool, in_pieces: bool | None, seen: bool
+    streams: bool, in_chunks: bool | None, seen: bool
 ) -> None:
     async with picker(worker(1)) as (one, gateway):
         pick = await one.pick(generation(stream=streams))
         booking = booked(gateway)
         assert (booking.output.max_tokens, booking.output.expected_tokens) == (4096, 0)
         assert (booking.output.output_class, booking.output.unseen) == ("completions", not streams)
-        pick.answering(200, "", in_pieces)
+        pick.answering(200, "", in_chunks)
         pick.first_output()
         assert booking.prefilled is seen
         pick.ended({})

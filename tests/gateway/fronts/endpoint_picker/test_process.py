@@ -58,7 +58,7 @@ class Noted:
         self.headers = {wire.DESTINATION: FIRST}
         self._told = told
 
-    def answering(self, status: int, served: str, in_pieces: bool | None) -> None:
+    def answering(self, status: int, served: str, in_chunks: bool | None) -> None:
         self._told.append(("answering", status, served))
 
     def first_output(self) -> None:

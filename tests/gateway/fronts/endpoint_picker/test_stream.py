@@ -98,11 +98,11 @@ def test_in_full_duplex_headers_and_body_go_back_in_pieces_once_the_body_is_whol
     one = stream()
     assert one.receive(request_headers(DUPLEX, DUPLEX)) == Step()
     cuts = sorted(draw.randrange(length + 1) for _ in range(3))
-    pieces = [body[a:b] for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
-    for piece in pieces[:-1]:
-        assert one.receive(request_body(piece, end=False)) == Step()
-    assert one.held_bytes == sum(map(len, pieces[:-1]))
-    assert wanted(one.receive(request_body(pieces[-1]))).body == body
+    chunks = [body[a:b] for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
+    for chunk in chunks[:-1]:
+        assert one.receive(request_body(chunk, end=False)) == Step()
+    assert one.held_bytes == sum(map(len, chunks[:-1]))
+    assert wanted(one.receive(request_body(chunks[-1]))).body == body
     headers, *rest = parsed(one.picked(PICK).answers)
     assert destinations(headers) == (PICK[wire.DESTINATION],) * 2
     sent, ends = streamed(rest, "request_body")
@@ -170,7 +170,7 @@ def test_the_endpoint_that_served_is_read_back(told: str) -> None:
     one = until_picked(BUFFERED, NONE)
     step = one.receive(response_headers(**{told: "10.0.0.2:8000"}))  # type: ignore[arg-type]
     assert kinds(step.answers) == ["response_headers"]
-    assert step.events == (Answering(200, "10.0.0.2:8000", in_pieces=True),)
+    assert step.events == (Answering(200, "10.0.0.2:8000", in_chunks=True),)
 
 
 def test_in_full_duplex_each_piece_of_a_response_goes_back_at_once_as_it_came() -> None:
@@ -230,13 +230,13 @@ def test_trailers_end_a_response() -> None:
 
 def test_an_error_has_no_output() -> None:
     one = until_picked(BUFFERED, STREAMED)
-    assert one.receive(response_headers(503)).events == (Answering(503, "", in_pieces=True),)
+    assert one.receive(response_headers(503)).events == (Answering(503, "", in_chunks=True),)
     assert one.receive(response_body(b"{}", end=True)).events == (Ended(b"{}"),)
 
 
 def test_headers_alone_can_be_a_response() -> None:
     one = until_picked(BUFFERED, STREAMED)
-    assert one.receive(response_headers(204, end=True)).events == (Answering(204, "", in_pieces=True), Ended(b""))
+    assert one.receive(response_headers(204, end=True)).events == (Answering(204, "", in_chunks=True), Ended(b""))
 
 
 @pytest.mark.parametrize(("request_mode", "response_mode", "asked"), [
@@ -346,10 +346,10 @@ def test_pieces_that_another_writer_wrote_are_understood() -> None:
     one.receive(response_headers())
     metadata_first = pb.ProcessingRequest()
     metadata_first.metadata_context.filter_metadata["envoy.lb"].update({"a": "b"})
-    piece = response_body(b"data: 1\n\n")
+    chunk = response_body(b"data: 1\n\n")
     for message in (
-        metadata_first.SerializeToString() + piece,
-        piece + metadata_first.SerializeToString(),
+        metadata_first.SerializeToString() + chunk,
+        chunk + metadata_first.SerializeToString(),
         b"\x2a\x0d\x10\x00\x0a\x09data: 1\n\n",  # the flag before the bytes, and written although unset
     ):
         assert streamed(parsed(one.receive(message).answers), "response_body") == (b"data: 1\n\n", [False])
@@ -391,13 +391,13 @@ def test_only_in_conformance_tests_a_response_says_where_it_comes_from() -> None
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_another_body_takes_the_place_of_a_request_s_in_every_mode_that_shows_it(pieces: int) -> None:
+def test_another_body_takes_the_place_of_a_request_s_in_every_mode_that_shows_it(chunks: int) -> None:
     body, other = body_of(range(90_000)), body_of(range(80_000), model="other")
 
     def answers(mode: int, *, unwaited: bool = False) -> list[pb.ProcessingResponse]:
         one = stream()
         one.receive(request_headers(mode, unwaited=unwaited))
-        size = -(-len(body) // pieces) if mode != BUFFERED else len(body)
+        size = -(-len(body) // chunks) if mode != BUFFERED else len(body)
         for start in range(0, len(body), size):
             one.receive(request_body(body[start : start + size], end=start + size >= len(body)))
         return parsed(one.picked(PICK, other).answers)
@@ -409,7 +409,7 @@ def test_another_body_takes_the_place_of_a_request_s_in_every_mode_that_shows_it
     assert destinations(headers)[0] == PICK[wire.DESTINATION]
     mutations = [part.request_body.response.body_mutation for part in parts]
     assert [(mutation.body, mutation.clear_body) for mutation in mutations] == [(other, False)] + [(b"", True)] * (
-        pieces - 1
+        chunks - 1
     )
     headers, *parts = answers(DUPLEX)
     whole, ends = streamed(parts, "request_body")

@@ -166,11 +166,11 @@ def test_no_name_hides_from_us_what_engines_read() -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     draw = random.Random(seed)
-    pieces = ('"', '"', ";", "; ", "=", "\\", "<", ">", "*", "*0", "\xa0", "\t", " ", "x", "name", "name=", "rid",
+    chunks = ('"', '"', ";", "; ", "=", "\\", "<", ">", "*", "*0", "\xa0", "\t", " ", "x", "name", "name=", "rid",
               '; name="rid"', "; name=rid", "form-data", '; x="', "''", "utf-8")  # fmt: skip
     hidden = 0
     for _ in range(20_000):
-        disposition = "form-data" * draw.randrange(2) + "".join(draw.choices(pieces, k=draw.randrange(1, 9)))
+        disposition = "form-data" * draw.randrange(2) + "".join(draw.choices(chunks, k=draw.randrange(1, 9)))
         try:
             name = engine_s_name(disposition)
         except ValueError:

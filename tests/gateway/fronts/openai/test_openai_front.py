@@ -77,14 +77,14 @@ async def test_a_body_reaches_its_engine_byte_for_byte_and_so_does_the_answer(na
 
 
 async def test_a_stream_is_passed_on_as_it_came_and_its_usage_where_it_was_asked_for() -> None:
-    pieces = [delta("a"), b": ping\n\n", delta("b", "stop"), USAGE, DONE]
-    async with engine(streams(*pieces)) as one, front(spec("w", one.url)) as served:
+    chunks = [delta("a"), b": ping\n\n", delta("b", "stop"), USAGE, DONE]
+    async with engine(streams(*chunks)) as one, front(spec("w", one.url)) as served:
         asked = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
         _, headers, answer = await served.post("/v1/chat/completions", asked)
-        assert answer == b"".join(pieces)
+        assert answer == b"".join(chunks)
         assert headers["content-type"] == "text/event-stream; charset=utf-8"
         _, _, answer = await served.post("/v1/chat/completions", CHAT | {"stream": True})
-        assert answer == b"".join([*pieces[:3], DONE])
+        assert answer == b"".join([*chunks[:3], DONE])
         await served.post("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"x": 1}})
         options = [json.loads(r.body)["stream_options"] for r in one.received if r.target != "/tokenize"]
         assert options == [{"include_usage": True}, {"include_usage": True}, {"x": 1, "include_usage": True}]

@@ -132,14 +132,14 @@ async def test_where_a_request_runs_is_not_its_clients_to_say(transport: Transpo
 
 
 async def test_a_stream_is_asked_for_its_usage_and_the_client_does_not_see_it(transport: Transport) -> None:
-    pieces = delta("a"), delta("b", "stop")
-    async with engine(streams(*pieces, USAGE, DONE)) as balancer, shadowing(transport, balancer) as one:
+    chunks = delta("a"), delta("b", "stop")
+    async with engine(streams(*chunks, USAGE, DONE)) as balancer, shadowing(transport, balancer) as one:
         status, _, body = await one.post("/v1/chat/completions", {**CHAT, "stream": True})
-        assert (status, body) == (200, b"".join(pieces) + DONE)
+        assert (status, body) == (200, b"".join(chunks) + DONE)
         assert json.loads(balancer.received[0].body)["stream_options"] == {"include_usage": True}
         options = {"include_usage": True}
         _, _, body = await one.post("/v1/chat/completions", {**CHAT, "stream": True, "stream_options": options})
-        assert body == b"".join(pieces) + USAGE + DONE
+        assert body == b"".join(chunks) + USAGE + DONE
         total = one.gateway.observations.total
         assert (total.prompt_tokens, total.cached_tokens) == (14, 6)
         assert one.sample("kvscout_ttft_seconds_count", tenant="default", model=MODEL) == 2

@@ -297,14 +297,14 @@ class ExchangePick:
         self._compared = compared
         self.name = headers.get(wire.PICK, "")
         self.tenant = attempt.wish.tenant if attempt is not None else ""
-        self._in_pieces: bool | None = None
+        self._in_chunks: bool | None = None
         self._has_output = False
         self._moving: asyncio.Task[None] | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
-    def answering(self, status: int, served: str, in_pieces: bool | None) -> None:
+    def answering(self, status: int, served: str, in_chunks: bool | None) -> None:
         """See `Pick`."""
-        self._in_pieces = in_pieces
+        self._in_chunks = in_chunks
         attempt, exchange = self._attempt, self._exchange
         if attempt is None or exchange is None:
             return
@@ -394,7 +394,7 @@ class ExchangePick:
             self._begins(moved)
 
     def _begins(self, attempt: Attempt) -> None:
-        whole = attempt.wish.output.unseen if self._in_pieces is None else not self._in_pieces
+        whole = attempt.wish.output.unseen if self._in_chunks is None else not self._in_chunks
         attempt.first_output(at_once=whole)
 
 

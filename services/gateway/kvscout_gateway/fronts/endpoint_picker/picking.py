@@ -19,13 +19,13 @@ class Pick(Protocol):
         """To be set, `wire.DESTINATION` among them."""
         ...
 
-    def answering(self, status: int, served: str, in_pieces: bool | None) -> None:
+    def answering(self, status: int, served: str, in_chunks: bool | None) -> None:
         """An engine has begun to answer, or the proxy in its place.
 
         Args:
             status: HTTP status.
             served: The endpoint; "" = the proxy does not tell.
-            in_pieces: Whether output comes as it is generated; None = the response does not tell.
+            in_chunks: Whether output comes as it is generated; None = the response does not tell.
         """
         ...
 

@@ -184,7 +184,7 @@ class _Call:
         assert pick is not None
         match event:
             case Answering():
-                pick.answering(event.status, event.served, event.in_pieces)
+                pick.answering(event.status, event.served, event.in_chunks)
             case FirstOutput():
                 pick.first_output()
             case Ended():

@@ -36,7 +36,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.rpc.handlers import read_message
 from kvscout_gateway.fronts.endpoint_picker import wire
 
-TAIL_PIECES: Final = 4
+TAIL_CHUNKS: Final = 4
 """The last pieces of a response that are kept: usage, the stream's closing event, the end, and what usage began in."""
 
 
@@ -77,7 +77,7 @@ class Answering:
     status: int
     served: str
     """Its endpoint; "" = the proxy does not tell."""
-    in_pieces: bool | None = None
+    in_chunks: bool | None = None
     """Whether its output comes as it is generated, so that the first piece tells when the prompt was computed; None =
     it does not tell."""
 
@@ -115,7 +115,7 @@ class Step(NamedTuple):
 
 Report: TypeAlias = Callable[[pb.ProcessingRequest, str], Mapping[str, str]]
 _NOTHING: Final = Step()
-_PASSED: Final = Step((wire.ANSWER_RESPONSE_PIECE,))
+_PASSED: Final = Step((wire.ANSWER_RESPONSE_CHUNK,))
 
 
 class Close(Enum):
@@ -169,7 +169,7 @@ class RequestStream:
         self._headers: Mapping[str, str] = {}
         self._subset: tuple[str, ...] | None = None
         self._headers_answered = False
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
         self.held_bytes = 0
         """Of the request's body, until its pick is out."""
         self._is_whole = False
@@ -177,7 +177,7 @@ class RequestStream:
         """The answer to the request's trailers, if they came before the pick."""
         self._ok = False
         self._has_output = False
-        self._tail: deque[bytes] = deque(maxlen=TAIL_PIECES)
+        self._tail: deque[bytes] = deque(maxlen=TAIL_CHUNKS)
 
     @property
     def _shows_output(self) -> bool:
@@ -196,18 +196,18 @@ class RequestStream:
             InvalidArgument: It is none, or comes at the wrong time.
         """
         if self._phase is _Phase.RESPONDING:
-            piece = wire.response_piece(message)
-            if piece is not None:
-                return self._response_piece(piece)
+            chunk = wire.response_chunk(message)
+            if chunk is not None:
+                return self._response_chunk(chunk)
         request = read_message(pb.ProcessingRequest.FromString, message)
         kind = request.WhichOneof("request")
         match kind, self._phase:
             case "request_headers", _Phase.HEADERS:
                 return self._request_headers(request)
             case "request_body", _Phase.BODY:
-                return self._request_piece(request.request_body)
+                return self._request_chunk(request.request_body)
             case "request_body", _Phase.PICKED | _Phase.RESPONDING | _Phase.OVER:
-                return Step((wire.ANSWER_REQUEST_PIECE,))
+                return Step((wire.ANSWER_REQUEST_CHUNK,))
             case "request_trailers", _Phase.BODY:
                 self._trailers.append(wire.ANSWER_REQUEST_TRAILERS)
                 return self._want_pick()
@@ -221,7 +221,7 @@ class RequestStream:
             case "response_body", _Phase.RESPONDING:
                 body = request.response_body
                 body.DiscardUnknownFields()
-                return self._response_piece(wire.piece_of(body.SerializeToString()))
+                return self._response_chunk(wire.chunk_of(body.SerializeToString()))
             case "response_trailers", _Phase.RESPONDING:
                 return Step((wire.ANSWER_RESPONSE_TRAILERS,), self._end())
         raise InvalidArgument(f"{kind or 'nothing'} came in phase {self._phase.name.lower()}", field="request")
@@ -230,14 +230,14 @@ class RequestStream:
         """The answer to a piece in the middle of a response; None = the message is anything else, for `receive`."""
         if not self._has_output or self._phase is not _Phase.RESPONDING:
             return None
-        piece = wire.response_piece(message)
-        if piece is None or piece.last or piece.body_bytes > wire.PIECE_BYTES:
+        chunk = wire.response_chunk(message)
+        if chunk is None or chunk.last or chunk.body_bytes > wire.CHUNK_BYTES:
             return None
-        if piece.body_bytes:
-            self._tail.append(piece.fields)
+        if chunk.body_bytes:
+            self._tail.append(chunk.fields)
         if self._response_is_duplex:
-            return wire.duplex_response_answer(piece.fields)
-        return wire.ANSWER_RESPONSE_PIECE
+            return wire.duplex_response_answer(chunk.fields)
+        return wire.ANSWER_RESPONSE_CHUNK
 
     def picked(self, headers: Mapping[str, str], body: bytes | None = None) -> Step:
         """Lets the request go where it was picked to go.
@@ -253,15 +253,15 @@ class RequestStream:
         with_body = self._headers_answered
         buffered = body if with_body else None
         answers = [wire.pick_answer(headers, with_body=with_body, came=self._headers, body=buffered, override=override)]
-        if self._pieces and self._request_mode == pb.BODY_MODE_FULL_DUPLEX_STREAMED:
-            whole = b"".join(self._pieces) if body is None else body
+        if self._chunks and self._request_mode == pb.BODY_MODE_FULL_DUPLEX_STREAMED:
+            whole = b"".join(self._chunks) if body is None else body
             answers += wire.duplex_request_answers(whole, end=self._is_whole)
         elif self._request_mode == pb.BODY_MODE_STREAMED:
-            pieces = len(self._pieces)
-            if body is not None and pieces:
-                answers += wire.changed_piece_answers(body, pieces)
+            chunks = len(self._chunks)
+            if body is not None and chunks:
+                answers += wire.changed_piece_answers(body, chunks)
             else:
-                answers += [wire.ANSWER_REQUEST_PIECE] * pieces
+                answers += [wire.ANSWER_REQUEST_CHUNK] * chunks
         answers += self._trailers
         self._drop_body()
         return Step(tuple(answers), close=self._follow is Follow.LEAVE)
@@ -318,22 +318,22 @@ class RequestStream:
         mode.request_body_mode = self._request_mode  # type: ignore[assignment]  # an open enum: as it came
         return mode
 
-    def _request_piece(self, body: pb.HttpBody) -> Step:
+    def _request_chunk(self, body: pb.HttpBody) -> Step:
         self.held_bytes += len(body.body)
         if self.held_bytes > self._max_body_bytes:
             return Step(events=(BodyTooLong(),))
-        self._pieces.append(body.body)
+        self._chunks.append(body.body)
         self._is_whole = body.end_of_stream
         # What is buffered comes at once, if trailers follow it or not.
         return self._want_pick() if body.end_of_stream or self._request_mode in _BUFFERED else _NOTHING
 
     def _want_pick(self) -> Step:
         self._phase = _Phase.PICKING
-        wanted = PickWanted(self._headers, b"".join(self._pieces), self._subset, self._shows_output)
+        wanted = PickWanted(self._headers, b"".join(self._chunks), self._subset, self._shows_output)
         return Step(events=(wanted,))
 
     def _drop_body(self) -> None:
-        self._pieces = []
+        self._chunks = []
         self.held_bytes = 0
 
     def _response_headers(self, request: pb.ProcessingRequest) -> Step:
@@ -341,8 +341,8 @@ class RequestStream:
         headers = wire.header_map(request.response_headers.headers)
         status = headers.get(":status", "")
         kind = headers.get("content-type")
-        in_pieces = None if kind is None else kind.lower().startswith("text/event-stream")
-        answering = Answering(int(status) if status.isdecimal() else 0, wire.served_endpoint(request), in_pieces)
+        in_chunks = None if kind is None else kind.lower().startswith("text/event-stream")
+        answering = Answering(int(status) if status.isdecimal() else 0, wire.served_endpoint(request), in_chunks)
         self._ok = answering.ok
         ended = self._end() if request.response_headers.end_of_stream else ()
         answer = wire.ANSWER_RESPONSE_HEADERS
@@ -350,26 +350,26 @@ class RequestStream:
             answer = wire.response_headers_answer(self._report(request, self._picked))
         return Step((answer,), (answering, *ended))
 
-    def _response_piece(self, piece: wire.Piece) -> Step:
+    def _response_chunk(self, chunk: wire.Piece) -> Step:
         events: tuple[Event, ...] = ()
-        if piece.body_bytes:
-            self._tail.append(piece.fields)
+        if chunk.body_bytes:
+            self._tail.append(chunk.fields)
             if not self._has_output:
                 self._has_output = True
                 events = (FirstOutput(),) if self._ok else ()
         duplex = self._response_is_duplex
         if self._response_mode == pb.BODY_MODE_NONE:
             self._response_mode = pb.BODY_MODE_STREAMED  # it was asked to
-        if piece.last:
+        if chunk.last:
             events = (*events, *self._end())
         elif not events and not duplex:
             return _PASSED
         if not duplex:
-            return Step((wire.ANSWER_RESPONSE_PIECE,), events)
-        if piece.body_bytes <= wire.PIECE_BYTES:
-            return Step((wire.duplex_response_answer(piece.fields),), events)
-        return Step(tuple(wire.duplex_response_answers(piece.body, end=piece.last)), events)
+            return Step((wire.ANSWER_RESPONSE_CHUNK,), events)
+        if chunk.body_bytes <= wire.CHUNK_BYTES:
+            return Step((wire.duplex_response_answer(chunk.fields),), events)
+        return Step(tuple(wire.duplex_response_answers(chunk.body, end=chunk.last)), events)
 
     def _end(self) -> tuple[Event, ...]:
         self._phase = _Phase.OVER
-        return (Ended(b"".join(wire.piece_of(fields).body for fields in self._tail)),)
+        return (Ended(b"".join(wire.chunk_of(fields).body for fields in self._tail)),)

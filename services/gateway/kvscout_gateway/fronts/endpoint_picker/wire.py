@@ -28,12 +28,12 @@ LB_NAMESPACE: Final = "envoy.lb"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 UPSTREAM_ADDRESS: Final = "upstream.address"
 
-PIECE_BYTES: Final = 62_000
+CHUNK_BYTES: Final = 62_000
 """Longest piece of a body that is sent back: proxies take 64 KiB a message."""
 
-ANSWER_REQUEST_PIECE: Final = pb.ProcessingResponse(request_body=pb.BodyResponse()).SerializeToString()
+ANSWER_REQUEST_CHUNK: Final = pb.ProcessingResponse(request_body=pb.BodyResponse()).SerializeToString()
 ANSWER_RESPONSE_HEADERS: Final = pb.ProcessingResponse(response_headers=pb.HeadersResponse()).SerializeToString()
-ANSWER_RESPONSE_PIECE: Final = pb.ProcessingResponse(response_body=pb.BodyResponse()).SerializeToString()
+ANSWER_RESPONSE_CHUNK: Final = pb.ProcessingResponse(response_body=pb.BodyResponse()).SerializeToString()
 ANSWER_REQUEST_TRAILERS: Final = pb.ProcessingResponse(request_trailers=pb.TrailersResponse()).SerializeToString()
 ANSWER_RESPONSE_TRAILERS: Final = pb.ProcessingResponse(response_trailers=pb.TrailersResponse()).SerializeToString()
 
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
         return self.fields[self.body_at : self.body_at + self.body_bytes]
 
 
-def response_piece(message: bytes) -> Piece | None:
+def response_chunk(message: bytes) -> Piece | None:
     """The piece of a response's body that a message is about; None if it is about something else, or not written as
     Envoy writes it."""
     if not message or message[0] != _RESPONSE_BODY:
@@ -71,19 +71,19 @@ def response_piece(message: bytes) -> Piece | None:
     try:
         size, at = read_varint(message, 1)
         fields = message[at : at + size]
-        return _piece_of(fields) if len(fields) == size else None
+        return _chunk_of(fields) if len(fields) == size else None
     except ValueError:
         return None
 
 
-def piece_of(fields: bytes) -> Piece:
+def chunk_of(fields: bytes) -> Piece:
     """The piece that protobuf itself has written."""
-    piece = _piece_of(fields)
-    assert piece is not None
-    return piece
+    chunk = _chunk_of(fields)
+    assert chunk is not None
+    return chunk
 
 
-def _piece_of(fields: bytes) -> Piece | None:
+def _chunk_of(fields: bytes) -> Piece | None:
     if not fields or fields == _END:
         return Piece(fields, len(fields), 0, bool(fields))
     if fields[0] != _BODY:
@@ -120,10 +120,10 @@ def duplex_response_answers(body: bytes, *, end: bool) -> Iterator[bytes]:
 
 
 def _duplex_answers(tag: int, body: bytes, *, end: bool) -> Iterator[bytes]:
-    for start in range(0, max(1, len(body)), PIECE_BYTES):
-        piece = body[start : start + PIECE_BYTES]
-        last = end and start + PIECE_BYTES >= len(body)
-        yield _duplex_answer(tag, pb.StreamedBodyResponse(body=piece, end_of_stream=last).SerializeToString())
+    for start in range(0, max(1, len(body)), CHUNK_BYTES):
+        chunk = body[start : start + CHUNK_BYTES]
+        last = end and start + CHUNK_BYTES >= len(body)
+        yield _duplex_answer(tag, pb.StreamedBodyResponse(body=chunk, end_of_stream=last).SerializeToString())
 
 
 def _duplex_answer(tag: int, fields: bytes) -> bytes:
@@ -188,10 +188,10 @@ def _is_foreign(name: str) -> bool:
     return is_reserved_header(name) and not name.startswith(PROXY_HEADERS)
 
 
-def changed_piece_answers(body: bytes, pieces: int) -> list[bytes]:
+def changed_piece_answers(body: bytes, chunks: int) -> list[bytes]:
     """Answers the pieces of a request's body, in mode STREAMED, with another one: all of it in place of the first."""
-    bodies = [pb.BodyMutation(body=body), *(pb.BodyMutation(clear_body=True) for _ in range(pieces - 1))]
-    responses = (pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation)) for mutation in bodies[:pieces])
+    bodies = [pb.BodyMutation(body=body), *(pb.BodyMutation(clear_body=True) for _ in range(chunks - 1))]
+    responses = (pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation)) for mutation in bodies[:chunks])
     return [pb.ProcessingResponse(request_body=response).SerializeToString() for response in responses]
 
 

@@ -34,7 +34,7 @@ class LogprobSink:
 
     def __init__(self, sink: Sink, dialect: Dialect, max_tokens: int | None) -> None:
         self._sink = sink
-        self._pieces = EventRelay(Form.PIECES, dialect, max_tokens, StreamReport())
+        self._chunks = EventRelay(Form.PIECES, dialect, max_tokens, StreamReport())
         self._read = _of_completion if dialect is Dialect.OPENAI else _SglangLogprobs()
         self._line: list[bytes] = []
         """What has come of a line that has not ended; the transport bounds it."""
@@ -52,9 +52,9 @@ class LogprobSink:
         head = b"".join((*self._line, head))
         self._line = [rest]
         now = asyncio.get_running_loop().time()
-        message = gateway_pb2.GenerateResponse.FromString(self._pieces.feed(head + newline, now))
-        if self._pieces.failure:
-            raise EngineFailed(f"the engine sent {self._pieces.failure}")
+        message = gateway_pb2.GenerateResponse.FromString(self._chunks.feed(head + newline, now))
+        if self._chunks.failure:
+            raise EngineFailed(f"the engine sent {self._chunks.failure}")
         try:
             for line in head.split(b"\n"):
                 payload = line[5:].strip() if line.startswith(b"data:") else b""

@@ -56,16 +56,16 @@ class JsonBody:
         if not changes:
             return self._data
         # Made anew: a thousand streams would hold each prompt once more, for as long as they are answered.
-        data, pieces = memoryview(self._data), list[bytes | memoryview]()
+        data, chunks = memoryview(self._data), list[bytes | memoryview]()
         for name, place in self.fields.places.items():
             if name not in changes:
-                pieces += (b",", data[place.begin : place.end])
+                chunks += (b",", data[place.begin : place.end])
             elif changes[name] is not None:
-                pieces += (b",", data[place.begin : place.value], _encoder.encode(changes[name]).encode())
+                chunks += (b",", data[place.begin : place.value], _encoder.encode(changes[name]).encode())
         for name in changes:
             if name not in self.fields.places:
-                pieces += (b",", _encoder.encode({name: changes[name]})[1:-1].encode())
-        return b"".join((b"{", *pieces[1:], b"}"))
+                chunks += (b",", _encoder.encode({name: changes[name]})[1:-1].encode())
+        return b"".join((b"{", *chunks[1:], b"}"))
 
     def _differs(self, name: str, value: Any) -> bool:
         if value is None or name not in self.fields.places:

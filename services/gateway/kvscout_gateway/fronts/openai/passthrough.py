@@ -104,9 +104,9 @@ class Passthrough:
         try:
             answer = await engine.send(request)
             await call.start(answer.status, proxied.to_client(answer.headers))
-            async for piece in engine.chunks(answer):
+            async for chunk in engine.chunks(answer):
                 passed = True
-                await call.write(piece)
+                await call.write(chunk)
             await call.end()
         except EngineFailed as error:
             if not passed:

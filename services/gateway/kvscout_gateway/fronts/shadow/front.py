@@ -225,11 +225,11 @@ class _Passing:
 
     async def _copy(self, answer: HttpAnswer) -> None:
         kept = bytearray()
-        async for piece in answer.chunks():
+        async for chunk in answer.chunks():
             self._passed = True
-            await self._call.write(piece)
+            await self._call.write(chunk)
             if self._score is not None and len(kept) <= MAX_READ_BYTES:
-                kept += piece
+                kept += chunk
         if self._score is not None and 200 <= answer.status < 300:
             self._first_output(self._score, at_once=True)
             if len(kept) <= MAX_READ_BYTES:
