@@ -401,7 +401,7 @@ async def test_what_precedes_an_answer_goes_with_the_first_of_it_or_not_at_all(c
     async with raw_engine(says(stream(sent))) as engine, served(front) as (_, port):
         got = await exchange(port, get())
     assert [sink.first for sink in sinks] == ([b"route ", b"route "] if error else [b"", b""])
-    assert gathered.pieces == ([] if error else [b"route " + WHOLE])
+    assert gathered.chunks == ([] if error else [b"route " + WHOLE])
     assert (b"route " + WHOLE in got) is not error
 
 

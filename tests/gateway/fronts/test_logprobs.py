@@ -28,7 +28,7 @@ def event(document: Any) -> bytes:
 
 
 async def run(dialect: Dialect, *events: bytes, max_tokens: int | None = None, size: int = 7) -> list[tuple[int, Any]]:
-    """(token, its log probabilities) of a stream that comes in small pieces."""
+    """(token, its log probabilities) of a stream that comes in small chunks."""
     kept = Kept()
     sink, data = LogprobSink(kept, dialect, max_tokens), b"".join(events)
     for at in range(0, len(data), size):

@@ -1,4 +1,4 @@
-"""Exchanges: legs are tried, charged and freed, however they end."""
+"""Exchanges: attempts are tried, charged and freed, however they end."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ async def test_a_front_that_sends_a_leg_itself_tells_what_happens(world: World, 
 
 
 class PrefillFirst:
-    """A plan of two legs: what the first one answers goes with the second."""
+    """A plan of two attempts: what the first one answers goes with the second."""
 
     async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
         async def prefill(attempt: Attempt) -> None:

@@ -1,4 +1,4 @@
-"""Where SGLang's legs meet, and what the one that computes the prompt is said to have done."""
+"""Where SGLang's attempts meet, and what the one that computes the prompt is said to have done."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_worker_of_which_nothing_is_known_cannot_be_met() -> None:
 
 
 class Prefill:
-    """A leg whose engine has not answered when the other one is done."""
+    """An attempt whose engine has not answered when the other one is done."""
 
     adapter = None
     placement = placed(0)
@@ -62,7 +62,7 @@ class Prefill:
 
 
 class Decode:
-    """A leg that ends at once."""
+    """An attempt that ends at once."""
 
     placement = placed(0)
     passed = False

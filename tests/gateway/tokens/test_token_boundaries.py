@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.trained_tokenizers import BUILDS, MARKS
 from tokenizers import Tokenizer
 
-from kvscout_gateway.tokens import token_boundaries as token_boundaries
+from kvscout_gateway.tokens import token_boundaries
 from kvscout_gateway.tokens.token_boundaries import AddedToken, TokenBoundaries
 from kvscout_gateway.tokens.tokenizer import LocalTokenizer
 

@@ -6,7 +6,7 @@
      (of a front)    │                                      │
                      └───────────── EngineAdapter ──────────┘ dialect
 
-A request has a few legs at most (`plan`); what a leg changes in the client's request are fields of its body.
+A request has a few attempts at most (`plan`); what an attempt changes in the client's request are fields of its body.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from kvscout_common.http.http import Dialect, Form, HttpRequest
 
 Changes: TypeAlias = Mapping[str, Any]
-"""Fields of a body that a leg sets; None = it has no such field."""
+"""Fields of a body that an attempt sets; None = it has no such field."""
 UNCHANGED: Changes = {}
 
 
 class Address(NamedTuple):
-    """Where a leg goes, and what the engine is told of that."""
+    """Where an attempt goes, and what the engine is told of that."""
 
     endpoint: str
     """Its URL, without a path."""
@@ -62,7 +62,7 @@ class EngineAdapter(Protocol):
             to: Where it goes.
             token_ids: Of the prompt, u32 each.
             parameters: Sampling and stop parameters, named as vLLM names them.
-            changes: What the leg changes.
+            changes: What the attempt changes.
         """
 
 
@@ -93,7 +93,7 @@ class ClientRequest(Protocol):
         """Of what the engine answers to it."""
 
     async def write(self, adapter: EngineAdapter, to: Address, changes: Changes) -> HttpRequest:
-        """The request of a leg. Long ones are written in slices, between which others have their turn."""
+        """The request of an attempt. Long ones are written in slices, between which others have their turn."""
 
     def settle(self) -> None:
         """The client has output: it is not written again, and what it was written from need not be kept."""

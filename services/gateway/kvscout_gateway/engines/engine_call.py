@@ -49,7 +49,7 @@ class Engines:
 
         Args:
             client: What reaches them.
-            patience: How long they may be silent.
+            timeouts: How long they may be silent.
             client_write_seconds: Longest wait for a client that takes nothing of an answer.
             own_headers: What every request carries besides its own, such as the engines' key.
         """
@@ -73,7 +73,7 @@ class Engines:
         Args:
             endpoint: The engine, for people.
             uncached_tokens: Of the prompt, those that it has to compute.
-            pulse: Of the worker rank.
+            liveness: That of the worker rank.
             at_once: The whole answer comes at once, when it is complete.
             clients_key: What the engine says of the key that it is shown is said of the client's.
         """
@@ -254,7 +254,7 @@ def _content_type(answer: HttpAnswer) -> str:
 
 
 def _says_something(chunk: bytes) -> bool:
-    """Whether a piece of a stream of events has more in it than comments."""
+    """Whether a chunk of a stream of events has more in it than comments."""
     return any(line and not line.startswith(b":") for line in chunk.splitlines())
 
 

@@ -76,9 +76,9 @@ class Watch:
         """Begins.
 
         Args:
-            patience: With its engine.
+            timeouts: With its engine.
             uncached_tokens: Of its prompt, those that the engine has to compute.
-            pulse: Of its worker rank.
+            liveness: That of its worker rank.
             now: On the loop's clock, as everywhere here.
             at_once: The whole answer comes at once, when it is complete.
         """

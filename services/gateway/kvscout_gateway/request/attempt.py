@@ -1,4 +1,4 @@
-"""A leg of a request: one worker that it runs on, the booking there, and the accounts of what happens."""
+"""An attempt of a request: one worker that it runs on, the booking there, and the accounts of what happens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Reply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What legs are run with: one for a gateway."""
+    """What attempts are run with: one for a gateway."""
 
     routing: RoutingFlow
     bookings: Bookings
@@ -140,7 +140,7 @@ class Attempt:
 
         Args:
             request: What the client wants run.
-            changes: What of it this leg changes.
+            changes: What of it this attempt changes.
             at_once: Whether the engine generates all of the answer before it says anything; None = as the request says.
 
         Raises:

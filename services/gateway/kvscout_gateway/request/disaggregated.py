@@ -12,7 +12,7 @@
         │                                                        └ none ─▶ an aggregated worker, or UNAVAILABLE
     decode streams
 
-What passes between the legs is the `Handover`'s: `vllm_handover`, `sglang_handover`.
+What passes between the attempts is the `Handover`'s: `vllm_handover`, `sglang_handover`.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Handover(Protocol):
     async def run(
         self, exchange: Exchange, prefill: Wish, decode: Attempt, request: ClientRequest, reply: Reply
     ) -> None:
-        """Has the prompt computed by a prefill worker, and continued on the decode leg, to its end.
+        """Has the prompt computed by a prefill worker, and continued on the decode attempt, to its end.
 
         Args:
             exchange: The request.
             prefill: What is asked of the prefill worker.
-            decode: The decode leg, booked.
+            decode: The decode attempt, booked.
             request: What the client wants run.
             reply: The client.
 
@@ -280,7 +280,7 @@ class Disaggregated:
 
 
 def _decode_wish(wish: Wish) -> Wish:
-    """The decode leg: its cache is of no use, and the prompt costs it nothing."""
+    """The decode attempt: its cache is of no use, and the prompt costs it nothing."""
     override = types_pb2.RouterConfigOverride()
     if wish.override is not None:
         override.CopyFrom(wish.override)

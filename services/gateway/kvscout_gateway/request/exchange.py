@@ -2,9 +2,9 @@
 
 ::
 
-    front ──wish──▶ Exchange ──plan──▶ legs: place ─▶ send ─▶ relay ─▶ free
+    front ──wish──▶ Exchange ──plan──▶ attempts: place ─▶ send ─▶ relay ─▶ free
                        │                       └── failed, and nothing passed on: once more, elsewhere
-                       └── place: a leg that the front sends itself, and tells of first output, end, failure
+                       └── place: an attempt that the front sends itself, and tells of first output, end, failure
 
 A worker that fails before the client has a byte costs one more try elsewhere; after that nothing is retried. Whatever
 happens (end, error, cancellation), each booking is freed exactly once, at the latest when the exchange is left. Who
@@ -73,7 +73,7 @@ class Exchanges:
             report_failure: Told of each failure of a worker, and for how many seconds it is left out for it.
             draw_attempt: A random number, unique to a call, of `MAX_TRIES`s: a request id that is used again is another
                 attempt, and what frees the one cannot free the other.
-            migration_limit: Further tries of a leg after a failure.
+            migration_limit: Further tries of an attempt after a failure.
             max_in_flight: Exchanges at once.
             lease_seconds: Of bookings that have a lease.
             limits: Of each tenant; None = there are none.
@@ -199,7 +199,7 @@ class Exchange:
         await self._all.plan(self.wish).run(self, request, reply)
 
     async def place(self, wish: Wish | None = None) -> Attempt:
-        """Books the request on a worker, for a front that has it sent by others and tells the leg what happens.
+        """Books the request on a worker, for a front that has it sent by others and tells the attempt what happens.
 
         Args:
             wish: What is asked; None = the client's.
@@ -223,10 +223,10 @@ class Exchange:
         return await self._means.routing.place(replace(wish, request_id="", excluded=excluded))
 
     def failed(self, attempt: Attempt, error: EngineFailed) -> None:
-        """A leg of `place` was sent and came to nothing: its worker pays, where it is at fault.
+        """An attempt of `place` was sent and came to nothing: its worker pays, where it is at fault.
 
         Args:
-            leg: The leg.
+            attempt: The attempt.
             error: What its engine did.
         """
         attempt.failure = error
@@ -238,11 +238,11 @@ class Exchange:
             self._count(self.wish, attempt)
 
     async def run_attempts(self, wish: Wish, use: Use) -> None:
-        """Has a leg run: on one worker, and on another one if that fails before the client has a byte.
+        """Has an attempt run: on one worker, and on another one if that fails before the client has a byte.
 
         Args:
             wish: What is asked of the worker.
-            use: Sends the leg to its engine and sees it to its end; raises EngineFailed if the engine fails it. What
+            use: Sends the attempt to its engine and sees it to its end; raises EngineFailed if the engine fails it. What
                 was booked for it is freed when it returns.
 
         Raises:
@@ -278,7 +278,7 @@ class Exchange:
     async def _open(self, wish: Wish, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Attempt:
         attempt_id, self._next_attempt = self._next_attempt, self._next_attempt + 1
         wish = replace(wish, attempt_id=attempt_id, owned=True, lease_seconds=self._all.lease_seconds)
-        # Who is left out now is nothing that the client asked for: the leg does not keep it.
+        # Who is left out now is nothing that the client asked for: the attempt does not keep it.
         placed = replace(wish, excluded=excluded) if excluded else wish
         placement = await self._nearest(placed) or await self._means.routing.place(placed)
         attempt = Attempt(self._means, wish, placement, started=self._started, on_output=on_output)
@@ -305,7 +305,7 @@ class Exchange:
         return self._means.health.left_out(wish.tenant, lambda: self._means.routing.candidates(wish), tried)
 
     def _charge(self, wish: Wish, attempt: Attempt) -> None:
-        """Has a failure paid for; returns if the leg may be tried elsewhere.
+        """Has a failure paid for; returns if the attempt may be tried elsewhere.
 
         Raises:
             KvscoutError: It may not.

@@ -50,7 +50,7 @@ class Wish:
     owned: bool = False
     """This gateway runs the request itself, and holds its booking; else a caller does, who has a lease."""
     untold: bool = False
-    """Whoever has it run tells nothing of its legs but their end."""
+    """Whoever has it run tells nothing of its attempts but their end."""
     queue_wait_seconds: float | None = None
     """Longest wait in line at a scheduler; None = as for all."""
     running: bool = False

@@ -1,6 +1,6 @@
-"""The plan of a request: its legs, in which order they are booked and sent, and what passes between them.
+"""The plan of a request: its attempts, in which order they are booked and sent, and what passes between them.
 
-A plan says nothing of retries, of what is freed and of who pays for a failure: `Exchange.run_attempts` does, for each leg.
+A plan says nothing of retries, of what is freed and of who pays for a failure: `Exchange.run_attempts` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Plan(Protocol):
         """
 
     async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
-        """Books its legs, for a front that has them sent by others: that which answers, and that which computes the
+        """Books its attempts, for a front that has them sent by others: that which answers, and that which computes the
         prompt for it (None: the first does).
 
         Raises:
@@ -34,7 +34,7 @@ class Plan(Protocol):
 
 
 class Aggregated:
-    """One leg: the worker computes the prompt, and continues it."""
+    """One attempt: the worker computes the prompt, and continues it."""
 
     async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
         """See `Plan`."""

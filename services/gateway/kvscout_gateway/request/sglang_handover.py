@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DEFAULT_BOOTSTRAP_PORT = 8998
 """SGLang's `--disaggregation-bootstrap-port`."""
 BLAME_SECONDS = 0.25
-"""When one leg fails, the other may have so much longer to fail, too, before it is decided which began."""
+"""When one attempt fails, the other may have so much longer to fail, too, before it is decided which began."""
 ROOMS = 1 << 63
 _AT_ONCE: Changes = {"stream": False, "stream_options": None}
 """Prefill's one token is decode's first, too: nobody needs it, and nobody waits for it."""
@@ -36,7 +36,7 @@ _Job: TypeAlias = Coroutine[Any, Any, None]
 
 
 class _DecodeEnded(Exception):
-    """The decode leg came to an end that is none of the prefill worker's."""
+    """The decode attempt came to an end that is none of the prefill worker's."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -97,7 +97,7 @@ class SglangHandover:
             raise PrefillFailed(error) from error
 
     def meeting(self, placement: Placement) -> Changes:
-        """Where the legs meet: a room whose number says which rank of the prefill worker it is on.
+        """Where the attempts meet: a room whose number says which rank of the prefill worker it is on.
 
         Raises:
             FailedPrecondition: Nobody knows where the prefill worker can be met.
@@ -115,9 +115,9 @@ class SglangHandover:
 
 
 async def _run_both(compute: _Job, generate: _Job, decode: Attempt) -> None:
-    """Raises EngineFailed for the prefill leg's failures, `_DecodeEnded` for everything that ends the decode leg."""
-    computing = asyncio.create_task(compute, name="prefill-leg")
-    generating = asyncio.create_task(generate, name="decode-leg")
+    """Raises EngineFailed for the prefill attempt's failures, `_DecodeEnded` for everything that ends the decode attempt."""
+    computing = asyncio.create_task(compute, name="prefill-attempt")
+    generating = asyncio.create_task(generate, name="decode-attempt")
     attempts = (computing, generating)
     try:
         await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +154,7 @@ async def _end(*attempts: asyncio.Task[None]) -> None:
 
 
 def _began(computed: BaseException | None, generated: BaseException) -> bool:
-    """Whether the prefill leg's failure is the cause of the other."""
+    """Whether the prefill attempt's failure is the cause of the other."""
     if not isinstance(generated, EngineFailed) or not isinstance(computed, EngineFailed):
         return False
     return computed.fault is Fault.WORKER or generated.fault is not Fault.WORKER

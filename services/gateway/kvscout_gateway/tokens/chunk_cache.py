@@ -1,4 +1,4 @@
-"""The tokens of pieces of text that were tokenized before, each tenant's for itself.
+"""The tokens of chunks of text that were tokenized before, each tenant's for itself.
 
 What one of them asks is no other's to learn from how long it takes, nor to displace.
 """
@@ -9,7 +9,7 @@ import sys
 from collections import OrderedDict
 
 MAX_TENANTS = 256
-"""Of which pieces are kept; those of the tenant that asked longest ago go first."""
+"""Of which chunks are kept; those of the tenant that asked longest ago go first."""
 ENTRY_BYTES = 150
 """Of an entry beside its text and its tokens."""
 
@@ -23,7 +23,7 @@ class _Chunks:
 
 
 class ChunkCache:
-    """Least recently used pieces go when a tenant's have `max_bytes`."""
+    """Least recently used chunks go when a tenant's have `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         """An empty cache.
@@ -44,7 +44,7 @@ class ChunkCache:
         return sum(chunks.size for chunks in self._tenants.values())
 
     def get(self, tenant: str, text: str) -> bytes | None:
-        """The tokens of a piece, u32 each; None = not kept."""
+        """The tokens of a chunk, u32 each; None = not kept."""
         chunks = self._tenants.get(tenant)
         tokens = chunks.by_text.get(text) if chunks is not None else None
         if chunks is None or tokens is None:
@@ -55,7 +55,7 @@ class ChunkCache:
         return tokens
 
     def put(self, tenant: str, text: str, tokens: bytes) -> None:
-        """Keeps a piece, unless it alone is too large."""
+        """Keeps a chunk, unless it alone is too large."""
         size = _size(text, tokens)
         if size > self._max_bytes:
             return

@@ -73,7 +73,7 @@ class TextTokenizer:
             tokenizer: Text → tokens.
             template: Conversation → text; None = the model has none.
             threads: For what is long.
-            cache_bytes: Of pieces kept for each tenant.
+            cache_bytes: Of chunks kept for each tenant.
         """
         self._tokenizer = tokenizer
         self._template = template

@@ -1,4 +1,4 @@
-"""Where a text can be cut so that its pieces, tokenized alone, give the very tokens of the whole. Pure.
+"""Where a text can be cut so that its chunks, tokenized alone, give the very tokens of the whole. Pure.
 
 A tokenizer takes its *added tokens* out of a text before it does anything else: leftmost first, the longest of those
 that begin at one place. What lies between two of them is normalized, split and encoded by itself. So a text can be cut
@@ -9,7 +9,7 @@ in front of an added token, if
 * no added token asks for a boundary of words beside it (`single_word`): a cut would be one.
 
 Every match in front of the cut ends there at the latest, and a search that begins at the cut finds what one finds that
-comes from the left. Each piece but the first begins with an added token: none of its words is the first of a text,
+comes from the left. Each chunk but the first begins with an added token: none of its words is the first of a text,
 which some tokenizers encode in another way.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MIN_CHUNK_CHARACTERS = 64
-"""A piece is at least so long, but for the last: those of a few characters would cost more to keep than to encode."""
+"""A chunk is at least so long, but for the last: those of a few characters would cost more to keep than to encode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class TokenBoundaries:
         self._search = re.compile("|".join(map(re.escape, longest_first))) if self._token_boundaries else None
 
     def cut(self, text: str) -> list[str]:
-        """The pieces of a text, in order; the text itself where it has no seam. A longer text has the same pieces up to
+        """The chunks of a text, in order; the text itself where it has no seam. A longer text has the same chunks up to
         the last one before they differ."""
         if self._search is None:
             return [text] if text else []

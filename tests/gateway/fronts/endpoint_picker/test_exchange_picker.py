@@ -1,5 +1,5 @@
 """What is picked for a request that names no model: any worker that answers clients, and well ones first. And what is
-told of one that does: a first piece is a first token only where output comes in pieces."""
+told of one that does: a first chunk is a first token only where output comes in chunks."""
 
 from __future__ import annotations
 

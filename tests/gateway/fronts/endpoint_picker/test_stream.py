@@ -390,7 +390,7 @@ def test_only_in_conformance_tests_a_response_says_where_it_comes_from() -> None
     assert answered(tested(), upstream="10.0.0.2:8000") == {conformance.SERVED: conformance.UNTOLD, **picked}
 
 
-@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("chunks", [1, 3])
 def test_another_body_takes_the_place_of_a_request_s_in_every_mode_that_shows_it(chunks: int) -> None:
     body, other = body_of(range(90_000)), body_of(range(80_000), model="other")
 

@@ -260,7 +260,7 @@ async def test_what_is_placed_after_its_first_token_is_booked_as_what_runs(trans
 
         async def late(wish: Wish) -> Placement:
             await goes_on.wait()
-            await asyncio.sleep(0.05)  # the piece is on its way
+            await asyncio.sleep(0.05)  # the chunk is on its way
             placement = await place(wish)
             assert placement.booking is not None
             placement.booking.ref.attempt_id &= ~UNBOOKED_ATTEMPT  # as if a scheduler had booked it

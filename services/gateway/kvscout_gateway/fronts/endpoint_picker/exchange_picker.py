@@ -284,7 +284,7 @@ class ExchangePick:
             headers: To be set.
             held: Its exchange, entered; None = nothing is booked.
             exchange: The same.
-            leg: Where it goes.
+            attempt: Where it goes.
             prefill: Where its prompt is computed; None = there as well.
             compared: What of its tokens is compared with the engine's.
         """

@@ -1,6 +1,6 @@
 """The rpc that a proxy opens for each request: its messages → the stream's state → answers, and picks that are told.
 
-Bytes in, bytes out: a piece of a response is never parsed, and goes back at once.
+Bytes in, bytes out: a chunk of a response is never parsed, and goes back at once.
 """
 
 from __future__ import annotations

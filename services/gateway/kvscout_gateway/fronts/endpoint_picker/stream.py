@@ -2,7 +2,7 @@
 
 ::
 
-    headers ─▶ body ─▶ PickWanted ──picked()──▶ response headers ─▶ pieces ─▶ end
+    headers ─▶ body ─▶ PickWanted ──picked()──▶ response headers ─▶ chunks ─▶ end
                            └─────refused()──▶ over
 
 The proxy says at first how it passes bodies on (`protocol_config`), and the answers follow it:
@@ -11,13 +11,13 @@ The proxy says at first how it passes bodies on (`protocol_config`), and the ans
 body mode            of the request                            of the response
 ==================== ========================================= ==========================================
 NONE                 picked by the headers alone               headers, then the end of the stream
-BUFFERED             headers pass, the pick is in the answer   one piece
+BUFFERED             headers pass, the pick is in the answer   one chunk
                      to the body
-STREAMED             picked by the headers alone; or, if the   a piece is answered with nothing
+STREAMED             picked by the headers alone; or, if the   a chunk is answered with nothing
                      body comes without waiting, once it is
                      whole
-FULL_DUPLEX_STREAMED headers and body go back once it is       a piece goes back as it came
-                     whole, in pieces
+FULL_DUPLEX_STREAMED headers and body go back once it is       a chunk goes back as it came
+                     whole, in chunks
 ==================== ========================================= ==========================================
 
 A proxy that says nothing is answered as in FULL_DUPLEX_STREAMED, and is expected to show the request only.
@@ -37,7 +37,7 @@ from kvscout_common.rpc.handlers import read_message
 from kvscout_gateway.fronts.endpoint_picker import wire
 
 TAIL_CHUNKS: Final = 4
-"""The last pieces of a response that are kept: usage, the stream's closing event, the end, and what usage began in."""
+"""The last chunks of a response that are kept: usage, the stream's closing event, the end, and what usage began in."""
 
 
 class Follow(Enum):
@@ -78,7 +78,7 @@ class Answering:
     served: str
     """Its endpoint; "" = the proxy does not tell."""
     in_chunks: bool | None = None
-    """Whether its output comes as it is generated, so that the first piece tells when the prompt was computed; None =
+    """Whether its output comes as it is generated, so that the first chunk tells when the prompt was computed; None =
     it does not tell."""
 
     @property
@@ -227,7 +227,7 @@ class RequestStream:
         raise InvalidArgument(f"{kind or 'nothing'} came in phase {self._phase.name.lower()}", field="request")
 
     def echo(self, message: bytes) -> bytes | None:
-        """The answer to a piece in the middle of a response; None = the message is anything else, for `receive`."""
+        """The answer to a chunk in the middle of a response; None = the message is anything else, for `receive`."""
         if not self._has_output or self._phase is not _Phase.RESPONDING:
             return None
         chunk = wire.response_chunk(message)
@@ -350,7 +350,7 @@ class RequestStream:
             answer = wire.response_headers_answer(self._report(request, self._picked))
         return Step((answer,), (answering, *ended))
 
-    def _response_chunk(self, chunk: wire.Piece) -> Step:
+    def _response_chunk(self, chunk: wire.Chunk) -> Step:
         events: tuple[Event, ...] = ()
         if chunk.body_bytes:
             self._tail.append(chunk.fields)

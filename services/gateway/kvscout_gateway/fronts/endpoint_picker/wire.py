@@ -29,7 +29,7 @@ SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 UPSTREAM_ADDRESS: Final = "upstream.address"
 
 CHUNK_BYTES: Final = 62_000
-"""Longest piece of a body that is sent back: proxies take 64 KiB a message."""
+"""Longest chunk of a body that is sent back: proxies take 64 KiB a message."""
 
 ANSWER_REQUEST_CHUNK: Final = pb.ProcessingResponse(request_body=pb.BodyResponse()).SerializeToString()
 ANSWER_RESPONSE_HEADERS: Final = pb.ProcessingResponse(response_headers=pb.HeadersResponse()).SerializeToString()
@@ -47,8 +47,8 @@ _BODY_MUTATION = 3 << 3 | 2
 _STREAMED_RESPONSE = 3 << 3 | 2
 
 
-class Piece(NamedTuple):
-    """A piece of a body, as it stands in its message."""
+class Chunk(NamedTuple):
+    """A chunk of a body, as it stands in its message."""
 
     fields: bytes
     """Of HttpBody, and so of StreamedBodyResponse."""
@@ -63,8 +63,8 @@ class Piece(NamedTuple):
         return self.fields[self.body_at : self.body_at + self.body_bytes]
 
 
-def response_chunk(message: bytes) -> Piece | None:
-    """The piece of a response's body that a message is about; None if it is about something else, or not written as
+def response_chunk(message: bytes) -> Chunk | None:
+    """The chunk of a response's body that a message is about; None if it is about something else, or not written as
     Envoy writes it."""
     if not message or message[0] != _RESPONSE_BODY:
         return None
@@ -76,27 +76,27 @@ def response_chunk(message: bytes) -> Piece | None:
         return None
 
 
-def chunk_of(fields: bytes) -> Piece:
-    """The piece that protobuf itself has written."""
+def chunk_of(fields: bytes) -> Chunk:
+    """The chunk that protobuf itself has written."""
     chunk = _chunk_of(fields)
     assert chunk is not None
     return chunk
 
 
-def _chunk_of(fields: bytes) -> Piece | None:
+def _chunk_of(fields: bytes) -> Chunk | None:
     if not fields or fields == _END:
-        return Piece(fields, len(fields), 0, bool(fields))
+        return Chunk(fields, len(fields), 0, bool(fields))
     if fields[0] != _BODY:
         return None
     body_bytes, body_at = read_varint(fields, 1)
     rest = fields[body_at + body_bytes :]
     if (rest and rest != _END) or body_at + body_bytes > len(fields):
         return None
-    return Piece(fields, body_at, body_bytes, bool(rest))
+    return Chunk(fields, body_at, body_bytes, bool(rest))
 
 
 def duplex_response_answer(fields: bytes) -> bytes:
-    """Sends a piece of a response's body on to the client.
+    """Sends a chunk of a response's body on to the client.
 
     Args:
         fields: Serialised HttpBody or StreamedBodyResponse.
@@ -105,7 +105,7 @@ def duplex_response_answer(fields: bytes) -> bytes:
 
 
 def duplex_request_answers(body: bytes, *, end: bool) -> Iterator[bytes]:
-    """Sends a request's body on to the engine, in pieces.
+    """Sends a request's body on to the engine, in chunks.
 
     Args:
         body: Whole.
@@ -115,7 +115,7 @@ def duplex_request_answers(body: bytes, *, end: bool) -> Iterator[bytes]:
 
 
 def duplex_response_answers(body: bytes, *, end: bool) -> Iterator[bytes]:
-    """Sends a long piece of a response's body on to the client, in shorter ones."""
+    """Sends a long chunk of a response's body on to the client, in shorter ones."""
     yield from _duplex_answers(_ANSWER_RESPONSE_BODY, body, end=end)
 
 
@@ -189,7 +189,7 @@ def _is_foreign(name: str) -> bool:
 
 
 def changed_piece_answers(body: bytes, chunks: int) -> list[bytes]:
-    """Answers the pieces of a request's body, in mode STREAMED, with another one: all of it in place of the first."""
+    """Answers the chunks of a request's body, in mode STREAMED, with another one: all of it in place of the first."""
     bodies = [pb.BodyMutation(body=body), *(pb.BodyMutation(clear_body=True) for _ in range(chunks - 1))]
     responses = (pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation)) for mutation in bodies[:chunks])
     return [pb.ProcessingResponse(request_body=response).SerializeToString() for response in responses]

@@ -24,7 +24,7 @@ async def generate(
     context: Any,
     identity: Identity,
 ) -> None:
-    """Answers one call: bytes are written to its context, no piece of output becomes an object on its way."""
+    """Answers one call: bytes are written to its context, no chunk of output becomes an object on its way."""
     wish = translate.generate_wish(request, config.max_prompt_tokens, max_priority=identity.max_priority)
     parameters = translate.engine_parameters(request)
     # A prompt is long, and an answer may take minutes.
@@ -37,7 +37,7 @@ async def generate(
 
 
 class _Client:
-    """See `Reply`. Where the request runs goes with the first piece of output: messages that follow one another in
+    """See `Reply`. Where the request runs goes with the first chunk of output: messages that follow one another in
     bytes are one message."""
 
     def __init__(self, context: Any, request_id: str, *, in_full: bool) -> None:

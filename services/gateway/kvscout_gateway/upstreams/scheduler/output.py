@@ -40,7 +40,7 @@ class Output(NamedTuple):
 
 UNKNOWN: Final = Output()
 ONE_TOKEN: Final = Output(expected_tokens=1, max_tokens=1)
-"""Of a leg that only computes the prompt: when that is done it is freed, which is as good as a first token."""
+"""Of an attempt that only computes the prompt: when that is done it is freed, which is as good as a first token."""
 
 
 def check_class(name: str) -> None:
