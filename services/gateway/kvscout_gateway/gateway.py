@@ -231,7 +231,7 @@ class Gateway:
 
     def reachable(self, tenant: str, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
         """Those of some workers that can be asked something over HTTP, and should be: none that fail or drain."""
-        out = self.health.left_out(tenant, lambda: workers)
+        out = self.health.ejected(tenant, lambda: workers)
         return [w for w in workers if w.http_endpoint and not w.draining and w.worker_id not in out]
 
     def require_deciding(self) -> None:
@@ -357,20 +357,20 @@ class Gateway:
                 log.debug("scheduler settings not read: %s", error)
             await asyncio.sleep(SETTINGS_SECONDS)
 
-    def _report_failure(self, tenant: str, placement: Placement, error: EngineFailed, out_seconds: float) -> None:
+    def _report_failure(self, tenant: str, placement: Placement, error: EngineFailed, ejection_seconds: float) -> None:
         """A worker failed; that it is left out for it concerns the other gateways, too."""
         who = f"{placement.worker.worker_id}/{placement.worker.dp_rank}"
         self._warnings.warning((tenant, placement.worker), "worker %s failed: %s", who, error)
-        if not out_seconds:
+        if not ejection_seconds:
             return
-        log.warning("worker %s gets no requests for %g s", who, out_seconds)
+        log.warning("worker %s gets no requests for %g s", who, ejection_seconds)
         if len(self._reports) >= MAX_REPORTS:
             return
         request = scheduler_pb2.ReportFailureRequest(
             tenant=tenant,
             worker=rank_to_proto(placement.worker),
             reason=str(error),
-            cooldown_seconds=out_seconds,
+            cooldown_seconds=ejection_seconds,
         )
         task = asyncio.get_running_loop().create_task(self._deliver_failure(request))
         self._reports.add(task)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvscout_common.http.http import FailureKind, HttpFailed
-from kvscout_gateway.engines.faults import Fault, refused, reported, unheard
+from kvscout_gateway.engines.faults import Fault, refused, reported, transport_failure
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,6 @@ def test_the_text_of_a_refusal_may_be_anything(body: bytes) -> None:
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_what_is_not_heard_is_the_workers_fault_but_for_want_of_our_own(kind: FailureKind) -> None:
-    failed = unheard("http://engine", HttpFailed("gone", kind))
+    failed = transport_failure("http://engine", HttpFailed("gone", kind))
     assert (failed.fault is Fault.GATEWAY) == (kind is FailureKind.RESOURCES)
     assert str(failed) == "http://engine: gone"

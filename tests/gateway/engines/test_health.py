@@ -42,14 +42,14 @@ class World:
         for _ in range(MISSED_CHECKS):
             self.health.checked(TENANT, name, "no answer")
 
-    def left_out(self, *tried: str) -> set[str]:
-        return self.health.left_out(TENANT, lambda: self.workers, tried)
+    def ejected(self, *tried: str) -> set[str]:
+        return self.health.ejected(TENANT, lambda: self.workers, tried)
 
 
 def test_a_worker_is_left_out_at_its_third_failure_in_a_row() -> None:
     world = World(4)
     assert world.fail("a", 3) == [0, 0, 10]
-    assert world.left_out() == {"a"}
+    assert world.ejected() == {"a"}
     assert world.fail("a") == [0]  # of what was under way
 
 
@@ -74,27 +74,27 @@ def test_who_is_back_gets_a_growing_share_of_requests() -> None:
     world.health.ran(key("a"))
     for now, share in ((10, 0.1), (13, 0.3), (19, 0.9)):
         world.now = now
-        for world.drawn, left_out in ((share - 0.01, set()), (share, {"a"})):
-            assert world.left_out() == left_out
+        for world.drawn, ejected in ((share - 0.01, set()), (share, {"a"})):
+            assert world.ejected() == ejected
     world.now, world.drawn = 20, 0.99
-    assert not world.left_out()
+    assert not world.ejected()
 
 
 def test_slow_starts_never_keep_those_in_who_are_out() -> None:
     world = World(2)
     world.start_slowly("a")
     world.miss_checks("b")
-    assert world.left_out() == {"b"}
+    assert world.ejected() == {"b"}
 
 
 def test_who_misses_health_checks_gets_nothing_until_one_is_answered() -> None:
     world = World(4)
     told = [world.health.checked(TENANT, "a", "no answer") for _ in range(MISSED_CHECKS + 1)]
     assert told == [False] * (MISSED_CHECKS - 1) + [True, False]
-    assert world.left_out() == {"a"}
+    assert world.ejected() == {"a"}
     assert "health checks" in text_of(world.health.warnings()[0])
     assert world.health.checked(TENANT, "a")
-    assert not world.left_out()
+    assert not world.ejected()
     assert not world.health.warnings()
 
 
@@ -102,9 +102,9 @@ def test_checks_leave_half_of_the_workers_in_whatever_they_find() -> None:
     world = World(4)
     for name in "abcd" * MISSED_CHECKS:
         world.health.checked(TENANT, name, "no answer")
-    assert len(world.left_out()) == 2
+    assert len(world.ejected()) == 2
     world.health.forget(TENANT, "a")
-    assert "a" not in world.left_out()
+    assert "a" not in world.ejected()
 
 
 def test_failures_among_many_successes_or_far_apart_are_borne() -> None:
@@ -116,23 +116,23 @@ def test_failures_among_many_successes_or_far_apart_are_borne() -> None:
     for _ in range(20):
         world.now += 16
         assert world.fail("b") == [0]
-    assert not world.left_out()
+    assert not world.ejected()
 
 
 def test_one_request_shows_whether_it_is_well_again() -> None:
     world = World(4)
     world.fail("a", 3)
     world.now = 9.9
-    assert world.left_out() == {"a"}
+    assert world.ejected() == {"a"}
     world.now = 10
-    assert not world.left_out()
+    assert not world.ejected()
     world.health.sent(key("a"))
-    assert world.left_out() == {"a"}
+    assert world.ejected() == {"a"}
     world.health.withdrawn(key("a"))  # its client went away
-    assert not world.left_out()
+    assert not world.ejected()
     world.health.sent(key("a"))
     world.health.ran(key("a"))
-    assert not world.left_out()
+    assert not world.ejected()
     assert world.fail("a", 2) == [0, 0]
 
 
@@ -157,33 +157,33 @@ def test_never_more_than_half_are_left_out(workers: int, most: int) -> None:
     world = World(workers)
     out = [world.fail(spec.worker_id, 5) for spec in world.workers]
     assert sum(any(seconds) for seconds in out) == most
-    assert len(world.left_out()) == most
+    assert len(world.ejected()) == most
     for spec in world.workers:
         world.health.overloaded(key(spec.worker_id), 5)
-    assert len(world.left_out()) == most
+    assert len(world.ejected()) == most
 
 
 def test_a_request_that_failed_at_all_others_gets_those_that_are_out() -> None:
     world = World(4)
     world.fail("a", 3)
     world.miss_checks("b")
-    assert world.left_out("c") == {"a", "b"}  # there is still d
-    assert world.left_out("c", "d") == set()
-    assert world.left_out("gone", "d", "c", "a") == set()
+    assert world.ejected("c") == {"a", "b"}  # there is still d
+    assert world.ejected("c", "d") == set()
+    assert world.ejected("gone", "d", "c", "a") == set()
 
 
 def test_a_request_that_failed_at_all_others_gets_those_that_start_slowly() -> None:
     world = World(2)
     world.start_slowly("a")
-    assert world.left_out() == {"a"}
-    assert world.left_out("b") == set()
+    assert world.ejected() == {"a"}
+    assert world.ejected("b") == set()
 
 
 def test_who_is_busy_is_left_alone_also_by_a_request_that_failed_at_all_others() -> None:
     world = World(4)
     world.fail("a", 3)
     world.health.overloaded(key("b"), 5)
-    assert world.left_out("c", "d") == {"b"}
+    assert world.ejected("c", "d") == {"b"}
 
 
 def test_who_runs_a_request_that_had_nobody_else_is_back_in() -> None:
@@ -191,24 +191,24 @@ def test_who_runs_a_request_that_had_nobody_else_is_back_in() -> None:
     world.fail("a", 3)
     world.now = 1
     world.health.ran(key("a"))  # what was sent there before
-    assert world.left_out() == {"a"}
+    assert world.ejected() == {"a"}
     world.health.sent(key("a"))
     assert world.fail("a") == [0]  # it is out for no longer than it was
     world.health.sent(key("a"))
     world.health.ran(key("a"))
     assert not world.health.failing()
-    assert not world.left_out()
+    assert not world.ejected()
     assert world.fail("b", 3) == [0, 0, 10]  # the other one can be left out now
-    assert world.left_out() == {"b"}
+    assert world.ejected() == {"b"}
 
 
 def test_the_ranks_of_a_worker_are_left_out_one_by_one() -> None:
     world = World(0)
     world.workers = [worker("a", 2), worker("b", 2)]
     assert [world.health.failed(key("a", 1), world.workers) for _ in range(3)][-1] == 10
-    assert not world.left_out()  # its other rank is well
+    assert not world.ejected()  # its other rank is well
     assert [world.health.failed(key("a", 0), world.workers) for _ in range(3)][-1] == 10
-    assert world.left_out() == {"a"}
+    assert world.ejected() == {"a"}
     assert not any(world.health.failed(key("b", 0), world.workers) for _ in range(9))
 
 
@@ -216,21 +216,21 @@ def test_an_overloaded_worker_is_left_alone_for_a_moment_and_has_not_failed() ->
     world = World(2)
     for _ in range(50):
         world.health.overloaded(key("a"), None)
-    assert world.left_out() == {"a"}
+    assert world.ejected() == {"a"}
     world.now = BUSY_SECONDS
-    assert not world.left_out()
+    assert not world.ejected()
     world.health.overloaded(key("a"), 1e9)
     world.now += MAX_BUSY_SECONDS
-    assert not world.left_out()
+    assert not world.ejected()
 
 
 def test_what_was_known_of_a_worker_that_is_gone_is_forgotten() -> None:
     world = World(4)
     world.fail("a", 3)
     world.health.forget(TENANT, "a")
-    assert not world.left_out()
+    assert not world.ejected()
     assert world.fail("gone", 5) == [0] * 5
-    assert not world.left_out()
+    assert not world.ejected()
 
 
 def test_whatever_happens_half_stay_in_and_everyone_who_works_comes_back() -> None:
@@ -251,12 +251,12 @@ def test_whatever_happens_half_stay_in_and_everyone_who_works_comes_back() -> No
                 world.health.overloaded(key(name), rng.choice([None, 0.0, 3.0, 1e6]))
             case _:
                 world.fail(name, rng.randrange(1, 5))
-        assert len(world.left_out()) <= 3
+        assert len(world.ejected()) <= 3
     for _ in range(3):
         world.now += 100
         for spec in world.workers:
             world.health.sent(key(spec.worker_id))
             world.health.ran(key(spec.worker_id))
     world.health.failed(key("a"), world.workers)
-    assert not world.left_out()
-    assert len(world.health._standings) == 1
+    assert not world.ejected()
+    assert len(world.health._records) == 1

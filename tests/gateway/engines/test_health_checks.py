@@ -13,7 +13,7 @@ from support.web_servers import web_server
 from kvscout_common.http.http import connect
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.health import MISSED_CHECKS, WorkerHealth
-from kvscout_gateway.engines.health_checks import AT_ONCE, HealthChecks
+from kvscout_gateway.engines.health_checks import CONCURRENT_CHECKS, HealthChecks
 
 
 class Engine:
@@ -79,13 +79,13 @@ async def checking(
         await client.close()
 
 
-async def until_left_out(health: WorkerHealth, workers: list[WorkerSpec], *names: str) -> None:
+async def until_ejected(health: WorkerHealth, workers: list[WorkerSpec], *names: str) -> None:
     """Waits for it."""
 
-    async def left_out() -> bool:
-        return set(health.left_out("default", lambda: workers)) == set(names)
+    async def ejected() -> bool:
+        return set(health.ejected("default", lambda: workers)) == set(names)
 
-    await eventually(left_out, what=f"{names} left out")
+    await eventually(ejected, what=f"{names} left out")
 
 
 async def test_an_engine_that_says_it_is_not_well_gets_nothing_until_it_is() -> None:
@@ -93,9 +93,9 @@ async def test_an_engine_that_says_it_is_not_well_gets_nothing_until_it_is() -> 
         workers = [ill.worker("ill"), well.worker("well")]
         async with checking(*workers) as health:
             ill.status = 503
-            await until_left_out(health, workers, "ill")
+            await until_ejected(health, workers, "ill")
             ill.status = 200
-            await until_left_out(health, workers)
+            await until_ejected(health, workers)
 
 
 async def test_an_engine_that_is_gone_gets_nothing() -> None:
@@ -103,7 +103,7 @@ async def test_an_engine_that_is_gone_gets_nothing() -> None:
         gone = WorkerSpec(worker_id="gone", model="m", block_size=16, http_endpoint="http://127.0.0.1:1")
         workers = [gone, well.worker("well")]
         async with checking(*workers) as health:
-            await until_left_out(health, workers, "gone")
+            await until_ejected(health, workers, "gone")
 
 
 async def test_each_failed_check_of_an_engine_that_gets_nothing_tells_that_it_is_lost() -> None:
@@ -120,7 +120,7 @@ async def test_each_failed_check_of_an_engine_that_gets_nothing_tells_that_it_is
             assert ill.asked >= MISSED_CHECKS + 2
             assert set(lost) == {f"ill does not answer its health checks: {ill.url}/health answers 503"}
             ill.status = 200
-            await until_left_out(health, workers)
+            await until_ejected(health, workers)
             before = len(lost)
             asked = ill.asked
 
@@ -141,7 +141,7 @@ async def test_an_engine_without_that_path_answers_and_one_of_another_kind_is_no
                 return engine.asked > 5
 
             await eventually(asked)
-            assert not health.left_out("default", lambda: workers)
+            assert not health.ejected("default", lambda: workers)
         assert not other.asked
 
 
@@ -159,12 +159,12 @@ async def test_who_puts_out_tokens_is_not_asked() -> None:
 async def test_a_fleet_that_hangs_costs_so_many_connections_and_no_more() -> None:
     async with serving() as engine:
         engine.hangs = True
-        workers = [engine.worker(f"w{index}") for index in range(2 * AT_ONCE)]
+        workers = [engine.worker(f"w{index}") for index in range(2 * CONCURRENT_CHECKS)]
         async with checking(*workers):
 
             async def full() -> bool:
-                return engine.waiting == AT_ONCE
+                return engine.waiting == CONCURRENT_CHECKS
 
             await eventually(full)
             await asyncio.sleep(0.05)
-            assert engine.asked == AT_ONCE
+            assert engine.asked == CONCURRENT_CHECKS

@@ -42,17 +42,17 @@ def test_who_is_not_listened_to_is_not_silent() -> None:
 
 def test_an_answer_that_comes_as_a_whole_has_its_time_and_that_of_its_prompt_and_shows_that_the_rank_works() -> None:
     liveness = Liveness()
-    whole, waiting = Watch(TIMEOUTS, 500, liveness, 1000.0, at_once=True), Watch(TIMEOUTS, 0, liveness, 1000.0)
+    whole, waiting = Watch(TIMEOUTS, 500, liveness, 1000.0, whole_answer=True), Watch(TIMEOUTS, 0, liveness, 1000.0)
     assert whole.deadline() == 1065
     whole.output(1012)
     whole.end()
-    assert not whole.at_once
+    assert not whole.whole_answer
     assert waiting.deadline() == 1022
 
 
 async def test_what_waits_for_an_engine_that_is_lost_ends_at_once_and_what_was_heard_since_goes_on() -> None:
     loop, liveness = asyncio.get_running_loop(), Liveness()
-    ranks = [Watch(TIMEOUTS, 0, liveness, 100.0), Watch(TIMEOUTS, 0, liveness, 100.0, at_once=True)]
+    ranks = [Watch(TIMEOUTS, 0, liveness, 100.0), Watch(TIMEOUTS, 0, liveness, 100.0, whole_answer=True)]
     decoding, slow_client = Watch(TIMEOUTS, 0, liveness, 100.0), Watch(TIMEOUTS, 0, liveness, 100.0)
     decoding.output(120.0)
     slow_client.output(100.0)

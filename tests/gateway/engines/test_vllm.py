@@ -251,12 +251,12 @@ async def test_who_stands_in_line_is_not_silent_while_others_are_served() -> Non
             await waits
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 7])
-async def test_tokens_past_max_tokens_end_the_stream(at_once: int) -> None:
+@pytest.mark.parametrize("whole_answer", [1, 2, 7])
+async def test_tokens_past_max_tokens_end_the_stream(whole_answer: int) -> None:
     async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin(request)
         while True:
-            await send_tokens(response, *[7] * at_once)
+            await send_tokens(response, *[7] * whole_answer)
             await asyncio.sleep(0)
 
     async with scripted_engine(endless) as engine, engines() as calling:

@@ -290,7 +290,7 @@ async def test_an_answer_that_comes_at_once_can_break_off_and_be_had_elsewhere(w
         return web.json_response({"choices": [], "usage": usage})
 
     await serve(half, whole)
-    client = await world.run(request=replace(asked(), at_once=True))
+    client = await world.run(request=replace(asked(), whole_answer=True))
     assert client.placements == ["w0", "w1"]
     assert len(client.bodies) == 1
     assert world.means.observations.of("default", WorkerRank("w1", 0)).reports.cached_tokens == 1
@@ -303,14 +303,16 @@ async def test_an_answer_that_takes_too_long_as_a_whole_ends_there_and_is_nobody
     await serve(hang, answer)
     client = Client()
     with pytest.raises(DeadlineExceeded, match="not complete after"):
-        await world.run(client, request=replace(asked(), at_once=True))
+        await world.run(client, request=replace(asked(), whole_answer=True))
     assert client.placements == ["w0"], "another engine needs as long"
     assert not world.reported
     assert world.means.observations.of("default", WorkerRank("w0", 0)).failures == 0
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-async def test_what_waits_for_an_engine_that_is_lost_is_had_elsewhere(world: World, serve: Any, at_once: bool) -> None:
+@pytest.mark.parametrize("whole_answer", [True, False])
+async def test_what_waits_for_an_engine_that_is_lost_is_had_elsewhere(
+    world: World, serve: Any, whole_answer: bool
+) -> None:
     liveness = world.means.observations.of("default", WorkerRank("w0", 0)).liveness
 
     async def lost(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -318,10 +320,10 @@ async def test_what_waits_for_an_engine_that_is_lost_is_had_elsewhere(world: Wor
         return await hang(request, body)
 
     async def whole(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response({"choices": []}) if at_once else await answer(request, body)
+        return web.json_response({"choices": []}) if whole_answer else await answer(request, body)
 
     await serve(lost, whole)
-    client = await world.run(request=replace(asked(), at_once=at_once))
+    client = await world.run(request=replace(asked(), whole_answer=whole_answer))
     assert client.placements == ["w0", "w1"]
     assert world.reported == [("w0", Fault.WORKER)]
 

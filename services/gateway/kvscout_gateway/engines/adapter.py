@@ -78,7 +78,7 @@ class ClientRequest(Protocol):
         """The output ends with so many; None = the engine knows when."""
 
     @property
-    def at_once(self) -> bool:
+    def whole_answer(self) -> bool:
         """The answer comes as a whole when it is complete, and no stream."""
 
     @property
@@ -108,7 +108,7 @@ class TokenRequest:
     parameters: Mapping[str, Any]
     """Sampling and stop parameters, named as vLLM names them."""
     form: Form = Form.PIECES
-    at_once: bool = False
+    whole_answer: bool = False
     with_key: bool = False
     demands_tool_call: bool = False
 

@@ -22,7 +22,7 @@ from kvscout_common.http.http import (
 from kvscout_common.observability import tracing
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_gateway.engines.answer import words_read
-from kvscout_gateway.engines.faults import EngineFailed, Fault, refused, reported, unheard
+from kvscout_gateway.engines.faults import EngineFailed, Fault, refused, reported, transport_failure
 from kvscout_gateway.engines.timeouts import Bounded, EngineTimeouts, Liveness, Watch
 
 log = logging.getLogger("kvscout.gateway")
@@ -65,7 +65,7 @@ class Engines:
         *,
         uncached_tokens: int,
         liveness: Liveness,
-        at_once: bool = False,
+        whole_answer: bool = False,
         clients_key: bool = False,
     ) -> EngineCall:
         """A request to an engine begins; `end` it.
@@ -74,10 +74,10 @@ class Engines:
             endpoint: The engine, for people.
             uncached_tokens: Of the prompt, those that it has to compute.
             liveness: That of the worker rank.
-            at_once: The whole answer comes at once, when it is complete.
+            whole_answer: The whole answer comes at once, when it is complete.
             clients_key: What the engine says of the key that it is shown is said of the client's.
         """
-        return EngineCall(self, endpoint, uncached_tokens, liveness, at_once=at_once, clients_key=clients_key)
+        return EngineCall(self, endpoint, uncached_tokens, liveness, whole_answer=whole_answer, clients_key=clients_key)
 
     async def close(self) -> None:
         """Closes every connection."""
@@ -94,14 +94,14 @@ class EngineCall:
         uncached_tokens: int,
         liveness: Liveness,
         *,
-        at_once: bool,
+        whole_answer: bool,
         clients_key: bool,
     ) -> None:
         self._engines = engines
         self._clients_key = clients_key
         self._endpoint = endpoint
         self._now = asyncio.get_running_loop().time
-        self._watch = Watch(engines.timeouts, uncached_tokens, liveness, self._now(), at_once=at_once)
+        self._watch = Watch(engines.timeouts, uncached_tokens, liveness, self._now(), whole_answer=whole_answer)
         self.span = tracing.NOTHING
         """From when it is sent to its end."""
 
@@ -122,7 +122,7 @@ class EngineCall:
         if own_headers:
             request = replace(request, headers=(*request.headers, *own_headers))
         sending = self._engines.client.send(request, connect_seconds=self._engines.timeouts.connect_seconds)
-        answer = await self._heard(sending)
+        answer = await self._await_engine(sending)
         self.span.tell(status=answer.status)
         if not 200 <= answer.status < 300:
             failed = await _refusal(answer, clients_key=self._clients_key)
@@ -147,7 +147,7 @@ class EngineCall:
         Raises:
             EngineFailed: It breaks off, or is longer than that many bytes.
         """
-        body = await self._heard(answer.read(limit))
+        body = await self._await_engine(answer.read(limit))
         self._watch.output(self._now())
         return body
 
@@ -159,7 +159,7 @@ class EngineCall:
         """
         chunks = answer.chunks()
         has_events = _content_type(answer).startswith("text/event-stream")
-        while (chunk := await self._heard(anext(chunks, None))) is not None:
+        while (chunk := await self._await_engine(anext(chunks, None))) is not None:
             yield chunk
             # Behind the yield: how long the client took is no silence of the engine's.
             if not has_events:
@@ -198,7 +198,7 @@ class EngineCall:
             on_first_output()
 
         self._watch.follow(lambda: answer.report)
-        report = await self._heard(
+        report = await self._await_engine(
             answer.relay(
                 sink,
                 form,
@@ -218,7 +218,7 @@ class EngineCall:
             )
         return report
 
-    async def _heard(self, waiting: Awaitable[T]) -> T:
+    async def _await_engine(self, waiting: Awaitable[T]) -> T:
         """What an engine is waited for with.
 
         Raises:
@@ -228,7 +228,7 @@ class EngineCall:
             with Bounded(self._watch):
                 return await waiting
         except HttpFailed as error:
-            failed = unheard(self._endpoint, error)
+            failed = transport_failure(self._endpoint, error)
             self.span.failed(failed)
             if failed.fault is Fault.GATEWAY:
                 self._engines.warnings.warning("resources", "requests fail for lack of resources here: %s", error)
@@ -242,7 +242,7 @@ class EngineCall:
         if self._watch.lost:
             return EngineFailed("the worker is lost", detail=f"{self._endpoint}: {self._watch.lost}")
         seconds = self._now() - self._watch.silent_since
-        if self._watch.at_once:
+        if self._watch.whole_answer:
             problem = f"the answer is not complete after {seconds:.3g} s"
             return EngineFailed(problem, detail=f"{self._endpoint}: {problem}", fault=Fault.TIME)
         problem = f"hangs: no output for {seconds:.3g} s"

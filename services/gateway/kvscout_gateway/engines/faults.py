@@ -31,7 +31,7 @@ _REPORTS = "the engine reports"
 _REQUEST_TYPES = frozenset({"BadRequestError", "invalid_request_error"})
 
 
-_UNHEARD = {
+_TRANSPORT_FAILURES = {
     FailureKind.UNREACHABLE: "the worker cannot be reached",
     FailureKind.BROKEN: "the worker broke off",
     FailureKind.PROTOCOL: "the worker's answer makes no sense",
@@ -104,11 +104,11 @@ def fault_of_status(status: int, *, retry_after: bool, clients_key: bool = False
     return Fault.REFUSED
 
 
-def unheard(endpoint: str, error: HttpFailed) -> EngineFailed:
+def transport_failure(endpoint: str, error: HttpFailed) -> EngineFailed:
     """There is no answer, or not all of it."""
     # Ports are not among our own resources: they run out for one address at a time, and another worker has its own.
     fault = Fault.GATEWAY if error.kind is FailureKind.RESOURCES else Fault.WORKER
-    return EngineFailed(_UNHEARD[error.kind], detail=f"{endpoint}: {error}", fault=fault)
+    return EngineFailed(_TRANSPORT_FAILURES[error.kind], detail=f"{endpoint}: {error}", fault=fault)
 
 
 def refused(status: int, headers: Headers, body: bytes, *, clients_key: bool = False) -> EngineFailed:

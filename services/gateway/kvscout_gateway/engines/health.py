@@ -32,23 +32,23 @@ WINDOW_SECONDS = 30.0
 MIN_FAILURES = 3
 MIN_SHARE = 0.5
 """Of the requests that it was given in the window."""
-OUT_SECONDS = 10.0
-MAX_OUT_SECONDS = 60.0
-"""A worker that lasted this long after it was out is out for `OUT_SECONDS` again the next time."""
+EJECTION_SECONDS = 10.0
+MAX_EJECTION_SECONDS = 60.0
+"""A worker that lasted this long after it was out is out for `EJECTION_SECONDS` again the next time."""
 SLOW_START_SECONDS = 10.0
 """How long a worker that is back gets fewer requests than the others: its caches are cold, and all would go to it."""
 SLOW_START_SHARE = 0.1
 """Of the requests that may go to it, at first."""
 MISSED_CHECKS = 3
 """Health checks in a row that a worker that is well may miss, less one."""
-MAX_LEFT_OUT = 0.5
+MAX_EJECTED_SHARE = 0.5
 """Share of the workers that are left out at most."""
 BUSY_SECONDS = 1.0
 """How long a worker is left alone that is overloaded and does not say for how long."""
 MAX_BUSY_SECONDS = 30.0
 
 
-class _Ground(IntEnum):
+class _Reason(IntEnum):
     """Why a worker is left out; the first ones matter most."""
 
     OUT = 0
@@ -68,15 +68,15 @@ class _Counts:
 
 
 @dataclass(slots=True)
-class _Standing:
+class _Record:
     """Of one worker rank that failed."""
 
     now: _Counts
     """Half a window at most, as is the one before."""
     before: _Counts
-    out_until: float | None = None
+    ejected_until: float | None = None
     """None = it is in."""
-    out_seconds: float = 0.0
+    ejection_seconds: float = 0.0
     """How long it was out the last time."""
     back_since: float = 0.0
     probing: bool = False
@@ -90,25 +90,25 @@ class _Standing:
             self.before = self.now if age < WINDOW_SECONDS else _Counts(now)
             self.now = _Counts(now)
 
-    def ground(self, now: float, draw: Callable[[], float]) -> _Ground | None:
+    def reason(self, now: float, draw: Callable[[], float]) -> _Reason | None:
         """Why it should not get a request now; None = it may."""
-        if self.out_until is not None and (now < self.out_until or self.probing):
-            return _Ground.OUT
+        if self.ejected_until is not None and (now < self.ejected_until or self.probing):
+            return _Reason.OUT
         if now < self.busy_until:
-            return _Ground.BUSY
-        if self.out_until is None and self.out_seconds:
+            return _Reason.BUSY
+        if self.ejected_until is None and self.ejection_seconds:
             share = (now - self.back_since) / SLOW_START_SECONDS
             if share < 1 and draw() >= max(SLOW_START_SHARE, share):
-                return _Ground.SLOW_START
+                return _Reason.SLOW_START
         return None
 
     def over(self, now: float) -> bool:
         """Whether there is nothing to know of it any more."""
         self.roll(now)
         return (
-            self.out_until is None
+            self.ejected_until is None
             and now >= self.busy_until
-            and now >= self.back_since + (MAX_OUT_SECONDS if self.out_seconds else 0.0)
+            and now >= self.back_since + (MAX_EJECTION_SECONDS if self.ejection_seconds else 0.0)
             and not (self.now.failed or self.before.failed)
         )
 
@@ -125,11 +125,11 @@ class WorkerHealth:
         """
         self._clock = clock
         self._draw = draw
-        self._standings: dict[Key, _Standing] = {}
+        self._records: dict[Key, _Record] = {}
         self._missed: dict[tuple[str, str], tuple[int, str]] = {}
         """Health checks in a row, and what was wrong with the last one, by tenant and worker id."""
 
-    def left_out(
+    def ejected(
         self, tenant: str, candidates: Callable[[], Sequence[WorkerSpec]], tried: Collection[str] = ()
     ) -> set[str]:
         """Ids of the workers that should not get a request now: those none of whose ranks should.
@@ -139,14 +139,14 @@ class WorkerHealth:
             candidates: Gives the workers that could take it; not asked while all are well.
             tried: Ids of those that failed it: where all others are left out, only those are that say they are busy.
         """
-        if not (self._standings or self._missed):
+        if not (self._records or self._missed):
             return set()
         now, workers = self._clock(), candidates()
-        grounds = [(self._ground(tenant, spec, now), spec.worker_id) for spec in workers]
-        barred = sorted((ground, worker_id) for ground, worker_id in grounds if ground is not None)
-        out = {worker_id: ground for ground, worker_id in barred[: int(len(workers) * MAX_LEFT_OUT)]}
+        reasons = [(self._reason(tenant, spec, now), spec.worker_id) for spec in workers]
+        barred = sorted((reason, worker_id) for reason, worker_id in reasons if reason is not None)
+        out = {worker_id: reason for reason, worker_id in barred[: int(len(workers) * MAX_EJECTED_SHARE)]}
         if tried and all(spec.worker_id in tried or spec.worker_id in out for spec in workers):
-            return {worker_id for worker_id, ground in out.items() if ground is _Ground.BUSY}
+            return {worker_id for worker_id, reason in out.items() if reason is _Reason.BUSY}
         return set(out)
 
     def well_first(self, tenant: str, some: Iterable[WorkerSpec], among: Sequence[WorkerSpec]) -> list[WorkerSpec]:
@@ -157,7 +157,7 @@ class WorkerHealth:
             some: Those that it may go to.
             among: All that could take it, half of whom stay in.
         """
-        out = self.left_out(tenant, lambda: among)
+        out = self.ejected(tenant, lambda: among)
         return sorted(some, key=lambda spec: spec.worker_id in out)
 
     def warnings(self) -> list[Warned]:
@@ -176,7 +176,7 @@ class WorkerHealth:
         """What is wrong with the worker ranks that are left out because they failed."""
         now = self._clock()
         return {
-            key: _sentence(standing, now) for key, standing in self._standings.items() if standing.out_until is not None
+            key: _sentence(record, now) for key, record in self._records.items() if record.ejected_until is not None
         }
 
     def silent(self) -> dict[tuple[str, str], str]:
@@ -209,29 +209,29 @@ class WorkerHealth:
 
     def sent(self, key: Key) -> None:
         """A request goes to it."""
-        standing = self._standings.get(key)
-        if standing is not None and standing.out_until is not None:
-            standing.probing = True
+        record = self._records.get(key)
+        if record is not None and record.ejected_until is not None:
+            record.probing = True
 
     def withdrawn(self, key: Key) -> None:
         """A request to it ended, and says nothing of it."""
-        standing = self._standings.get(key)
-        if standing is not None:
-            standing.probing = False
+        record = self._records.get(key)
+        if record is not None:
+            record.probing = False
 
     def ran(self, key: Key) -> None:
         """It put out a request's first token."""
-        standing = self._standings.get(key)
-        if standing is None:
+        record = self._records.get(key)
+        if record is None:
             return
         now = self._clock()
-        if standing.out_until is not None and (standing.probing or now >= standing.out_until):
-            standing.out_until, standing.probing, standing.back_since = None, False, now
-            standing.now, standing.before = _Counts(now), _Counts(now)
-        standing.roll(now)
-        standing.now.ran += 1
-        if standing.over(now):
-            del self._standings[key]
+        if record.ejected_until is not None and (record.probing or now >= record.ejected_until):
+            record.ejected_until, record.probing, record.back_since = None, False, now
+            record.now, record.before = _Counts(now), _Counts(now)
+        record.roll(now)
+        record.now.ran += 1
+        if record.over(now):
+            del self._records[key]
 
     def failed(self, key: Key, candidates: Sequence[WorkerSpec]) -> float:
         """It failed a request that others run, or cannot be talked to.
@@ -247,25 +247,25 @@ class WorkerHealth:
         ranks = [(key[0], rank) for spec in candidates for rank in spec.ranks]
         if key not in ranks:
             return 0.0  # it was removed meanwhile
-        standing = self._of(key, now)
-        standing.roll(now)
-        standing.now.failed += 1
-        on_probation = standing.out_until is not None and now >= standing.out_until
-        standing.probing = False
-        failed = standing.now.failed + standing.before.failed
-        ran = standing.now.ran + standing.before.ran
-        if standing.out_until is not None and not on_probation:
+        record = self._of(key, now)
+        record.roll(now)
+        record.now.failed += 1
+        on_probation = record.ejected_until is not None and now >= record.ejected_until
+        record.probing = False
+        failed = record.now.failed + record.before.failed
+        ran = record.now.ran + record.before.ran
+        if record.ejected_until is not None and not on_probation:
             return 0.0  # what was under way when it was left out, or had nobody else
         if not on_probation and (failed < MIN_FAILURES or failed < MIN_SHARE * (failed + ran)):
             return 0.0
         out = sum(self._out(other) for other in ranks if other != key)
-        if out + 1 > len(ranks) * MAX_LEFT_OUT:
-            standing.out_until = None
+        if out + 1 > len(ranks) * MAX_EJECTED_SHARE:
+            record.ejected_until = None
             return 0.0
-        again = standing.out_seconds and (on_probation or now < standing.back_since + MAX_OUT_SECONDS)
-        standing.out_seconds = min(2 * standing.out_seconds, MAX_OUT_SECONDS) if again else OUT_SECONDS
-        standing.out_until = now + standing.out_seconds
-        return standing.out_seconds
+        again = record.ejection_seconds and (on_probation or now < record.back_since + MAX_EJECTION_SECONDS)
+        record.ejection_seconds = min(2 * record.ejection_seconds, MAX_EJECTION_SECONDS) if again else EJECTION_SECONDS
+        record.ejected_until = now + record.ejection_seconds
+        return record.ejection_seconds
 
     def overloaded(self, key: Key, seconds: float | None) -> None:
         """It has too much to do.
@@ -275,43 +275,43 @@ class WorkerHealth:
             seconds: How long, as it says; None = it does not.
         """
         now = self._clock()
-        standing = self._of(key, now)
-        standing.probing = False
-        standing.busy_until = now + min(BUSY_SECONDS if seconds is None else seconds, MAX_BUSY_SECONDS)
+        record = self._of(key, now)
+        record.probing = False
+        record.busy_until = now + min(BUSY_SECONDS if seconds is None else seconds, MAX_BUSY_SECONDS)
 
     def forget(self, tenant: str, worker_id: str) -> None:
         """Drops what is known of a removed worker."""
         self._missed.pop((tenant, worker_id), None)
-        for key in [key for key in self._standings if key[0] == tenant and key[1].worker_id == worker_id]:
-            del self._standings[key]
+        for key in [key for key in self._records if key[0] == tenant and key[1].worker_id == worker_id]:
+            del self._records[key]
 
-    def _of(self, key: Key, now: float) -> _Standing:
-        standing = self._standings.get(key)
-        if standing is None:
-            for old in [old for old, known in self._standings.items() if known.over(now)]:
-                del self._standings[old]
-            standing = self._standings[key] = _Standing(_Counts(now), _Counts(now))
-        return standing
+    def _of(self, key: Key, now: float) -> _Record:
+        record = self._records.get(key)
+        if record is None:
+            for old in [old for old, known in self._records.items() if known.over(now)]:
+                del self._records[old]
+            record = self._records[key] = _Record(_Counts(now), _Counts(now))
+        return record
 
-    def _ground(self, tenant: str, spec: WorkerSpec, now: float) -> _Ground | None:
+    def _reason(self, tenant: str, spec: WorkerSpec, now: float) -> _Reason | None:
         """The weakest of its ranks': it may get what one of them may."""
         if self.is_silent(tenant, spec.worker_id):
-            return _Ground.OUT
-        weakest = _Ground.OUT
+            return _Reason.OUT
+        weakest = _Reason.OUT
         for rank in spec.ranks:
-            standing = self._standings.get((tenant, rank))
-            ground = standing.ground(now, self._draw) if standing is not None else None
-            if ground is None:
+            record = self._records.get((tenant, rank))
+            reason = record.reason(now, self._draw) if record is not None else None
+            if reason is None:
                 return None
-            weakest = max(weakest, ground)
+            weakest = max(weakest, reason)
         return weakest
 
     def _out(self, key: Key) -> bool:
-        standing = self._standings.get(key)
-        return standing is not None and standing.out_until is not None
+        record = self._records.get(key)
+        return record is not None and record.ejected_until is not None
 
 
-def _sentence(standing: _Standing, now: float) -> str:
-    left = (standing.out_until or now) - now
+def _sentence(record: _Record, now: float) -> str:
+    left = (record.ejected_until or now) - now
     gets = f"no requests for {left:.0f} s" if left > 0 else "one request at a time"
     return f"fails what others run: {gets}"

@@ -21,7 +21,7 @@ log = logging.getLogger("kvscout.gateway")
 CHECKED = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
 """Engines that have a health URL."""
 TIMEOUT_SECONDS = 2.0
-AT_ONCE = 32
+CONCURRENT_CHECKS = 32
 """Checks under way: a fleet that hangs costs no more connections."""
 BODY_BYTES = 64 * 1024
 
@@ -53,10 +53,10 @@ class HealthChecks:
         self._client = client
         self._health = health
         self._workers = workers
-        self._heard = heard
+        self._await_engine = heard
         self._lost = lost
         self._period = period_seconds
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._places = asyncio.Semaphore(CONCURRENT_CHECKS)
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
 
     async def run(self) -> None:
@@ -72,7 +72,7 @@ class HealthChecks:
         pause = self._period / max(1, len(due))
         for spec in due:
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-            if self._heard(spec, self._period):
+            if self._await_engine(spec, self._period):
                 self._told(spec)
                 continue
             await self._places.acquire()

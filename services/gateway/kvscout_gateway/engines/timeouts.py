@@ -35,7 +35,7 @@ class Liveness:
 
     def last_beat(self) -> float:
         """When it last put out something, for whomever."""
-        return max([self.beat_at, *(watch.heard_at for watch in self.decoding)])
+        return max([self.beat_at, *(watch.last_output_at for watch in self.decoding)])
 
     def lose(self, problem: str, asked_at: float) -> None:
         """Its engine is lost: ends the waiting of all requests that it could have put out something for since then.
@@ -71,7 +71,13 @@ class Watch:
     """Over the silence of one request, from when it goes to its engine; ended with it."""
 
     def __init__(
-        self, timeouts: EngineTimeouts, uncached_tokens: int, liveness: Liveness, now: float, *, at_once: bool = False
+        self,
+        timeouts: EngineTimeouts,
+        uncached_tokens: int,
+        liveness: Liveness,
+        now: float,
+        *,
+        whole_answer: bool = False,
     ) -> None:
         """Begins.
 
@@ -80,14 +86,14 @@ class Watch:
             uncached_tokens: Of its prompt, those that the engine has to compute.
             liveness: That of its worker rank.
             now: On the loop's clock, as everywhere here.
-            at_once: The whole answer comes at once, when it is complete.
+            whole_answer: The whole answer comes at once, when it is complete.
         """
         self._timeouts = timeouts
         self._liveness = liveness
         self._since = now
         self._uncached = uncached_tokens
-        self._seconds = timeouts.answer_seconds if at_once else timeouts.first_output_seconds
-        self.at_once = at_once
+        self._seconds = timeouts.answer_seconds if whole_answer else timeouts.first_output_seconds
+        self.whole_answer = whole_answer
         """Its answer comes as a whole, and it is not complete."""
         self.lost = ""
         """What is wrong with its engine, which will not answer; "" = nothing that is known."""
@@ -102,7 +108,7 @@ class Watch:
         liveness.prefilling.pop(self, None)
         if self in liveness.decoding:
             liveness.decoding.remove(self)
-            liveness.beat_at = max(liveness.beat_at, self.heard_at)
+            liveness.beat_at = max(liveness.beat_at, self.last_output_at)
 
     def lose(self, problem: str) -> None:
         """Its engine is lost: it is not waited for any more."""
@@ -120,21 +126,21 @@ class Watch:
 
     def output(self, now: float) -> None:
         """There was some."""
-        self.at_once = False
+        self.whole_answer = False
         self._since = now
         self._seconds, self._uncached = self._timeouts.idle_seconds, 0
         self._liveness.prefilling.pop(self, None)
         self._liveness.decoding.add(self)
 
     @property
-    def heard_at(self) -> float:
+    def last_output_at(self) -> float:
         """When it last put out something, or else began."""
         return max(self._since, self._noticed().progress_at) if self._noticed is not None else self._since
 
     @property
     def silent_since(self) -> float:
         """Since when the engine could have been heard, and was not; infinity while nobody listens."""
-        return max(self.heard_at, self._noticed().listening_since) if self._noticed is not None else self._since
+        return max(self.last_output_at, self._noticed().listening_since) if self._noticed is not None else self._since
 
     @property
     def seconds(self) -> float:

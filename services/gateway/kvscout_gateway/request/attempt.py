@@ -134,14 +134,14 @@ class Attempt:
         self._means.routing.dispatched(self.placement)
 
     async def send(
-        self, request: ClientRequest, changes: Changes = UNCHANGED, *, at_once: bool | None = None
+        self, request: ClientRequest, changes: Changes = UNCHANGED, *, whole_answer: bool | None = None
     ) -> HttpAnswer:
         """Sends it to its engine; returns when an answer begins.
 
         Args:
             request: What the client wants run.
             changes: What of it this attempt changes.
-            at_once: Whether the engine generates all of the answer before it says anything; None = as the request says.
+            whole_answer: Whether the engine generates all of the answer before it says anything; None = as the request says.
 
         Raises:
             EngineFailed: None does.
@@ -156,7 +156,7 @@ class Attempt:
             # What is computed elsewhere is waited for here, or computed here after all.
             uncached_tokens=self.wish.prompt.isl_tokens if self.wish.prefill_elsewhere else placement.uncached_tokens,
             liveness=self.seen.liveness,
-            at_once=request.at_once if at_once is None else at_once,
+            whole_answer=request.whole_answer if whole_answer is None else whole_answer,
             clients_key=request.with_key,
         )
         self._answer = await self._call.send(written)
@@ -171,7 +171,7 @@ class Attempt:
             SinkGone: It is gone.
         """
         sink = await reply.begin(answer)
-        if request.at_once:
+        if request.whole_answer:
             await self._hand_over(answer, sink, request.dialect(self.adapter))
             return
         assert self._call is not None
@@ -213,11 +213,11 @@ class Attempt:
         assert self._call is not None
         return await self._told(await self._call.read(answer, MAX_ANSWER_BYTES))
 
-    def first_output(self, *, at_once: bool = False) -> None:
+    def first_output(self, *, whole_answer: bool = False) -> None:
         """Output begins. A second call does nothing.
 
         Args:
-            at_once: All of it is here. When the prefill was over nobody knows; the Free that follows implies it.
+            whole_answer: All of it is here. When the prefill was over nobody knows; the Free that follows implies it.
         """
         if self.has_output:
             return
@@ -225,7 +225,7 @@ class Attempt:
         self._means.health.ran(self.key)
         self._on_output()
         self._metrics.first_token(self._means.clock() - self._started)
-        if not at_once and self.placement.booking is not None:
+        if not whole_answer and self.placement.booking is not None:
             self._means.bookings.mark_prefill_complete(self.placement.booking)
 
     def prefilled(self, usage: Usage | None) -> None:
@@ -297,7 +297,7 @@ class Attempt:
         assert self._call is not None
         body = await self._call.read(answer, MAX_ANSWER_BYTES)
         document = await self._told(body)
-        self.first_output(at_once=True)
+        self.first_output(whole_answer=True)
         await sink.write(body)
         self.ended(usage_of_answer(dialect, document))
 

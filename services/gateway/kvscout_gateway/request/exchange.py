@@ -208,7 +208,7 @@ class Exchange:
             KvscoutError: As `RoutingFlow.place`.
         """
         wish = wish or self.wish
-        return await self._open(wish, (*wish.excluded, *self._left_out(wish)), lambda: None)
+        return await self._open(wish, (*wish.excluded, *self._ejected(wish)), lambda: None)
 
     async def probe(self, wish: Wish) -> Placement:
         """Where a request would go: nothing is booked.
@@ -219,7 +219,7 @@ class Exchange:
         Raises:
             KvscoutError: As `RoutingFlow.place`.
         """
-        excluded = (*wish.excluded, *self._left_out(wish))
+        excluded = (*wish.excluded, *self._ejected(wish))
         return await self._means.routing.place(replace(wish, request_id="", excluded=excluded))
 
     def failed(self, attempt: Attempt, error: EngineFailed) -> None:
@@ -252,7 +252,7 @@ class Exchange:
         tried: list[Attempt] = []
         while len(tried) <= self._all.migration_limit:
             been_at = [attempt.placement.worker.worker_id for attempt in tried]
-            excluded = (*wish.excluded, *undriven, *self._left_out(wish, been_at), *been_at)
+            excluded = (*wish.excluded, *undriven, *self._ejected(wish, been_at), *been_at)
             try:
                 attempt = await self._open(wish, excluded, lambda: self._judge(wish, tried, ran=True))
             except KvscoutError as error:
@@ -299,10 +299,10 @@ class Exchange:
         except (Unavailable, ResourceExhausted, FailedPrecondition):
             return None
 
-    def _left_out(self, wish: Wish, tried: Collection[str] = ()) -> set[str]:
+    def _ejected(self, wish: Wish, tried: Collection[str] = ()) -> set[str]:
         if wish.pinned:
             return set()
-        return self._means.health.left_out(wish.tenant, lambda: self._means.routing.candidates(wish), tried)
+        return self._means.health.ejected(wish.tenant, lambda: self._means.routing.candidates(wish), tried)
 
     def _charge(self, wish: Wish, attempt: Attempt) -> None:
         """Has a failure paid for; returns if the attempt may be tried elsewhere.
@@ -344,8 +344,8 @@ class Exchange:
     def _count(self, wish: Wish, attempt: Attempt) -> None:
         assert attempt.failure is not None
         attempt.seen.failures += 1
-        out_seconds = self._means.health.failed(attempt.key, self._means.routing.candidates(wish))
-        self._all.report_failure(wish.tenant, attempt.placement, attempt.failure, out_seconds)
+        ejection_seconds = self._means.health.failed(attempt.key, self._means.routing.candidates(wish))
+        self._all.report_failure(wish.tenant, attempt.placement, attempt.failure, ejection_seconds)
 
 
 def _given_up(tried: list[Attempt], suffix: str = "") -> KvscoutError:

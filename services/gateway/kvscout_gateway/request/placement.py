@@ -56,7 +56,7 @@ class Wish:
     running: bool = False
     """It is on the worker that it is pinned to already, whatever that has room for: it is booked there as one that was
     not sent there now."""
-    unaided: str = ""
+    fallback_reason: str = ""
     """Why no helper is asked, and the worker whose turn it is takes it; "" = they are asked."""
 
     def tell_trace(self) -> None:

@@ -99,8 +99,8 @@ class RoutingFlow:
         """
         started = self._clock()
         asked = self._prepare(wish)
-        if wish.unaided:
-            return self._round_robin(asked, wish, wish.unaided)
+        if wish.fallback_reason:
+            return self._round_robin(asked, wish, wish.fallback_reason)
         hashed = self._clock()
         if self._wants_overlaps(wish):
             with tracing.span("find_matches", tracing.Kind.CLIENT) as span:

@@ -28,7 +28,7 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 BLAME_SECONDS = 0.25
 """When one attempt fails, the other may have so much longer to fail, too, before it is decided which began."""
 ROOMS = 1 << 63
-_AT_ONCE: Changes = {"stream": False, "stream_options": None}
+_WHOLE_ANSWER: Changes = {"stream": False, "stream_options": None}
 """Prefill's one token is decode's first, too: nobody needs it, and nobody waits for it."""
 
 
@@ -71,7 +71,9 @@ class SglangHandover:
 
             async def compute() -> None:
                 nonlocal answered
-                document = await attempt.read(await attempt.send(request, {**meeting, **_AT_ONCE}, at_once=False))
+                document = await attempt.read(
+                    await attempt.send(request, {**meeting, **_WHOLE_ANSWER}, whole_answer=False)
+                )
                 answered = True
                 attempt.prefilled(usage_of_answer(request.dialect(attempt.adapter), document))
                 attempt.free()

@@ -50,7 +50,7 @@ class VllmHandover:
 
         async def compute(attempt: Attempt) -> None:
             nonlocal transfer
-            document = await attempt.read(await attempt.send(request, PREFILL, at_once=False))
+            document = await attempt.read(await attempt.send(request, PREFILL, whole_answer=False))
             attempt.prefilled(usage_of_answer(request.dialect(attempt.adapter), document))
             transfer = document.get("kv_transfer_params")
             if not transfer:

@@ -91,9 +91,9 @@ class Bench:
     def _count(self, outcome: str) -> None:
         self.outcomes[outcome] += 1
 
-    async def pick(self, asked: Asked, *, unaided: bool = False) -> Noted:
+    async def pick(self, asked: Asked, *, without_upstreams: bool = False) -> Noted:
         self.asked.append(asked)
-        if self.hangs and not (unaided and self.manages_alone):
+        if self.hangs and not (without_upstreams and self.manages_alone):
             try:
                 await asyncio.Event().wait()
             finally:
@@ -334,7 +334,7 @@ async def test_a_body_that_is_no_request_is_refused_and_nobody_asked(transport: 
 async def test_a_pick_that_hangs_is_made_with_what_is_known_here_or_given_up(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "UNAIDED_SECONDS", 0.05)
+    monkeypatch.setattr(process, "FALLBACK_SECONDS", 0.05)
     async with bench(transport, pick_seconds=0.05) as one:
         one.hangs = one.manages_alone = True
         await one.pick_of(one.open())

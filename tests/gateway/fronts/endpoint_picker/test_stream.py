@@ -272,13 +272,13 @@ def test_leaving_is_after_the_pick() -> None:
     assert one.picked(PICK).close
 
 
-@pytest.mark.parametrize(("response", "ends_at_once", "leaves"), [
+@pytest.mark.parametrize(("response", "ends_with_answers", "leaves"), [
     (DUPLEX, True, True), (DUPLEX, False, False), (STREAMED, False, True), (NONE, False, True),
 ])  # fmt: skip
 def test_what_the_proxy_would_lose_by_the_end_of_the_stream_is_not_left(
-    response: int, ends_at_once: bool, leaves: bool
+    response: int, ends_with_answers: bool, leaves: bool
 ) -> None:
-    one = RequestStream(Follow.LEAVE, max_body_bytes=1 << 20, ends_at_once=ends_at_once)
+    one = RequestStream(Follow.LEAVE, max_body_bytes=1 << 20, ends_with_answers=ends_with_answers)
     one.receive(request_headers(BUFFERED, response))
     one.receive(request_body(body_of()))
     assert one.picked(PICK).close is leaves

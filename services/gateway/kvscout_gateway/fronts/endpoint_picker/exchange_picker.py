@@ -117,12 +117,12 @@ class ExchangePicker:
         """How long one of those lasts."""
         return self._config.lease_seconds
 
-    async def pick(self, asked: Asked, *, unaided: bool = False) -> ExchangePick:
+    async def pick(self, asked: Asked, *, without_upstreams: bool = False) -> ExchangePick:
         """See `Picker`."""
         with tracing.span("pick", tracing.Kind.SERVER, parent=asked.traceparent):
-            return await self._pick(asked, unaided=unaided)
+            return await self._pick(asked, without_upstreams=without_upstreams)
 
-    async def _pick(self, asked: Asked, *, unaided: bool) -> ExchangePick:
+    async def _pick(self, asked: Asked, *, without_upstreams: bool) -> ExchangePick:
         tenant = self._tenant()
         view = self._catalog.tenant(tenant)
         if not asked.model and asked.size and len(view.models) == 1:
@@ -136,7 +136,7 @@ class ExchangePicker:
             wish,
             priority=self._priority(asked.objective),
             queue_wait_seconds=wait_seconds,
-            unaided=NO_TIME if unaided else "",
+            fallback_reason=NO_TIME if without_upstreams else "",
         )
         if not asked.shows_output:
             wish = replace(wish, output=wish.output._replace(unseen=True), untold=True)
@@ -384,7 +384,9 @@ class ExchangePick:
                 moved = await exchange.place(wish)
             except (Unavailable, ResourceExhausted) as error:
                 # It is left out there, or busy; the request runs all the same, and is booked as one that does.
-                moved = await exchange.place(replace(wish, unaided=f"the proxy went to {served} itself: {error}"))
+                moved = await exchange.place(
+                    replace(wish, fallback_reason=f"the proxy went to {served} itself: {error}")
+                )
         except KvscoutError as error:
             log.debug("%s runs at %s, unbooked: %s", exchange.request_id, served, error)
             return
@@ -395,7 +397,7 @@ class ExchangePick:
 
     def _begins(self, attempt: Attempt) -> None:
         whole = attempt.wish.output.unseen if self._in_chunks is None else not self._in_chunks
-        attempt.first_output(at_once=whole)
+        attempt.first_output(whole_answer=whole)
 
 
 def _address_of(attempt: Attempt) -> str:

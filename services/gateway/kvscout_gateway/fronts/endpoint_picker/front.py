@@ -50,7 +50,7 @@ def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: Col
             config.body_bytes,
             HELD_BODIES * config.body_bytes,
             gateway.config.client_paths,
-            ends_at_once=chosen() is Transport.NATIVE,
+            ends_with_answers=chosen() is Transport.NATIVE,
             conformance=config.conformance,
         ),
         lambda outcome: counts.picks.labels(outcome).inc(),

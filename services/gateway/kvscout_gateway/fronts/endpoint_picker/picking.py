@@ -54,12 +54,12 @@ class Pick(Protocol):
 class Picker(Protocol):
     """Picks endpoints."""
 
-    async def pick(self, asked: Asked, *, unaided: bool = False) -> Pick:
+    async def pick(self, asked: Asked, *, without_upstreams: bool = False) -> Pick:
         """Picks for one request. Cancelled, it has booked nothing.
 
         Args:
             asked: The request.
-            unaided: With what is known here, at once.
+            without_upstreams: Decide by what this gateway knows, at once.
 
         Raises:
             KvscoutError: There is none for it.

@@ -36,7 +36,7 @@ from kvscout_gateway.fronts.endpoint_picker.stream import (
 from kvscout_gateway.fronts.openai.refusals import refusal_of, refusal_of_http, shaped
 
 TOO_LONG = 413
-UNAIDED_SECONDS = 0.5
+FALLBACK_SECONDS = 0.5
 """For a pick by what is known here."""
 
 
@@ -51,7 +51,7 @@ class Limits:
     """Of all bodies that wait for their picks."""
     client_paths: ClientPaths
     """What it may ask for."""
-    ends_at_once: bool = True
+    ends_with_answers: bool = True
     """See `RequestStream`."""
     conformance: bool = False
     """Tests say where their requests go, and are told: see `conformance`. They have paths of their own."""
@@ -154,8 +154,8 @@ class ExternalProcessor:
             async with asyncio.timeout(self._limits.pick_seconds):
                 return await self._picker.pick(asked)
         except TimeoutError:
-            async with asyncio.timeout(UNAIDED_SECONDS):
-                return await self._picker.pick(asked, unaided=True)
+            async with asyncio.timeout(FALLBACK_SECONDS):
+                return await self._picker.pick(asked, without_upstreams=True)
 
     def _hold(self, call: _Call, held_bytes: int) -> bool:
         """Notes what a call holds of its request's body; False if that is too much of all."""
@@ -171,7 +171,7 @@ class _Call:
         self.stream = RequestStream(
             follow,
             max_body_bytes=limits.body_bytes,
-            ends_at_once=limits.ends_at_once,
+            ends_with_answers=limits.ends_with_answers,
             report=conformance.report if limits.conformance else None,
         )
         self.pick: Pick | None = None

@@ -149,17 +149,17 @@ class RequestStream:
     Args:
         follow: What is done once the pick is out.
         max_body_bytes: A longer body of a request is refused.
-        ends_at_once: Whether the end of the stream reaches the proxy together with the answers before it.
+        ends_with_answers: Whether the end of the stream reaches the proxy together with the answers before it.
         report: Says which headers a response gets, from its own as they come and the picked endpoints; None = none.
     """
 
     def __init__(
-        self, follow: Follow, *, max_body_bytes: int, ends_at_once: bool = True, report: Report | None = None
+        self, follow: Follow, *, max_body_bytes: int, ends_with_answers: bool = True, report: Report | None = None
     ) -> None:
         self._follow = follow
         self._report = report
         self._picked = ""
-        self._ends_at_once = ends_at_once
+        self._ends_with_answers = ends_with_answers
         self._max_body_bytes = max_body_bytes
         self._phase = _Phase.HEADERS
         self._configured = False
@@ -295,7 +295,7 @@ class RequestStream:
             self._configured, config = True, request.protocol_config
             self._request_mode, self._response_mode = config.request_body_mode, config.response_body_mode
             unwaited = config.send_body_without_waiting_for_header_response
-            if self._follow is Follow.LEAVE and self._response_is_duplex and not self._ends_at_once:
+            if self._follow is Follow.LEAVE and self._response_is_duplex and not self._ends_with_answers:
                 self._follow = Follow.PROXY
         self._headers = wire.header_map(request.request_headers.headers)
         self._subset = wire.subset_hint(request)

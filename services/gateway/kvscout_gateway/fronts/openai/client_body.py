@@ -26,7 +26,7 @@ class ClientBody(NamedTuple):
     data: bytes
     model: str = ""
     """"" = it names none."""
-    at_once: bool = True
+    whole_answer: bool = True
     """The answer is to come as a whole, and no stream."""
 
 
@@ -105,4 +105,4 @@ def _read(data: bytes, max_priority: int | None) -> ClientBody:
     if model is not None and not isinstance(model, str):
         raise InvalidArgument("must be the name of a model", field="model")
     cleaned = body.changed(changes_of(body.fields, max_priority=max_priority))
-    return ClientBody(cleaned, model or "", at_once=body.get("stream") is not True)
+    return ClientBody(cleaned, model or "", whole_answer=body.get("stream") is not True)

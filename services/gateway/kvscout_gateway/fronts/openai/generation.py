@@ -67,7 +67,7 @@ class OpenAiRequest:
         self._body = body
         self.with_key = with_key
         self._request_id = header(call.headers, REQUEST_ID_HEADER.lower())
-        self.at_once = body.get("stream") is not True
+        self.whole_answer = body.get("stream") is not True
         self.demands_tool_call = body.get("tool_choice") not in (None, "auto", "none")
         self.form, changes = with_usage(body)
         self._own = {**changes_of(body.fields, max_priority=max_priority), **changes}
@@ -97,11 +97,11 @@ class OpenAiRequest:
 class Client:
     """See `Reply`: an HTTP client that waits for an answer."""
 
-    def __init__(self, call: HttpCall, *, at_once: bool, in_full: bool) -> None:
+    def __init__(self, call: HttpCall, *, whole_answer: bool, in_full: bool) -> None:
         self._call = call
         self._in_full = in_full
         """It is told addresses, too."""
-        self._at_once = at_once
+        self._whole_answer = whole_answer
         self._answer: HttpAnswer | None = None
         self._answered = False
         self.request_id = ""
@@ -116,7 +116,7 @@ class Client:
     async def begin(self, answer: HttpAnswer) -> Sink:
         """See `Reply`."""
         self._answer = answer
-        if self._at_once:
+        if self._whole_answer:
             return self
         await self._call.start(answer.status, self._headers(answer))
         return self._call
@@ -130,7 +130,7 @@ class Client:
 
     async def end(self) -> None:
         """The engine has sent everything."""
-        if not self._at_once and self._answer is not None:
+        if not self._whole_answer and self._answer is not None:
             self.usage = account_read(self._answer.report.usage)
             await self._call.end()
 
@@ -139,7 +139,7 @@ class Client:
         refusal = refusal_of(error, request_id=self.request_id, in_full=self._in_full)
         if self._answered:
             return
-        report = self._answer.report if self._answer is not None and not self._at_once else None
+        report = self._answer.report if self._answer is not None and not self._whole_answer else None
         if report is None or not report.passed:
             await self._call.respond(refusal.status, (*refusal.headers, *self._named()), refusal.body)
             return
@@ -195,7 +195,7 @@ class Generation:
         # What is known of a prompt is much, and an answer may take minutes.
         del tokens
         request = OpenAiRequest(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
-        client = Client(call, at_once=request.at_once, in_full=caller.is_admin)
+        client = Client(call, whole_answer=request.whole_answer, in_full=caller.is_admin)
         client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or wish.request_id
         with about_request(client.request_id):
             try:

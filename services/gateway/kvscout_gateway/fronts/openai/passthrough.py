@@ -97,7 +97,11 @@ class Passthrough:
         )
         liveness = gateway.observations.of(tenant, WorkerRank(spec.worker_id, spec.dp_start_rank)).liveness
         engine = gateway.engines.call(
-            spec.http_endpoint, uncached_tokens=0, liveness=liveness, at_once=body.at_once, clients_key=with_key
+            spec.http_endpoint,
+            uncached_tokens=0,
+            liveness=liveness,
+            whole_answer=body.whole_answer,
+            clients_key=with_key,
         )
         answer: HttpAnswer | None = None
         passed = False

@@ -64,23 +64,23 @@ def to_balancer(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bo
         with_key: The client's key is the engine's.
     """
     mine = [*((name, value) for name, value in own if value), ("Accept-Encoding", "identity")]
-    left_out = {name.lower() for name, _ in mine} | _connection_options(client) | _OF_ONE_HOP
+    dropped = {name.lower() for name, _ in mine} | _connection_options(client) | _OF_ONE_HOP
     if not with_key:
-        left_out |= {"authorization", "x-api-key"}
+        dropped |= {"authorization", "x-api-key"}
     return mine + [
         (name, value)
         for name, value in client
-        if (lower := name.lower()) not in left_out and not is_reserved_header(lower)
+        if (lower := name.lower()) not in dropped and not is_reserved_header(lower)
     ]
 
 
 def from_balancer(answer: Headers) -> list[tuple[str, str]]:
     """The headers of its answer: all but those that tell browsers which pages may see it."""
-    left_out = _connection_options(answer) | _OF_ONE_HOP
+    dropped = _connection_options(answer) | _OF_ONE_HOP
     return [
         (name, value)
         for name, value in answer
-        if (lower := name.lower()) not in left_out and not lower.startswith(_FOR_BROWSERS)
+        if (lower := name.lower()) not in dropped and not lower.startswith(_FOR_BROWSERS)
     ]
 
 

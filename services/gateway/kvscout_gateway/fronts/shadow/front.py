@@ -231,14 +231,14 @@ class _Passing:
             if self._score is not None and len(kept) <= MAX_READ_BYTES:
                 kept += chunk
         if self._score is not None and 200 <= answer.status < 300:
-            self._first_output(self._score, at_once=True)
+            self._first_output(self._score, whole_answer=True)
             if len(kept) <= MAX_READ_BYTES:
                 self._usage = usage_of_answer(Dialect.OPENAI, await answer_read(bytes(kept)))
 
-    def _first_output(self, score: Score, *, at_once: bool = False) -> None:
+    def _first_output(self, score: Score, *, whole_answer: bool = False) -> None:
         seconds = time.perf_counter() - self._started
         self._gateway.metrics.of(score.asked.tenant, score.asked.model).first_token(seconds)
-        score.first_output(at_once=at_once)
+        score.first_output(whole_answer=whole_answer)
 
     def _served_by(self, tenant: str) -> str:
         """The worker that the balancer says has served; "" = it says nothing that is known here."""

@@ -86,14 +86,14 @@ class Score:
         self.task: asyncio.Task[None] | None = None
         """None = it is not scored."""
 
-    def first_output(self, *, at_once: bool = False) -> None:
+    def first_output(self, *, whole_answer: bool = False) -> None:
         """Output has begun: the prompt is computed.
 
         Args:
-            at_once: All of it is here. When the prompt was computed nobody knows.
+            whole_answer: All of it is here. When the prompt was computed nobody knows.
         """
         self._prefilled = True
-        if self._booking is not None and not at_once:
+        if self._booking is not None and not whole_answer:
             self._gateway.bookings.mark_prefill_complete(self._booking)
 
     def end(self, *, failed: bool, usage: Usage | None, served_by: str) -> None:
