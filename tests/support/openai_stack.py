@@ -120,7 +120,7 @@ async def front(*workers: WorkerSpec, tokens: TokenTable | None = None, **config
         config: Of the gateway.
     """
     metrics = CollectorRegistry()
-    settings = GatewayConfig(indexers=(), schedulers=(NOBODY,), **{"http_port": 0, "patience": TIMEOUTS, **config})
+    settings = GatewayConfig(indexers=(), schedulers=(NOBODY,), **{"http_port": 0, "timeouts": TIMEOUTS, **config})
     gateway = Gateway(settings, metrics)
     for worker in workers:
         gateway.registry.register(worker)

@@ -49,7 +49,7 @@ async def test_the_next_turn_of_a_conversation_costs_its_new_part_only(tmp_path:
     assert 0 < tokenizer.cache.misses - before <= new
 
 
-@pytest.mark.parametrize("build", ["byte level, prefixed", "metaspace, first", "word chunk", "byte level"])
+@pytest.mark.parametrize("build", ["byte level, prefixed", "metaspace, first", "word piece", "byte level"])
 async def test_a_text_has_what_the_tokenizer_puts_around_it(tmp_path: Path, build: str) -> None:
     tokenizer = loaded(tmp_path, BUILDS[build])
     for text in ("", "a", LINE * 3, LINE * 30 + "<|im_end|>" + LINE * 30):

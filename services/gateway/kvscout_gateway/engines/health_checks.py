@@ -34,7 +34,7 @@ class HealthChecks:
         client: HttpClient,
         health: WorkerHealth,
         workers: Callable[[], Iterable[WorkerSpec]],
-        heard: Callable[[WorkerSpec, float], bool],
+        has_output: Callable[[WorkerSpec, float], bool],
         lost: Callable[[WorkerSpec, str, float], object],
         *,
         period_seconds: float,
@@ -45,7 +45,7 @@ class HealthChecks:
             client: Reaches engines.
             health: Told of what is found.
             workers: Those that are registered now.
-            heard: Whether a worker has put out something in the last so many seconds.
+            has_output: Tells whether a worker has put out anything within that many seconds.
             lost: Told of each failed check of a worker that gets no requests for that: what was wrong, and when it was
                 asked on the loop's clock. What waits for it waits in vain.
             period_seconds: Between two checks of a worker.
@@ -53,7 +53,7 @@ class HealthChecks:
         self._client = client
         self._health = health
         self._workers = workers
-        self._await_engine = heard
+        self._has_output = has_output
         self._lost = lost
         self._period = period_seconds
         self._places = asyncio.Semaphore(CONCURRENT_CHECKS)
@@ -72,7 +72,7 @@ class HealthChecks:
         pause = self._period / max(1, len(due))
         for spec in due:
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-            if self._await_engine(spec, self._period):
+            if self._has_output(spec, self._period):
                 self._told(spec)
                 continue
             await self._places.acquire()

@@ -141,7 +141,7 @@ class Attempt:
         Args:
             request: What the client wants run.
             changes: What of it this attempt changes.
-            whole_answer: Whether the engine generates all of the answer before it says anything; None = as the request says.
+            whole_answer: The engine answers only when it has generated everything; None = as the request says.
 
         Raises:
             EngineFailed: None does.

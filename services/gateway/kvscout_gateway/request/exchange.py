@@ -242,7 +242,7 @@ class Exchange:
 
         Args:
             wish: What is asked of the worker.
-            use: Sends the attempt to its engine and sees it to its end; raises EngineFailed if the engine fails it. What
+            use: Sends the attempt to its engine, to its end; raises EngineFailed if the engine fails it. What
                 was booked for it is freed when it returns.
 
         Raises:

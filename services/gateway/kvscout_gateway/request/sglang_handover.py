@@ -117,7 +117,7 @@ class SglangHandover:
 
 
 async def _run_both(compute: _Job, generate: _Job, decode: Attempt) -> None:
-    """Raises EngineFailed for the prefill attempt's failures, `_DecodeEnded` for everything that ends the decode attempt."""
+    """Raise EngineFailed for failures of prefill, `_DecodeEnded` for everything that ends decode."""
     computing = asyncio.create_task(compute, name="prefill-attempt")
     generating = asyncio.create_task(generate, name="decode-attempt")
     attempts = (computing, generating)

@@ -4,7 +4,7 @@
 
     the body of a request ─┬─ token ids in it ──────────────────────────────────────────────▶ as they are
                            ├─ a tokenizer here ── conversation.py, chat_template.py: text
-                           │                      tokenizer.py: cut at token_boundaries.py, known chunks from chunk_cache.py
+                           │                      tokenizer.py: cut by token_boundaries.py; chunk_cache.py: known chunks
                            └─ the engine's /tokenize ── engine_tokenize.py: 50 ms at most
 
 `prompt_tokens.py` chooses among them, `parity.py` compares what came out with what the engine had.

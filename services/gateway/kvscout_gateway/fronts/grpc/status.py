@@ -52,7 +52,7 @@ def _shadow_hour(hour: Hour, span: Span) -> gateway_pb2.ShadowHour:
         tenant=hour.tenant,
         model=hour.model,
         requests=span.requests,
-        ejected=span.reasons(),
+        left_out=span.reasons(),
         **sums,
     )
 

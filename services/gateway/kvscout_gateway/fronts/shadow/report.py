@@ -85,7 +85,7 @@ class Span:
     sums: Sums = field(default_factory=Sums)
     unproven: Sums = field(default_factory=Sums)
     """Of requests whose engine said nothing of cached tokens, as if it had said 0."""
-    ejected: Counter[LeftOut] = field(default_factory=Counter)
+    left_out: Counter[LeftOut] = field(default_factory=Counter)
 
     def proven(self) -> None:
         """Their engines do say: where they said nothing it was 0."""
@@ -94,7 +94,7 @@ class Span:
 
     def reasons(self) -> dict[str, int]:
         """Requests that were not compared, by why."""
-        counts = Counter({reason.value: count for reason, count in self.ejected.items()})
+        counts = Counter({reason.value: count for reason, count in self.left_out.items()})
         if self.unproven.compared:
             counts[LeftOut.USAGE.value] += self.unproven.compared
         return dict(counts)
@@ -149,7 +149,7 @@ class ShadowReport:
         for span in spans:
             span.requests += 1
             if isinstance(outcome, LeftOut):
-                span.ejected[outcome] += 1
+                span.left_out[outcome] += 1
             elif outcome.cached is None and who not in self._telling:
                 span.unproven.add(outcome)
             else:
