@@ -32,8 +32,8 @@ from kvscout_common.rpc.channel import open_channel
 from kvscout_common.rpc.guard import Guard
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.config import IndexerConfig
-from kvscout_indexer.raw_queries import RawQueries
-from kvscout_indexer.servicer import IndexerServicer
+from kvscout_indexer.rpc.raw_queries import RawQueries
+from kvscout_indexer.rpc.servicer import IndexerServicer
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
 PROMPT = list(range(100, 112))

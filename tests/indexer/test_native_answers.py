@@ -20,8 +20,8 @@ from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
 from kvscout_common.observability.rpc_metrics import BUCKETS, RpcTimes
 from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.raw_queries import RawQueries
-from kvscout_indexer.servicer import IndexerServicer
+from kvscout_indexer.rpc.raw_queries import RawQueries
+from kvscout_indexer.rpc.servicer import IndexerServicer
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: Python answers all")
 

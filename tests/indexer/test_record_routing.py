@@ -19,9 +19,9 @@ from kvscout_common.hashing import block_hashes
 from kvscout_common.rpc.channel import call
 from kvscout_common.shards import Shard
 from kvscout_indexer.config import IndexerConfig
-from kvscout_indexer.metrics import IndexerCollector
-from kvscout_indexer.raw_queries import RawQueries
-from kvscout_indexer.servicer import IndexerServicer
+from kvscout_indexer.rpc.metrics import IndexerCollector
+from kvscout_indexer.rpc.raw_queries import RawQueries
+from kvscout_indexer.rpc.servicer import IndexerServicer
 
 WITHOUT_EVENTS = IndexerConfig(kv_events=False)
 BESIDE_EVENTS = IndexerConfig(router_predicted_ttl_seconds=60.0)

@@ -12,7 +12,7 @@ from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common.rpc.channel import call, open_channel
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.servicer import IndexerServicer
+from kvscout_indexer.rpc.servicer import IndexerServicer
 from support import processes
 
 MODEL = "tiny"

@@ -34,8 +34,8 @@ from kvscout_common.rpc.guard import Guard
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.raw_queries import RawQueries
-from kvscout_indexer.servicer import IndexerServicer
+from kvscout_indexer.rpc.raw_queries import RawQueries
+from kvscout_indexer.rpc.servicer import IndexerServicer
 from support.engine_events import BLOCK_SIZE, CLEARED, batch, removed, stored
 from support.grpc_server import serving
 from support.indexer_client import MODEL, IndexerClient, local_indexer

@@ -23,15 +23,15 @@ from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import Shard, shard_of
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
-from kvscout_indexer.peers import Peers
-from kvscout_indexer.pools import Pools
-from kvscout_indexer.push import GrpcPush
-from kvscout_indexer.routed import RoutedPrompts
-from kvscout_indexer.transports import EventTransport, ZmqDirect
+from kvscout_indexer.feeds.peers import Peers
+from kvscout_indexer.feeds.push import GrpcPush
+from kvscout_indexer.feeds.transports import EventTransport, ZmqDirect
+from kvscout_indexer.index.pools import Pools
+from kvscout_indexer.index.routed import RoutedPrompts
 
 if TYPE_CHECKING:
-    from kvscout_indexer.jetstream import JetStream
-    from kvscout_indexer.nats_core import NatsCore
+    from kvscout_indexer.feeds.nats_core import NatsCore
+    from kvscout_indexer.streams.jetstream import JetStream
 
 log = logging.getLogger("kvscout.indexer")
 
@@ -86,7 +86,7 @@ class Indexer:
         self.nats_core: NatsCore | None = None
         """None as well, then."""
         if self.nats is not None:
-            from kvscout_indexer.nats_core import NatsCore
+            from kvscout_indexer.feeds.nats_core import NatsCore
 
             self.nats_core = NatsCore(
                 self.nats, security=config.client, warnings=self._warnings, failed=self._defect.report
@@ -104,7 +104,7 @@ class Indexer:
             if config.reset_states:
                 log.warning("--router-reset-states has no effect without --nats-server or with --no-kv-events")
             return None
-        from kvscout_indexer.jetstream import JetStream
+        from kvscout_indexer.streams.jetstream import JetStream
 
         jetstream = JetStream(
             self.nats,

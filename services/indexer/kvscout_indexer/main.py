@@ -123,9 +123,9 @@ def main(**values: Any) -> None:
 async def build(config: IndexerConfig) -> App:
     """The indexer as an app to serve."""
     from kvscout_indexer.indexer import Indexer
-    from kvscout_indexer.metrics import IndexerCollector
-    from kvscout_indexer.raw_queries import SERVICE, RawQueries
-    from kvscout_indexer.servicer import IndexerServicer
+    from kvscout_indexer.rpc.metrics import IndexerCollector
+    from kvscout_indexer.rpc.raw_queries import SERVICE, RawQueries
+    from kvscout_indexer.rpc.servicer import IndexerServicer
 
     indexer = Indexer(config)
     servicer = IndexerServicer(indexer)

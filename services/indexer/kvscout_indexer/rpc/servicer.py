@@ -17,9 +17,9 @@ from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
 from kvscout_common.rpc.service_info import service_info
 from kvscout_common.statuses import status_code
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, PoolKey, WorkerRank
+from kvscout_indexer.index.routed import RoutedPrompt
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.routed import RoutedPrompt
-from kvscout_indexer.status import NOTHING_HELD, index_status, source_status
+from kvscout_indexer.rpc.status import NOTHING_HELD, index_status, source_status
 
 HASH_BYTES = 8
 MAX_REQUESTS = 1024

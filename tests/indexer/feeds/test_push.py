@@ -43,10 +43,10 @@ from kvscout_common.errors import (
 from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
 from kvscout_common.rpc.channel import to_error
 from kvscout_common.worker import Transport
-from kvscout_indexer import push
+from kvscout_indexer.feeds import push
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.raw_queries import RawQueries
-from kvscout_indexer.servicer import IndexerServicer
+from kvscout_indexer.rpc.raw_queries import RawQueries
+from kvscout_indexer.rpc.servicer import IndexerServicer
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
@@ -265,7 +265,7 @@ async def test_an_incomplete_source_is_made_whole_by_all_its_events(
     stack: Stack, publisher: ScriptedPublisher, monkeypatch: pytest.MonkeyPatch, *, reconnects: bool
 ) -> None:
     if not reconnects:
-        monkeypatch.setattr("kvscout_indexer.healing.HEAL_SECONDS", 0.1)
+        monkeypatch.setattr("kvscout_indexer.feeds.healing.HEAL_SECONDS", 0.1)
     messages = [publisher.make(payload) for payload in chain(6)]
     stream = stack.push()
     await stream.send(*messages[1:])

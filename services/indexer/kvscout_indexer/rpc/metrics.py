@@ -13,11 +13,11 @@ from prometheus_client.registry import Collector
 from kvscout.v1 import indexer_pb2
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.status import index_status, source_status
-from kvscout_indexer.stream_metrics import stream_metrics
+from kvscout_indexer.rpc.status import index_status, source_status
+from kvscout_indexer.rpc.stream_metrics import stream_metrics
 
 if TYPE_CHECKING:
-    from kvscout_indexer.nats_core import NatsCore
+    from kvscout_indexer.feeds.nats_core import NatsCore
 
 _POOL = ["tenant", "model", "block_size"]
 _SOURCE = ["tenant", "model", "worker", "dp_rank"]

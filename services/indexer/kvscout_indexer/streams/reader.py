@@ -25,10 +25,10 @@ from kvscout_blocks.publish.event_stream import ensure_stream
 from kvscout_common.nats.link import NatsLink, end_if_cancelled
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.shards import Shard
-from kvscout_indexer.position import SnapshotId, SnapshotSchedule, StreamState, follows, resume
-from kvscout_indexer.snapshots import SnapshotBroken, Snapshots
-from kvscout_indexer.stream_pull import PullBroken, StreamMessage, StreamPull
-from kvscout_indexer.stream_sources import SLICE_SECONDS, StreamSources
+from kvscout_indexer.streams.position import SnapshotId, SnapshotSchedule, StreamState, follows, resume
+from kvscout_indexer.streams.pull import PullBroken, StreamMessage, StreamPull
+from kvscout_indexer.streams.snapshots import SnapshotBroken, Snapshots
+from kvscout_indexer.streams.sources import SLICE_SECONDS, StreamSources
 
 log = logging.getLogger("kvscout.jetstream")
 

@@ -22,8 +22,8 @@ from kvscout_common.nats.link import NatsLink, end_if_cancelled
 from kvscout_common.nats.names import encode_name
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.shards import Shard
-from kvscout_indexer.position import retention, superseded
-from kvscout_indexer.stream_reader import StreamReader
+from kvscout_indexer.streams.position import retention, superseded
+from kvscout_indexer.streams.reader import StreamReader
 
 log = logging.getLogger("kvscout.snapshots")
 

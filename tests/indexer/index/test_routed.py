@@ -11,8 +11,8 @@ from kvscout_common.errors import FailedPrecondition, NotFound
 from kvscout_common.registry.registry import Registry
 from kvscout_common.shards import Shard
 from kvscout_common.worker import PoolKey, WorkerRank, WorkerSpec
-from kvscout_indexer.pools import Pools
-from kvscout_indexer.routed import RoutedPrompt, RoutedPrompts
+from kvscout_indexer.index.pools import Pools
+from kvscout_indexer.index.routed import RoutedPrompt, RoutedPrompts
 
 TTL = 10.0
 

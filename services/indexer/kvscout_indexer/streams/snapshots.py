@@ -22,8 +22,8 @@ from nats.js.object_store import ObjectStore
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.shards import Shard
-from kvscout_indexer.position import SnapshotId
-from kvscout_indexer.snapshot import Snapshot, decode, encode
+from kvscout_indexer.streams.position import SnapshotId
+from kvscout_indexer.streams.snapshot import Snapshot, decode, encode
 
 log = logging.getLogger("kvscout.snapshots")
 

@@ -24,7 +24,7 @@ from google.protobuf.message import DecodeError
 from kvscout.v1 import snapshots_pb2
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank
-from kvscout_indexer.position import SnapshotId
+from kvscout_indexer.streams.position import SnapshotId
 
 VERSION: Final = 1
 """Of the header; readers take this one and the one before."""

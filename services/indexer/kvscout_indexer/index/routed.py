@@ -20,7 +20,7 @@ from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.registry.registry import Registry
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_indexer.pools import Pools
+from kvscout_indexer.index.pools import Pools
 
 PREDICTIONS_OFF = "predictions are off: --no-kv-events or --router-predicted-ttl turns them on"
 HASH_BYTES = 8

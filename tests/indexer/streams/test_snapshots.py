@@ -12,10 +12,10 @@ from support.stream_world import BUCKET, World, stream_world
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import WorkerRank
-from kvscout_indexer import snapshots as snapshots_module
-from kvscout_indexer.position import SnapshotId
-from kvscout_indexer.snapshot import Snapshot, SourceCut, decode, encode
-from kvscout_indexer.snapshots import SnapshotBroken, Snapshots
+from kvscout_indexer.streams import snapshots as snapshots_module
+from kvscout_indexer.streams.position import SnapshotId
+from kvscout_indexer.streams.snapshot import Snapshot, SourceCut, decode, encode
+from kvscout_indexer.streams.snapshots import SnapshotBroken, Snapshots
 
 INCARNATION = 1_700_000_000_000_000
 
@@ -40,7 +40,7 @@ def test_every_snapshot_that_was_cut_short_is_refused() -> None:
 
 
 def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvscout_indexer.snapshot.VERSION", 3)
+    monkeypatch.setattr("kvscout_indexer.streams.snapshot.VERSION", 3)
     data = b"".join(encode(snapshot()))
     monkeypatch.undo()
     with pytest.raises(FailedPrecondition):

@@ -23,8 +23,8 @@ from kvscout_common.identity.identity import AccessRole, Identity, enter, leave
 from kvscout_common.rpc.channel import call
 from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.raw_queries import RawQueries
-from kvscout_indexer.servicer import IndexerServicer
+from kvscout_indexer.rpc.raw_queries import RawQueries
+from kvscout_indexer.rpc.servicer import IndexerServicer
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
 RNG_TOKENS = 50

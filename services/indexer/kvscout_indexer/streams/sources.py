@@ -22,10 +22,10 @@ from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.nats.names import NatsNames
 from kvscout_common.shards import Shard
 from kvscout_common.worker import WorkerRank
-from kvscout_indexer.position import Resume, SnapshotId, SnapshotSchedule, StreamState
-from kvscout_indexer.snapshot import Snapshot, SourceCut
-from kvscout_indexer.stream_lanes import Lane, Lanes, Taker
-from kvscout_indexer.stream_pull import StreamMessage
+from kvscout_indexer.streams.partitions import Lane, Lanes, Taker
+from kvscout_indexer.streams.position import Resume, SnapshotId, SnapshotSchedule, StreamState
+from kvscout_indexer.streams.pull import StreamMessage
+from kvscout_indexer.streams.snapshot import Snapshot, SourceCut
 
 log = logging.getLogger("kvscout.jetstream")
 

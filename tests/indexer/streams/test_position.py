@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvscout_indexer.position import (
+from kvscout_indexer.streams.position import (
     Resume,
     SnapshotId,
     SnapshotSchedule,

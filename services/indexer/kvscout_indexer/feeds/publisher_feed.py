@@ -24,7 +24,7 @@ from kvscout_common.errors import FailedPrecondition, KvscoutError
 from kvscout_common.nats.link import NatsLink
 from kvscout_common.rpc.channel import ClientSecurity, open_channel, stream
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
-from kvscout_indexer.healing import Healing
+from kvscout_indexer.feeds.healing import Healing
 
 UNANSWERED = 3
 """Requests that nobody answers while events go on coming, until their publisher counts as one without a local index."""

@@ -8,7 +8,7 @@ from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.worker import Adapter, CopyMode, PoolKey, WorkerRank, WorkerSpec
-from kvscout_indexer.pools import Pools
+from kvscout_indexer.index.pools import Pools
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from kvscout_indexer.jetstream import JetStream
-    from kvscout_indexer.stream_reader import StreamReader
+    from kvscout_indexer.streams.jetstream import JetStream
+    from kvscout_indexer.streams.reader import StreamReader
 
 _STREAM = ["tenant", "model"]
 _GAUGES: dict[str, tuple[str, Callable[[StreamReader], float]]] = {

@@ -6,9 +6,9 @@ from kvscout_blocks.source.feed import Cursor
 from kvscout_common.nats.names import NatsNames
 from kvscout_common.shards import Shard
 from kvscout_common.worker import WorkerRank
-from kvscout_indexer.position import Resume, SnapshotSchedule, StreamState
-from kvscout_indexer.stream_lanes import Lane, Lanes
-from kvscout_indexer.stream_sources import StreamSources
+from kvscout_indexer.streams.partitions import Lane, Lanes
+from kvscout_indexer.streams.position import Resume, SnapshotSchedule, StreamState
+from kvscout_indexer.streams.sources import StreamSources
 
 
 class Clock:

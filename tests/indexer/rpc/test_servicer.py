@@ -17,7 +17,7 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutEr
 from kvscout_common.hashing import block_hashes
 from kvscout_common.rpc.channel import call, stream
 from kvscout_common.worker import WorkerRank
-from kvscout_indexer.servicer import IndexerServicer, overlaps_to_proto
+from kvscout_indexer.rpc.servicer import IndexerServicer, overlaps_to_proto
 
 
 @pytest.fixture

@@ -40,15 +40,18 @@ from kvscout.v1 import bridge_pb2, indexer_pb2
 from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
 from kvscout_common.registry import nats as registry_nats
 from kvscout_common.shards import WHOLE, Shard
-from kvscout_indexer import publisher_feed, snapshotter, stream_pull, stream_reader
 from kvscout_indexer.config import IndexerConfig
+from kvscout_indexer.feeds import publisher_feed
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.jetstream import JetStream
-from kvscout_indexer.position import SnapshotId
-from kvscout_indexer.snapshot import Snapshot
-from kvscout_indexer.snapshots import Snapshots
-from kvscout_indexer.snapshotter import Snapshotter
-from kvscout_indexer.stream_reader import StreamReader
+from kvscout_indexer.streams import pull as stream_pull
+from kvscout_indexer.streams import reader as stream_reader
+from kvscout_indexer.streams import snapshotter
+from kvscout_indexer.streams.jetstream import JetStream
+from kvscout_indexer.streams.position import SnapshotId
+from kvscout_indexer.streams.reader import StreamReader
+from kvscout_indexer.streams.snapshot import Snapshot
+from kvscout_indexer.streams.snapshots import Snapshots
+from kvscout_indexer.streams.snapshotter import Snapshotter
 
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
@@ -156,7 +159,7 @@ async def test_a_worker_that_comes_back_has_what_its_engine_still_holds(world: W
 async def test_a_replica_begins_after_the_newest_snapshot_whatever_was_acknowledged(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvscout_indexer.jetstream.replica_name", lambda: "replica")
+    monkeypatch.setattr("kvscout_indexer.streams.jetstream.replica_name", lambda: "replica")
     w = world.publisher()
     async with local_indexer(config(world)) as (client, indexer):
         await register(client)

@@ -26,7 +26,7 @@ from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import INTENDED
 from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
-from kvscout_indexer.publisher_feed import PublisherFeed
+from kvscout_indexer.feeds.publisher_feed import PublisherFeed
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg

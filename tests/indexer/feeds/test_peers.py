@@ -21,11 +21,11 @@ from support.scripted_publisher import ScriptedPublisher, core_publisher, dumped
 from kvscout.v1 import events_pb2, indexer_pb2, types_pb2
 from kvscout_blocks.bytes.codec import encode_dump
 from kvscout_common.worker import EventEndpoint, Transport
-from kvscout_indexer import peers
 from kvscout_indexer.config import IndexerConfig
+from kvscout_indexer.feeds import peers
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.raw_queries import RawQueries
-from kvscout_indexer.servicer import IndexerServicer
+from kvscout_indexer.rpc.raw_queries import RawQueries
+from kvscout_indexer.rpc.servicer import IndexerServicer
 
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE

@@ -31,8 +31,8 @@ from kvscout_common.errors import Draining, FailedPrecondition, InternalError, I
 from kvscout_common.process.endings import INTENDED
 from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
-from kvscout_indexer.healing import Healing
-from kvscout_indexer.resend import Item, Question, Resend
+from kvscout_indexer.feeds.healing import Healing
+from kvscout_indexer.feeds.resend import Item, Question, Resend
 
 log = logging.getLogger("kvscout.events")
 

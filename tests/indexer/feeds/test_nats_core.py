@@ -30,7 +30,7 @@ from kvscout.v1 import bridge_pb2, bridge_pb2_grpc, indexer_pb2, indexer_pb2_grp
 from kvscout_blocks.source.sequence import OUTDATED_AFTER
 from kvscout_common.errors import FailedPrecondition
 from kvscout_common.worker import Transport, WorkerRank
-from kvscout_indexer import nats_core
+from kvscout_indexer.feeds import nats_core
 from kvscout_indexer.indexer import Indexer
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
@@ -184,7 +184,7 @@ async def test_without_an_answer_held_blocks_become_predictions_and_the_worker_h
 ) -> None:
     monkeypatch.setattr("kvscout_blocks.source.sequence.MAX_ATTEMPTS", 2)
     monkeypatch.setattr("kvscout_blocks.source.sequence.FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("kvscout_indexer.healing.HEAL_SECONDS", 0.05)
+    monkeypatch.setattr("kvscout_indexer.feeds.healing.HEAL_SECONDS", 0.05)
     async with core_publisher(server.url, ScriptedPublisher(), recovers=False) as core:
         await subscribed(stack.client)
         await core.publish(*chain(3))

@@ -32,10 +32,10 @@ from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
-from kvscout_indexer.publisher_feed import PublisherFeed
-from kvscout_indexer.snapshots import Snapshots
-from kvscout_indexer.snapshotter import Snapshotter
-from kvscout_indexer.stream_reader import StreamReader
+from kvscout_indexer.feeds.publisher_feed import PublisherFeed
+from kvscout_indexer.streams.reader import StreamReader
+from kvscout_indexer.streams.snapshots import Snapshots
+from kvscout_indexer.streams.snapshotter import Snapshotter
 
 log = logging.getLogger("kvscout.jetstream")
 

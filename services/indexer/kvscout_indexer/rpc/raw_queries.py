@@ -20,8 +20,8 @@ from kvscout_common.identity.identity import current_identity
 from kvscout_common.observability import tracing
 from kvscout_common.rpc.handlers import Synchronous
 from kvscout_common.rpc.raw_messages import parse_message
-from kvscout_indexer.servicer import IndexerServicer
-from kvscout_indexer.traces import tell, traced_stream
+from kvscout_indexer.rpc.servicer import IndexerServicer
+from kvscout_indexer.rpc.traces import tell, traced_stream
 
 SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
 

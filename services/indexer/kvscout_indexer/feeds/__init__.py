@@ -1,0 +1,1 @@
+"""Event feeds of worker ranks: ZMQ, NATS core, gRPC push, peers."""

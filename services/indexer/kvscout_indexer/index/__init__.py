@@ -1,0 +1,1 @@
+"""Block indexes by pool, and the predictions recorded in them."""

@@ -1,0 +1,1 @@
+"""Rpc servicer, status and metrics."""
