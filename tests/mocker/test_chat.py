@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_mocker.chat import UNASKED_TOKENS, parse_chat, parse_detokenize, parse_tokenize
+from kvscout_mocker.chat import DEFAULT_CHAT_TOKENS, parse_chat, parse_detokenize, parse_tokenize
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.tokenizer import WordTokenizer
 
@@ -46,7 +46,7 @@ def test_an_image_is_one_token_of_its_content(config: MockerConfig) -> None:
 
 def test_a_chat_without_a_limit_ends_by_itself(config: MockerConfig) -> None:
     asked = parse_chat({"messages": HELLO}, config, TOKENIZER)
-    assert (asked.prompt.tolist(), asked.max_tokens, asked.ends_early) == ([4, 9, 7, 5], UNASKED_TOKENS, True)
+    assert (asked.prompt.tolist(), asked.max_tokens, asked.ends_early) == ([4, 9, 7, 5], DEFAULT_CHAT_TOKENS, True)
     endless = parse_chat({"messages": HELLO, "ignore_eos": True}, config, TOKENIZER)
     assert (endless.max_tokens, endless.ends_early) == (1024 - 4, False)
 

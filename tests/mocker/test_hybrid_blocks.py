@@ -15,6 +15,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_mocker.config import EngineConfig, StepCost
 from kvscout_mocker.engine import Engine, Request
 from kvscout_mocker.events import BlockHashFormat, BlockStored, EventEncoder, EventFormat
+from kvscout_mocker.hybrid_blocks import HybridBlockManager
 from kvscout_mocker.sequence import Sequence
 
 BLOCK_SIZE = 4
@@ -24,19 +25,18 @@ ENCODER = EventEncoder(EventFormat.MAP, BlockHashFormat.INT, dp_rank=0)
 
 
 def engine(sliding_window: int, *, num_gpu_blocks: int = 40, max_num_batched_tokens: int = 64) -> Engine:
-    return Engine(
-        EngineConfig(
-            block_size=BLOCK_SIZE,
-            num_gpu_blocks=num_gpu_blocks,
-            max_num_seqs=8,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=64,
-            max_waiting=100,
-            vocab_size=50,
-            cost=StepCost(0.0, 0.0, 0.0),
-            sliding_window=sliding_window,
-        )
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=num_gpu_blocks,
+        max_num_seqs=8,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=64,
+        max_waiting=100,
+        vocab_size=50,
+        cost=StepCost(0.0, 0.0, 0.0),
+        sliding_window=sliding_window,
     )
+    return Engine(config, HybridBlockManager(num_gpu_blocks, BLOCK_SIZE, sliding_window))
 
 
 def serve(served: Engine, tokens: list[int], max_tokens: int) -> Request:

@@ -8,8 +8,7 @@ import pytest
 
 from kvscout_mocker.config import MockerConfig, config_from_flags
 from kvscout_mocker.engine import Engine, Step
-from kvscout_mocker.main import main
-from kvscout_mocker.process import run
+from kvscout_mocker.main import main, run
 
 
 def free_port_config(*arguments: str) -> MockerConfig:

@@ -17,6 +17,7 @@ import pytest
 from kvscout_mocker.config import EngineConfig, StepCost
 from kvscout_mocker.engine import Engine, Request
 from kvscout_mocker.events import BlockHashFormat, EventEncoder, EventFormat
+from kvscout_mocker.hybrid_blocks import HybridBlockManager
 from kvscout_mocker.sequence import CacheScope, Sequence
 
 CAPTURES = Path(__file__).parents[1] / "data" / "captures"
@@ -94,19 +95,19 @@ class Replay:
     """Gives recorded calls to an engine; requests that ran side by side are submitted side by side."""
 
     def __init__(self, max_num_batched_tokens: int, *, num_gpu_blocks: int = 65, sliding_window: int = 0) -> None:
-        self.engine = Engine(
-            EngineConfig(
-                block_size=BLOCK_SIZE,
-                num_gpu_blocks=num_gpu_blocks,
-                max_num_seqs=16,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=1024,
-                max_waiting=1000,
-                vocab_size=4096,
-                cost=StepCost(0.0, 0.0, 0.0),
-                sliding_window=sliding_window,
-            )
+        config = EngineConfig(
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks=num_gpu_blocks,
+            max_num_seqs=16,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=1024,
+            max_waiting=1000,
+            vocab_size=4096,
+            cost=StepCost(0.0, 0.0, 0.0),
+            sliding_window=sliding_window,
         )
+        hybrid = HybridBlockManager(num_gpu_blocks, BLOCK_SIZE, sliding_window) if sliding_window else None
+        self.engine = Engine(config, hybrid)
         self.payloads: list[bytes] = []
         self.cached: dict[int, int | None] = {}
 

@@ -5,96 +5,88 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import xxhash
 
 from kvscout_mocker.config import PromptTokensDetails
+from kvscout_mocker.engine import ChoiceDelta
 from kvscout_mocker.generation import Generation
+from kvscout_mocker.server import Document
 from kvscout_mocker.tokenizer import WordTokenizer
-
-Document = dict[str, Any]
-
-
-class Piece(NamedTuple):
-    """Tokens that one choice got since it was last looked at, all of them in a whole answer."""
-
-    choice: int
-    tokens: list[int]
-    first: int
-    """Position of the first of them in the choice."""
-    finish_reason: str | None
-    """Given with the last ones."""
 
 
 class Answer(ABC):
     """One answer in the making.
 
     Args:
-        asked: What was asked for.
+        generation: What was generation for.
         answer_id: Its `id`.
         created: Unix time in seconds.
         tokenizer: Tokens to text.
-        details: Whether its usage tells of cached tokens.
+        details: When its usage reports cached tokens.
     """
 
     whole_object: str
     chunk_object: str
 
     def __init__(
-        self, asked: Generation, answer_id: str, created: int, tokenizer: WordTokenizer, details: PromptTokensDetails
+        self,
+        generation: Generation,
+        answer_id: str,
+        created: int,
+        tokenizer: WordTokenizer,
+        details: PromptTokensDetails,
     ) -> None:
-        self.asked = asked
-        self._envelope: Document = {"id": answer_id, "created": created, "model": asked.model}
+        self.generation = generation
+        self._envelope: Document = {"id": answer_id, "created": created, "model": generation.model}
         self._tokenizer = tokenizer
         self._details = details
-        self._output_tokens = [0] * asked.choices
+        self._output_tokens = [0] * generation.choices
 
     @abstractmethod
     def opening(self) -> list[Document]:
         """The chunks before the first token."""
 
     @abstractmethod
-    def _delta(self, piece: Piece, text: str) -> Document:
+    def _chunk_choice(self, delta: ChoiceDelta, text: str) -> Document:
         """One choice of a chunk."""
 
     @abstractmethod
-    def _choice(self, piece: Piece, text: str) -> Document:
+    def _choice(self, delta: ChoiceDelta, text: str) -> Document:
         """One choice of a whole answer."""
 
-    def chunk(self, piece: Piece) -> Document:
-        """The chunk that carries a piece."""
-        return self._chunk([self._delta(piece, self._tokenizer.decode(piece.tokens))], piece)
+    def chunk(self, delta: ChoiceDelta) -> Document:
+        """Return the chunk that carries a delta."""
+        return self._chunk([self._chunk_choice(delta, self._tokenizer.decode(delta.tokens))], delta)
 
     def usage_chunk(self, cached_tokens: int) -> Document:
-        """The chunk after the last token, if the usage was asked for."""
-        told = self.usage(cached_tokens)
-        told = {key: value for key, value in told.items() if value is not None}
-        return self._envelope | {"object": self.chunk_object, "choices": [], "usage": told}
+        """The chunk after the last token, if the usage was generation for."""
+        fields = {key: value for key, value in self.usage(cached_tokens).items() if value is not None}
+        return self._envelope | {"object": self.chunk_object, "choices": [], "usage": fields}
 
-    def whole(self, pieces: Sequence[Piece], cached_tokens: int) -> Document:
+    def whole(self, deltas: Sequence[ChoiceDelta], cached_tokens: int) -> Document:
         """The answer to a request that did not ask for a stream."""
-        for piece in pieces:
-            self._output_tokens[piece.choice] = len(piece.tokens)
+        for delta in deltas:
+            self._output_tokens[delta.choice] = len(delta.tokens)
         return self._envelope | {
             "object": self.whole_object,
-            "choices": [self._choice(piece, self._tokenizer.decode(piece.tokens)) for piece in pieces],
+            "choices": [self._choice(delta, self._tokenizer.decode(delta.tokens)) for delta in deltas],
             "usage": self.usage(cached_tokens),
         }
 
     def usage(self, cached_tokens: int) -> Document:
         """The usage object, of all choices."""
-        told = self._details is PromptTokensDetails.ALWAYS
-        told = told or (self._details is PromptTokensDetails.NONZERO and cached_tokens > 0)
-        details = {"cached_tokens": cached_tokens} if told else None
-        return usage(len(self.asked.prompt), sum(self._output_tokens)) | {"prompt_tokens_details": details}
+        always = self._details is PromptTokensDetails.ALWAYS
+        reported = always or (self._details is PromptTokensDetails.NONZERO and cached_tokens > 0)
+        details = {"cached_tokens": cached_tokens} if reported else None
+        return usage(len(self.generation.prompt), sum(self._output_tokens)) | {"prompt_tokens_details": details}
 
-    def _chunk(self, choices: list[Document], piece: Piece | None = None) -> Document:
+    def _chunk(self, choices: list[Document], delta: ChoiceDelta | None = None) -> Document:
         document = self._envelope | {"object": self.chunk_object, "choices": choices}
-        if piece is not None:
-            self._output_tokens[piece.choice] += len(piece.tokens)
-        if self.asked.continuous_usage:
-            document["usage"] = usage(len(self.asked.prompt), self._output_tokens[piece.choice] if piece else 0)
+        if delta is not None:
+            self._output_tokens[delta.choice] += len(delta.tokens)
+        if self.generation.continuous_usage:
+            document["usage"] = usage(len(self.generation.prompt), self._output_tokens[delta.choice] if delta else 0)
         return document
 
 
@@ -107,32 +99,32 @@ class CompletionAnswer(Answer):
         """None."""
         return []
 
-    def _delta(self, piece: Piece, text: str) -> Document:
+    def _chunk_choice(self, delta: ChoiceDelta, text: str) -> Document:
         document: Document = {
-            "index": piece.choice,
+            "index": delta.choice,
             "text": text,
-            "logprobs": None if self.asked.logprobs is None else self._logprobs(piece, self.asked.logprobs),
-            "finish_reason": piece.finish_reason,
+            "logprobs": None if self.generation.logprobs is None else self._logprobs(delta, self.generation.logprobs),
+            "finish_reason": delta.finish_reason,
             "stop_reason": None,
         }
-        if self.asked.return_token_ids:
-            document["token_ids"] = piece.tokens
-            if piece.first == 0:
-                document["prompt_token_ids"] = self.asked.prompt.tolist()
+        if self.generation.return_token_ids:
+            document["token_ids"] = delta.tokens
+            if delta.first == 0:
+                document["prompt_token_ids"] = self.generation.prompt.tolist()
         return document
 
-    _choice = _delta
+    _choice = _chunk_choice
 
-    def _logprobs(self, piece: Piece, alternatives: int) -> Document:
+    def _logprobs(self, delta: ChoiceDelta, alternatives: int) -> Document:
         # A word is as long as its number has digits, so that offsets need all words before.
-        words = [self._tokenizer.decode([token]) for token in piece.tokens]
+        words = [self._tokenizer.decode([token]) for token in delta.tokens]
         offsets, end = [], 0
         for word in words:
             offsets.append(end)
             end += len(word)
-        values = [logprob(token, piece.first + index) for index, token in enumerate(piece.tokens)]
-        as_ids = self.asked.tokens_as_ids
-        names = [f"token_id:{token}" for token in piece.tokens] if as_ids else words
+        values = [logprob(token, delta.first + index) for index, token in enumerate(delta.tokens)]
+        as_ids = self.generation.tokens_as_ids
+        names = [f"token_id:{token}" for token in delta.tokens] if as_ids else words
         return {
             "text_offset": offsets,
             "token_logprobs": values,
@@ -141,7 +133,7 @@ class CompletionAnswer(Answer):
                 {name: value} | {_other(token, rank, as_ids): value - rank for rank in range(1, alternatives)}
                 if alternatives
                 else None
-                for token, name, value in zip(piece.tokens, names, values, strict=True)
+                for token, name, value in zip(delta.tokens, names, values, strict=True)
             ],
         }
 
@@ -155,33 +147,33 @@ class ChatAnswer(Answer):
     def opening(self) -> list[Document]:
         """The role of every choice, with empty content."""
         chunks = []
-        for index in range(self.asked.choices):
+        for index in range(self.generation.choices):
             delta = {"role": "assistant", "content": ""}
             chunk = self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
-            prompt = self.asked.prompt.tolist() if self.asked.return_token_ids else None
+            prompt = self.generation.prompt.tolist() if self.generation.return_token_ids else None
             chunks.append(chunk | {"prompt_token_ids": prompt, "prompt_text": None})
         return chunks
 
-    def whole(self, pieces: Sequence[Piece], cached_tokens: int) -> Document:
+    def whole(self, deltas: Sequence[ChoiceDelta], cached_tokens: int) -> Document:
         """With the prompt's tokens beside the choices, where completions have them within."""
-        prompt = self.asked.prompt.tolist() if self.asked.return_token_ids else None
-        return super().whole(pieces, cached_tokens) | {"prompt_token_ids": prompt}
+        prompt = self.generation.prompt.tolist() if self.generation.return_token_ids else None
+        return super().whole(deltas, cached_tokens) | {"prompt_token_ids": prompt}
 
-    def _delta(self, piece: Piece, text: str) -> Document:
+    def _chunk_choice(self, delta: ChoiceDelta, text: str) -> Document:
         document: Document = {
-            "index": piece.choice,
+            "index": delta.choice,
             "delta": {"content": text},
-            "logprobs": self._logprobs(piece),
-            "finish_reason": piece.finish_reason,
-            "token_ids": piece.tokens if self.asked.return_token_ids else None,
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
+            "token_ids": delta.tokens if self.generation.return_token_ids else None,
         }
-        if piece.finish_reason is not None:
+        if delta.finish_reason is not None:
             document["stop_reason"] = None
         return document
 
-    def _choice(self, piece: Piece, text: str) -> Document:
+    def _choice(self, delta: ChoiceDelta, text: str) -> Document:
         return {
-            "index": piece.choice,
+            "index": delta.choice,
             "message": {
                 "role": "assistant",
                 "content": text,
@@ -192,19 +184,19 @@ class ChatAnswer(Answer):
                 "tool_calls": [],
                 "reasoning": None,
             },
-            "logprobs": self._logprobs(piece),
-            "finish_reason": piece.finish_reason,
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
             "stop_reason": None,
-            "token_ids": piece.tokens if self.asked.return_token_ids else None,
+            "token_ids": delta.tokens if self.generation.return_token_ids else None,
         }
 
-    def _logprobs(self, piece: Piece) -> Document | None:
-        alternatives = self.asked.logprobs
+    def _logprobs(self, delta: ChoiceDelta) -> Document | None:
+        alternatives = self.generation.logprobs
         if alternatives is None:
             return None
         content = []
-        for index, token in enumerate(piece.tokens):
-            value = logprob(token, piece.first + index)
+        for index, token in enumerate(delta.tokens):
+            value = logprob(token, delta.first + index)
             own = _chat_logprob(self._tokenizer.decode([token]), value)
             others = [_chat_logprob(f" <{rank}>", value - rank) for rank in range(1, alternatives)]
             content.append(own | {"top_logprobs": [own, *others] if alternatives else []})

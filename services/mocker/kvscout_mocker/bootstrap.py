@@ -25,15 +25,12 @@ import aiohttp
 from aiohttp import web
 
 from kvscout_common.errors import InternalError, InvalidArgument
-from kvscout_mocker.answers import Document
 from kvscout_mocker.config import TransferConfig
 from kvscout_mocker.engine import Request
 from kvscout_mocker.fields import integer, json_object
 from kvscout_mocker.generation import Bootstrap
-from kvscout_mocker.legs import Leg
-from kvscout_mocker.rank import Rank
-from kvscout_mocker.server import json_body
-from kvscout_mocker.transfers import KvSource, TransferFailed
+from kvscout_mocker.kv_transfer import BlockHolder, KvSource, KvTransfer, TransferFailed
+from kvscout_mocker.server import Document, json_body
 
 _log = logging.getLogger(__name__)
 
@@ -42,25 +39,25 @@ ROOM_PATH = "/mock/rooms"
 
 class _Computed(NamedTuple):
     request: Request
-    rank: Rank
+    rank: BlockHolder
 
 
 class _Room:
-    """One request's two legs, seen from the prefill engine."""
+    """The meeting of the two engines of one request, seen from the prefill engine."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.opened = False
-        """The prefill leg is here."""
+        """The prefill transfer is here."""
         self.decode_came = asyncio.Event()
         self.computed: asyncio.Future[_Computed] = asyncio.get_running_loop().create_future()
-        """What the prefill leg holds, when it is done; an exception when it ends otherwise."""
+        """What the prefill transfer holds, when it is done; an exception when it ends otherwise."""
 
     def fail(self, why: str) -> None:
-        """Ends both legs; no-op when the prompt is computed."""
+        """Fail both sides; no-op when the prompt is computed."""
         if not self.computed.done():
             self.computed.set_exception(TransferFailed(why))
-            self.computed.exception()  # seen: there may be nobody to tell
+            self.computed.exception()  # retrieved: there may be no waiter
         self.decode_came.set()
 
 
@@ -78,11 +75,11 @@ class BootstrapServer:
         self._rooms: dict[int, _Room] = {}
 
     def add_to(self, app: web.Application) -> None:
-        """Adds the routes to an application."""
+        """Add the routes to an application."""
         app.add_routes([web.post(ROOM_PATH, self.entered)])
 
-    def leg(self, bootstrap: Bootstrap) -> Leg:
-        """The prefill leg of a room.
+    def transfer(self, bootstrap: Bootstrap) -> KvTransfer:
+        """Return the prefill side of a room.
 
         Raises:
             InvalidArgument: It is open already.
@@ -91,7 +88,7 @@ class BootstrapServer:
         if room.opened:
             raise InvalidArgument(f"room {room.number} is in use", field="bootstrap_room")
         room.opened = True
-        return _PrefillLeg(room, room.number % self._dp_size, self._config, lambda: self._closed(room))
+        return _PrefillTransfer(room, room.number % self._dp_size, self._config, lambda: self._closed(room))
 
     async def entered(self, http: web.Request) -> web.StreamResponse:
         """A decode engine waits in a room: answered when the blocks are across, or will not come."""
@@ -125,7 +122,7 @@ class BootstrapServer:
             del self._rooms[room.number]
 
 
-class _PrefillLeg(Leg):
+class _PrefillTransfer(KvTransfer):
     holds = True
     max_tokens = 1
 
@@ -135,7 +132,7 @@ class _PrefillLeg(Leg):
         self._config = config
         self._closed = closed
 
-    async def admitted(self) -> None:
+    async def ready(self) -> None:
         room, seconds = self._room, self._config.bootstrap_timeout_seconds
         why = f"Request {room.number} timed out after {seconds:.1f}s in KVPoll.Bootstrapping"
         try:
@@ -148,7 +145,7 @@ class _PrefillLeg(Leg):
             text = f"Prefill bootstrap failed for request rank={self.dp_rank} req.bootstrap_room={room.number}"
             raise InternalError(f"{text} with exception KVTransferError(bootstrap_room={room.number}): {error}")
 
-    def done(self, request: Request, rank: Rank) -> Document:
+    def done(self, request: Request, rank: BlockHolder) -> Document:
         if self._room.computed.done():  # the decode engine went away
             rank.release(request)
         else:
@@ -176,9 +173,9 @@ class RoomClient:
         if self._session is not None:
             await self._session.close()
 
-    def leg(self, bootstrap: Bootstrap) -> Leg:
-        """The decode leg of a room."""
-        return _DecodeLeg(bootstrap, self)
+    def transfer(self, bootstrap: Bootstrap) -> KvTransfer:
+        """The decode transfer of a room."""
+        return _DecodeTransfer(bootstrap, self)
 
     async def enter(self, bootstrap: Bootstrap, request: Request, tokens: int) -> int:
         """Waits in a room until the blocks are across; gives the tokens that the prefill engine had cached.
@@ -190,11 +187,11 @@ class RoomClient:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         where = f"{bootstrap.host}:{bootstrap.port}"
         seconds = self._config.waiting_timeout_seconds
-        asked = {"room": bootstrap.room, "prompt_digest": request.prompt_digest, "tokens": tokens}
+        body = {"room": bootstrap.room, "prompt_digest": request.prompt_digest, "tokens": tokens}
         failed = f"KVTransferError(bootstrap_room={bootstrap.room})"
         try:
-            patience = aiohttp.ClientTimeout(total=seconds)
-            async with self._session.post(f"http://{where}{ROOM_PATH}", json=asked, timeout=patience) as answer:
+            timeout = aiohttp.ClientTimeout(total=seconds)
+            async with self._session.post(f"http://{where}{ROOM_PATH}", json=body, timeout=timeout) as answer:
                 if answer.status != 200:
                     raise TransferFailed(f"{failed}: {where} answered {answer.status}: {(await answer.text())[:200]}")
                 cached: int = (await answer.json())["cached_tokens"]
@@ -206,7 +203,7 @@ class RoomClient:
             raise TransferFailed(text) from None
 
 
-class _DecodeLeg(Leg):
+class _DecodeTransfer(KvTransfer):
     def __init__(self, bootstrap: Bootstrap, client: RoomClient) -> None:
         self._entry = _Entry(bootstrap, client)
         self.source: KvSource | None = self._entry

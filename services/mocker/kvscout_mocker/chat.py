@@ -13,11 +13,11 @@ from array import array
 from kvscout_common.errors import InvalidArgument
 from kvscout_mocker.completions import token_ids
 from kvscout_mocker.config import MockerConfig
-from kvscout_mocker.fields import Fields, boolean, integer, json_object, optional_integer, served_model
-from kvscout_mocker.generation import MAX_LOGPROBS, Generation, read_generation
+from kvscout_mocker.fields import Fields, boolean, integer, json_object, optional_integer
+from kvscout_mocker.generation import MAX_LOGPROBS, Generation, read_generation, served_model
 from kvscout_mocker.tokenizer import WordTokenizer
 
-UNASKED_TOKENS = 64
+DEFAULT_CHAT_TOKENS = 64
 """A chat completion without a limit ends by itself after so many tokens."""
 
 
@@ -31,18 +31,18 @@ def parse_chat(body: object, config: MockerConfig, tokenizer: WordTokenizer) -> 
     fields = json_object(body)
     prompt = _conversation(fields, tokenizer)
     limit_field = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
-    asked = optional_integer(fields, limit_field, minimum=1)
+    limit = optional_integer(fields, limit_field, minimum=1)
     room = max(1, config.engine.max_model_len - len(prompt))
     alternatives = integer(fields, "top_logprobs", 0, minimum=0, maximum=MAX_LOGPROBS)
     wanted = boolean(fields, "logprobs")
     if alternatives and not wanted:
         raise InvalidArgument("may only be given with logprobs: true", field="top_logprobs")
-    ends_early = asked is None and not boolean(fields, "ignore_eos")
+    ends_early = limit is None and not boolean(fields, "ignore_eos")
     return read_generation(
         fields,
         config,
         prompt,
-        max_tokens=asked or (min(UNASKED_TOKENS, room) if ends_early else room),
+        max_tokens=limit or (min(DEFAULT_CHAT_TOKENS, room) if ends_early else room),
         limit_field=limit_field,
         logprobs=alternatives if wanted else None,
         ends_early=ends_early,

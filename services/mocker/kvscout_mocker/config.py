@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -21,7 +21,7 @@ DEFAULT_MAX_MODEL_LEN = 32_768
 
 
 class PromptTokensDetails(StrEnum):
-    """Whether a usage tells of cached tokens."""
+    """When a usage reports cached tokens."""
 
     ALWAYS = "always"
     NONZERO = "nonzero"
@@ -32,7 +32,7 @@ class PromptTokensDetails(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """How long a step takes: base + prefill tokens · per token + decoding requests · per request + their contexts."""
+    """Duration of a step: base + prefill tokens · per token + decoding requests · per request + their contexts."""
 
     base_seconds: float
     """Every step: weights are read once however small the batch is."""
@@ -42,7 +42,7 @@ class StepCost:
     """Each token of the contexts that decoding requests have: their keys and values are read in every step."""
 
     def step_seconds(self, prefill_tokens: int, decodes: int, context_tokens: int = 0) -> float:
-        """The duration of one step in seconds; `context_tokens` of all decoding requests together."""
+        """Return the duration of one step in seconds; `context_tokens` of all decoding requests together."""
         return (
             self.base_seconds
             + prefill_tokens * self.prefill_seconds_per_token
@@ -75,7 +75,7 @@ class EngineConfig:
 
 
 class Role(StrEnum):
-    """What an engine does for a request that two of them serve."""
+    """Role of an engine in disaggregated serving."""
 
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
@@ -83,7 +83,7 @@ class Role(StrEnum):
 
 
 class EngineApi(StrEnum):
-    """Whose HTTP API the process has."""
+    """HTTP API of the process."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -91,7 +91,7 @@ class EngineApi(StrEnum):
 
 
 class KvLoadFailure(StrEnum):
-    """What a vLLM decode engine does with a request whose blocks do not come."""
+    """Reaction of a vLLM decode engine to blocks that do not come."""
 
     RECOMPUTE = "recompute"
     FAIL = "fail"
@@ -99,7 +99,7 @@ class KvLoadFailure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """Blocks on their way from a prefill to a decode engine."""
+    """Durations and limits of transfers from a prefill to a decode engine."""
 
     base_seconds: float
     """Every transfer."""
@@ -116,7 +116,7 @@ class TransferConfig:
     """A SGLang decode engine waits so long for the blocks."""
 
     def seconds(self, tokens: int) -> float:
-        """How long a transfer takes."""
+        """Return the duration of a transfer of `tokens` tokens."""
         return self.base_seconds + tokens * self.seconds_per_token
 
 
@@ -147,7 +147,6 @@ class MockerConfig:
     seed: int
     """Together with prompt and position it decides the generated tokens."""
     prompt_tokens_details: PromptTokensDetails
-    """Whether a usage tells of cached tokens."""
     hash_seed: int | None
     """Makes block hashes repeatable; None: random a rank and process, as vLLM's are."""
     role: Role
@@ -160,75 +159,43 @@ class MockerConfig:
 
     @property
     def has_vllm_api(self) -> bool:
-        """Whether it talks as vLLM does."""
+        """Return True if it has vLLM's API."""
         return self.api is not EngineApi.SGLANG
 
     @property
     def has_sglang_api(self) -> bool:
-        """Whether it talks as SGLang does."""
+        """Return True if it has SGLang's API."""
         return self.api is not EngineApi.VLLM
 
     def rank_hash_seed(self) -> int:
-        """The hash seed of one more rank."""
+        """Return the hash seed of one more rank."""
         return secrets.randbits(64) if self.hash_seed is None else self.hash_seed
 
 
 def config_from_flags(
     *,
-    host: str,
-    port: int,
-    events_port: int,
-    replay_port: int,
-    topic: str,
-    event_format: EventFormat,
-    block_hash_format: BlockHashFormat,
-    buffer_steps: int,
     model: str,
     lora: tuple[str, ...],
     dp_size: int,
-    seed: int,
-    prompt_tokens_details: PromptTokensDetails,
-    hash_seed: int | None,
-    role: Role,
-    api: EngineApi,
-    bootstrap_port: int,
-    kv_transfer_base_ms: float,
-    kv_transfer_us_per_token: float,
-    kv_transfer_timeout_seconds: float,
-    kv_lease_seconds: float,
-    kv_load_failure: KvLoadFailure,
-    bootstrap_timeout_seconds: float,
-    waiting_timeout_seconds: float,
+    events_port: int,
+    replay_port: int,
     block_size: int,
     num_gpu_blocks: int,
     sliding_window: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
-    max_waiting: int,
-    vocab_size: int,
-    step_base_ms: float,
-    prefill_us_per_token: float,
-    decode_us_per_request: float,
-    context_ns_per_token: float,
     speedup: float,
-    drop_events: float,
-    duplicate_events: float,
-    mute_requests: float,
-    fail_requests: float,
-    fault_seed: int | None,
-    crash_after: int,
-    stall_after: int,
-    stall_seconds: float,
-    no_replay: bool,
+    **others: Any,
 ) -> MockerConfig:
-    """The configuration that the flags ask for.
+    """Return the configuration of the flags.
 
     Args: as documented by `--help`; `max_model_len` 0 means the default or what the blocks hold.
 
     Raises:
         ConfigError: Naming the flag that is out of range or contradicts another.
     """
+    flags = {name: value for name, value in locals().items() if name != "others"} | others
     # The groups of a hybrid model share the blocks, and a prompt may be computed in one step.
     usable_blocks = (num_gpu_blocks - 1) // (2 if sliding_window else 1)
     capacity = usable_blocks * block_size
@@ -258,61 +225,35 @@ def config_from_flags(
     for name, good, message in checks:
         if not good:
             raise ConfigError(message, field=name)
-    return MockerConfig(
-        host=host,
-        port=port,
-        events_port=events_port,
-        replay_port=replay_port,
-        topic=topic,
-        event_format=event_format,
-        block_hash_format=block_hash_format,
-        buffer_steps=buffer_steps,
-        model=model,
-        lora_names=lora,
-        dp_size=dp_size,
-        seed=seed,
-        prompt_tokens_details=prompt_tokens_details,
-        hash_seed=hash_seed,
-        role=role,
-        api=api,
-        bootstrap_port=bootstrap_port,
-        transfer=TransferConfig(
-            base_seconds=kv_transfer_base_ms / 1e3 / speedup,
-            seconds_per_token=kv_transfer_us_per_token / 1e6 / speedup,
-            recomputes=kv_load_failure is KvLoadFailure.RECOMPUTE,
-            lease_seconds=kv_lease_seconds,
-            timeout_seconds=kv_transfer_timeout_seconds,
-            bootstrap_timeout_seconds=bootstrap_timeout_seconds,
-            waiting_timeout_seconds=waiting_timeout_seconds,
-        ),
-        engine=EngineConfig(
-            block_size=block_size,
-            num_gpu_blocks=num_gpu_blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len or min(DEFAULT_MAX_MODEL_LEN, capacity),
-            max_waiting=max_waiting,
-            vocab_size=vocab_size,
-            sliding_window=sliding_window,
-            cost=StepCost(
-                base_seconds=step_base_ms / 1e3 / speedup,
-                prefill_seconds_per_token=prefill_us_per_token / 1e6 / speedup,
-                decode_seconds_per_request=decode_us_per_request / 1e6 / speedup,
-                context_seconds_per_token=context_ns_per_token / 1e9 / speedup,
-            ),
-        ),
-        faults=FaultConfig(
-            seed=secrets.randbits(32) if fault_seed is None else fault_seed,
-            drop_events=drop_events,
-            duplicate_events=duplicate_events,
-            mute_requests=mute_requests,
-            fail_requests=fail_requests,
-            crash_after=crash_after,
-            stall_after=stall_after,
-            stall_seconds=stall_seconds,
-            no_replay=no_replay,
-        ),
+    transfer = {
+        "base_seconds": others["kv_transfer_base_ms"] / 1e3 / speedup,
+        "seconds_per_token": others["kv_transfer_us_per_token"] / 1e6 / speedup,
+        "recomputes": others["kv_load_failure"] is KvLoadFailure.RECOMPUTE,
+        "lease_seconds": others["kv_lease_seconds"],
+        "timeout_seconds": others["kv_transfer_timeout_seconds"],
+    }
+    cost = StepCost(
+        base_seconds=others["step_base_ms"] / 1e3 / speedup,
+        prefill_seconds_per_token=others["prefill_us_per_token"] / 1e6 / speedup,
+        decode_seconds_per_request=others["decode_us_per_request"] / 1e6 / speedup,
+        context_seconds_per_token=others["context_ns_per_token"] / 1e9 / speedup,
     )
+    engine = {"cost": cost, "max_model_len": max_model_len or min(DEFAULT_MAX_MODEL_LEN, capacity)}
+    fault_seed = others["fault_seed"]
+    parts = {
+        "lora_names": lora,
+        "transfer": TransferConfig(**_fields(TransferConfig, flags | transfer)),
+        "engine": EngineConfig(**_fields(EngineConfig, flags | engine)),
+        "faults": FaultConfig(
+            **_fields(FaultConfig, flags | {"seed": secrets.randbits(32) if fault_seed is None else fault_seed})
+        ),
+    }
+    return MockerConfig(**_fields(MockerConfig, flags | parts))
+
+
+def _fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are fields of a dataclass."""
+    return {field.name: values[field.name] for field in fields(kind)}
 
 
 _PORT = click.IntRange(0, 65_535)
@@ -371,7 +312,7 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.Choice(PromptTokensDetails, case_sensitive=False),
         default=PromptTokensDetails.ALWAYS,
         show_default="always",
-        help="Whether usages tell of cached tokens; nonzero: not where there are none, as several vLLM releases.",
+        help="When usages report cached tokens; nonzero: not where there are none, as several vLLM releases.",
     ),
     _flag(
         "--role",

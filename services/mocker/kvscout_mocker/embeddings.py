@@ -14,7 +14,8 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_mocker.answers import usage
 from kvscout_mocker.completions import token_ids
 from kvscout_mocker.config import MockerConfig
-from kvscout_mocker.fields import integer, json_object, served_model
+from kvscout_mocker.fields import integer, json_object
+from kvscout_mocker.generation import served_model
 from kvscout_mocker.tokenizer import WordTokenizer
 
 DEFAULT_DIMENSIONS = 16
@@ -61,18 +62,18 @@ def parse_embedding(body: object, config: MockerConfig, tokenizer: WordTokenizer
     return EmbeddingRequest(model, inputs, dimensions, encoding == "base64")
 
 
-def embedding_answer(asked: EmbeddingRequest, answer_id: str, created: int) -> dict[str, Any]:
+def embedding_answer(request: EmbeddingRequest, answer_id: str, created: int) -> dict[str, Any]:
     """The JSON of the answer."""
     return {
         "id": answer_id,
         "object": "list",
         "created": created,
-        "model": asked.model,
+        "model": request.model,
         "data": [
-            {"index": index, "object": "embedding", "embedding": _encoded(_vector(tokens, asked.dimensions), asked)}
-            for index, tokens in enumerate(asked.inputs)
+            {"index": index, "object": "embedding", "embedding": _encoded(_vector(tokens, request.dimensions), request)}
+            for index, tokens in enumerate(request.inputs)
         ],
-        "usage": usage(asked.prompt_tokens, 0) | {"prompt_tokens_details": None},
+        "usage": usage(request.prompt_tokens, 0) | {"prompt_tokens_details": None},
     }
 
 
@@ -95,5 +96,5 @@ def _vector(tokens: array[int], dimensions: int) -> array[float]:
     return array("f", [value / norm for value in values])
 
 
-def _encoded(vector: array[float], asked: EmbeddingRequest) -> list[float] | str:
-    return base64.b64encode(vector.tobytes()).decode() if asked.as_base64 else vector.tolist()
+def _encoded(vector: array[float], request: EmbeddingRequest) -> list[float] | str:
+    return base64.b64encode(vector.tobytes()).decode() if request.as_base64 else vector.tolist()

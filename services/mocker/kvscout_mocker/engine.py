@@ -9,9 +9,9 @@ decisions is vLLM's scheduler's:
 2. then, unless a request was preempted, waiting requests in order of arrival, each with the prefix it hits.
    One is admitted only if its *whole* sequence fits now, though only a chunk of it may run in this step.
 
-Prefill and decode apart: a request whose prompt another engine computed gets its blocks at its turn, but they hold
-nothing until `received` says so; meanwhile it is in no batch. One that computes for another engine keeps its blocks
-when it is done, until `release`.
+Disaggregated serving: a request whose prompt another engine computed gets its blocks when it is scheduled, but they
+hold nothing until `received` says so; meanwhile it is in no batch. One that computes for another engine keeps its
+blocks when it is done, until `release`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from kvscout_common.errors import InternalError, ResourceExhausted
 from kvscout_mocker.block_manager import BlockManager, BlockTable
 from kvscout_mocker.config import EngineConfig
 from kvscout_mocker.events import Event
-from kvscout_mocker.hybrid_blocks import HybridBlockManager
 from kvscout_mocker.sequence import Sequence
 from kvscout_mocker.tokenizer import RESERVED_TOKENS
 
@@ -123,6 +122,17 @@ class Output(NamedTuple):
     """Given with the last one."""
 
 
+class ChoiceDelta(NamedTuple):
+    """Tokens that one choice of a request got since the last read; all of them in a whole answer."""
+
+    choice: int
+    tokens: list[int]
+    first: int
+    """Position of the first of them in the choice."""
+    finish_reason: str | None
+    """Given with the last ones."""
+
+
 @dataclass(slots=True)
 class EngineCounters:
     """Totals since the start, as vLLM's metrics count them."""
@@ -144,15 +154,16 @@ class EngineCounters:
 
 
 class Engine:
-    """The scheduler of one rank over its block manager."""
+    """The scheduler of one rank over its block manager.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        config: Sizes and costs.
+        blocks: Its blocks; None = those of a model with full attention.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager | None = None) -> None:
         self.config = config
-        self.blocks = (
-            HybridBlockManager(config.num_gpu_blocks, config.block_size, config.sliding_window)
-            if config.sliding_window
-            else BlockManager(config.num_gpu_blocks, config.block_size)
-        )
+        self.blocks = blocks or BlockManager(config.num_gpu_blocks, config.block_size)
         self.counters = EngineCounters()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []

@@ -7,7 +7,7 @@ import json
 
 from aiohttp import web
 
-from kvscout_mocker.answers import Document
+from kvscout_mocker.server import Document
 
 PING_SECONDS = 0.1
 DONE = b"data: [DONE]\n\n"

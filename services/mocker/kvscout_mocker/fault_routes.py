@@ -1,4 +1,4 @@
-"""Routes that no engine has: faults on demand, and what the caches really hold."""
+"""Routes that no engine has: faults on demand, and the true contents of the caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_mocker.faults import Faults, crash, stall
+from kvscout_mocker.faults import SHARES, Faults, crash, stall
 from kvscout_mocker.rank import Rank
 from kvscout_mocker.server import json_body
 
@@ -23,7 +23,7 @@ class FaultRoutes:
     Args:
         ranks: In order of their number.
         faults: Of the process.
-        restart: Replaces the process; told whether it has a replay socket afterwards.
+        restart: Replaces the process; its argument says if the new one has a replay socket.
     """
 
     def __init__(self, ranks: Sequence[Rank], faults: Faults, restart: Callable[[bool], None]) -> None:
@@ -32,11 +32,11 @@ class FaultRoutes:
         self._restart = restart
 
     def add_to(self, app: web.Application) -> None:
-        """Adds the routes to an application."""
+        """Add the routes to an application."""
         app.add_routes([web.get("/mock/kv_blocks", self.kv_blocks), web.post("/mock/faults", self.faults)])
 
     async def kv_blocks(self, _: web.Request) -> web.StreamResponse:
-        """Physical copies of each cached block by its hash, of each rank, and the number of its last batch."""
+        """Return physical copies of each cached block by its hash, of each rank, and the number of its last batch."""
         return web.json_response(
             {
                 str(rank.dp_rank): {
@@ -49,30 +49,22 @@ class FaultRoutes:
         )
 
     async def faults(self, http: web.Request) -> web.StreamResponse:
-        """Does what the body asks for, after the answer: `drop_events`, `duplicate_events`, `mute_requests`,
+        """Cause the faults that the body names, after the answer: `drop_events`, `duplicate_events`, `mute_requests`,
         `fail_requests` (shares), `stall_seconds`, `crash`, `restart` and with it `replay` (false: no replay socket)."""
-        asked = _asked(await json_body(http))
-        self._faults.set_shares(
-            drop_events=asked.get("drop_events"),
-            duplicate_events=asked.get("duplicate_events"),
-            mute_requests=asked.get("mute_requests"),
-            fail_requests=asked.get("fail_requests"),
-        )
+        wanted = _faults(await json_body(http))
+        self._faults.set_shares(**{name: wanted[name] for name in SHARES if name in wanted})
         loop = asyncio.get_running_loop()
-        if asked.get("crash"):
+        if wanted.get("crash"):
             loop.call_later(ANSWER_SECONDS, crash)
-        elif asked.get("restart"):
-            loop.call_later(ANSWER_SECONDS, self._restart, asked.get("replay", True))
-        elif asked.get("stall_seconds"):
-            loop.call_later(ANSWER_SECONDS, stall, asked["stall_seconds"])
+        elif wanted.get("restart"):
+            loop.call_later(ANSWER_SECONDS, self._restart, wanted.get("replay", True))
+        elif wanted.get("stall_seconds"):
+            loop.call_later(ANSWER_SECONDS, stall, wanted["stall_seconds"])
         return web.json_response({"dropped": self._faults.dropped, "duplicated": self._faults.duplicated})
 
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
-    "drop_events": (int, float),
-    "duplicate_events": (int, float),
-    "mute_requests": (int, float),
-    "fail_requests": (int, float),
+    **dict.fromkeys(SHARES, (int, float)),
     "stall_seconds": (int, float),
     "crash": bool,
     "restart": bool,
@@ -80,7 +72,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _asked(body: object) -> dict[str, Any]:
+def _faults(body: object) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidArgument("is not an object", field="body")
     for name, value in body.items():

@@ -1,7 +1,7 @@
 """Faults on demand: events that never arrive or arrive twice, an engine that hangs, crashes, fails or says nothing.
 
 They make the mocker what engines are on a bad day, so that whatever follows its events can be tested against the truth
-(`GET /mock/kv_blocks`). Draws come from a seed that the ready line tells.
+(`GET /mock/kv_blocks`). Draws come from a seed that the ready line names.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ MAX_STALL_SECONDS = 600.0
 FAIL_WITHIN_TOKENS = 4
 """A request that fails has fewer tokens than this."""
 
+SHARES = ("drop_events", "duplicate_events", "mute_requests", "fail_requests")
+"""Faults that hit a share of batches or requests, from 0 to 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class FaultConfig:
-    """What goes wrong."""
+    """Faults from the start of a process."""
 
     seed: int = 0
     drop_events: float = 0.0
@@ -51,77 +54,54 @@ class FaultConfig:
 
 
 class Faults:
-    """Decides what becomes of each batch; one for all ranks of a process.
+    """Draws the faults of batches and requests; one for all ranks of a process.
 
     Args:
-        config: What goes wrong from the start.
+        config: Faults from the start.
     """
 
     def __init__(self, config: FaultConfig) -> None:
         self.config = config
         self.dropped = 0
         self.duplicated = 0
-        self._drop_events = config.drop_events
-        self._duplicate_events = config.duplicate_events
-        self._mute_requests = config.mute_requests
-        self._fail_requests = config.fail_requests
+        self._shares: dict[str, float] = {name: getattr(config, name) for name in SHARES}
         self._rng = Random(config.seed)
         # Of their own, so that events meet the same fate whatever becomes of requests.
         self._requests_rng = Random(f"{config.seed} requests")
 
-    def set_shares(
-        self,
-        *,
-        drop_events: float | None = None,
-        duplicate_events: float | None = None,
-        mute_requests: float | None = None,
-        fail_requests: float | None = None,
-    ) -> None:
-        """Changes shares from now on; None leaves one as it is.
+    def set_shares(self, **shares: float) -> None:
+        """Change some of the `SHARES` from now on.
 
         Raises:
             InvalidArgument: A share is not between 0 and 1.
         """
-        given = {
-            "drop_events": drop_events,
-            "duplicate_events": duplicate_events,
-            "mute_requests": mute_requests,
-            "fail_requests": fail_requests,
-        }
-        for name, share in given.items():
-            if share is not None and not 0 <= share <= 1:
+        for name, share in shares.items():
+            if not 0 <= share <= 1:
                 raise InvalidArgument("must be between 0 and 1", field=name)
-        if drop_events is not None:
-            self._drop_events = drop_events
-        if duplicate_events is not None:
-            self._duplicate_events = duplicate_events
-        if mute_requests is not None:
-            self._mute_requests = mute_requests
-        if fail_requests is not None:
-            self._fail_requests = fail_requests
+        self._shares |= shares
 
     def mutes(self) -> bool:
-        """Whether the next streamed request gets no token."""
-        return self._requests_rng.random() < self._mute_requests
+        """Draw if the next streamed request gets no token."""
+        return self._requests_rng.random() < self._shares["mute_requests"]
 
     def fails_after(self) -> int | None:
-        """Tokens that the next request gets before it fails; None: it does not fail."""
-        if not self._fail_requests or self._requests_rng.random() >= self._fail_requests:
+        """Draw the tokens that the next request gets before it fails; None: it does not fail."""
+        if not self._shares["fail_requests"] or self._requests_rng.random() >= self._shares["fail_requests"]:
             return None
         return self._requests_rng.randrange(FAIL_WITHIN_TOKENS)
 
     def deliveries(self) -> int:
-        """How often the next batch is sent live."""
-        if self._drop_events and self._rng.random() < self._drop_events:
+        """Draw the copies of the next batch that are sent live."""
+        if self._shares["drop_events"] and self._rng.random() < self._shares["drop_events"]:
             self.dropped += 1
             return 0
-        if self._duplicate_events and self._rng.random() < self._duplicate_events:
+        if self._shares["duplicate_events"] and self._rng.random() < self._shares["duplicate_events"]:
             self.duplicated += 1
             return 2
         return 1
 
     def published(self, batches: int) -> None:
-        """So many batches were published by rank 0; may hang or end the process."""
+        """Take note of the batches published by rank 0; may hang or end the process."""
         if batches == self.config.stall_after:
             stall(self.config.stall_seconds)
         if batches == self.config.crash_after:
@@ -129,7 +109,7 @@ class Faults:
 
 
 def stall(seconds: float) -> None:
-    """Hangs the process: no step, no answer, no replay; sockets stay open.
+    """Hang the process: no step, no answer, no replay; sockets stay open.
 
     Raises:
         InvalidArgument: `seconds` is out of range.
@@ -141,7 +121,7 @@ def stall(seconds: float) -> None:
 
 
 def crash() -> NoReturn:
-    """Ends the process as SIGKILL does."""
+    """End the process as SIGKILL does."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("SIGKILL returns to nobody")
 
@@ -158,7 +138,7 @@ class BoundPorts:
 
     @classmethod
     def from_environment(cls) -> BoundPorts | None:
-        """What `restart` left behind; None in a first life.
+        """Return the ports that `restart` left behind; None in a process that was not restarted.
 
         Raises:
             ConfigError: The variable holds something else.
@@ -174,7 +154,7 @@ class BoundPorts:
 
 
 def restart(bound: BoundPorts, extra_flags: Sequence[str]) -> NoReturn:
-    """Replaces the process by a new one on the same ports: caches, sequence numbers and hash seeds start anew.
+    """Replace the process by a new one on the same ports: caches, sequence numbers and hash seeds start anew.
 
     Args:
         bound: The ports.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_mocker.config import MockerConfig
+from kvscout_common.errors import InvalidArgument
 
 Fields = Mapping[str, Any]
 
@@ -20,25 +19,6 @@ def json_object(value: object, name: str = "body") -> Fields:
     if not isinstance(value, dict):
         raise InvalidArgument("must be a JSON object", field=name)
     return value
-
-
-def served_model(fields: Fields, config: MockerConfig) -> tuple[str, int]:
-    """The model that a request names and the number of its adapter, 0 for the base model.
-
-    Raises:
-        InvalidArgument: It is not a string.
-        NotFound: It is not served here.
-    """
-    model = fields.get("model")
-    if model is None:
-        model = config.model
-    if not isinstance(model, str):
-        raise InvalidArgument("must be a string", field="model")
-    if model == config.model:
-        return model, 0
-    if model in config.lora_names:
-        return model, 1 + config.lora_names.index(model)
-    raise NotFound(f"the model `{model}` does not exist", field="model")
 
 
 def integer(fields: Fields, name: str, default: int, *, minimum: int, maximum: int = 2**63 - 1) -> int:

@@ -1,4 +1,4 @@
-"""What a request asks the engine to generate, whichever endpoint it came through, pure."""
+"""A validated request to generate tokens, whichever endpoint it came through, pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvscout_common.errors import InvalidArgument
+from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_mocker.config import MockerConfig
-from kvscout_mocker.fields import Fields, boolean, integer, mapping, optional_integer, served_model, string
+from kvscout_mocker.fields import Fields, boolean, integer, mapping, optional_integer, string
 from kvscout_mocker.sequence import CacheScope
 
 MAX_CHOICES = 128
@@ -21,7 +21,7 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 
 
 class Bootstrap(NamedTuple):
-    """Where two legs meet, as both bodies say it."""
+    """The room in which a prefill and a decode engine meet, as the bodies of both name it."""
 
     host: str
     port: int
@@ -47,16 +47,35 @@ class Generation:
     """Every chunk has a usage of its own, without cached tokens."""
     return_token_ids: bool
     logprobs: int | None
-    """Alternatives told for each token; None: no probabilities at all."""
+    """Alternatives listed for each token; None: no probabilities at all."""
     tokens_as_ids: bool
     """vLLM's `return_tokens_as_token_ids`: log-probabilities name tokens by their numbers."""
     report_prefix: bool
     tells_first_token: bool
-    """A whole answer says when its first token was out."""
+    """A whole answer reports when its first token was out."""
     kv_transfer: Fields | None
     """vLLM's `kv_transfer_params`."""
     bootstrap: Bootstrap | None
-    """Where SGLang's legs meet."""
+    """SGLang's room; None: one engine serves the request."""
+
+
+def served_model(fields: Fields, config: MockerConfig) -> tuple[str, int]:
+    """Return the model that a request names and the number of its adapter, 0 for the base model.
+
+    Raises:
+        InvalidArgument: It is not a string.
+        NotFound: It is not served here.
+    """
+    model = fields.get("model")
+    if model is None:
+        model = config.model
+    if not isinstance(model, str):
+        raise InvalidArgument("must be a string", field="model")
+    if model == config.model:
+        return model, 0
+    if model in config.lora_names:
+        return model, 1 + config.lora_names.index(model)
+    raise NotFound(f"the model `{model}` does not exist", field="model")
 
 
 def read_generation(
@@ -69,7 +88,7 @@ def read_generation(
     logprobs: int | None,
     ends_early: bool = False,
 ) -> Generation:
-    """The request that a body makes, with what its endpoint has read from it already.
+    """Return the request of a body, with the fields that its endpoint has read already.
 
     Fields without an effect on an engine that samples nothing are accepted unread. Outputs end where a limit ends them,
     or by themselves where `vllm_xargs.output_tokens` says: no router reads that, as none knows how long an output will
@@ -81,8 +100,8 @@ def read_generation(
         prompt: Its tokens.
         max_tokens: Tokens to generate.
         limit_field: Name of the field that says so.
-        logprobs: Alternatives asked for.
-        ends_early: Whether nobody asked for so many tokens.
+        logprobs: Alternatives requested.
+        ends_early: The request ends before a limit that its body sets.
 
     Raises:
         InvalidArgument: Naming the field at fault.
@@ -135,7 +154,7 @@ def read_generation(
 
 
 def read_bootstrap(fields: Fields) -> Bootstrap | None:
-    """Where a body says that two legs meet; None if it has no room.
+    """Return the room that a body names; None if it has none.
 
     Raises:
         InvalidArgument: Naming the field at fault.

@@ -2,56 +2,97 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_mocker.answers import Document
-from kvscout_mocker.config import MockerConfig
+from kvscout_mocker.bootstrap import BootstrapServer, RoomClient
+from kvscout_mocker.config import MockerConfig, Role
 from kvscout_mocker.engine import Finish, Request
 from kvscout_mocker.faults import Faults
 from kvscout_mocker.generation import Generation
-from kvscout_mocker.handshakes import Handshakes
-from kvscout_mocker.legs import Leg
+from kvscout_mocker.kv_transfer import KvTransfer
+from kvscout_mocker.nixl import Nixl, reachable_host
 from kvscout_mocker.rank import Rank, TokenStream
 from kvscout_mocker.sequence import Sequence as TokenSequence
+from kvscout_mocker.server import Document
+
+_log = logging.getLogger(__name__)
+
+
+class Handshakes:
+    """The handshakes of vLLM's and SGLang's disaggregated serving, both sides.
+
+    Args:
+        config: Of the process.
+        ranks: In order of their number.
+    """
+
+    def __init__(self, config: MockerConfig, ranks: Sequence[Rank]) -> None:
+        self._config = config
+        self.nixl = Nixl(config.transfer, reachable_host(config.host), ranks)
+        self.rooms = BootstrapServer(config.transfer, config.dp_size)
+        self._room_client = RoomClient(config.transfer)
+
+    async def close(self) -> None:
+        """End transfers."""
+        await self.nixl.close()
+        await self._room_client.close()
+
+    def transfer(self, generation: Generation) -> KvTransfer:
+        """Return the transfer of a request.
+
+        Raises:
+            InvalidArgument: It lacks what this engine's role needs.
+        """
+        role = self._config.role
+        if role is Role.AGGREGATED:
+            if generation.kv_transfer is not None:
+                _log.warning("got kv_transfer_params, but this engine takes part in no transfers: ignored")
+            return KvTransfer()
+        if generation.bootstrap is not None and self._config.has_sglang_api:
+            return (self.rooms if role is Role.PREFILL else self._room_client).transfer(generation.bootstrap)
+        if not self._config.has_vllm_api:
+            raise InvalidArgument("Disaggregated request received without bootstrap room id", field="bootstrap_room")
+        return self.nixl.transfer(generation.kv_transfer)
 
 
 class Admitted:
     """A request that an engine works on."""
 
-    def __init__(self, stream: TokenStream, leg: Leg, rank: Rank) -> None:
+    def __init__(self, stream: TokenStream, transfer: KvTransfer, rank: Rank) -> None:
         self.stream = stream
         self.rank = rank
-        self._leg = leg
+        self._transfer = transfer
         self._done = False
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that nobody had to compute."""
-        return self._leg.cached_tokens(self.stream.requests[0])
+        """Return the prompt tokens that no engine had to compute."""
+        return self._transfer.cached_tokens(self.stream.requests[0])
 
     def done(self) -> Document:
-        """To be called when the last token was read; gives what the answer says besides."""
+        """Take note that the last token was read; return the fields that the transfer adds to the answer."""
         self._done = True
-        return self._leg.done(self.stream.requests[0], self.rank)
+        return self._transfer.done(self.stream.requests[0], self.rank)
 
     def close(self) -> None:
-        """Takes back what is not done."""
+        """Abort what is not done."""
         self.rank.abort(self.stream)
         if not self._done:
             self.rank.release(self.stream.requests[0])
 
 
 class Intake:
-    """Chooses ranks and legs.
+    """Admits requests: chooses their ranks and transfers.
 
     Args:
         config: Of the process.
         ranks: In order of their number.
         faults: Of the process.
-        handshakes: With engines that serve the other leg of a request.
+        handshakes: With the other engines of requests that two engines serve.
     """
 
     def __init__(self, config: MockerConfig, ranks: Sequence[Rank], faults: Faults, handshakes: Handshakes) -> None:
@@ -62,50 +103,54 @@ class Intake:
         self._next_rank = 0
 
     @asynccontextmanager
-    async def admitted(self, asked: Generation, request_id: str, dp_rank: str | None) -> AsyncIterator[Admitted]:
-        """Gives a request to an engine; leaving takes it back, whatever became of it.
+    async def admitted(self, generation: Generation, request_id: str, dp_rank: str | None) -> AsyncIterator[Admitted]:
+        """Submit a request to an engine; leaving the context aborts what is left of it.
 
         Args:
-            asked: What to generate.
+            generation: What to generate.
             request_id: For logs and transfers.
             dp_rank: The rank that the client wants; None: the least loaded.
 
         Raises:
             InvalidArgument: There is no such rank, or the request lacks what this engine's role needs.
-            InternalError: The other leg does not come.
+            InternalError: The other transfer does not come.
             ResourceExhausted: The waiting queue is full.
         """
         named = self._named(dp_rank)
-        leg = self._handshakes.leg(asked)
+        transfer = self._handshakes.transfer(generation)
         try:
-            await leg.admitted()
-            rank = self._ranks[leg.dp_rank] if leg.dp_rank is not None else named or self._least_loaded()
-            requests = [self._request(asked, request_id, index, rank, leg) for index in range(asked.choices)]
-            admitted = Admitted(rank.submit(requests, leg.source), leg, rank)
+            await transfer.ready()
+            rank = self._ranks[transfer.dp_rank] if transfer.dp_rank is not None else named or self._least_loaded()
+            requests = [
+                self._request(generation, request_id, index, rank, transfer) for index in range(generation.choices)
+            ]
+            admitted = Admitted(rank.submit(requests, transfer.source), transfer, rank)
             try:
                 yield admitted
             finally:
                 admitted.close()
         finally:
-            leg.close()
+            transfer.close()
 
-    def _request(self, asked: Generation, request_id: str, index: int, rank: Rank, leg: Leg) -> Request:
+    def _request(
+        self, generation: Generation, request_id: str, index: int, rank: Rank, transfer: KvTransfer
+    ) -> Request:
         return Request(
             request_id,
             TokenSequence(
-                array("I", asked.prompt),  # of its own: it grows by what is generated
+                array("I", generation.prompt),  # of its own: it grows by what is generated
                 block_size=self._config.engine.block_size,
                 hash_seed=rank.hash_seed,
-                scope=asked.scope,
+                scope=generation.scope,
             ),
-            asked.max_tokens if leg.max_tokens is None else min(asked.max_tokens, leg.max_tokens),
-            asked.seed + index & 2**64 - 1,
-            asked.report_prefix,
-            Finish.STOP if asked.ends_early else Finish.LENGTH,
+            generation.max_tokens if transfer.max_tokens is None else min(generation.max_tokens, transfer.max_tokens),
+            generation.seed + index & 2**64 - 1,
+            generation.report_prefix,
+            Finish.STOP if generation.ends_early else Finish.LENGTH,
             self._faults.fails_after(),
             # One choice goes across; further ones are computed, or found cached.
-            receives=leg.source is not None and index == 0,
-            holds=leg.holds and index == 0,
+            receives=transfer.source is not None and index == 0,
+            holds=transfer.holds and index == 0,
         )
 
     def _named(self, dp_rank: str | None) -> Rank | None:

@@ -28,14 +28,11 @@ import aiohttp
 from aiohttp import web
 
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_mocker.answers import Document
 from kvscout_mocker.config import TransferConfig
 from kvscout_mocker.engine import Request
 from kvscout_mocker.fields import Fields, integer, json_object
-from kvscout_mocker.legs import Leg
-from kvscout_mocker.rank import Rank
-from kvscout_mocker.server import json_body
-from kvscout_mocker.transfers import KvSource, TransferFailed
+from kvscout_mocker.kv_transfer import BlockHolder, KvSource, KvTransfer, TransferFailed
+from kvscout_mocker.server import Document, json_body
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +40,7 @@ PULL_PATH = "/mock/kv_transfer"
 
 
 class _Held(NamedTuple):
-    rank: Rank
+    rank: BlockHolder
     request: Request
     expiry: asyncio.TimerHandle
 
@@ -57,7 +54,7 @@ class Nixl:
         ranks: In order of their number.
     """
 
-    def __init__(self, config: TransferConfig, host: str, ranks: Sequence[Rank]) -> None:
+    def __init__(self, config: TransferConfig, host: str, ranks: Sequence[BlockHolder]) -> None:
         self._config = config
         self._host = host
         self.port = 0
@@ -67,26 +64,26 @@ class Nixl:
         self._session: aiohttp.ClientSession | None = None
 
     def add_to(self, app: web.Application) -> None:
-        """Adds the side channel to an application."""
+        """Add the side channel to an application."""
         app.add_routes([web.post(PULL_PATH, self.pulled)])
 
     async def close(self) -> None:
-        """Ends transfers and forgets what is held."""
+        """End transfers and forget what is held."""
         for held in self._held.values():
             held.expiry.cancel()
         if self._session is not None:
             await self._session.close()
 
-    def leg(self, params: Fields | None) -> Leg:
-        """The leg that a body's `kv_transfer_params` make of a request."""
+    def transfer(self, params: Fields | None) -> KvTransfer:
+        """Return the transfer that a body's `kv_transfer_params` make of a request."""
         if params is None:
-            return Leg()
+            return KvTransfer()
         if params.get("do_remote_prefill"):
-            return _DecodeLeg(params, self)
-        return _PrefillLeg(self) if params.get("do_remote_decode") else Leg()
+            return _DecodeTransfer(params, self)
+        return _PrefillTransfer(self) if params.get("do_remote_decode") else KvTransfer()
 
-    def hold(self, rank: Rank, request: Request) -> Document:
-        """Keeps a finished request's blocks for a lease; gives the object that a decode engine pulls them by."""
+    def hold(self, rank: BlockHolder, request: Request) -> Document:
+        """Hold a finished request's blocks for a lease; return the object that a decode engine pulls them by."""
         loop = asyncio.get_running_loop()
         transfer_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
         expiry = loop.call_later(self._config.lease_seconds, self._expire, transfer_id)
@@ -109,7 +106,7 @@ class Nixl:
         }
 
     async def pulled(self, http: web.Request) -> web.StreamResponse:
-        """A decode engine takes blocks over: answered when they are across."""
+        """Hand blocks over to a decode engine; the answer goes out when they are there."""
         fields = json_object(await json_body(http))
         held = self._held.get(str(fields.get("request_id")))
         if held is None or self._engine_ids[held.rank] != fields.get("engine_id"):
@@ -122,14 +119,14 @@ class Nixl:
         return web.json_response({"tokens": tokens})
 
     async def pull(self, params: Fields, request: Request, tokens: int) -> None:
-        """Takes the blocks over that an object of a prefill engine names.
+        """Pull the blocks that an object of a prefill engine names.
 
         Raises:
             TransferFailed: They do not come.
         """
         try:
             host, port = params["remote_host"], params["remote_port"]
-            asked = {
+            body = {
                 "engine_id": params["remote_engine_id"],
                 "request_id": params["remote_request_id"],
                 "prompt_digest": request.prompt_digest,
@@ -141,9 +138,9 @@ class Nixl:
             raise TransferFailed(f"kv_transfer_params without {missing}") from None
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        patience = aiohttp.ClientTimeout(total=self._config.timeout_seconds + self._config.seconds(tokens))
+        timeout = aiohttp.ClientTimeout(total=self._config.timeout_seconds + self._config.seconds(tokens))
         try:
-            async with self._session.post(f"http://{host}:{port}{PULL_PATH}", json=asked, timeout=patience) as answer:
+            async with self._session.post(f"http://{host}:{port}{PULL_PATH}", json=body, timeout=timeout) as answer:
                 if answer.status != 200:
                     raise TransferFailed(f"{host}:{port} answered {answer.status}: {(await answer.text())[:200]}")
         except TimeoutError:
@@ -153,7 +150,7 @@ class Nixl:
 
     @property
     def recomputes(self) -> bool:
-        """Whether a failed transfer makes the decode engine compute the prompt."""
+        """Return True if a failed transfer makes the decode engine compute the prompt."""
         return self._config.recomputes
 
     def _expire(self, transfer_id: str) -> None:
@@ -167,24 +164,24 @@ class Nixl:
             held.rank.release(held.request, expired=expired)
 
 
-class _PrefillLeg(Leg):
+class _PrefillTransfer(KvTransfer):
     holds = True
 
     def __init__(self, nixl: Nixl) -> None:
         self._nixl = nixl
 
-    def done(self, request: Request, rank: Rank) -> Document:
+    def done(self, request: Request, rank: BlockHolder) -> Document:
         return {"kv_transfer_params": self._nixl.hold(rank, request)}
 
 
-class _DecodeLeg(Leg):
+class _DecodeTransfer(KvTransfer):
     def __init__(self, params: Fields, nixl: Nixl) -> None:
         self._params: dict[str, Any] = dict(params)
         self.source: KvSource | None = _Remote(self._params, nixl)
 
     def cached_tokens(self, request: Request) -> int:
-        told = self._params.get("remote_prefill_cached_tokens")
-        return told if isinstance(told, int) else super().cached_tokens(request)
+        cached = self._params.get("remote_prefill_cached_tokens")
+        return cached if isinstance(cached, int) else super().cached_tokens(request)
 
 
 class _Remote:
@@ -198,7 +195,7 @@ class _Remote:
 
 
 def reachable_host(host: str) -> str:
-    """The address by which others reach a process that is bound to one: of this machine, if it is bound to all."""
+    """Return the address at which others reach a process bound to `host`: this machine's, if it is bound to all."""
     if host not in ("0.0.0.0", "::", "*"):
         return host
     try:

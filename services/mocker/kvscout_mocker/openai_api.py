@@ -15,17 +15,18 @@ from collections.abc import Callable
 from aiohttp import web
 
 from kvscout_common.errors import InternalError, Unavailable
-from kvscout_mocker.answers import Answer, ChatAnswer, CompletionAnswer, Document, Piece
+from kvscout_mocker.answers import Answer, ChatAnswer, CompletionAnswer
 from kvscout_mocker.chat import parse_chat, parse_detokenize, parse_tokenize
 from kvscout_mocker.completions import parse_completion
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.embeddings import embedding_answer, parse_embedding
+from kvscout_mocker.engine import ChoiceDelta
 from kvscout_mocker.event_stream import DONE, begin_stream, break_off, only_pings, sse
 from kvscout_mocker.faults import Faults
 from kvscout_mocker.generation import Generation
 from kvscout_mocker.intake import Admitted, Intake
 from kvscout_mocker.rank import TokenStream
-from kvscout_mocker.server import error_document, json_body
+from kvscout_mocker.server import Document, error_document, json_body
 from kvscout_mocker.tokenizer import WordTokenizer
 
 
@@ -60,19 +61,19 @@ class OpenAiRoutes:
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """Generate from a prompt, streamed or not; a client that goes away frees its request's blocks."""
-        asked = parse_completion(await json_body(http), self._config, self._tokenizer)
-        return await self._generate(http, asked, "cmpl", CompletionAnswer)
+        generation = parse_completion(await json_body(http), self._config, self._tokenizer)
+        return await self._generate(http, generation, "cmpl", CompletionAnswer)
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         """Generate the next message of a conversation, as `completions` does."""
-        asked = parse_chat(await json_body(http), self._config, self._tokenizer)
-        return await self._generate(http, asked, "chatcmpl", ChatAnswer)
+        generation = parse_chat(await json_body(http), self._config, self._tokenizer)
+        return await self._generate(http, generation, "chatcmpl", ChatAnswer)
 
     async def embeddings(self, http: web.Request) -> web.StreamResponse:
         """Vectors of one or several inputs."""
-        asked = parse_embedding(await json_body(http), self._config, self._tokenizer)
-        await asyncio.sleep(self._config.engine.cost.step_seconds(asked.prompt_tokens, 0))
-        return web.json_response(embedding_answer(asked, f"embd-{_request_id(http)}", int(time.time())))
+        generation = parse_embedding(await json_body(http), self._config, self._tokenizer)
+        await asyncio.sleep(self._config.engine.cost.step_seconds(generation.prompt_tokens, 0))
+        return web.json_response(embedding_answer(generation, f"embd-{_request_id(http)}", int(time.time())))
 
     async def models(self, _: web.Request) -> web.StreamResponse:
         """The base model and its adapters."""
@@ -93,21 +94,21 @@ class OpenAiRoutes:
         return web.json_response({"prompt": self._tokenizer.decode(tokens)})
 
     async def _generate(
-        self, http: web.Request, asked: Generation, prefix: str, shape: Callable[..., Answer]
+        self, http: web.Request, generation: Generation, prefix: str, shape: Callable[..., Answer]
     ) -> web.StreamResponse:
-        if asked.stream and self._faults.mutes():
+        if generation.stream and self._faults.mutes():
             return await only_pings(http)
         answer_id = f"{prefix}-{_request_id(http)}"
         dp_rank = http.headers.get("X-data-parallel-rank")
-        answer = shape(asked, answer_id, int(time.time()), self._tokenizer, self._config.prompt_tokens_details)
-        async with self._intake.admitted(asked, answer_id, dp_rank) as admitted:
-            if asked.stream:
+        answer = shape(generation, answer_id, int(time.time()), self._tokenizer, self._config.prompt_tokens_details)
+        async with self._intake.admitted(generation, answer_id, dp_rank) as admitted:
+            if generation.stream:
                 return await _streamed(http, answer, admitted)
-            pieces = await _whole(asked, admitted.stream)
+            deltas = await _whole(generation, admitted.stream)
             besides = admitted.done()
-            if asked.tells_first_token:
+            if generation.tells_first_token:
                 besides = {**besides, "first_token_unix_seconds": admitted.stream.began_unix}
-            return web.json_response(answer.whole(pieces, admitted.cached_tokens) | besides)
+            return web.json_response(answer.whole(deltas, admitted.cached_tokens) | besides)
 
     def _card(self, name: str, parent: str | None) -> Document:
         return {
@@ -120,12 +121,12 @@ class OpenAiRoutes:
         }
 
 
-async def _whole(asked: Generation, stream: TokenStream) -> list[Piece]:
-    collected = [Piece(index, [], 0, None) for index in range(asked.choices)]
-    while any(piece.finish_reason is None for piece in collected):
-        for piece in await stream.read():
-            collected[piece.choice].tokens.extend(piece.tokens)
-            collected[piece.choice] = collected[piece.choice]._replace(finish_reason=piece.finish_reason)
+async def _whole(generation: Generation, stream: TokenStream) -> list[ChoiceDelta]:
+    collected = [ChoiceDelta(index, [], 0, None) for index in range(generation.choices)]
+    while any(delta.finish_reason is None for delta in collected):
+        for delta in await stream.read():
+            collected[delta.choice].tokens.extend(delta.tokens)
+            collected[delta.choice] = collected[delta.choice]._replace(finish_reason=delta.finish_reason)
     return collected
 
 
@@ -135,7 +136,7 @@ async def _streamed(http: web.Request, answer: Answer, admitted: Admitted) -> we
     opened = False
     while not stream.drained:
         try:
-            pieces = await stream.read()
+            deltas = await stream.read()
         except Unavailable:
             return break_off(http, response)
         except InternalError as error:
@@ -143,11 +144,11 @@ async def _streamed(http: web.Request, answer: Answer, admitted: Admitted) -> we
             break
         opening = [] if opened else answer.opening()
         opened = True
-        for chunk in [*opening, *map(answer.chunk, pieces)]:
+        for chunk in [*opening, *map(answer.chunk, deltas)]:
             await response.write(sse(chunk))
     else:
         admitted.done()  # a stream has no place for what it gives
-        if answer.asked.include_usage:
+        if answer.generation.include_usage:
             await response.write(sse(answer.usage_chunk(admitted.cached_tokens)))
     await response.write(DONE)
     await response.write_eof()

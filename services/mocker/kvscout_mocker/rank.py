@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 
 from kvscout_common.errors import InternalError, ResourceExhausted, Unavailable
-from kvscout_mocker.answers import Piece
-from kvscout_mocker.engine import Engine, Finish, Output, Pull, Request
+from kvscout_mocker.engine import ChoiceDelta, Engine, Finish, Output, Pull, Request
+from kvscout_mocker.kv_transfer import KvSource, TransferFailed
 from kvscout_mocker.publisher import EventPublisher
-from kvscout_mocker.transfers import KvSource, TransferFailed
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class TokenStream:
         self.began_unix = 0.0
         """When the first token was out, seconds since the Unix epoch; 0 = there is none yet."""
         self._unfinished = len(requests)
-        self._pending: dict[int, Piece] = {}
+        self._pending: dict[int, ChoiceDelta] = {}
         self._closed = False
         self._failed = False
         self._changed = asyncio.Event()
@@ -47,7 +46,7 @@ class TokenStream:
         if output.token is None:
             self._failed = True
         elif (pending := self._pending.get(index)) is None:
-            self._pending[index] = Piece(index, [output.token], output.request.output_tokens - 1, output.finish)
+            self._pending[index] = ChoiceDelta(index, [output.token], output.request.output_tokens - 1, output.finish)
         else:
             pending.tokens.append(output.token)
             self._pending[index] = pending._replace(finish_reason=output.finish)
@@ -60,7 +59,7 @@ class TokenStream:
         self._closed = True
         self._changed.set()
 
-    async def read(self) -> list[Piece]:
+    async def read(self) -> list[ChoiceDelta]:
         """What choices got since the last read, at least one.
 
         Raises:
@@ -74,9 +73,9 @@ class TokenStream:
             raise Unavailable("the engine is shutting down")
         if not self._closed and not self._failed:
             self._changed.clear()
-        pieces = list(self._pending.values())
+        deltas = list(self._pending.values())
         self._pending.clear()
-        return pieces
+        return deltas
 
 
 class Rank:

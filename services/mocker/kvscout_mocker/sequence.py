@@ -15,7 +15,7 @@ import xxhash
 
 @dataclass(frozen=True, slots=True)
 class CacheScope:
-    """What, besides its tokens, separates the blocks of a request from those of others."""
+    """Keys that separate the blocks of a request from those of others with the same tokens."""
 
     lora_name: str = ""
     lora_id: int = 0
@@ -24,7 +24,7 @@ class CacheScope:
     session_id: str = ""
     """Only reported in events; does not separate blocks."""
     extra_key: str = ""
-    """SGLang's: separates blocks, but no event tells of it."""
+    """SGLang's: separates blocks, but no event reports it."""
 
     def extra_keys(self, block_index: int) -> list[str] | None:
         """The extra keys of one block, or None: the adapter on each, the salt on the first only."""

@@ -1,20 +1,17 @@
-"""The engine's HTTP server: what it tells of itself, and errors in OpenAI's shape; `openai_api` generates."""
+"""HTTP of the engines: applications, JSON bodies, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvscout_common.errors import InternalError, InvalidArgument, KvscoutError, NotFound, ResourceExhausted, Unavailable
-from kvscout_mocker.answers import Document
-from kvscout_mocker.config import MockerConfig
-from kvscout_mocker.metrics import engine_registry
-from kvscout_mocker.publisher import SEND_HWM
-from kvscout_mocker.rank import Rank
+
+Document = dict[str, Any]
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _STATUS: dict[type[KvscoutError], tuple[int, str]] = {
@@ -30,61 +27,6 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def application() -> web.Application:
     """An aiohttp application without routes that answers errors as vLLM does."""
     return web.Application(middlewares=[_openai_errors], client_max_size=MAX_BODY_BYTES)
-
-
-class EngineRoutes:
-    """What an engine tells of itself: health, metrics, event sources.
-
-    Args:
-        config: Of the process.
-        ranks: In order of their number.
-    """
-
-    def __init__(self, config: MockerConfig, ranks: Sequence[Rank]) -> None:
-        self._config = config
-        self._ranks = ranks
-        self._registry = engine_registry(config, ranks)
-
-    def add_to(self, app: web.Application) -> None:
-        """Adds the routes to an application."""
-        app.add_routes(
-            [
-                web.get("/health", self.health),
-                web.get("/metrics", self.metrics),
-                web.get("/kv_event_sources", self.kv_event_sources),
-                web.post("/reset_prefix_cache", self.reset_prefix_cache),
-            ]
-        )
-
-    async def health(self, _: web.Request) -> web.StreamResponse:
-        """200 while the engines step: a crashed one ends the process."""
-        return web.Response()
-
-    async def metrics(self, _: web.Request) -> web.StreamResponse:
-        """Prometheus text."""
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def kv_event_sources(self, _: web.Request) -> web.StreamResponse:
-        """Each rank's resolved publisher configuration, keyed by rank, as vLLM ≥ 0.31."""
-        return web.json_response(
-            {
-                str(rank.dp_rank): {
-                    "enable_kv_cache_events": True,
-                    "publisher": "zmq",
-                    "endpoint": rank.publisher.endpoint,
-                    "replay_endpoint": rank.publisher.replay_endpoint or None,
-                    "buffer_steps": self._config.buffer_steps,
-                    "hwm": SEND_HWM,
-                    "topic": rank.publisher.topic,
-                }
-                for rank in self._ranks
-            }
-        )
-
-    async def reset_prefix_cache(self, _: web.Request) -> web.StreamResponse:
-        """Forget all cached blocks; `success` is false if a rank is busy and keeps its own."""
-        done = [rank.engine.reset_prefix_cache() for rank in self._ranks]
-        return web.json_response({"success": all(done)})
 
 
 async def json_body(http: web.Request) -> object:

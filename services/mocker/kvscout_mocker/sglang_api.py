@@ -1,4 +1,4 @@
-"""SGLang's own API: `/generate`, and what the server tells of itself.
+"""SGLang's own API: `/generate`, and the server's reports on itself.
 
 A stream's events repeat everything so far (`text`, `output_ids`), as SGLang's do unless told to be incremental.
 A request that fails says so as 500; once its stream has begun, the connection breaks off. Kinder than SGLang: KV events
@@ -17,16 +17,17 @@ from urllib.parse import SplitResult, urlsplit
 from aiohttp import web
 
 from kvscout_common.errors import InternalError, InvalidArgument, KvscoutError, Unavailable
-from kvscout_mocker.answers import Document, Piece, logprob
+from kvscout_mocker.answers import logprob
 from kvscout_mocker.completions import token_ids
 from kvscout_mocker.config import MockerConfig, Role
+from kvscout_mocker.engine import ChoiceDelta
 from kvscout_mocker.event_stream import DONE, begin_stream, break_off, only_pings, sse
 from kvscout_mocker.faults import Faults
 from kvscout_mocker.fields import Fields, boolean, integer, json_object, mapping, optional_integer, string
 from kvscout_mocker.generation import Generation, read_generation
 from kvscout_mocker.intake import Admitted, Intake
 from kvscout_mocker.rank import Rank
-from kvscout_mocker.server import json_body, status_of
+from kvscout_mocker.server import Document, json_body, status_of
 from kvscout_mocker.tokenizer import WordTokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -76,11 +77,11 @@ class SglangRoutes:
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """Generate, streamed or not; a client that goes away frees its request's blocks."""
         fields = json_object(await json_body(http))
-        asked = self._asked(fields)
+        generation = self._generation(fields)
         rid = string(fields, "rid") or uuid.uuid4().hex
         if rid in self._running:
             raise InvalidArgument(f"Duplicate request ID detected: {rid}", field="rid")
-        if asked.stream and self._faults.mutes():
+        if generation.stream and self._faults.mutes():
             return await only_pings(http)
         dp_rank = optional_integer(fields, "routed_dp_rank", minimum=0)
         if dp_rank is None:
@@ -89,9 +90,9 @@ class SglangRoutes:
         assert task is not None
         self._running[rid] = task
         try:
-            async with self._intake.admitted(asked, rid, None if dp_rank is None else str(dp_rank)) as admitted:
-                answer = _Answer(asked, rid, admitted, self._tokenizer)
-                if asked.stream:
+            async with self._intake.admitted(generation, rid, None if dp_rank is None else str(dp_rank)) as admitted:
+                answer = _Answer(generation, rid, admitted, self._tokenizer)
+                if generation.stream:
                     return await _streamed(http, answer, admitted)
                 while not admitted.stream.drained:
                     answer.add(await admitted.stream.read())
@@ -157,7 +158,7 @@ class SglangRoutes:
         done = [rank.engine.reset_prefix_cache() for rank in self._ranks]
         return web.Response(status=200 if all(done) else 400)
 
-    def _asked(self, fields: Fields) -> Generation:
+    def _generation(self, fields: Fields) -> Generation:
         sampling = mapping(fields, "sampling_params")
         text, ids = fields.get("text"), fields.get("input_ids")
         if (text is None) == (ids is None):
@@ -170,7 +171,7 @@ class SglangRoutes:
             raise InvalidArgument("must be one prompt", field="text" if ids is None else "input_ids")
         if not prompt:
             raise InvalidArgument("must not be empty", field="text" if ids is None else "input_ids")
-        told = integer(fields, "top_logprobs_num", 0, minimum=0) if boolean(fields, "return_logprob") else None
+        logprobs = integer(fields, "top_logprobs_num", 0, minimum=0) if boolean(fields, "return_logprob") else None
         generation = read_generation(
             {
                 "model": fields.get("lora_path"),
@@ -181,7 +182,7 @@ class SglangRoutes:
             prompt,
             max_tokens=integer(sampling, "max_new_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1),
             limit_field="max_new_tokens",
-            logprobs=told,
+            logprobs=logprobs,
         )
         return replace(generation, scope=replace(generation.scope, extra_key=string(fields, "extra_key")))
 
@@ -192,8 +193,8 @@ _BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 class _Answer:
     """Everything that one request generated so far."""
 
-    def __init__(self, asked: Generation, rid: str, admitted: Admitted, tokenizer: WordTokenizer) -> None:
-        self._asked = asked
+    def __init__(self, generation: Generation, rid: str, admitted: Admitted, tokenizer: WordTokenizer) -> None:
+        self._generation = generation
         self._rid = rid
         self._admitted = admitted
         self._tokenizer = tokenizer
@@ -202,12 +203,12 @@ class _Answer:
         self._finish_reason: str | None = None
         self._began = time.monotonic()
 
-    def add(self, pieces: Sequence[Piece]) -> None:
+    def add(self, deltas: Sequence[ChoiceDelta]) -> None:
         """Take what was generated since."""
-        for piece in pieces:
-            self._tokens += piece.tokens
-            self._text.append(self._tokenizer.decode(piece.tokens))
-            self._finish_reason = piece.finish_reason
+        for delta in deltas:
+            self._tokens += delta.tokens
+            self._text.append(self._tokenizer.decode(delta.tokens))
+            self._finish_reason = delta.finish_reason
 
     def document(self) -> Document:
         """The answer, or what a stream's next event says."""
@@ -215,14 +216,14 @@ class _Answer:
         meta: Document = {
             "id": self._rid,
             "finish_reason": None if finish is None else {"type": finish, "length": len(self._tokens)},
-            "prompt_tokens": len(self._asked.prompt),
+            "prompt_tokens": len(self._generation.prompt),
             "weight_version": "default",
             "total_retractions": 0,
             "completion_tokens": len(self._tokens),
             "cached_tokens": self._admitted.cached_tokens,
             "dp_rank": self._admitted.rank.dp_rank,
         }
-        if self._asked.logprobs is not None:
+        if self._generation.logprobs is not None:
             meta["output_token_logprobs"] = [
                 [logprob(token, index), token, None] for index, token in enumerate(self._tokens)
             ]
