@@ -69,6 +69,9 @@ endif
 endif
 	$(PYTEST) $(TESTS)
 
+test-fast: $(DEVELOP) ## Run the tests that start no process and take no seconds: thousands, in a minute.
+	$(PY) -m pytest -n 2 --dist loadfile -m "not process and not slow" $(TESTS)
+
 # What crosses processes, through each front, with TLS and tokens, and what begins and ends calls.
 GRPCIO_TESTS := $(addprefix tests/,$(addsuffix .py, \
 	$(addprefix integration/test_,gateway_generate gateway_openai security reflection half_open) \

@@ -1,6 +1,10 @@
-"""What carries the calls of the tests themselves: the same as those of the services that they start."""
+"""The transport of the tests' own calls, the order of the tests, and a marker on those that start processes."""
 
+import ast
 import os
+import re
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +13,50 @@ from kvscout_common.variables import PREFIX
 
 choose(Transport(os.environ.get(f"{PREFIX}rpc_transport", default_transport())))
 
+TESTS = Path(__file__).parent
+STARTS_PROCESSES = re.compile(
+    r"\b(subprocess|multiprocessing|create_subprocess_\w+|os\.fork|kvscout_bench|playwright)\b"
+)
+"""Words of a module that starts processes."""
+PROCESS_MODULES = ("kvscout_cli.process", "kvscout_cli.stack", "kvscout_cli.commands.up", "kvscout_cli.commands.demo")
+"""Modules of the product that do."""
+
+
+@cache
+def starts_processes(path: Path) -> bool:
+    """Return whether a file of the tests starts processes, or imports one of them that does."""
+    text = path.read_text()
+    if STARTS_PROCESSES.search(text):
+        return True
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            imported = TESTS / f"{name.replace('.', '/')}.py"
+            if name in PROCESS_MODULES or (imported != path and imported.exists() and starts_processes(imported)):
+                return True
+    return False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers."""
+    config.addinivalue_line("markers", "process: set on tests of files that start processes, or import one that does")
+    config.addinivalue_line("markers", "slow: takes seconds without starting a process")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that may take minutes come first, or all others would be through when the last of them begins."""
+    """Mark tests that start processes, and put those that may take minutes first: or all others would be through when
+    the last of them begins."""
+    for item in items:
+        folders = [
+            folder / "conftest.py" for folder in item.path.parents if folder.is_relative_to(TESTS) and folder != TESTS
+        ]
+        if any(starts_processes(path) for path in (item.path, *folders) if path.exists()):
+            item.add_marker("process")
 
     def longest(item: pytest.Item) -> float:
         mark = item.get_closest_marker("timeout")

@@ -157,6 +157,7 @@ def test_token_pairs_of_a_worker_without_eagle_are_not_indexed(index_factory: In
     assert device(index, *block_hashes([1, 2, 3, 4], 4)) == {W0: 1}
 
 
+@pytest.mark.slow
 def test_ghosts_are_bounded_and_the_oldest_are_forgotten(index_factory: IndexFactory) -> None:
     index = new(index_factory)
     for first in range(0, GHOST_LIMIT + 2, 1000):
@@ -171,6 +172,7 @@ def test_ghosts_are_bounded_and_the_oldest_are_forgotten(index_factory: IndexFac
     index.check_invariants()
 
 
+@pytest.mark.slow
 def test_a_block_that_came_back_keeps_its_place_among_the_ghosts(index_factory: IndexFactory) -> None:
     index = new(index_factory)
     for _ in range(2):
@@ -468,6 +470,7 @@ def test_removals_of_evicted_blocks_are_known(index_factory: IndexFactory) -> No
     index.check_invariants()
 
 
+@pytest.mark.slow
 def test_memory_of_what_is_dropped_is_freed_as_fast_as_it_can_be_filled(index_factory: IndexFactory) -> None:
     def fill(index: BlockIndex, turn: int) -> None:
         hashes = range(10_000 * turn, 10_000 * turn + 2_000)
@@ -490,6 +493,7 @@ def test_memory_of_what_is_dropped_is_freed_as_fast_as_it_can_be_filled(index_fa
     index.check_invariants()
 
 
+@pytest.mark.slow
 def test_a_batch_may_clear_as_often_as_it_likes(index_factory: IndexFactory) -> None:
     index = new(index_factory)
     apply(index, run(*range(5000)))
@@ -663,6 +667,7 @@ def seconds_of_removals(factory: IndexFactory, orphans: int) -> float:
     return seconds
 
 
+@pytest.mark.slow
 def test_removing_an_orphan_costs_the_same_however_many_wait_for_its_parent(index_factory: IndexFactory) -> None:
     few = min(seconds_of_removals(index_factory, 2_000) for _ in range(3))
     many = min(seconds_of_removals(index_factory, 60_000) for _ in range(2))

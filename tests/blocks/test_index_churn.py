@@ -9,6 +9,7 @@ import gc
 import os
 import random
 
+import pytest
 from support.index_churn import Churn, Load, requests
 from support.index_scenarios import IndexFactory, settle
 
@@ -25,6 +26,7 @@ def objects() -> int:
     return len(gc.get_objects())
 
 
+@pytest.mark.slow
 def test_the_same_churn_again_needs_no_more_than_the_first_time(index_factory: IndexFactory) -> None:
     index = index_factory(16, max_blocks=LOAD.max_blocks)
     most_objects, most_bytes, left = [], [], []

@@ -30,6 +30,7 @@ if native_available():
     WHICH = "native and reference"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(0 if "KVSCOUT_INDEX_SEQUENCES" in os.environ else 300)
 @pytest.mark.parametrize("part", range(1 if ONE_SEED else PARTS))
 @pytest.mark.parametrize("factories", [pytest.param(FACTORIES, id=WHICH)])

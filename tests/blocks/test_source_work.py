@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 
+import pytest
+
 from kvscout_blocks.bytes.codec import encode_dump
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Stored
@@ -119,6 +121,7 @@ def state(first: int, last_id: int) -> SourceState:
     return SourceState(0, last_id, [message.SerializeToString() for message in encode_dump(SPEC.pool, dump)])
 
 
+@pytest.mark.slow
 async def test_what_comes_while_a_live_state_is_loaded_is_applied_after_it_in_order() -> None:
     for index in (None, make_index(4)):
         world = World(index)
@@ -134,6 +137,7 @@ async def test_what_comes_while_a_live_state_is_loaded_is_applied_after_it_in_or
         assert world.source.cursor == (0, 10)
 
 
+@pytest.mark.slow
 async def test_a_demotion_of_many_blocks_gives_the_loop_away_and_later_batches_wait_for_it() -> None:
     for index in (None, make_index(4)):
         world = World(index)
@@ -163,6 +167,7 @@ async def test_a_cut_of_many_blocks_is_of_its_beginning_and_later_batches_wait_f
     assert (taken.cut.dump(), world.heard) == (expected, [0, 1])
 
 
+@pytest.mark.slow
 async def test_a_source_that_is_closed_amid_work_leaves_nothing_behind() -> None:
     for what in (state(100, 7), batch(5, 1)):
         world = World()
@@ -210,6 +215,7 @@ async def test_a_state_that_cannot_be_loaded_costs_itself() -> None:
     assert world.found(5, 6) == (2, 2)
 
 
+@pytest.mark.slow
 async def test_a_reset_by_hand_comes_after_the_work_that_is_under_way() -> None:
     world = World()
     world.source.on_batch(batch(0, 5, 6))

@@ -16,6 +16,7 @@ SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2
 CASES = int(os.environ.get("KVSCOUT_FUZZ_CASES", "3000"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", [pytest.param(decoder, id=name) for name, decoder in decoders().items()])
 def test_damaged_bytes_are_read_or_refused_and_twins_agree(decoder: Decoder) -> None:
     print(f"KVSCOUT_TEST_SEED={SEED}")

@@ -178,6 +178,7 @@ def rng_attempt(rng: Random) -> int:
     return rng.choice((0, rng.randrange(1, 2**63)))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_s5_random_lifecycles_end_in_exact_zeros(part: int) -> None:

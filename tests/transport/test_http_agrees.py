@@ -121,6 +121,7 @@ async def run(seed: int) -> tuple[Any, ...]:
             await client.close()
 
 
+@pytest.mark.slow
 async def test_the_same_answers_become_the_same() -> None:
     if len(TRANSPORTS) < 2:
         pytest.skip("the extension is not built")

@@ -140,6 +140,7 @@ class Fleet:
         yield from (gauge(f"kvscout_gauge{number}", values) for number in range(4))
 
 
+@pytest.mark.slow
 def test_a_thousand_workers_have_a_page_no_longer_than_a_hundred_and_ten_times_the_ranks_ten_times_the_work() -> None:
     series = RankSeries(64)
 

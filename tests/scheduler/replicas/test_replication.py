@@ -266,6 +266,7 @@ def test_the_requests_of_a_gateway_that_dies_with_its_scheduler_end_everywhere_w
     assert world["b"].core.stats.ended == {"owner_gone": 3}, "one of them ends it"
 
 
+@pytest.mark.slow
 def test_what_a_dead_replica_leaves_behind_ends_some_at_a_time() -> None:
     world = World("a", "b", "c", settings=SchedulerSettings(lease_seconds=30))
     for number in range(1_000):
@@ -816,6 +817,7 @@ class Gateway:
         self._world[self.at].core.disconnect_owner(owner(self.name), self._session)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", range(3))
 def test_s8_gateways_that_fail_over_lose_nothing_and_leave_nothing(run: int) -> None:
     world = World("a", "b", "c", seed=test_seed() + run)
