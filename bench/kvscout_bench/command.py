@@ -25,7 +25,7 @@ from kvscout_bench.rpc_bench import RpcBench
 from kvscout_bench.scheduler_bench import SchedulerBench
 from kvscout_cli.connection import option
 from kvscout_cli.output import stderr, stdout
-from kvscout_common.flags import SectionedCommand, SectionedGroup
+from kvscout_common.settings.flags import SectionedCommand, SectionedGroup
 
 
 @click.group(name="bench", cls=SectionedGroup, invoke_without_command=True)

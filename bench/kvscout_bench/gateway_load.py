@@ -18,7 +18,8 @@ from kvscout.v1 import gateway_pb2, scheduler_pb2
 from kvscout_bench.gateway_engines import GAP_FIELD, MODEL
 from kvscout_bench.peer import DriverFailed
 from kvscout_common.errors import KvscoutError
-from kvscout_common.http.http import HttpClient, HttpFailed, HttpRequest, connect
+from kvscout_common.http.factory import connect
+from kvscout_common.http.http import HttpClient, HttpFailed, HttpRequest
 
 PROMPTS = 64
 CALL_SECONDS = 20.0

@@ -23,9 +23,10 @@ from kvscout_bench.gateway_engines import MODEL
 from kvscout_bench.gateway_load import random_tokens
 from kvscout_bench.peer import BENCH_ENVIRONMENT, DriverFailed
 from kvscout_bench.service_process import cpu_of, rss_of
-from kvscout_common.config import ServerConfig
-from kvscout_common.http.http import Form, HttpCall, HttpRequest, HttpServer, connect, serve_http
+from kvscout_common.http.factory import connect, serve_http
+from kvscout_common.http.http import Form, HttpCall, HttpRequest, HttpServer
 from kvscout_common.rpc.serving import App, run
+from kvscout_common.settings.config import ServerConfig
 from kvscout_common.transport import Transport
 
 CONNECT_SECONDS = 5.0

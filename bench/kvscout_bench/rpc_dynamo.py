@@ -12,7 +12,8 @@ from kvscout_bench.peer_dynamo import BLOCK_SIZE, MODEL, DynamoIndexer, DynamoSe
 from kvscout_bench.rpc_fixture import TOKENS, Publishers, prompt, require_all
 from kvscout_bench.rpc_ours import CALL_SECONDS, Call
 from kvscout_bench.service_process import MeasuredProcess
-from kvscout_common.http.http import HttpClient, HttpRequest, connect
+from kvscout_common.http.factory import connect
+from kvscout_common.http.http import HttpClient, HttpRequest
 
 _HEADERS = (("content-type", "application/json"),)
 

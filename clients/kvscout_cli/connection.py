@@ -17,8 +17,8 @@ from kvscout_common.doctor.collection import Named
 from kvscout_common.doctor.gathering import Gathering
 from kvscout_common.doctor.snapshot import Kind, Snapshot
 from kvscout_common.errors import NotFound, Unavailable
-from kvscout_common.flags import SectionedOption, client_flags, flag
 from kvscout_common.rpc.channel import call, open_channel
+from kvscout_common.settings.flags import SectionedOption, client_flags, flag
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
 CONNECTION = "Connection"

@@ -14,7 +14,7 @@ import click
 from kvscout_cli.output import echo
 from kvscout_cli.process import ProcessFailed
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument, KvscoutError, Unavailable
-from kvscout_common.flags import SectionedGroup
+from kvscout_common.settings.flags import SectionedGroup
 
 COMMANDS = (
     "demo",

@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvscout_common.flags import SERVER, SectionedOption
+from kvscout_common.settings.flags import SERVER, SectionedOption
 
 SERVICES = ("scheduler", "indexer", "gateway")
 

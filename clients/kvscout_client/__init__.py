@@ -40,7 +40,7 @@ from kvscout_client.router import Router
 from kvscout_client.tokens import Tokens
 from kvscout_client.zmq_publisher import ZmqKvEventPublisher
 from kvscout_common.hashing import MmItem
-from kvscout_common.rpc.channel import ClientSecurity
+from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.worker import WorkerSpec
 
 __all__ = [

@@ -12,7 +12,7 @@ from kvscout_client.calls import RETRIES
 from kvscout_client.loop_thread import LoopThread
 from kvscout_client.results import RouteDecision
 from kvscout_client.router import Router
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.worker import DEFAULT_TENANT
 
 T = TypeVar("T")

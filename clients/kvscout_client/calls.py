@@ -9,8 +9,9 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from kvscout_common.errors import Draining, KvscoutError, Unavailable
+from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.identity.tls_probe import tls_trouble
-from kvscout_common.rpc.channel import ClientSecurity, call, stream
+from kvscout_common.rpc.channel import call, stream
 
 T = TypeVar("T")
 

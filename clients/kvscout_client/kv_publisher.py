@@ -29,9 +29,9 @@ from kvscout_blocks.publish.recall import RING_BATCHES, RING_BYTES
 from kvscout_client.kv_publisher_push import PushOutlet
 from kvscout_client.kv_publisher_rank import Outlet, PublishedRank, removed_events, stored_events
 from kvscout_common.errors import Cancelled, KvscoutError
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.nats.config import DEFAULT_NAMESPACE, DEFAULT_SERVER, NatsConfig
 from kvscout_common.registry.leases import DEFAULT_LEASE_SECONDS
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.worker import DEFAULT_TENANT, CopyMode, EngineKind, Transport, WorkerRank, WorkerSpec
 
 if TYPE_CHECKING:

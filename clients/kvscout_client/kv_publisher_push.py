@@ -25,8 +25,9 @@ from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_client.kv_publisher_rank import PublishedRank
 from kvscout_client.kv_publisher_registration import RpcRegistration
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.observability.telemetry import RateLimitedLog
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity, open_channel
+from kvscout_common.rpc.channel import open_channel
 from kvscout_common.rpc.first_status import FirstStatus
 
 log = logging.getLogger("kvscout.publisher")

@@ -29,8 +29,9 @@ from kvscout_client.results import (
 from kvscout_client.tokens import Tokens, token_list
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument
 from kvscout_common.hashing import MmItem
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.registry.worker_proto import role_to_proto, spec_from_proto, spec_to_proto
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity, open_channel
+from kvscout_common.rpc.channel import open_channel
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerSpec
 
 _WithTokens = TypeVar(

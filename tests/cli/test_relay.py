@@ -9,7 +9,7 @@ import pytest
 
 from kvscout_cli.commands.up import command
 from kvscout_cli.relay import SERVICES, given_words, relayed_flags
-from kvscout_common.flags import SERVER, SectionedOption
+from kvscout_common.settings.flags import SERVER, SectionedOption
 
 
 def words(service: str, *arguments: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from kvscout.v1 import workers_pb2
 from kvscout_common.doctor.collection import Collection, Named
 from kvscout_common.doctor.overview import Overview, overview
 from kvscout_common.doctor.snapshot import Kind
-from kvscout_common.rpc.channel import PLAINTEXT
+from kvscout_common.identity.client_security import PLAINTEXT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,8 +11,8 @@ import pytest
 from kvscout_client import calls
 from kvscout_client.calls import Calls
 from kvscout_common.errors import DeadlineExceeded, KvscoutError, NotFound, Unavailable
-from kvscout_common.rpc.channel import ClientSecurity
-from kvscout_common.statuses import ANSWERED_TRAILER
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.transport.statuses import ANSWERED_TRAILER
 
 CODE = grpc.StatusCode
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvscout_common import errors
 from kvscout_common.errors import ConfigError, InvalidArgument, KvscoutError
-from kvscout_common.statuses import STATUS_CODES, from_status, status_code
+from kvscout_common.transport.statuses import STATUS_CODES, from_status, status_code
 
 ALL = [
     kind

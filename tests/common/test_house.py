@@ -18,20 +18,15 @@ SOURCES = sorted(
 )
 
 
-def modules_of(path: Path) -> set[str]:
-    """Modules that a file imports, anywhere in it."""
+def imports_of(path: Path) -> set[str]:
+    """Top-level packages that a file imports, anywhere in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names.add(node.module)
-    return names
-
-
-def imports_of(path: Path) -> set[str]:
-    """Top-level packages that a file imports, anywhere in it."""
-    return {module.split(".")[0] for module in modules_of(path)}
+    return {name.split(".")[0] for name in names}
 
 
 def package_of(path: Path) -> str:
@@ -52,16 +47,6 @@ def test_services_import_no_other_service_and_common_imports_none(path: Path) ->
         # It is not part of the package.
         forbidden.add("kvscout_bench")
     assert not imports_of(path) & forbidden
-
-
-def test_a_folder_of_blocks_imports_only_those_before_it() -> None:
-    folders = ("bytes", "index", "source", "publish")
-    for position, folder in enumerate(folders):
-        paths = sorted((ROOT / "common/kvscout_blocks" / folder).glob("*.py"))
-        assert paths, folder
-        for path in paths:
-            later = tuple(f"kvscout_blocks.{name}" for name in folders[position + 1 :])
-            assert not [module for module in modules_of(path) if module.startswith(later)], path
 
 
 def test_one_file_a_package_imports_the_extension() -> None:

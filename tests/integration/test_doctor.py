@@ -26,8 +26,8 @@ from kvscout_common.doctor.diagnosis import Finding, diagnose
 from kvscout_common.doctor.prediction_checks import ENOUGH
 from kvscout_common.doctor.snapshot import Kind
 from kvscout_common.hashing import native_available
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.process.descriptors import FEW
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 
 OF_THIS_MACHINE = {
     *(() if native_available() else ("reference-backend",)),

@@ -35,7 +35,8 @@ from kvscout.v1 import scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.collection import Collection
 from kvscout_common.doctor.diagnosis import Finding, diagnose
 from kvscout_common.hashing import native_available
-from kvscout_common.rpc.channel import PLAINTEXT, call
+from kvscout_common.identity.client_security import PLAINTEXT
+from kvscout_common.rpc.channel import call
 from kvscout_gateway.engines.health import MIN_FAILURES
 from kvscout_gateway.fronts.endpoint_picker import conformance, wire
 from kvscout_gateway.fronts.reserved import RESERVED_HEADERS

@@ -11,7 +11,8 @@ from support.processes import Running, eventually, running
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common.errors import PermissionDenied, Unauthenticated, Unavailable
-from kvscout_common.rpc.channel import ClientSecurity, call, open_channel, stream
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.rpc.channel import call, open_channel, stream
 
 TIMEOUT = 10.0
 

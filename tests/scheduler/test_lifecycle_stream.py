@@ -16,10 +16,10 @@ from support.processes import eventually
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, loads, worker
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common.config import ServerConfig
 from kvscout_common.hashing import native_available
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
+from kvscout_common.settings.config import ServerConfig
 from kvscout_common.worker import ALL_TENANTS, WorkerRank
 from kvscout_scheduler.messages.operation_messages import MAX_OPERATIONS
 from kvscout_scheduler.messages.packed_operations import PackedCodec, codec_for

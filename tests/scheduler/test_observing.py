@@ -22,9 +22,9 @@ from support.scheduler_builders import (
 )
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
-from kvscout_common.config import ServerConfig
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
+from kvscout_common.settings.config import ServerConfig
 from kvscout_scheduler.bookings.booking import FreeOutcome
 from kvscout_scheduler.load.active_load import ReferenceLoad
 from kvscout_scheduler.policies import PolicyRegistry

@@ -8,8 +8,9 @@ from typing import Any
 
 import grpc
 
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.identity.identity import TokenTable
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity, open_channel
+from kvscout_common.rpc.channel import open_channel
 from kvscout_common.rpc.guard import Guard
 from kvscout_common.transport import keepalive
 

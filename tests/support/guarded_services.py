@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 from kvscout.v1 import bridge_pb2, gateway_pb2, indexer_pb2, scheduler_pb2
 from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.main import build as build_bridge
-from kvscout_common.config import ServerConfig
 from kvscout_common.http.byte_budget import make_budget
-from kvscout_common.http.http import serve_http
+from kvscout_common.http.factory import serve_http
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.rpc import serving
 from kvscout_common.rpc.guard import Guard
 from kvscout_common.rpc.serving import App
+from kvscout_common.settings.config import ServerConfig
 from kvscout_common.transport import Transport, choose, chosen
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.config import GatewayConfig

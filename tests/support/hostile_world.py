@@ -28,7 +28,8 @@ from kvscout.v1 import (
     types_pb2,
     workers_pb2,
 )
-from kvscout_common.rpc.channel import ClientSecurity, open_channel
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.rpc.channel import open_channel
 from support.mocker_process import running_mocker
 from support.nats_server import nats_server
 from support.process_metrics import scrape

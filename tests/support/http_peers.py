@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeAlias
 
 from kvscout_common.hashing import native_available
-from kvscout_common.http.http import HttpCall, HttpHandler, HttpLimits, HttpServer, serve_http
+from kvscout_common.http.factory import serve_http
+from kvscout_common.http.http import HttpCall, HttpHandler, HttpLimits, HttpServer
 from kvscout_common.transport import Transport, choose, chosen
 
 Script: TypeAlias = Callable[["RawEngine", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -14,7 +14,8 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from kvscout_common.http.http import HttpServer, serve_http
+from kvscout_common.http.factory import serve_http
+from kvscout_common.http.http import HttpServer
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.config import GatewayConfig

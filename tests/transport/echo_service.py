@@ -15,7 +15,7 @@ import grpc
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.identity.identity import current_identity
-from kvscout_common.identity.tls import Pem
+from kvscout_common.identity.pem import Pem
 from kvscout_common.rpc.guard import Guard
 from kvscout_common.rpc.handlers import Synchronous
 

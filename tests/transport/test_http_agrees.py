@@ -24,14 +24,8 @@ from support.http_peers import (
     tokens,
 )
 
-from kvscout_common.http.http import (
-    Dialect,
-    Form,
-    HttpCall,
-    HttpFailed,
-    HttpRequest,
-    connect,
-)
+from kvscout_common.http.factory import connect
+from kvscout_common.http.http import Dialect, Form, HttpCall, HttpFailed, HttpRequest
 
 CASES = 60
 

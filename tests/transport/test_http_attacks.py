@@ -27,16 +27,8 @@ from support.http_peers import (
 )
 from support.processes import eventually
 
-from kvscout_common.http.http import (
-    FailureKind,
-    Form,
-    HttpCall,
-    HttpClient,
-    HttpFailed,
-    HttpLimits,
-    HttpRequest,
-    connect,
-)
+from kvscout_common.http.factory import connect
+from kvscout_common.http.http import FailureKind, Form, HttpCall, HttpClient, HttpFailed, HttpLimits, HttpRequest
 from kvscout_common.transport import Transport
 
 MIB = 1 << 20

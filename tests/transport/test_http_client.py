@@ -34,6 +34,7 @@ from support.http_peers import (
 from support.processes import eventually
 
 from kvscout.v1 import gateway_pb2
+from kvscout_common.http.factory import connect
 from kvscout_common.http.http import (
     Dialect,
     FailureKind,
@@ -47,7 +48,6 @@ from kvscout_common.http.http import (
     SinkGone,
     SinkStalled,
     StreamReport,
-    connect,
 )
 from kvscout_common.transport import Transport
 

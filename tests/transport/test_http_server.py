@@ -10,16 +10,10 @@ from support.http_peers import TRANSPORTS, echo, exchange, get, made_of, served
 from support.processes import eventually
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.http.byte_budget import Charge, make_budget
-from kvscout_common.http.http import (
-    HttpCall,
-    HttpLimits,
-    HttpRefused,
-    HttpRequest,
-    SinkStalled,
-    connect,
-)
-from kvscout_common.identity.tls import Pem
+from kvscout_common.http.byte_budget import make_budget
+from kvscout_common.http.factory import connect
+from kvscout_common.http.http import Charge, HttpCall, HttpLimits, HttpRefused, HttpRequest, SinkStalled
+from kvscout_common.identity.pem import Pem
 from kvscout_common.transport import Transport
 
 
@@ -214,7 +208,7 @@ async def test_tls_is_served_and_its_certificates_are_renewed() -> None:
         chain = b"".join(blob.bytes() for blob in certificate.cert_chain_pems)
         return Pem(chain, certificate.private_key_pem.bytes(), None)
 
-    from kvscout_common.http.http import serve_http
+    from kvscout_common.http.factory import serve_http
 
     server = serve_http(echo)
     port = await server.listen("127.0.0.1", 0, pem(old))

@@ -27,7 +27,8 @@ from support.processes import eventually
 from transport.echo_service import MAX_MESSAGE_BYTES, grpcio_channel
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.http.http import Form, HttpFailed, HttpRequest, Preceded, SinkStalled, StreamReport, connect
+from kvscout_common.http.factory import connect
+from kvscout_common.http.http import Form, HttpFailed, HttpRequest, Preceded, SinkStalled, StreamReport
 from kvscout_common.rpc.guard import Guard
 from kvscout_common.transport import Transport
 

@@ -31,7 +31,7 @@ from support.tcp_relay import tcp_relay
 from transport.echo_service import MAX_MESSAGE_BYTES, SERVICE, grpcio_channel, native, native_channel
 
 from kvscout_common.hashing import native_available
-from kvscout_common.identity.tls import Pem
+from kvscout_common.identity.pem import Pem
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: it is what is tested")
 

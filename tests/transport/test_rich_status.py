@@ -11,8 +11,8 @@ from transport.echo_service import SERVICE, grpcio, native
 
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable
 from kvscout_common.hashing import native_available
-from kvscout_common.rpc.rich_status import DETAILS_TRAILER, MAX_DETAILS_BYTES, details_of
-from kvscout_common.statuses import status_of
+from kvscout_common.transport.rich_status import DETAILS_TRAILER, MAX_DETAILS_BYTES, details_of
+from kvscout_common.transport.statuses import status_of
 
 status_pb2: Any = pytest.importorskip("google.rpc.status_pb2", reason="googleapis-common-protos is not installed")
 error_details_pb2: Any = pytest.importorskip("google.rpc.error_details_pb2")

@@ -14,15 +14,8 @@ from support.http_peers import TRANSPORTS, echo, made_of, raw_engine, says_and_w
 
 from kvscout_common.hashing import native_available
 from kvscout_common.http import aiohttp_client, aiohttp_server
-from kvscout_common.http.http import (
-    FailureKind,
-    HttpCall,
-    HttpFailed,
-    HttpLimits,
-    HttpRequest,
-    connect,
-    serve_http,
-)
+from kvscout_common.http.factory import connect, serve_http
+from kvscout_common.http.http import FailureKind, HttpCall, HttpFailed, HttpLimits, HttpRequest
 from kvscout_common.transport import Transport
 
 Address = tuple[str, int]

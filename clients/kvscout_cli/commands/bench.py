@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from kvscout_common.errors import FailedPrecondition
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 
 _IN_A_CLONE = Path(__file__).resolve().parents[3] / "bench"
 

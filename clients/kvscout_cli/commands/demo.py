@@ -18,7 +18,7 @@ from kvscout_cli.output import print_json, stderr, stdout
 from kvscout_cli.progress import replay_progress
 from kvscout_cli.topology import Mockers, Topology
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 from kvscout_lab.sessions import LogNormal, MultiTurn, Range, Session, multi_turn
 from kvscout_lab.summary import as_json as summary_json
 from kvscout_lab.summary import comparison, errors_by_text, improvements

@@ -14,7 +14,7 @@ from kvscout_cli.output import print_json, stdout
 from kvscout_common.doctor.conditions import Severity
 from kvscout_common.doctor.diagnosis import Finding, diagnose, is_wrong
 from kvscout_common.doctor.snapshot import Kind, Snapshot
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold"}
 MAX_WIDTH = 110

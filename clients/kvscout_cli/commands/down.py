@@ -11,7 +11,7 @@ import click
 from kvscout_cli.commands.up import state_dir_flag
 from kvscout_cli.output import echo
 from kvscout_cli.state import StateDirectory
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 
 STOP_SECONDS = 60.0
 

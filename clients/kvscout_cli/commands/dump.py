@@ -14,7 +14,7 @@ from kvscout.v1 import events_pb2
 from kvscout_cli.connection import Connection, connection_flags, option
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import columns, echo, stdout
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 
 
 @dataclass(slots=True)

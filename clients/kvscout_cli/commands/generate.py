@@ -12,7 +12,7 @@ from kvscout_cli.lifetime import run
 from kvscout_cli.output import echo, print_json, stderr
 from kvscout_cli.prompt import prompt_arguments
 from kvscout_client import FinishReason, GenerateChunk, RouteDecision, SamplingOptions, StopConditions, Usage
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 
 
 @dataclass(slots=True)

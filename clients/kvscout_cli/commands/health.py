@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvscout_cli.output import echo
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument, Unavailable
-from kvscout_common.flags import SectionedCommand, client_tls_flags, flag
-from kvscout_common.rpc.channel import ClientSecurity
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.settings.flags import SectionedCommand, client_tls_flags, flag
 
 HERE = ("localhost:7050", "localhost:7051", "localhost:7052", "localhost:7053", "http://localhost:8100/health")
 """Where gateway, indexer, scheduler, bridge and mocker listen unless told otherwise."""

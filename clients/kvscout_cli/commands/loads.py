@@ -10,7 +10,7 @@ from kvscout_cli.connection import Connection, chosen_model, connection_flags, j
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import columns, print_json, stdout
 from kvscout_client import WorkerLoad
-from kvscout_common.flags import SectionedCommand, ValueOf
+from kvscout_common.settings.flags import SectionedCommand, ValueOf
 from kvscout_common.worker import Role
 
 NUMBERS = ("active requests", "prefill tokens", "decode blocks", "KV blocks")

@@ -23,7 +23,7 @@ from kvscout_cli.cross_check import table as real_table
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import stderr, stdout
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 from kvscout_lab.cells import Bench, Cell, Contender, cells_by_seed
 from kvscout_lab.clients import SIGNS, Clients, Sign, as_clients_ask
 from kvscout_lab.cluster import Cluster

@@ -13,7 +13,7 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_cli.connection import Schedulers, json_flag, scheduler_flags
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import columns, print_json, stderr, stdout
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 
 COLUMNS = ("seen by", "replica", "state")
 NUMBERS = ("requests", "sequence", "heard", "lag", "divergences", "gaps", "snapshots")

@@ -8,7 +8,7 @@ from kvscout_cli.connection import Connection, connection_flags, json_flag, opti
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import columns, print_json, stdout
 from kvscout_client import ActiveRequest
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 
 
 @click.command(name="requests", cls=SectionedCommand)

@@ -10,7 +10,7 @@ from kvscout_cli.lifetime import run
 from kvscout_cli.output import columns, print_json, stdout
 from kvscout_cli.prompt import prompt_arguments
 from kvscout_client import Explanation, RouteDecision, RouterOverride
-from kvscout_common.flags import SectionedCommand, ValueOf
+from kvscout_common.settings.flags import SectionedCommand, ValueOf
 from kvscout_common.worker import Role
 
 

@@ -12,7 +12,7 @@ from kvscout_cli.connection import Services, json_flag, services_flags
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import columns, plain, print_json, stderr, stdout
 from kvscout_common.doctor.shadow import Shadow, ShadowRow, sentences, shadow_of
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 
 NUMBERS = ("requests", "compared", "hit rate as it is", "with the policy", "same worker")
 

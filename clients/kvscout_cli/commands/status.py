@@ -9,7 +9,7 @@ from kvscout_cli.connection import Services, json_flag, services_flags
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import age, columns, print_json, stderr, stdout
 from kvscout_common.doctor.overview import Overview, ServiceRow, SourceRow, overview
-from kvscout_common.flags import SectionedCommand
+from kvscout_common.settings.flags import SectionedCommand
 
 
 @click.command(cls=SectionedCommand)

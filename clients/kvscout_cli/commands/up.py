@@ -22,7 +22,7 @@ from kvscout_cli.relay import given_words, relay, relayed_flags
 from kvscout_cli.stack import READY_SECONDS, Stack
 from kvscout_cli.state import StateDirectory
 from kvscout_cli.topology import DEFAULT_PORTS, Mockers, Ports, Topology, launch
-from kvscout_common.flags import SectionedCommand, flag
+from kvscout_common.settings.flags import SectionedCommand, flag
 from kvscout_common.worker import Role, Transport
 
 _FLAGS = relayed_flags()

@@ -16,9 +16,9 @@ from kvscout_cli.output import columns, echo, plain, print_json, stdout
 from kvscout_client import RegisteredWorker, WorkerRecord
 from kvscout_common.doctor.overview import Overview, SourceRow, overview
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import SectionedCommand, SectionedGroup, ValueOf
 from kvscout_common.registry.worker_proto import rank_from_proto
 from kvscout_common.registry.workers_file import load_workers
+from kvscout_common.settings.flags import SectionedCommand, SectionedGroup, ValueOf
 from kvscout_common.worker import DEFAULT_TENANT, EngineKind, EventEndpoint, Role, WorkerSpec
 
 

@@ -39,14 +39,16 @@ from kvscout_common.doctor.snapshot import (
 )
 from kvscout_common.endpoints import address_problem
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable, Unimplemented
-from kvscout_common.http.engine_http import NoAnswer, asking_engines, read_json
+from kvscout_common.http.engine_http import NoAnswer, read_json
+from kvscout_common.http.factory import http_client
 from kvscout_common.http.http import HttpClient
+from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.identity.tls_probe import tls_trouble
 from kvscout_common.plain_text import printable
 from kvscout_common.registry.engine_facts import ASKED
 from kvscout_common.registry.engine_query import ask_engine
 from kvscout_common.registry.worker_proto import spec_from_proto
-from kvscout_common.rpc.channel import ClientSecurity, call, open_channel
+from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 
 AT_ONCE = 32
@@ -148,7 +150,7 @@ class Collection:
         if not specs and not proxies:
             # The client of HTTP takes longer to load than the services take to answer.
             return snapshot
-        async with asking_engines() as http:
+        async with http_client() as http:
             found = await asyncio.gather(*(self._ask_engine(http, spec) for spec in specs[:MAX_ASKED]))
             asked_proxies = await asyncio.gather(*(self._ask_proxy(http, url.rstrip("/")) for url in proxies))
         return replace(

@@ -13,7 +13,8 @@ from kvscout_common.doctor.collection import Collection, Named
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import RankName, Service, Snapshot
 from kvscout_common.errors import KvscoutError
-from kvscout_common.rpc.channel import ClientSecurity, call, open_channel, stream
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.rpc.channel import call, open_channel, stream
 from kvscout_common.worker import ALL_TENANTS
 
 MAX_WATCHED = 64

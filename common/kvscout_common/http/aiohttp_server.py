@@ -15,11 +15,11 @@ from aiohttp import ClientConnectionError, HttpVersion11, hdrs, web
 from aiohttp.web_protocol import RequestPayloadError
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.http.byte_budget import Charge
 from kvscout_common.http.http import (
     FULL,
     LAST_REQUEST_SECONDS,
     VANISHED_SECONDS,
+    Charge,
     Headers,
     HttpHandler,
     HttpLimits,
@@ -27,7 +27,7 @@ from kvscout_common.http.http import (
     SinkGone,
     SinkStalled,
 )
-from kvscout_common.identity.tls import Pem
+from kvscout_common.identity.pem import Pem
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.transport.sockets import end_when_unacknowledged
 

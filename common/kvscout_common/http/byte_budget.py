@@ -14,29 +14,13 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvscout_common.http.http import Charge
 from kvscout_common.transport import Transport, chosen
 
 SHARE = 2
 """A tenant may hold one part in so many of the whole."""
 PROCESS_FULL = (503, "the server holds as many bytes of requests as it may (--request-memory-bytes)")
 TENANT_FULL = (429, "the tenant holds its share of the bytes of requests (half of --request-memory-bytes)")
-
-
-class Charge(Protocol):
-    """What one request holds of a budget, until it is released or collected."""
-
-    @property
-    def bytes(self) -> int:
-        """Charged now."""
-
-    def grow(self, bytes: int, /) -> tuple[int, str] | None:
-        """Charges for so many bytes that came; the HTTP status and text of a refusal if there is no room for them."""
-
-    def look(self, bytes: int, /) -> tuple[int, str] | None:
-        """The same, and charges nothing: for bytes that are to come."""
-
-    def release(self) -> None:
-        """Nothing of it is held any more."""
 
 
 class Budget(Protocol):

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from kvscout_common.errors import Unavailable
-from kvscout_common.http.http import Headers, HttpClient, HttpFailed, HttpRequest, connect
+from kvscout_common.http.http import Headers, HttpClient, HttpFailed, HttpRequest
 from kvscout_common.http.json_scan import load_json
 from kvscout_common.plain_text import printable
 
@@ -30,16 +29,6 @@ T = TypeVar("T")
 
 class NoAnswer(Unavailable):
     """Nobody is there, or it does not speak HTTP, or not in time."""
-
-
-@asynccontextmanager
-async def asking_engines() -> AsyncIterator[HttpClient]:
-    """A client to ask engines with; its connections are closed behind it."""
-    http = connect()
-    try:
-        yield http
-    finally:
-        await http.close()
 
 
 async def read_page(http: HttpClient, url: str, *, timeout_seconds: float, headers: Headers = ()) -> bytes | None:

@@ -7,7 +7,7 @@
                               └─ StreamReport: what was noticed on the way (first output, usage, finish, error)
 
 Python decides, the transport moves bytes: who asked is told once that there is an answer, once that output begins,
-once how it ended. `connect` and `serve_http` choose what it is made of, by `--rpc-transport` as for gRPC.
+once how it ended. `factory` makes clients and servers of the transport that `--rpc-transport` names.
 
 Nothing is unpacked, followed or kept: no redirects, no compression, no cookies.
 """
@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Protocol, TypeAlias
 
-from kvscout_common.http.byte_budget import Charge
-from kvscout_common.identity.tls import Pem
+from kvscout_common.identity.pem import Pem
 from kvscout_common.process.endings import NobodyWaits
-from kvscout_common.transport import Transport, chosen
 
 Headers: TypeAlias = Sequence[tuple[str, str]]
 """Names in any case, in the order in which they travel; those of ours that frame a message are the transport's."""
@@ -250,6 +248,23 @@ class HttpClient(Protocol):
         """Closes every connection."""
 
 
+class Charge(Protocol):
+    """What one request holds of a budget, until it is released or collected."""
+
+    @property
+    def bytes(self) -> int:
+        """Charged now."""
+
+    def grow(self, bytes: int, /) -> tuple[int, str] | None:
+        """Charges for so many bytes that came; the HTTP status and text of a refusal if there is no room for them."""
+
+    def look(self, bytes: int, /) -> tuple[int, str] | None:
+        """The same, and charges nothing: for bytes that are to come."""
+
+    def release(self) -> None:
+        """Nothing of it is held any more."""
+
+
 class HttpCall(Sink, Protocol):
     """One request of a client of ours; it begins when its head has come."""
 
@@ -337,29 +352,3 @@ class HttpServer(Protocol):
 
     def stats(self) -> dict[str, int]:
         """`connections` open now; `connections_refused` and `connections_evicted`, idle ones, since it began."""
-
-
-def connect(*, ca: bytes | None = None) -> HttpClient:
-    """A client, on the running loop.
-
-    Args:
-        ca: PEM of whom to trust; None = whom this machine trusts.
-    """
-    if chosen() is Transport.NATIVE:
-        from kvscout_common.http.native_http_client import NativeHttpClient
-
-        return NativeHttpClient(ca)
-    from kvscout_common.http.aiohttp_client import AiohttpClient
-
-    return AiohttpClient(ca)
-
-
-def serve_http(handler: HttpHandler, limits: HttpLimits | None = None) -> HttpServer:
-    """A server that does not listen yet, on the running loop."""
-    if chosen() is Transport.NATIVE:
-        from kvscout_common.http.native_http_server import NativeHttpServer
-
-        return NativeHttpServer(handler, limits or HttpLimits())
-    from kvscout_common.http.aiohttp_server import AiohttpServer
-
-    return AiohttpServer(handler, limits or HttpLimits())

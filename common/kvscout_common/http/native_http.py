@@ -42,6 +42,14 @@ class Hearer(Protocol):
         """Something happened; `event` is as the extension's stub says."""
 
 
+class ServerCall:
+    """A call of a server of ours that the extension can write an answer to by itself."""
+
+    core: HttpCore
+    number: int
+    """Of the call."""
+
+
 class ClosedHttp:
     """What is left of the extension's `Http` when its core was closed: calls and answers that end after it say so to
     this."""

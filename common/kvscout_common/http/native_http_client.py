@@ -28,10 +28,8 @@ from kvscout_common.http.http import (
     SinkStalled,
     StreamReport,
 )
-from kvscout_common.http.native_http import ANSWER, ENDED, FIRST, FULL, PIECE, HttpCore, shared
-from kvscout_common.http.native_http_server import NativeHttpCall
-from kvscout_common.rpc.native_context import NativeContext
-from kvscout_common.transport.native_core import ClientTls
+from kvscout_common.http.native_http import ANSWER, ENDED, FIRST, FULL, PIECE, HttpCore, ServerCall, shared
+from kvscout_common.transport.native_core import ClientTls, MessageStream
 from kvscout_common.transport.waiting import Inbox
 
 _OWN_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -144,7 +142,7 @@ class NativeAnswer:
         """The body, where it is told piece by piece; its news are also those of head and end."""
         self._ended: tuple[Any, ...] | None = None
         self._begins: Callable[[], None] | None = None
-        self._context: NativeContext | None = None
+        self._context: MessageStream | None = None
         """The gRPC call that it goes to."""
         self._last_report: StreamReport | None = None
         self.status = 0
@@ -224,9 +222,9 @@ class NativeAnswer:
         to, first = (sink.sink, sink.first) if isinstance(sink, Preceded) else (sink, b"")
         how = (write_seconds, first, noticed, dialect.value, max_tokens)
         try:
-            if isinstance(to, NativeHttpCall) and to.core is core:
+            if isinstance(to, ServerCall) and to.core is core:
                 core.http.pass_to_call(number, to.number, *how)
-            elif form is Form.PIECES and isinstance(to, NativeContext) and to.takes_messages:
+            elif form is Form.PIECES and isinstance(to, MessageStream) and to.takes_messages:
                 self._context = to
                 core.rpc_cores[to.core.rpc] = to.core
                 core.http.pass_to_messages(number, to.core.rpc, to.number, *how)

@@ -9,8 +9,7 @@ import socket
 from typing import Any, cast
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.http.byte_budget import Charge
-from kvscout_common.http.http import FULL, Headers, HttpHandler, HttpLimits, HttpRefused, SinkGone, SinkStalled
+from kvscout_common.http.http import FULL, Charge, Headers, HttpHandler, HttpLimits, HttpRefused, SinkGone, SinkStalled
 from kvscout_common.http.native_http import (
     ACCEPT_FAILED,
     BODY,
@@ -19,9 +18,10 @@ from kvscout_common.http.native_http import (
     GONE,
     WRITABLE,
     HttpCore,
+    ServerCall,
     shared,
 )
-from kvscout_common.identity.tls import Pem
+from kvscout_common.identity.pem import Pem
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.transport.native_core import ByteCharge, ServerTls
 from kvscout_common.transport.ready_tasks import ReadyTasks
@@ -141,7 +141,7 @@ class NativeHttpServer:
             call.close()
 
 
-class NativeHttpCall:
+class NativeHttpCall(ServerCall):
     """See `http.HttpCall`.
 
     Args:
@@ -153,8 +153,7 @@ class NativeHttpCall:
     def __init__(self, core: HttpCore, limits: HttpLimits, event: tuple[Any, ...]) -> None:
         _, number, _, method, target, headers, peer, body = event
         self.core = core
-        self.number: int = number
-        """Of the call."""
+        self.number = number
         self._limits = limits
         self._body: bytes | None = body
         self._body_asked = False

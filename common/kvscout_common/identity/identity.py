@@ -39,7 +39,7 @@ from google.protobuf.message import Message
 from kvscout_common.errors import ConfigError, PermissionDenied, Unauthenticated
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits, TenantTable, read_limits
 from kvscout_common.process.followed_file import FollowedFile, read_yaml
-from kvscout_common.rpc.running_calls import ENDLESS
+from kvscout_common.process.running_calls import ENDLESS
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
 MAX_BYTES = 1024 * 1024

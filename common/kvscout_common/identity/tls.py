@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
-from kvscout_common.config import TlsFiles
 from kvscout_common.errors import ConfigError
+from kvscout_common.identity.pem import MAX_PEM_BYTES, Pem
 from kvscout_common.process.followed_file import FollowedFile, read_file
-
-MAX_BYTES = 1024 * 1024
-
-
-class Pem(NamedTuple):
-    """What a server proves itself with, and checks its clients by."""
-
-    certificate: bytes
-    key: bytes
-    client_ca: bytes | None
+from kvscout_common.settings.config import TlsFiles
 
 
 class ServerCertificates:
@@ -68,9 +59,11 @@ class ServerCertificates:
 
     def _read(self) -> Pem:
         files = self._files
-        certificate = read_file(files.certificate, flag="tls_cert", max_bytes=MAX_BYTES)
-        key = read_file(files.key, flag="tls_key", max_bytes=MAX_BYTES, secret=True)
-        client_ca = read_file(files.client_ca, flag="tls_client_ca", max_bytes=MAX_BYTES) if files.client_ca else None
+        certificate = read_file(files.certificate, flag="tls_cert", max_bytes=MAX_PEM_BYTES)
+        key = read_file(files.key, flag="tls_key", max_bytes=MAX_PEM_BYTES, secret=True)
+        client_ca = (
+            read_file(files.client_ca, flag="tls_client_ca", max_bytes=MAX_PEM_BYTES) if files.client_ca else None
+        )
         # What grpc is given and cannot use it says of each handshake, to nobody: here it is an error, and of a file.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 
-from kvscout_common.rpc.channel import ClientSecurity
+from kvscout_common.identity.client_security import ClientSecurity
 
 PROBE_SECONDS = 2.0
 """Longest time for it; who waits for an answer has waited already."""

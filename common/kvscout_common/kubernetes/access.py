@@ -18,9 +18,9 @@ from typing import Any, Final
 
 from kvscout_common.endpoints import bracketed, url_problem
 from kvscout_common.errors import ConfigError
-from kvscout_common.identity.tls import MAX_BYTES
+from kvscout_common.identity.client_security import MAX_TOKEN_BYTES, TokenFile
+from kvscout_common.identity.pem import MAX_PEM_BYTES
 from kvscout_common.process.followed_file import POLL_SECONDS, FollowedFile, read_file, read_yaml
-from kvscout_common.rpc.channel import MAX_TOKEN_BYTES, TokenFile
 
 FLAG: Final = "kubeconfig"
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -194,7 +194,7 @@ def _checked(server: str) -> str:
 
 
 def _content(part: Path | bytes) -> bytes:
-    return part if isinstance(part, bytes) else read_file(part, flag=FLAG, max_bytes=MAX_BYTES)
+    return part if isinstance(part, bytes) else read_file(part, flag=FLAG, max_bytes=MAX_PEM_BYTES)
 
 
 def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import BEHAVIOUR, flag
 from kvscout_common.nats.names import NatsNames
+from kvscout_common.settings.flags import BEHAVIOUR, flag
 
 if TYPE_CHECKING:
     from kvscout_common.nats.link import NatsLink

@@ -8,12 +8,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import types_pb2
-from kvscout_common.config import ServerConfig
 from kvscout_common.registry.engine_discovery import Discovery
 from kvscout_common.registry.registrar import OwnRegistrar, Registrar
 from kvscout_common.registry.registry import Registry
 from kvscout_common.registry.workers_file import WorkersFile
 from kvscout_common.rpc.service_info import TenantWarning, Warned
+from kvscout_common.settings.config import ServerConfig
 from kvscout_common.worker import ALL_TENANTS
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from kvscout_common.endpoints import bracketed
 from kvscout_common.errors import ConfigError, InvalidArgument, Unavailable
-from kvscout_common.http.engine_http import asking_engines
+from kvscout_common.http.factory import http_client
 from kvscout_common.http.http import HttpClient
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.registry.engine_discovery import Ask
@@ -137,7 +137,7 @@ class DnsWorkers:
 
     async def run(self) -> None:
         """Follows the names for ever."""
-        async with asking_engines() as http:
+        async with http_client() as http:
             while True:
                 await self.follow(http)
                 await asyncio.sleep(RESOLVE_SECONDS)

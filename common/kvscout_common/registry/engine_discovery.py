@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from kvscout_common.errors import InvalidArgument, Unavailable
-from kvscout_common.http.engine_http import asking_engines
+from kvscout_common.http.factory import http_client
 from kvscout_common.http.http import HttpClient
 from kvscout_common.registry.engine_facts import EngineFacts, lacks_event_endpoints
 from kvscout_common.registry.engine_query import ask_engine
@@ -76,7 +76,7 @@ class Discovery:
 
     async def run(self) -> None:
         """Asks for ever."""
-        async with asking_engines() as http:
+        async with http_client() as http:
             try:
                 while True:
                     self._changed.clear()

@@ -25,15 +25,15 @@ from typing import NamedTuple
 import aiohttp
 
 from kvscout_common.errors import InvalidArgument, Unavailable
-from kvscout_common.http.engine_http import asking_engines
+from kvscout_common.http.factory import http_client
 from kvscout_common.http.http import HttpClient
 from kvscout_common.kubernetes.access import KubernetesAccess, find_access
 from kvscout_common.kubernetes.listing import ListWatch, api_session
 from kvscout_common.kubernetes.objects import InferencePool, ObjectProblem, Pod
-from kvscout_common.kubernetes.selection import PodWorker, Selection
 from kvscout_common.registry.engine_discovery import ASKED_AT_ONCE, FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Ask
 from kvscout_common.registry.engine_facts import EngineFacts
 from kvscout_common.registry.engine_query import ask_engine
+from kvscout_common.registry.pod_selection import PodWorker, Selection
 from kvscout_common.registry.registry import Registry, Source, WorkerName
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
@@ -208,7 +208,7 @@ class KubernetesWorkers:
 
     async def run(self) -> None:
         """Follows the selections for ever."""
-        async with api_session() as http, asking_engines() as engines, asyncio.TaskGroup() as tasks:
+        async with api_session() as http, http_client() as engines, asyncio.TaskGroup() as tasks:
             for followed in self._followed:
                 if followed.pools is not None:
                     tasks.create_task(followed.pools.run(http), name=f"kubernetes {followed.selection.text}")

@@ -25,9 +25,9 @@ from kvscout_common.identity.identity import AUDITED, AccessRole, Admission, Ide
 from kvscout_common.observability import tracing
 from kvscout_common.observability.rpc_metrics import MethodTimes, RpcTimes
 from kvscout_common.process.endings import INTENDED
+from kvscout_common.process.running_calls import ENDLESS, RunningCall, RunningCalls, draining
 from kvscout_common.rpc.handlers import Context, Continuation, Handler, Synchronous, read_message
-from kvscout_common.rpc.running_calls import ENDLESS, RunningCall, RunningCalls, draining
-from kvscout_common.statuses import caller_gone, status_of
+from kvscout_common.transport.statuses import caller_gone, status_of
 
 BEGIN_TRACES = frozenset({"FindMatches", "Generate", "Reserve", "Route", "Select", "SelectAndReserve"})
 """Rpcs with which a request begins; without a trace of their caller, all others are part of none."""

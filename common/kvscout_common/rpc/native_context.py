@@ -11,11 +11,19 @@ import grpc
 from kvscout_common.identity.identity import ANONYMOUS, Identity
 from kvscout_common.rpc.answering import Answer
 from kvscout_common.rpc.handlers import Handler
-from kvscout_common.transport.native_core import HALF_CLOSED, MESSAGE, RESET, WRITABLE, Metadata, NativeCore
+from kvscout_common.transport.native_core import (
+    HALF_CLOSED,
+    MESSAGE,
+    RESET,
+    WRITABLE,
+    MessageStream,
+    Metadata,
+    NativeCore,
+)
 from kvscout_common.transport.waiting import Inbox, Notice
 
 
-class NativeContext:
+class NativeContext(MessageStream):
     """One call, from its first event to its last.
 
     Args:
@@ -29,16 +37,16 @@ class NativeContext:
     def __init__(
         self, core: NativeCore, number: int, metadata: Metadata, timeout_us: int | None, handler: Handler
     ) -> None:
-        self._core = core
-        self._number = number
+        self.core = core
+        self.number = number
         self._metadata = metadata
         # grpcio's stubs do not know that a handler may go without.
         self._serialize: Any = handler.response_serializer
         self._loop = core.loop
         self._task: asyncio.Task[None] | None = None
         self._inbox = Inbox(core.loop)
+        self.takes_messages = handler.response_serializer is None
         self.room = Notice(core.loop)
-        """There is some again for what is to be sent, after the extension said that there is none."""
         self._answer: Answer | None = None
         """Asked first about a message that comes, while the handler waits for one."""
         self._trailers: list[tuple[str, str | bytes]] = []
@@ -56,26 +64,11 @@ class NativeContext:
         """The handler has returned."""
         core.calls[number] = self
 
-    @property
-    def core(self) -> NativeCore:
-        """What brings its events; whoever has it can send messages of the call without this context."""
-        return self._core
-
-    @property
-    def number(self) -> int:
-        """Of the call."""
-        return self._number
-
-    @property
-    def takes_messages(self) -> bool:
-        """Whether its messages are sent as they are."""
-        return self._serialize is None
-
     def waits(self, task: asyncio.Task[None]) -> None:
         """Says that the handler has not returned at once, and which task runs it, to be cancelled with the call."""
         self._task = task
         if self._ends_at is not None:
-            self._deadline = self._core.deadlines.add(self._ends_at, self._expire)
+            self._deadline = self.core.deadlines.add(self._ends_at, self._expire)
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """See `native_core.Sink`."""
@@ -93,9 +86,9 @@ class NativeContext:
     def admitted(self, identity: Identity) -> None:
         """Notes who calls: a connection of a known caller is not closed for others, and its messages may be large."""
         if identity is not ANONYMOUS:
-            self._core.rpc.trust(self._number)
+            self.core.rpc.trust(self.number)
         if self._reads:
-            self._core.admit(self._number, identity)
+            self.core.admit(self.number, identity.tenant)
 
     def invocation_metadata(self) -> Metadata:
         """What the caller sent beside its messages."""
@@ -103,7 +96,7 @@ class NativeContext:
 
     def peer(self) -> str:
         """The caller's address; "" = it has gone."""
-        return self._core.rpc.peer(self._number) or ""
+        return self.core.rpc.peer(self.number) or ""
 
     def time_remaining(self) -> float | None:
         """Seconds until the deadline; None = there is none."""
@@ -143,8 +136,8 @@ class NativeContext:
 
     async def send_initial_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         """Sends the headers now."""
-        self._core.rpc.headers(self._number, list(metadata))
-        self._core.flush()
+        self.core.rpc.headers(self.number, list(metadata))
+        self.core.flush()
 
     async def write(self, message: Any) -> None:
         """Sends a message; waits while the caller does not read.
@@ -154,8 +147,8 @@ class NativeContext:
         """
         if self._finished:
             raise asyncio.CancelledError
-        room = self._core.rpc.send(self._number, self._serialize(message) if self._serialize is not None else message)
-        self._core.flush()
+        room = self.core.rpc.send(self.number, self._serialize(message) if self._serialize is not None else message)
+        self.core.flush()
         if not room:
             await self.room.wait()
 
@@ -164,8 +157,8 @@ class NativeContext:
         message = await self._inbox.next()
         if message is None:
             return grpc.aio.EOF
-        self._core.rpc.consumed(self._number, len(message))
-        self._core.flush()
+        self.core.rpc.consumed(self.number, len(message))
+        self.core.flush()
         return message
 
     async def read_unanswered(self, answer: Answer) -> Any:
@@ -180,10 +173,10 @@ class NativeContext:
         if answer is None:
             self._answer = None  # what comes next stays behind it
             return False
-        self._core.rpc.consumed(self._number, len(message))
-        if not self._core.rpc.send(self._number, answer):
+        self.core.rpc.consumed(self.number, len(message))
+        if not self.core.rpc.send(self.number, answer):
             self._answer = None  # the handler waits for room, behind its own answer to the next one
-        self._core.flush()
+        self.core.flush()
         return True
 
     async def abort(
@@ -205,8 +198,8 @@ class NativeContext:
         """Ends the call, unless it has ended."""
         if not self._finished:
             self._finished = True
-            self._core.rpc.finish(self._number, code, details, self._trailers)
-            self._core.flush()
+            self.core.rpc.finish(self.number, code, details, self._trailers)
+            self.core.flush()
 
     def finish_with(self, response: Any) -> None:
         """Ends the call behind its one answer, or behind those that were written: None."""
@@ -218,8 +211,8 @@ class NativeContext:
             return
         self._finished = True
         message = self._serialize(response) if self._serialize is not None else response
-        self._core.rpc.answer(self._number, message, self._trailers or None)
-        self._core.flush()
+        self.core.rpc.answer(self.number, message, self._trailers or None)
+        self.core.flush()
 
     def finish_aborted(self) -> None:
         """Ends the call with the status that `abort` was given."""
@@ -228,16 +221,16 @@ class NativeContext:
     def close(self) -> None:
         """The handler has returned."""
         self.closed = True
-        self._core.calls.pop(self._number, None)
+        self.core.calls.pop(self.number, None)
         if self._deadline is not None:
-            self._core.deadlines.drop(self._deadline)
+            self.core.deadlines.drop(self._deadline)
         for callback in self._callbacks:
             callback(self)
 
     def _expire(self) -> None:
         if not self._finished:
             # While they write, grpc's clients take a status without headers for their own failure.
-            self._core.rpc.headers(self._number, [])
+            self.core.rpc.headers(self.number, [])
         self.finish(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "Deadline Exceeded")
         self._end()
 

@@ -22,16 +22,16 @@ import grpc
 from kvscout_common.errors import ConfigError
 from kvscout_common.http.http import FULL
 from kvscout_common.identity.identity import ANONYMOUS
-from kvscout_common.identity.tls import Pem
+from kvscout_common.identity.pem import Pem
 from kvscout_common.observability.rpc_metrics import BUCKETS
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.rpc.guard import Guard, GuardedMethod
 from kvscout_common.rpc.handlers import Handler
 from kvscout_common.rpc.native_context import NativeContext, RequestIterator
 from kvscout_common.rpc.synchronous_stream import SynchronousStream
-from kvscout_common.statuses import INTERNAL_TEXT, status_of
 from kvscout_common.transport.native_core import HEAD, MAX_CONNECTIONS, AnswerTimes, NativeCore, ServerTls
 from kvscout_common.transport.ready_tasks import ReadyTasks
+from kvscout_common.transport.statuses import INTERNAL_TEXT, status_of
 
 log = logging.getLogger("kvscout.rpc")
 
@@ -212,7 +212,7 @@ class NativeServer:
             method.times.ended(status.code, started)
             self._core.finish(number, status)
         else:
-            self._core.admit(number, identity)
+            self._core.admit(number, identity.tenant)
 
     async def _run(self, method: GuardedMethod, context: NativeContext, request: Any) -> None:
         try:

@@ -26,15 +26,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from kvscout_common import __version__
-from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.hashing import log_backend
 from kvscout_common.http.byte_budget import Budget, BudgetCollector, make_budget
-from kvscout_common.http.http import HttpCall, HttpHandler, HttpLimits, HttpServer, serve_http
+from kvscout_common.http.factory import serve_http
+from kvscout_common.http.http import HttpCall, HttpHandler, HttpLimits, HttpServer
 from kvscout_common.http.metrics_server import serve_metrics
 from kvscout_common.identity.identity import TokenTable
+from kvscout_common.identity.pem import Pem
 from kvscout_common.identity.tenant_limits import TenantLimits
-from kvscout_common.identity.tls import Pem, ServerCertificates
+from kvscout_common.identity.tls import ServerCertificates
 from kvscout_common.observability import tracing
 from kvscout_common.observability.process_metrics import register_process_metrics
 from kvscout_common.observability.rpc_metrics import RpcTimes
@@ -42,14 +43,15 @@ from kvscout_common.observability.telemetry import configure_logging
 from kvscout_common.process.descriptors import raise_descriptor_limit
 from kvscout_common.process.endings import FirstDefect
 from kvscout_common.process.followed_file import FollowedFile
+from kvscout_common.process.running_calls import RunningCalls
 from kvscout_common.rpc.binding import wait_for_port
 from kvscout_common.rpc.guard import Guard
 from kvscout_common.rpc.reflection import enable_reflection
-from kvscout_common.rpc.running_calls import RunningCalls
 from kvscout_common.rpc.stopping import Signals, stop_serving
+from kvscout_common.rpc.transport_metrics import TransportCollector
+from kvscout_common.settings.config import ServerConfig
 from kvscout_common.transport import Transport, choose
 from kvscout_common.transport.keepalive import SERVER_OPTIONS
-from kvscout_common.transport.metrics import TransportCollector
 from kvscout_common.variables import warn_of_variables
 
 log = logging.getLogger("kvscout.serving")

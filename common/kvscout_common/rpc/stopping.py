@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from kvscout_common.errors import KvscoutError
-from kvscout_common.rpc.running_calls import RunningCalls
+from kvscout_common.process.running_calls import RunningCalls
 
 log = logging.getLogger("kvscout.serving")
 

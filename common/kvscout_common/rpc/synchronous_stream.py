@@ -13,10 +13,10 @@ import grpc
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.identity.identity import ANONYMOUS
+from kvscout_common.process.running_calls import draining
 from kvscout_common.rpc.guard import GuardedMethod
-from kvscout_common.rpc.running_calls import draining
-from kvscout_common.statuses import Status, status_of
 from kvscout_common.transport.native_core import HALF_CLOSED, MESSAGE, RESET, WRITABLE, Metadata, NativeCore
+from kvscout_common.transport.statuses import Status, status_of
 from kvscout_common.transport.waiting import Inbox
 
 DEADLINE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
@@ -54,7 +54,7 @@ class SynchronousStream:
             if self._identity is not ANONYMOUS:
                 core.rpc.trust(number)
             method.begin(self, self._identity)
-            core.admit(number, self._identity)
+            core.admit(number, self._identity.tenant)
         except KvscoutError as error:
             status = status_of(error, method.name)
             method.times.ended(status.code, self._started)

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
-from kvscout_common.identity.identity import Identity
-from kvscout_common.statuses import Status
 from kvscout_common.transport.deadlines import Deadlines
 from kvscout_common.transport.keepalive import TIME_MS, TIMEOUT_MS
+from kvscout_common.transport.statuses import Status
+from kvscout_common.transport.waiting import Notice
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_native import (
     HTTP_EVENTS,
@@ -96,6 +96,18 @@ class ClosedRpc:
     trust = ignore
 
 
+class MessageStream:
+    """A gRPC call whose messages the extension can send by itself."""
+
+    core: NativeCore
+    number: int
+    """Of the call."""
+    takes_messages: bool
+    """Its messages are sent as they are, without a serializer."""
+    room: Notice
+    """Raised when there is room again for messages, after the extension reported that there was none."""
+
+
 class NativeCore:
     """One epoll of its own, read by the running loop.
 
@@ -166,9 +178,9 @@ class NativeCore:
         self.rpc.finish(number, status.code.value[0], status.text, list(status.trailers))
         self.flush()
 
-    def admit(self, number: int, identity: Identity) -> None:
-        """The caller of a call that came may make it: its messages may be large, and count for its tenant."""
-        self.rpc.admit(number, None if identity.tenant == ALL_TENANTS else identity.tenant)
+    def admit(self, number: int, tenant: str) -> None:
+        """Admit a call that came: its messages may be large, and are charged to its caller's tenant."""
+        self.rpc.admit(number, None if tenant == ALL_TENANTS else tenant)
         self.flush()
 
     def close(self) -> None:

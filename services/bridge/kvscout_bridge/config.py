@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from kvscout_blocks.publish.event_stream import STREAM_MAX_AGE_SECONDS
 from kvscout_blocks.publish.publication import MAX_BUFFERED_BYTES
-from kvscout_common.config import ServerConfig
 from kvscout_common.endpoints import Allowed
 from kvscout_common.nats.config import NatsConfig
+from kvscout_common.settings.config import ServerConfig
 from kvscout_common.worker import Transport, WorkerSpec
 
 LEASE_SECONDS = 15

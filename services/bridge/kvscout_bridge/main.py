@@ -7,10 +7,13 @@ from typing import Any
 import click
 
 from kvscout_bridge.config import LEASE_SECONDS, BridgeConfig
-from kvscout_common.config import ServerConfig
 from kvscout_common.endpoints import WILDCARDS, address_problem, bracketed
 from kvscout_common.errors import ConfigError, InvalidArgument
-from kvscout_common.flags import (
+from kvscout_common.http.metrics_server import registry_of
+from kvscout_common.nats.config import DEFAULT_SERVER, NatsConfig, nats_flags
+from kvscout_common.rpc.serving import App, run
+from kvscout_common.settings.config import ServerConfig
+from kvscout_common.settings.flags import (
     BEHAVIOUR,
     PERFORMANCE,
     SectionedCommand,
@@ -19,9 +22,6 @@ from kvscout_common.flags import (
     flag,
     server_flags,
 )
-from kvscout_common.http.metrics_server import registry_of
-from kvscout_common.nats.config import DEFAULT_SERVER, NatsConfig, nats_flags
-from kvscout_common.rpc.serving import App, run
 from kvscout_common.worker import (
     DEFAULT_TENANT,
     CopyMode,

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
 from kvscout_common.http.web_origins import WebOrigins
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.nats.config import NatsConfig
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
+from kvscout_common.settings.config import ServerConfig
 from kvscout_common.shards import Shard
 from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.fronts.client_paths import ClientPaths

@@ -14,9 +14,10 @@ from prometheus_client import CollectorRegistry
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import FailedPrecondition, KvscoutError
-from kvscout_common.http.byte_budget import Charge, make_budget
-from kvscout_common.http.http import connect
-from kvscout_common.identity.tls import MAX_BYTES
+from kvscout_common.http.byte_budget import make_budget
+from kvscout_common.http.factory import connect
+from kvscout_common.http.http import Charge
+from kvscout_common.identity.pem import MAX_PEM_BYTES
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.followed_file import read_file
 from kvscout_common.registry.backends import Backends
@@ -124,7 +125,9 @@ class Gateway:
             scheduler_timeout_seconds=config.scheduler_timeout_seconds,
         )
         ca = (
-            read_file(config.engine_ca, flag="engine_ca", max_bytes=MAX_BYTES) if config.engine_ca is not None else None
+            read_file(config.engine_ca, flag="engine_ca", max_bytes=MAX_PEM_BYTES)
+            if config.engine_ca is not None
+            else None
         )
         self.engine_key = EngineKey(config.engine_key_file)
         self.engines = Engines(

@@ -7,12 +7,20 @@ from typing import Any
 
 import click
 
-from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SERVER, SectionedCommand, client_flags, flag, server_flags
+from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.nats.config import NatsConfig, nats_flags
-from kvscout_common.rpc.channel import ClientSecurity
 from kvscout_common.rpc.serving import App, run
+from kvscout_common.settings.config import ServerConfig
+from kvscout_common.settings.flags import (
+    BEHAVIOUR,
+    PERFORMANCE,
+    SERVER,
+    SectionedCommand,
+    client_flags,
+    flag,
+    server_flags,
+)
 from kvscout_gateway.config import FIND_TOKENIZERS, GatewayConfig, addresses, indexer_shards, tokenizer_folders
 from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.fronts.client_paths import ClientPaths

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvscout_common.config import ServerConfig
 from kvscout_common.endpoints import Allowed
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.nats.config import NatsConfig
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
+from kvscout_common.settings.config import ServerConfig
 from kvscout_common.shards import WHOLE, Shard
 
 

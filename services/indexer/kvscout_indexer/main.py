@@ -6,9 +6,14 @@ from typing import Any
 
 import click
 
-from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import (
+from kvscout_common.http.metrics_server import registry_of
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.nats.config import NatsConfig, nats_flags
+from kvscout_common.process.heap import keep_mmap_threshold
+from kvscout_common.rpc.serving import App, run
+from kvscout_common.settings.config import ServerConfig
+from kvscout_common.settings.flags import (
     PERFORMANCE,
     SectionedCommand,
     client_flags,
@@ -16,11 +21,6 @@ from kvscout_common.flags import (
     flag,
     server_flags,
 )
-from kvscout_common.http.metrics_server import registry_of
-from kvscout_common.nats.config import NatsConfig, nats_flags
-from kvscout_common.process.heap import keep_mmap_threshold
-from kvscout_common.rpc.channel import ClientSecurity
-from kvscout_common.rpc.serving import App, run
 from kvscout_common.shards import Shard
 from kvscout_indexer.config import IndexerConfig
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import flag
+from kvscout_common.settings.flags import flag
 from kvscout_mocker.events import BlockHashFormat, EventFormat
 from kvscout_mocker.faults import MAX_STALL_SECONDS, FaultConfig
 from kvscout_mocker.tokenizer import RESERVED_TOKENS

@@ -18,9 +18,9 @@ import zmq.asyncio
 from aiohttp import web
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import SectionedCommand, flag
 from kvscout_common.observability.telemetry import configure_logging
 from kvscout_common.process.descriptors import raise_descriptor_limit
+from kvscout_common.settings.flags import SectionedCommand, flag
 from kvscout_common.variables import warn_of_variables
 from kvscout_mocker.config import MockerConfig, Role, config_from_flags, flags
 from kvscout_mocker.engine import Engine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvscout_common.config import ServerConfig
 from kvscout_common.nats.config import NatsConfig
+from kvscout_common.settings.config import ServerConfig
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 

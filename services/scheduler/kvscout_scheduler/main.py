@@ -12,12 +12,12 @@ from typing import Any
 
 import click
 
-from kvscout_common.config import ServerConfig
 from kvscout_common.errors import ConfigError, InvalidArgument
-from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
 from kvscout_common.http.metrics_server import registry_of
 from kvscout_common.nats.config import NatsConfig, nats_flags
 from kvscout_common.rpc.serving import App, run
+from kvscout_common.settings.config import ServerConfig
+from kvscout_common.settings.flags import PERFORMANCE, SectionedCommand, flag, server_flags
 from kvscout_scheduler.config import SchedulerConfig
 from kvscout_scheduler.values.request import MAX_LEASE_SECONDS
 from kvscout_scheduler.values.settings import SchedulerSettings

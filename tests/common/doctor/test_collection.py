@@ -15,7 +15,7 @@ from kvscout.v1 import gateway_pb2
 from kvscout_common.doctor import collection
 from kvscout_common.doctor.collection import Collection, Named
 from kvscout_common.doctor.snapshot import Kind, Service
-from kvscout_common.rpc.channel import PLAINTEXT
+from kvscout_common.identity.client_security import PLAINTEXT
 
 
 async def test_a_service_that_accepts_and_says_nothing_is_given_up_and_holds_nobody_up() -> None:

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvscout_common.hashing import native_available
-from kvscout_common.http.byte_budget import Budget, BudgetCollector, Charge, ReferenceBudget, make_budget
+from kvscout_common.http.byte_budget import Budget, BudgetCollector, ReferenceBudget, make_budget
+from kvscout_common.http.http import Charge
 from kvscout_common.transport import Transport, choose, chosen
 
 Make = Callable[[int, int], Budget]

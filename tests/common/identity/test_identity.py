@@ -10,8 +10,9 @@ from support.grpc_server import serving
 
 from kvscout.v1 import indexer_pb2, scheduler_pb2, scheduler_pb2_grpc, workers_pb2
 from kvscout_common.errors import ConfigError, PermissionDenied, Unauthenticated
+from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.identity.identity import ALLOWED, AccessRole, TokenTable, current_identity, tenants_of
-from kvscout_common.rpc.channel import ClientSecurity, call
+from kvscout_common.rpc.channel import call
 
 A_TOKEN = "tokens: [{token: a, role: admin}]\n"
 

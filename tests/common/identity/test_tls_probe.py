@@ -16,9 +16,9 @@ from transport.echo_service import native
 
 from kvscout_client import NotSecured, Router
 from kvscout_common.hashing import native_available
-from kvscout_common.identity.tls import Pem
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.identity.pem import Pem
 from kvscout_common.identity.tls_probe import tls_trouble
-from kvscout_common.rpc.channel import ClientSecurity
 
 
 class Issued(NamedTuple):

@@ -15,9 +15,9 @@ import yaml
 from support.kubernetes_api import PODS, fake_api
 
 from kvscout_common.errors import ConfigError
+from kvscout_common.identity import client_security
 from kvscout_common.kubernetes import access
 from kvscout_common.kubernetes.access import FollowedTls, KubernetesAccess, find_access, from_service_account
-from kvscout_common.rpc import channel
 
 Save = Callable[[dict[str, Any]], Path]
 
@@ -62,7 +62,7 @@ async def status(found: KubernetesAccess) -> int:
 async def test_a_pods_token_and_ca_are_those_that_its_files_hold_now(
     tmp_path: Path, authority: trustme.CA, server_tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(client_security, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(access, "POLL_SECONDS", 0.0)
     (tmp_path / "namespace").write_text("prod\n")
     (tmp_path / "token").write_text("first\n")

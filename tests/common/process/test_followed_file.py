@@ -13,9 +13,10 @@ from support.processes import eventually, running
 
 from kvscout.v1 import scheduler_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common.errors import ConfigError, Unauthenticated
+from kvscout_common.identity.client_security import ClientSecurity, TokenFile
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.process.followed_file import FollowedFile, read_file, read_yaml
-from kvscout_common.rpc.channel import ClientSecurity, TokenFile, call, open_channel
+from kvscout_common.rpc.channel import call, open_channel
 
 TOKENS = "tokens: [{{token: {}, role: admin, tenant: '*'}}]"
 
@@ -127,7 +128,7 @@ def test_the_token_of_a_client_is_the_one_that_its_file_holds_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("kvscout_common.rpc.channel.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvscout_common.identity.client_security.time.monotonic", lambda: now[0])
     path = write(tmp_path / "token", "old\n")
     file = TokenFile(path)
     write(path, "new\n")

@@ -11,7 +11,7 @@ from support.processes import eventually, running
 
 from kvscout.v1 import indexer_pb2_grpc, workers_pb2
 from kvscout_common.errors import ConfigError, FailedPrecondition, Unavailable
-from kvscout_common.http.engine_http import asking_engines
+from kvscout_common.http.factory import http_client
 from kvscout_common.http.http import HttpClient
 from kvscout_common.registry.dns import DnsName, DnsWorkers, resolve
 from kvscout_common.registry.engine_facts import EngineFacts
@@ -52,7 +52,7 @@ class Engines:
 
 
 async def follow(workers: DnsWorkers) -> None:
-    async with asking_engines() as http:
+    async with http_client() as http:
         await workers.follow(http)
 
 

@@ -18,7 +18,8 @@ from support.processes import eventually
 from support.web_servers import web_server
 
 from kvscout_common.errors import Unavailable
-from kvscout_common.http.engine_http import INLINE_BYTES, MAX_PAGE_BYTES, asking_engines
+from kvscout_common.http.engine_http import INLINE_BYTES, MAX_PAGE_BYTES
+from kvscout_common.http.factory import http_client
 from kvscout_common.http.json_scan import load_json
 from kvscout_common.registry.engine_discovery import Discovery
 from kvscout_common.registry.engine_facts import EngineFacts, lacks_event_endpoints
@@ -51,7 +52,7 @@ async def engine(pages: dict[str, Any]) -> AsyncIterator[str]:
 
 
 async def ask(url: str, kind: EngineKind = EngineKind.VLLM) -> EngineFacts:
-    async with asking_engines() as http:
+    async with http_client() as http:
         return await ask_engine(http, url, kind)
 
 

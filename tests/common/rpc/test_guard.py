@@ -13,7 +13,7 @@ from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc
 from kvscout_common import errors
 from kvscout_common.rpc.channel import call, stream
 from kvscout_common.rpc.guard import Guard
-from kvscout_common.statuses import INTERNAL_TEXT
+from kvscout_common.transport.statuses import INTERNAL_TEXT
 
 
 class Faulty(indexer_pb2_grpc.IndexerServicer):

@@ -17,11 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.processes import DEADLINE_SECONDS, running
 
 from kvscout_common.errors import Unavailable
-from kvscout_common.rpc.channel import ClientSecurity, call, open_channel
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.rpc.channel import call, open_channel
 
 PROGRAM = """
 import asyncio, sys
-from kvscout_common.config import ServerConfig
+from kvscout_common.settings.config import ServerConfig
 from kvscout_common.rpc.serving import App, run
 from kvscout_common.shards import Shard
 

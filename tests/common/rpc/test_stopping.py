@@ -27,7 +27,7 @@ TRANSPORTS = [Transport.GRPCIO, *([Transport.NATIVE] if native_available() else 
 PROGRAM = """
 import sys
 import grpc
-from kvscout_common.config import ServerConfig
+from kvscout_common.settings.config import ServerConfig
 from kvscout_common.rpc.serving import App, run
 from kvscout_common.transport import Transport
 
@@ -257,7 +257,7 @@ async def test_watches_and_streams_between_services_hold_no_server_that_stops(tm
 
 async def test_every_rpc_without_an_end_is_known() -> None:
     from kvscout.v1 import bridge_pb2, gateway_pb2
-    from kvscout_common.rpc.running_calls import ENDLESS
+    from kvscout_common.process.running_calls import ENDLESS
 
     services = [
         service

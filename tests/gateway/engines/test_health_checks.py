@@ -10,7 +10,7 @@ from aiohttp import web
 from support.processes import eventually
 from support.web_servers import web_server
 
-from kvscout_common.http.http import connect
+from kvscout_common.http.factory import connect
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.health import MISSED_CHECKS, WorkerHealth
 from kvscout_gateway.engines.health_checks import CONCURRENT_CHECKS, HealthChecks

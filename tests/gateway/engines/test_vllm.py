@@ -18,7 +18,8 @@ from support.processes import eventually
 from support.scripted_engine import Script, ScriptedEngine, answer, begin, hang, refuse, scripted_engine, send_tokens
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.http.http import HttpRequest, connect
+from kvscout_common.http.factory import connect
+from kvscout_common.http.http import HttpRequest
 from kvscout_gateway.engines.adapter import UNCHANGED, Address, TokenRequest
 from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.faults import EngineFailed, Fault

@@ -23,7 +23,8 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_common.http.http import HttpAnswer, Sink, SinkGone, connect
+from kvscout_common.http.factory import connect
+from kvscout_common.http.http import HttpAnswer, Sink, SinkGone
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.engines.adapter import ClientRequest, TokenRequest
 from kvscout_gateway.engines.engine_call import Engines

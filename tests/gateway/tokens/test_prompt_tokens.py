@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry
 from support.trained_tokenizers import byte_level, byte_level_prefixed, save
 
 from kvscout_common.errors import InvalidArgument, Unavailable
-from kvscout_common.http.http import HttpCall, connect, serve_http
+from kvscout_common.http.factory import connect, serve_http
+from kvscout_common.http.http import HttpCall
 from kvscout_common.http.json_fields import Prompts
 from kvscout_common.rpc.service_info import text_of
 from kvscout_gateway.tokens import engine_tokenize

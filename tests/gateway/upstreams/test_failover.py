@@ -13,7 +13,8 @@ from support.processes import eventually
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common import errors
 from kvscout_common.errors import KvscoutError
-from kvscout_common.rpc.channel import PLAINTEXT, call
+from kvscout_common.identity.client_security import PLAINTEXT
+from kvscout_common.rpc.channel import call
 from kvscout_gateway.upstreams import failover
 from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown
 

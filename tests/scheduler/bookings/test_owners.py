@@ -16,12 +16,13 @@ from support.replica_world import World
 from support.scheduler_builders import MODEL, ManualClock, key, owner, worker
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
-from kvscout_common.config import ServerConfig
 from kvscout_common.errors import FailedPrecondition
+from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
-from kvscout_common.rpc.channel import ClientSecurity, call, open_channel
+from kvscout_common.rpc.channel import call, open_channel
+from kvscout_common.settings.config import ServerConfig
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.settings import SchedulerSettings

@@ -14,10 +14,10 @@ from support.grpc_server import serving
 from support.scheduler_builders import MODEL, ManualClock, key, loads, owner, reservation, scheduler, test_seed
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
-from kvscout_common.config import ServerConfig
 from kvscout_common.errors import Cancelled, FailedPrecondition
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
+from kvscout_common.settings.config import ServerConfig
 from kvscout_scheduler.bookings.booking import EndReason, FreeOutcome
 from kvscout_scheduler.bookings.takeover import AT_ONCE
 from kvscout_scheduler.rpc.servicer import SchedulerServicer

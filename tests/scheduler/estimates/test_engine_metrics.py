@@ -12,7 +12,7 @@ from support.mocker_process import running_mocker
 from support.scheduler_builders import ManualClock, key, request, reserve, scheduler, worker
 
 from kvscout_common.errors import ResourceExhausted
-from kvscout_common.http.engine_http import asking_engines
+from kvscout_common.http.factory import http_client
 from kvscout_common.registry.registry import Registry
 from kvscout_common.rpc.service_info import TenantWarning
 from kvscout_common.worker import EngineKind, WorkerRank
@@ -96,7 +96,7 @@ async def test_the_whole_page_is_read_however_it_comes() -> None:
 
     app = web.Application()
     app.add_routes([web.get("/metrics", answer)])
-    async with TestServer(app) as server, asking_engines() as http:
+    async with TestServer(app) as server, http_client() as http:
         registry.register(worker("w", dp_size=2, http_endpoint=str(server.make_url(""))))
         scraper = EngineScraper(made, registry, 60)
         await scraper.round(http, [entry.spec for entry in registry.entries()])
@@ -150,7 +150,7 @@ async def test_an_engine_is_asked_and_forgotten_when_it_is_gone() -> None:
     registry = Registry(time.monotonic)
     registry.listen(made.workers)
     scraper = EngineScraper(made, registry, 60)
-    async with asking_engines() as http:
+    async with http_client() as http:
         async with running_mocker("--dp-size", "2") as mocker:
             registry.register(worker("w", dp_size=2, engine=EngineKind.MOCK, http_endpoint=mocker.url + "/"))
             registry.register(worker("custom", engine=EngineKind.CUSTOM, http_endpoint=mocker.url))

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from support.scheduler_builders import ManualClock, scheduler, test_seed, worker
 
-from kvscout_common.http.engine_http import asking_engines
+from kvscout_common.http.factory import http_client
 from kvscout_common.registry.registry import Registry
 from kvscout_scheduler.estimates.engine_rates import NOTHING, RateSums, rates_by, read_rate_sums
 from kvscout_scheduler.estimates.first_rates import UNKNOWN, Rates
@@ -116,7 +116,7 @@ async def test_a_scheduler_beside_warm_engines_knows_their_speed_before_its_firs
         return web.Response(text=pages[0])
 
     app.add_routes([web.get("/metrics", answer)])
-    async with TestServer(app) as server, asking_engines() as http:
+    async with TestServer(app) as server, http_client() as http:
         for name in ("a", "b"):
             registry.register(worker(name, http_endpoint=str(server.make_url(""))))
         (pool,) = made.workers

@@ -11,12 +11,12 @@ from support.grpc_server import serving
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, owner, scheduler, test_seed, worker
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from kvscout_common.config import ServerConfig
 from kvscout_common.errors import InvalidArgument, PermissionDenied
 from kvscout_common.hashing import native_available
 from kvscout_common.identity.identity import AccessRole, Identity, enter, leave
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
+from kvscout_common.settings.config import ServerConfig
 from kvscout_scheduler.messages.operation_messages import Codec, MessageCodec
 from kvscout_scheduler.messages.packed_operations import PackedCodec
 from kvscout_scheduler.operations import Operation, Operations, Outcome

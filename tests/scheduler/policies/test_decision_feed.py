@@ -17,10 +17,10 @@ from support.grpc_server import serving
 from support.scheduler_builders import MODEL, ManualClock, key, overlaps, request, reserve, scheduler, worker
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
-from kvscout_common.config import ServerConfig
 from kvscout_common.errors import InvalidArgument, NotFound, ResourceExhausted
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
+from kvscout_common.settings.config import ServerConfig
 from kvscout_scheduler.policies.decision_feed import KEPT, KEPT_BYTES, MAX_WATCHERS, Watcher
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler

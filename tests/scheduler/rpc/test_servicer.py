@@ -15,7 +15,6 @@ from support.processes import eventually
 from support.scheduler_builders import BLOCK, MODEL, ManualClock
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
-from kvscout_common.config import ServerConfig
 from kvscout_common.errors import (
     AlreadyExists,
     Cancelled,
@@ -30,6 +29,7 @@ from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
 from kvscout_common.rpc.channel import call
 from kvscout_common.rpc.pages import page_token
+from kvscout_common.settings.config import ServerConfig
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.settings import SchedulerSettings

@@ -17,7 +17,7 @@ from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.observability import tracing
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.registry.worker_proto import role_to_proto
-from kvscout_common.rpc.wire_fields import bytes_field, number_field
+from kvscout_common.transport.wire_fields import bytes_field, number_field
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
 from kvscout_gateway.metrics import GatewayMetrics

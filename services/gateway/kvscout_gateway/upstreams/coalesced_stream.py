@@ -24,7 +24,7 @@ import grpc
 from kvscout_common.errors import DeadlineExceeded, KvscoutError, Unavailable
 from kvscout_common.rpc.callbacks import hear, sends_at_once
 from kvscout_common.rpc.first_status import FirstStatus
-from kvscout_common.rpc.wire_fields import bytes_field, number_field
+from kvscout_common.transport.wire_fields import bytes_field, number_field
 
 MESSAGE_OPERATIONS = 1024
 MESSAGE_BYTES = 512 * 1024

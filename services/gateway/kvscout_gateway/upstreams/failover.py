@@ -26,7 +26,8 @@ from kvscout_common.errors import (
     Unavailable,
     Unimplemented,
 )
-from kvscout_common.rpc.channel import ClientSecurity, call, open_channel
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.shards import Shard
 
 log = logging.getLogger("kvscout.gateway")

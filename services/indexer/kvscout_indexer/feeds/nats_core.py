@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.feed import Feed
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.nats.barrier import NatsBarrier
 from kvscout_common.nats.link import NatsLink
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import INTENDED
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.feeds.publisher_feed import PublisherFeed
 

@@ -20,7 +20,8 @@ from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.feed import SourceState
 from kvscout_blocks.source.published import PublishedReader
 from kvscout_common.errors import KvscoutError, NotFound
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity, open_channel, stream
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
+from kvscout_common.rpc.channel import open_channel, stream
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 log = logging.getLogger("kvscout.events")

@@ -21,8 +21,9 @@ from kvscout_blocks.source.published import PublishedReader
 from kvscout_blocks.source.recovery import recover, recover_request
 from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.errors import FailedPrecondition, KvscoutError
+from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.nats.link import NatsLink
-from kvscout_common.rpc.channel import ClientSecurity, open_channel, stream
+from kvscout_common.rpc.channel import open_channel, stream
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.feeds.healing import Healing
 

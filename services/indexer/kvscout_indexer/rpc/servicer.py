@@ -15,7 +15,7 @@ from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.identity.identity import current_identity
 from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
 from kvscout_common.rpc.service_info import service_info
-from kvscout_common.statuses import status_code
+from kvscout_common.transport.statuses import status_code
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, PoolKey, WorkerRank
 from kvscout_indexer.index.routed import RoutedPrompt
 from kvscout_indexer.indexer import Indexer

@@ -26,9 +26,9 @@ from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.index.twins import cut_messages, state_messages
 from kvscout_blocks.source.feed import Cursor, Feed
 from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.nats.link import NatsLink, end_if_cancelled
 from kvscout_common.observability.telemetry import RateLimitedLog
-from kvscout_common.rpc.channel import PLAINTEXT, ClientSecurity
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec

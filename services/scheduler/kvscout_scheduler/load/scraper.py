@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from kvscout_common.errors import KvscoutError, Unavailable
-from kvscout_common.http.engine_http import asking_engines, parsed, read_page
+from kvscout_common.http.engine_http import parsed, read_page
+from kvscout_common.http.factory import http_client
 from kvscout_common.http.http import HttpClient
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.registry.registry import Registry
@@ -54,7 +55,7 @@ class EngineScraper:
 
     async def run(self) -> None:
         """Asks until cancelled."""
-        async with asking_engines() as http:
+        async with http_client() as http:
             while True:
                 await self.round(http, [entry.spec for entry in self._registry.entries()])
                 await asyncio.sleep(self._interval_seconds)

@@ -10,7 +10,7 @@ import grpc
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.rpc.raw_messages import parse_message
-from kvscout_common.statuses import from_status, status_code
+from kvscout_common.transport.statuses import from_status, status_code
 from kvscout_scheduler.bookings.booking import FreeOutcome
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.operations import (

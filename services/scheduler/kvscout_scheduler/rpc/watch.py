@@ -9,7 +9,7 @@ from typing import Any
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity.identity import current_identity
-from kvscout_common.statuses import status_code
+from kvscout_common.transport.statuses import status_code
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_scheduler.load.worker_loads import potential_loads
 from kvscout_scheduler.messages import translate

@@ -18,7 +18,7 @@ from support.http_peers import TRANSPORTS, made_of
 from support.openai_stack import NOBODY, TIMEOUTS, front, spec
 from support.processes import eventually
 
-from kvscout_common.http.http import serve_http
+from kvscout_common.http.factory import serve_http
 from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
 from kvscout_common.transport import Transport
 from kvscout_gateway.config import GatewayConfig

@@ -167,7 +167,7 @@ async def test_an_unknown_model_is_not_found_and_a_wrong_method_is_said() -> Non
 
 
 async def test_a_body_beyond_the_limit_is_refused_in_openais_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvscout_common.config import ServerConfig
+    from kvscout_common.settings.config import ServerConfig
 
     async with (
         engine(says(ANSWER)) as one,

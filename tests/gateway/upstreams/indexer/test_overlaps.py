@@ -11,7 +11,7 @@ from support.grpc_server import serving
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_common import errors
-from kvscout_common.rpc.channel import PLAINTEXT
+from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.request.prompt import Geometry
 from kvscout_gateway.upstreams.failover import Member

@@ -12,7 +12,7 @@ from support.processes import eventually
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_common import errors
-from kvscout_common.rpc.channel import PLAINTEXT
+from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_common.rpc.service_info import TenantWarning, shown
 from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank

@@ -16,7 +16,7 @@ from support.scripted_scheduler import FULL, ScriptedScheduler, scripted_schedul
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common import errors
-from kvscout_common.rpc.channel import PLAINTEXT
+from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.upstreams.failover import Failover, Member

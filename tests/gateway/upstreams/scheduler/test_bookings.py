@@ -12,7 +12,7 @@ from support.processes import eventually
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common import errors
-from kvscout_common.rpc.channel import PLAINTEXT
+from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.upstreams.failover import Failover, Member
 from kvscout_gateway.upstreams.scheduler import bookings as keeping

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.identity.tls import Pem
+from kvscout_common.identity.pem import Pem
 
 NAME = "kvscout-endpoint-picker"
 VALID_DAYS = 3650

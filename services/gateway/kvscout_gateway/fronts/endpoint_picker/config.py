@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import BEHAVIOUR, PERFORMANCE, SERVER, ValueOf, flag
+from kvscout_common.settings.flags import BEHAVIOUR, PERFORMANCE, SERVER, ValueOf, flag
 from kvscout_gateway.fronts.endpoint_picker.stream import Follow
 
 F = TypeVar("F", bound=Callable[..., Any])

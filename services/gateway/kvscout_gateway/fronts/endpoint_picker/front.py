@@ -8,8 +8,8 @@ import random
 
 from prometheus_client import CollectorRegistry
 
-from kvscout_common.flags import SHUTDOWN_DELAY_SECONDS
 from kvscout_common.rpc.serving import SidePort
+from kvscout_common.settings.flags import SHUTDOWN_DELAY_SECONDS
 from kvscout_common.transport import Transport, chosen
 from kvscout_gateway.fronts.endpoint_picker import wire
 from kvscout_gateway.fronts.endpoint_picker.access_log import SERVICE, AccessLog

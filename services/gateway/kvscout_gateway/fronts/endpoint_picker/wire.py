@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from kvscout.ext_proc.v3 import ext_proc_pb2 as pb
-from kvscout_common.rpc.wire_fields import read_varint, varint
+from kvscout_common.transport.wire_fields import read_varint, varint
 from kvscout_gateway.fronts.reserved import RESERVED_HEADERS, is_reserved_header
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"

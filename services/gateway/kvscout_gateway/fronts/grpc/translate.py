@@ -12,7 +12,7 @@ from kvscout_common.errors import InvalidArgument, Unimplemented
 from kvscout_common.hashing import MmItem
 from kvscout_common.http.json_scan import load_json
 from kvscout_common.registry.worker_proto import rank_to_proto, role_from_proto
-from kvscout_common.rpc.wire_fields import bytes_of_field
+from kvscout_common.transport.wire_fields import bytes_of_field
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_gateway.fronts.reserved import reserved_in
 from kvscout_gateway.request.placement import Placement, Wish

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.http.byte_budget import Charge
+from kvscout_common.http.http import Charge
 from kvscout_common.http.json_fields import INLINE_BYTES, Fields
 from kvscout_gateway.fronts.openai.reading import read_in_thread
 

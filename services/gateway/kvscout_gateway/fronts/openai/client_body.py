@@ -6,8 +6,7 @@ import re
 from typing import Final, NamedTuple
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.http.byte_budget import Charge
-from kvscout_common.http.http import Headers, HttpRefused
+from kvscout_common.http.http import Charge, Headers, HttpRefused
 from kvscout_common.http.json_fields import INLINE_BYTES
 from kvscout_gateway.fronts.openai.access import header
 from kvscout_gateway.fronts.openai.body import JsonBody

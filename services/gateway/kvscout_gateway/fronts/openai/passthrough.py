@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
-from kvscout_common.http.byte_budget import Charge
-from kvscout_common.http.http import FailureKind, Headers, HttpAnswer, HttpCall, HttpFailed, HttpRequest
+from kvscout_common.http.http import Charge, FailureKind, Headers, HttpAnswer, HttpCall, HttpFailed, HttpRequest
 from kvscout_common.http.json_fields import INLINE_BYTES
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.faults import EngineFailed, Fault

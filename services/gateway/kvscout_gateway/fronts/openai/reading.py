@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from kvscout_common.http.byte_budget import Charge
+from kvscout_common.http.http import Charge
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from kvscout_common.endpoints import url_problem
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import BEHAVIOUR, flag
+from kvscout_common.settings.flags import BEHAVIOUR, flag
 
 F = TypeVar("F", bound=Callable[..., Any])
 SERVED_BY: Final = "x-served-by"

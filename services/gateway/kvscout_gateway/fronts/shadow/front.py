@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from kvscout_common.errors import DeadlineExceeded, InternalError, InvalidArgument, KvscoutError, Unavailable
-from kvscout_common.http.byte_budget import Charge
 from kvscout_common.http.http import (
+    Charge,
     Dialect,
     Form,
     HttpAnswer,

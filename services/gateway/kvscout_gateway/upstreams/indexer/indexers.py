@@ -11,7 +11,7 @@ import grpc
 from xxhash import xxh3_64_intdigest
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
-from kvscout_common.rpc.channel import ClientSecurity
+from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.shards import Shard, shard_of
 from kvscout_gateway.upstreams.failover import Failover, Member
 from kvscout_gateway.upstreams.indexer.match_stream import SERVICE, MatchStream

@@ -16,7 +16,7 @@ import grpc
 from kvscout.v1 import indexer_pb2
 from kvscout_common.errors import KvscoutError, Unavailable
 from kvscout_common.observability import tracing
-from kvscout_common.statuses import from_status
+from kvscout_common.transport.statuses import from_status
 from kvscout_gateway.upstreams.coalesced_stream import CoalescedStream
 
 RENEW_SECONDS = 1.0

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 from kvscout.v1 import indexer_pb2, types_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.observability import tracing
-from kvscout_common.rpc.wire_fields import bytes_field
 from kvscout_common.shards import shard_of
+from kvscout_common.transport.wire_fields import bytes_field
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.request.prompt import HASH_BYTES, Geometry
 from kvscout_gateway.upstreams.failover import Member, UpstreamDown

@@ -21,7 +21,7 @@ from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Un
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.rpc.channel import call
 from kvscout_common.rpc.service_info import TenantWarning, Warned
-from kvscout_common.rpc.wire_fields import bytes_field
+from kvscout_common.transport.wire_fields import bytes_field
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.request.prompt import HASH_BYTES, Geometry
 from kvscout_gateway.upstreams.failover import Member, is_member_fault

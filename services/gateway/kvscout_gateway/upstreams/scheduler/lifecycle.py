@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.errors import DeadlineExceeded
-from kvscout_common.rpc.wire_fields import bytes_field, number_field
+from kvscout_common.transport.wire_fields import bytes_field, number_field
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_gateway.upstreams.coalesced_stream import CoalescedStream
 from kvscout_gateway.upstreams.coalesced_stream import Operation as AnyOperation

@@ -29,8 +29,8 @@ from kvscout_common.errors import (
 from kvscout_common.observability import tracing
 from kvscout_common.rpc.channel import call, to_error
 from kvscout_common.rpc.request_names import free_request
-from kvscout_common.rpc.wire_fields import number_field
-from kvscout_common.statuses import from_status
+from kvscout_common.transport.statuses import from_status
+from kvscout_common.transport.wire_fields import number_field
 from kvscout_gateway.upstreams.failover import is_member_fault
 from kvscout_gateway.upstreams.indexer.overlaps import Found
 from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, Operation, body_of

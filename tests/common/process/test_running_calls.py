@@ -10,7 +10,8 @@ import grpc
 import pytest
 from support.processes import DEADLINE_SECONDS
 
-from kvscout_common.rpc import running_calls, stopping
+from kvscout_common.process import running_calls
+from kvscout_common.rpc import stopping
 from kvscout_common.rpc.guard import Guard
 from kvscout_common.rpc.stopping import stop_serving
 

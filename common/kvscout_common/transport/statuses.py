@@ -30,7 +30,7 @@ from kvscout_common.errors import (
     Unimplemented,
 )
 from kvscout_common.process.endings import tell_panic
-from kvscout_common.rpc.rich_status import DETAILS_TRAILER, details_of
+from kvscout_common.transport.rich_status import DETAILS_TRAILER, details_of
 
 log = logging.getLogger("kvscout.rpc")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import grpc
 
 from kvscout_common.errors import InvalidArgument, KvscoutError
-from kvscout_common.rpc.wire_fields import bytes_field, number_field
+from kvscout_common.transport.wire_fields import bytes_field, number_field
 
 DETAILS_TRAILER = "grpc-status-details-bin"
 MAX_DETAILS_BYTES = 4 * 1024

@@ -9,8 +9,8 @@ from support.kubernetes_api import pod, pool
 
 from kvscout_common.errors import ConfigError, InvalidArgument, Unavailable
 from kvscout_common.kubernetes.objects import MAX_NOTES, MAX_PORTS, InferencePool, ObjectProblem, Pod
-from kvscout_common.kubernetes.selection import Selection
 from kvscout_common.registry.engine_facts import EngineFacts
+from kvscout_common.registry.pod_selection import Selection
 from kvscout_common.worker import EngineKind, EventEndpoint, Role, WorkerSpec
 
 LLAMA = InferencePool.read(pool("llama", {"app": "vllm"}, 8000, 8001))

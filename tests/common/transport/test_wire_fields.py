@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2
-from kvscout_common.rpc.wire_fields import bytes_field, bytes_of_field, fields_of, number_field, varint
+from kvscout_common.transport.wire_fields import bytes_field, bytes_of_field, fields_of, number_field, varint
 
 
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 2**14 - 1, 2**14, 2**32, 2**64 - 1])

@@ -7,11 +7,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvscout_common.config import ServerConfig
 from kvscout_common.endpoints import is_loopback
 from kvscout_common.errors import ConfigError
-from kvscout_common.flags import PERFORMANCE, SectionedCommand, flag, server_flags
-from kvscout_common.rpc.channel import ClientSecurity
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.settings.config import ServerConfig
+from kvscout_common.settings.flags import PERFORMANCE, SectionedCommand, flag, server_flags
 
 
 @click.command(cls=SectionedCommand)

@@ -1,0 +1,1 @@
+"""Configuration: flags, their environment variables, and what servers share of it."""
