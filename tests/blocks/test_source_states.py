@@ -60,6 +60,7 @@ class ScriptedFeed:
     def __init__(self, *scripts: list[Reply], can_replay: bool = True) -> None:
         self.address = "scripted"
         self.can_replay = can_replay
+        self.rewinds = False
         self.broken = self.outage = ""
         self.asked: list[int] = []
         self.go = asyncio.Event()

@@ -31,6 +31,7 @@ class Feed:
     def __init__(self, *, can_replay: bool = False) -> None:
         self.address = "test"
         self.can_replay = can_replay
+        self.rewinds = False
         self.broken = self.outage = ""
         self.asked: list[int] = []
 

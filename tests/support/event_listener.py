@@ -50,6 +50,7 @@ class Listener:
         self.address: Hashable = "listener"
         self.broken = ""
         self.can_replay = not stream
+        self.rewinds = False
         self.outage = ""
         self._client = client
         self._names = names

@@ -2,7 +2,7 @@
 
 ::
 
-    python tests/support/vllm_publisher.py --payload-bytes N
+    python -m support.vllm_publisher --payload-bytes N      (in tests/)
                                                           first line: {"endpoint": "tcp://...", "replay_endpoint": "tcp://..."}
     a line with a number on standard input                publishes so many batches; answers {"next_seq": N}
 
@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -108,8 +109,8 @@ class VllmPublisher:
 async def vllm_publisher(*, payload_bytes: int) -> AsyncIterator[VllmPublisher]:
     """A publisher for the length of a block."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--payload-bytes", str(payload_bytes),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        sys.executable, "-m", "support.vllm_publisher", "--payload-bytes", str(payload_bytes),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert process.stdout is not None
     try:

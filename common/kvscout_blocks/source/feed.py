@@ -153,7 +153,11 @@ class Feed(Protocol):
 
     @property
     def can_replay(self) -> bool:
-        """Whether `history` can be asked."""
+        """Return whether `history` can be requested."""
+
+    @property
+    def rewinds(self) -> bool:
+        """Return whether `history` comes live, and live batches continue from it."""
 
     @property
     def broken(self) -> str:

@@ -155,12 +155,14 @@ class SourceSequence(Generic[T]):
 
     Args:
         dp_rank: The registered rank; batches that name another one are refused.
-        can_replay: Whether the source can be asked for past batches.
+        can_replay: Past batches can be requested from the source.
+        rewinds: Its publisher goes back on request: what it sends again comes live, and what follows as well.
     """
 
-    def __init__(self, *, dp_rank: int = 0, can_replay: bool = True) -> None:
+    def __init__(self, *, dp_rank: int = 0, can_replay: bool = True, rewinds: bool = False) -> None:
         self._dp_rank = dp_rank
         self._can_replay = can_replay
+        self._rewinds = rewinds
         self.epoch = 0
         self.last_id: int | None = None
         """Last batch applied."""
@@ -350,8 +352,8 @@ class SourceSequence(Generic[T]):
         elif batch.epoch > self.epoch and (self.last_id is not None or self._held):
             self._restart(out, epoch=batch.epoch, cause=batch)
         elif self._seen(batch) or (batch.epoch and self._has(batch.event_id)):
-            self._drop(batch, DropReason.DUPLICATE, out)
-        elif not batch.epoch and batch.event_id <= self._highest():
+            self._on_duplicate(batch, out)
+        elif not batch.epoch and self._is_taken(batch.event_id):
             self._restart(out, epoch=0, cause=batch)
         else:
             self.epoch = batch.epoch
@@ -458,14 +460,10 @@ class SourceSequence(Generic[T]):
         out: list[Decision[T]] = []
         if not self.replaying or attempt != self.attempt:
             return out
-        if self._verified and self._held and not self._healing:
-            self._apply_held(out, until_gap=True)
-            if not self._held:
-                # Up to what came live all is there: whatever else was to be replied is not missed.
-                self._end_replay()
-                self.attempt += 1
-                return out
-        self._ask_again(now, out)
+        if self._held:
+            self._end_filled_replay(out)
+        if self.replaying:
+            self._ask_again(now, out)
         return out
 
     def on_no_history(self, attempt: int, reason: str) -> list[Decision[T]]:
@@ -542,6 +540,8 @@ class SourceSequence(Generic[T]):
             self._fill_gap(out)
         elif self.replaying:
             self._hold(batch, out)
+            if self._rewinds and batch.event_id == expected:
+                self._end_filled_replay(out)
         elif batch.event_id == expected:
             self._apply(batch, out)
             self._ask_for_the_start(out)
@@ -552,6 +552,25 @@ class SourceSequence(Generic[T]):
             self.counters["gaps"] += 1
             self._hold(batch, out)
             self._fill_gap(out)
+
+    def _on_duplicate(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
+        """Drop a live batch that is known, or that a publisher sends again as it goes back."""
+        if self._rewinds and self._healing and batch.event_id == 0:
+            self._begin_again("all its batches come again", out)
+            self._accept(batch, out)
+            return
+        self._drop(batch, DropReason.DUPLICATE, out)
+        if self._rewinds and batch.event_id == self.last_id:
+            self._verified = True
+            self._end_filled_replay(out)
+
+    def _end_filled_replay(self, out: list[Decision[T]]) -> None:
+        """End the replay if live batches alone continue what was applied."""
+        if self.replaying and self._verified and not self._healing:
+            self._apply_held(out, until_gap=True)
+            if not self._held:
+                self._end_replay()
+                self.attempt += 1
 
     def _fill_gap(self, out: list[Decision[T]]) -> None:
         """Asks for what is missing before the first held batch, if any is held."""
@@ -586,7 +605,11 @@ class SourceSequence(Generic[T]):
 
     def _is_mixed(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> bool:
         """Whether there are two publishers, so that a live batch is dropped: then ids fall again and again."""
-        if batch.epoch or self._seen(batch):
+        if batch.epoch:
+            return False
+        if self._seen(batch):
+            if self._rewinds:
+                self._live_id = batch.event_id
             return False
         self._note_live(batch.event_id, batch.event_id)
         mixed = self._falls >= MIXED_AFTER
@@ -769,9 +792,9 @@ class SourceSequence(Generic[T]):
         """The id that continues what was applied."""
         return self.last_id + 1 if self.last_id is not None else 0
 
-    def _highest(self) -> int:
-        """The highest id that a live batch may repeat."""
-        return max(self.last_id if self.last_id is not None else -1, self._highest_held)
+    def _is_taken(self, event_id: int) -> bool:
+        """Return whether another live batch had this id, or a higher one if the publisher cannot go back."""
+        return self._has(event_id) or (not self._rewinds and event_id < self._highest_held)
 
     def _trim(self) -> None:
         """Keeps the last digests, and those of replayed batches that are still to come live."""

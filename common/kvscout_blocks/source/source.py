@@ -115,7 +115,9 @@ class Source:
         self.rank = rank
         self.feed = feed
         self.index = index
-        self._sequence: SourceSequence[DecodedBatch] = SourceSequence(dp_rank=rank.dp_rank, can_replay=feed.can_replay)
+        self._sequence: SourceSequence[DecodedBatch] = SourceSequence(
+            dp_rank=rank.dp_rank, can_replay=feed.can_replay, rewinds=feed.rewinds
+        )
         self._bypass: Bypass | None = None
         self._lent = False
         """Whether the bypass has the position of the sequence."""

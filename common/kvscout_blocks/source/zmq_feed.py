@@ -63,6 +63,7 @@ class ZmqFeed:
     ) -> None:
         self.address = endpoint
         self.can_replay = bool(endpoint.replay_endpoint)
+        self.rewinds = False
         self.broken = ""
         self.outage = ""
         self._away_since: float | None = None

@@ -76,6 +76,7 @@ class PublisherFeed:
         self.subject = subject
         self.address: Hashable = (transport, subject, spec.bridge_endpoint)
         self.can_replay = True
+        self.rewinds = False
         self.broken = ""
         self._carrier = carrier
         self._spec = spec

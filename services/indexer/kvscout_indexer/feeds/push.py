@@ -2,14 +2,14 @@
 
 ::
 
-    publisher ══messages══▶ Stream ──live────▶ Source
-              ◀══answers═══   │  └──resent──▶ history ──▶ Source
-                              └── cursor, resend_from
+    publisher ══messages══▶ Stream ──▶ Source
+              ◀══answers═══   cursor; request n: send again from event a on
 
-A stream loses nothing by itself; a gap is a batch that its publisher dropped, or that came before. It is asked for
-once, by `resend_from`; what goes on coming until the publisher has turned back is live and waits in the sequence, what
-comes after is the history, until it has caught up. A greeting, too, ends the history that it names by its `resend_id`:
-it may come when the next one has been asked for. A publisher whose messages are not read is held back by gRPC.
+A stream loses nothing by itself; a gap is a batch that its publisher dropped, or that came before. It is requested
+once: request n names the first event wanted, and the publisher goes back to it and continues from there, sends its
+state, or refuses by a greeting with number n. All of it comes in order on the same stream, so that it is live: the
+sequence holds what came after the gap, and its replay ends when live batches have filled the gap. A greeting of an
+older publisher, which names no request, ends the only one. gRPC holds back a publisher whose messages are not read.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import grpc
 
 from kvscout.v1 import events_pb2
 from kvscout_blocks.bytes.codec import check_version, parse_batch, source_of
+from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.feed import Cursor, Feed, HistoryBroken, SourceInput, SourceState
 from kvscout_blocks.source.published import PublishedReader
@@ -32,7 +33,6 @@ from kvscout_common.process.endings import INTENDED
 from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.feeds.healing import Healing
-from kvscout_indexer.feeds.resend import Item, Question, Resend
 
 log = logging.getLogger("kvscout.events")
 
@@ -43,11 +43,22 @@ RESEND_SECONDS: Final = 5.0
 """Longest wait for something that was asked for again."""
 
 
+Item = SequencedBatch[DecodedBatch] | SourceState
+
+
+class ResendRequest(NamedTuple):
+    """Request to a publisher: send again from an event on."""
+
+    number: int
+    """Number among the requests of its stream, from 1."""
+    first_id: int
+
+
 class Answer(NamedTuple):
-    """How far a source is."""
+    """Progress of a source, and the request to its publisher if there is a new one."""
 
     cursor: Cursor
-    resend: Question | None
+    resend: ResendRequest | None
     malformed: int
 
 
@@ -153,6 +164,7 @@ class PushFeed:
     ) -> None:
         self.address: Hashable = (Transport.GRPC, spec.tenant, rank)
         self.can_replay = True
+        self.rewinds = True
         self.broken = ""
         self.name = f"{rank.worker_id}/{rank.dp_rank}"
         self.identity = (rank, spec.pool)
@@ -223,25 +235,13 @@ class PushFeed:
             self._stream = None
 
     async def history(self, first_id: int) -> AsyncGenerator[Item, None]:
-        """See `Feed.history`."""
-        stream = self._stream
-        if stream is None:
+        """See `Feed.history`; what the publisher sends again comes live, so that nothing is yielded."""
+        if self._stream is None:
             raise HistoryBroken("no publisher is connected")
-        resend = stream.ask(first_id)
-        try:
-            while True:
-                try:
-                    async with asyncio.timeout(RESEND_SECONDS):
-                        item = await resend.get()
-                except TimeoutError as error:
-                    raise HistoryBroken(f"nothing was sent again within {RESEND_SECONDS:g} s") from error
-                if item is None:
-                    return
-                if isinstance(item, HistoryBroken):
-                    raise item
-                yield item
-        finally:
-            stream.stop_asking(resend)
+        await self._stream.replay(first_id)
+        nothing: tuple[Item, ...] = ()
+        for item in nothing:
+            yield item
 
 
 async def _until_broken_off(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -257,23 +257,23 @@ class Stream:
     """One publisher's stream.
 
     Args:
-        feed: What it brings the events of.
+        feed: Takes its events.
     """
 
     def __init__(self, feed: PushFeed) -> None:
         self.feed = feed
         self._reader = feed.reader()
         self._malformed = 0
-        self._live = Cursor(0, None)
-        """What came live last."""
-        self._resend: Resend | None = None
-        self._last_resend: Resend | None = None
-        self._questions = 0
-        """Asked on this stream."""
-        self._open: Question | None = None
-        """What the publisher was asked for and has not begun to send."""
-        self._to_tell: Question | None = None
-        """What it is still to be asked for."""
+        self._requests = 0
+        """Resend requests made on this stream."""
+        self._request: ResendRequest | None = None
+        """The last request, until the publisher has gone back or refused."""
+        self._request_due = False
+        """Whether the next answer carries the request."""
+        self._reply: asyncio.Future[None] | None = None
+        """Done when the source has what it asked for, or the publisher has no more; None = nobody waits."""
+        self._silence: asyncio.Timeout | None = None
+        """Ends the wait for the reply."""
         self._unanswered = 0
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -281,17 +281,15 @@ class Stream:
         self._finished = False
 
     async def read(self, first: bytes, messages: AsyncIterator[bytes]) -> None:
-        """Takes messages until there are no more."""
+        """Take messages until there are no more."""
         try:
             await self._take(first, opening=True)
             self._due.set()
             async for message in messages:
                 await self._take(message)
-            if self._resend is not None:
-                await self._resend.put(HistoryBroken("the publisher ended its stream"))
-            if self._last_resend is not None:
-                # The last answer tells of all that came.
-                await self._last_resend.over.wait()
+            self._end_reply(HistoryBroken("the publisher ended its stream"))
+            # The last answer reports all that came.
+            await self.feed.source.caught_up()
         except KvscoutError as error:
             self.end(error)
         except INTENDED:
@@ -304,7 +302,7 @@ class Stream:
             self._due.set()
 
     async def answers(self) -> AsyncGenerator[Answer, None]:
-        """Yields what the publisher is to be told, as it comes due, until the stream ends.
+        """Yield answers as they come due, until the stream ends.
 
         Raises:
             KvscoutError: Why it was ended.
@@ -320,27 +318,30 @@ class Stream:
                 return
 
     def end(self, error: KvscoutError) -> None:
-        """Ends it; the publisher is told why."""
+        """End the stream with an error for its publisher."""
         self._ended = self._ended or error
-        if self._resend is not None:
-            self._resend.over.set()
+        self._end_reply(HistoryBroken("the publisher's stream has ended"))
         self._due.set()
 
-    def ask(self, first_id: int) -> Resend:
-        """Asks the publisher to go back; what it then sends is in the answer."""
-        if self._open is None or self._open.first_id != first_id:
-            self._questions += 1
-            self._open = self._to_tell = Question(self._questions, first_id)
-            self._due.set()
-        self._resend = self._last_resend = Resend(self._open)
-        return self._resend
+    async def replay(self, first_id: int) -> None:
+        """Request events from `first_id` on; return once the source has them, or the publisher has no more.
 
-    def stop_asking(self, resend: Resend) -> None:
-        """Nobody waits for an answer any more."""
-        resend.over.set()
-        if self._resend is resend:
-            self._resend = None
-        self._answer_soon()
+        Raises:
+            HistoryBroken: Nothing new came for `RESEND_SECONDS`, or the stream ended.
+        """
+        if self._request is None or self._request.first_id != first_id:
+            self._requests += 1
+            self._request, self._request_due = ResendRequest(self._requests, first_id), True
+            self._due.set()
+        reply = self._reply = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(RESEND_SECONDS) as self._silence:
+                await reply
+        except TimeoutError as error:
+            raise HistoryBroken(f"nothing was sent again within {RESEND_SECONDS:g} s") from error
+        finally:
+            if self._reply is reply:
+                self._reply = self._silence = None
 
     async def _take(self, message: bytes, *, opening: bool = False) -> None:
         if self._ended is not None:
@@ -351,46 +352,46 @@ class Stream:
             greeting = parse_batch(message)
             if not self._is_greeting(greeting):
                 raise
-            if not opening:  # else it may not know yet what it is asked for
-                await self._on_greeting(greeting.resend_id)
+            if not opening:  # it may not have seen a request yet
+                self._on_greeting(greeting.resend_id)
         else:
-            if isinstance(item, SequencedBatch):
-                self._malformed += item.malformed or bool(item.content.faults)
             if item is not None:
-                await self._take_item(item)
+                await self._deliver(item)
         self._answer_soon()
 
-    async def _take_item(self, item: Item) -> None:
-        resend = self._resend
-        if resend is not None and (resend.begun or resend.turns_back(item)):
-            resend.begun = True
-            self._open = None
-            epoch = self.feed.source.cursor.epoch
-            await resend.put(item)
-            if resend.caught_up(item, self._live, epoch):
-                await self._end_resend()
-        elif isinstance(item, SourceState):
-            self.feed.source.on_state(item)
+    async def _deliver(self, item: Item) -> None:
+        source, request = self.feed.source, self._request
+        before = source.cursor if self._reply is not None else None
+        if request is not None and (isinstance(item, SourceState) or item.event_id <= request.first_id):
+            self._request = None
+        if isinstance(item, SourceState):
+            source.on_state(item)
+            await source.caught_up()
         else:
-            self._live = Cursor(item.epoch, item.event_id)
-            self.feed.source.on_batch(item)
+            self._malformed += item.malformed or bool(item.content.faults)
+            source.on_batch(item)
+        if not source.replaying:
+            self._end_reply()
+        elif self._silence is not None and source.cursor != before:
+            self._silence.reschedule(asyncio.get_running_loop().time() + RESEND_SECONDS)
 
-    async def _on_greeting(self, resend_id: int) -> None:
-        """All that can be sent again was, of what the publisher means."""
-        resend = self._resend
-        if resend is None or resend_id not in (0, resend.question.number):
+    def _on_greeting(self, resend_id: int) -> None:
+        """End the reply to a request: the publisher has sent all that it has."""
+        if self._reply is None or resend_id not in (0, self._requests):
             return
-        if not (resend_id or resend.begun) and self._questions > 1:
-            # It may mean a former question, whose end came late; to ask again costs less than what is there to be had.
-            await self._end_resend(HistoryBroken("the publisher says that it has nothing, and not of which request"))
-        else:
-            await self._end_resend()
+        ambiguous = not resend_id and self._request is not None and self._requests > 1
+        self._request = None
+        # It may end the reply to a former request; another request costs less than events that are lost.
+        self._end_reply(HistoryBroken("the publisher has nothing, for an unnamed request") if ambiguous else None)
 
-    async def _end_resend(self, broken: HistoryBroken | None = None) -> None:
-        """Nothing more is sent again."""
-        resend, self._resend, self._open = self._resend, None, None
-        if resend is not None:
-            await resend.put(broken)
+    def _end_reply(self, broken: HistoryBroken | None = None) -> None:
+        reply = self._reply
+        if reply is None or reply.done():
+            return
+        if broken is None:
+            reply.set_result(None)
+        else:
+            reply.set_exception(broken)
 
     def _is_greeting(self, message: events_pb2.KvEventBatch) -> bool:
         return not message.events and not message.HasField("event_id") and source_of(message) == self.feed.identity
@@ -411,5 +412,6 @@ class Stream:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        question, self._to_tell = self._to_tell, None
-        return Answer(self.feed.source.cursor, question, self._malformed)
+        request = self._request if self._request_due else None
+        self._request_due = False
+        return Answer(self.feed.source.cursor, request, self._malformed)
