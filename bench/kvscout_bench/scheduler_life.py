@@ -11,10 +11,11 @@ from kvscout_bench.scheduler_process import BLOCK_SIZE, MODEL, prompts
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.messages.packed_operations import codec_for
-from kvscout_scheduler.operations import Select
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import ANYONE, OwnerName, Prompt, SelectionRequest, Wanted
+from kvscout_scheduler.values.operations import Select
+from kvscout_scheduler.values.request import ANYONE, Prompt, SelectionRequest, Wanted
+from kvscout_scheduler.values.reservation import OwnerName
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 PROMPTS = 256

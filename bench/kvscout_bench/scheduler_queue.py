@@ -12,7 +12,8 @@ from kvscout_common.worker import WorkerSpec
 from kvscout_lab.summary import percentile
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import ANYONE, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.request import ANYONE, Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.reservation import RequestKey
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.thresholds import BusyThresholds
 

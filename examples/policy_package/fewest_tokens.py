@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvscout_scheduler.policies import Policy
-from kvscout_scheduler.policies.candidates import Candidates
+from kvscout_scheduler.policies import Candidates, Policy
 
 
 class FewestTokens(Policy):

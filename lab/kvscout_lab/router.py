@@ -21,16 +21,8 @@ from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
-from kvscout_scheduler.values.request import (
-    ANYONE,
-    MAX_LEASE_SECONDS,
-    OwnerName,
-    Prompt,
-    RequestKey,
-    SelectionRequest,
-    Wanted,
-)
-from kvscout_scheduler.values.reservation import Facts
+from kvscout_scheduler.values.request import ANYONE, Prompt, SelectionRequest, Wanted
+from kvscout_scheduler.values.reservation import MAX_LEASE_SECONDS, Facts, OwnerName, RequestKey
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 MODEL = "model"

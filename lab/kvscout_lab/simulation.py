@@ -19,7 +19,7 @@ from kvscout_lab.workload import Turn, Workload
 from kvscout_scheduler.load.active_load import MakeLoad
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import OwnerName
+from kvscout_scheduler.values.reservation import OwnerName
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 HEARTBEAT_SECONDS = 0.25

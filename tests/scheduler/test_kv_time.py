@@ -19,7 +19,8 @@ from kvscout_scheduler.estimates.output_lengths import BELIEVED, WIDTHS
 from kvscout_scheduler.estimates.worker_times import NONE
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import ConfigOverride, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.request import ConfigOverride, Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.reservation import RequestKey
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 DECODE = sum(weight * tokens for weight, tokens in zip(STAGE_WEIGHTS, BELIEVED, strict=True)) * 0.01

@@ -22,11 +22,10 @@ from support.scheduler_builders import (
 
 from kvscout_common.errors import Unavailable
 from kvscout_common.worker import Role, WorkerSpec
-from kvscout_scheduler.bookings.booking import EndReason, FreeOutcome
-from kvscout_scheduler.bookings.bookings import END_AT_ONCE
-from kvscout_scheduler.load.worker_loads import potential_loads
+from kvscout_scheduler.load.workers import END_AT_ONCE
+from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.reservation import Facts
+from kvscout_scheduler.values.reservation import EndReason, Facts, FreeOutcome
 
 IDLE = (0, 0, 0)
 

@@ -27,7 +27,7 @@ from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.request import OwnerName
+from kvscout_scheduler.values.reservation import OwnerName
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 DEADLINE_SECONDS = 30.0

@@ -15,13 +15,13 @@ from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, re
 
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound, Unavailable
 from kvscout_common.worker import WorkerSpec
-from kvscout_scheduler.bookings.active_requests import list_active_requests
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
+from kvscout_scheduler.rpc.listing import list_active_requests
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.overlaps import Overlaps
-from kvscout_scheduler.values.request import OwnerName, Prompt, RequestKey, SelectionRequest, pack_hashes
-from kvscout_scheduler.values.reservation import End, Facts
+from kvscout_scheduler.values.request import Prompt, SelectionRequest, pack_hashes
+from kvscout_scheduler.values.reservation import End, Facts, OwnerName, RequestKey
 
 PARTS = 4
 """Independent runs, which can go on side by side."""

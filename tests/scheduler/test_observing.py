@@ -25,14 +25,12 @@ from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
 from kvscout_common.settings.config import ServerConfig
-from kvscout_scheduler.bookings.booking import FreeOutcome
 from kvscout_scheduler.load.active_load import ReferenceLoad
-from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.policies import Candidates, PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
-from kvscout_scheduler.policies.candidates import Candidates
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.reservation import End, Facts
+from kvscout_scheduler.values.reservation import End, Facts, FreeOutcome
 
 
 class Listening(Kv):

@@ -16,13 +16,13 @@ from support.processes import DEADLINE_SECONDS
 from support.scheduler_builders import ManualClock, key, loads, request, reserve, worker
 
 from kvscout_common.errors import InternalError, KvscoutError
-from kvscout_scheduler.bookings.booking import FreeOutcome
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
 from kvscout_scheduler.policies.decision_feed import Watcher
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.request import ConfigOverride
+from kvscout_scheduler.values.reservation import FreeOutcome
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 

@@ -8,9 +8,8 @@ import pytest
 from support.replica_world import SETTINGS, World
 from support.scheduler_builders import key, owner, request, reservation, scheduler
 
-from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.policies import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
-from kvscout_scheduler.policies.checked import CheckedPolicy
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.reservation import End, Facts
 from kvscout_scheduler.values.settings import SchedulerSettings

@@ -12,10 +12,11 @@ from support.scheduler_builders import key, loads, overlaps, request, reserve, s
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.worker import Role, WorkerRank
 from kvscout_scheduler.load.pool import HitCounts
-from kvscout_scheduler.load.worker_loads import potential_loads
+from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.overlaps import Overlaps
-from kvscout_scheduler.values.request import ConfigOverride, PoolId, Prompt, pack_hashes
+from kvscout_scheduler.values.request import ConfigOverride, Prompt, pack_hashes
+from kvscout_scheduler.values.reservation import PoolId
 
 
 def loaded_as_in_the_worked_example() -> Scheduler:

@@ -13,12 +13,13 @@ from random import Random
 from typing import Any
 
 from kvscout_common.worker import WorkerSpec
-from kvscout_scheduler.bookings.booking import Booking, FreeOutcome, Phase
-from kvscout_scheduler.load.worker_loads import potential_loads
+from kvscout_scheduler.bookings.booking import Booking
 from kvscout_scheduler.replicas.claim import shared
 from kvscout_scheduler.replicas.replication import TICK_SECONDS, Outgoing, Replication
+from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.request import OwnerName, pack_hashes
+from kvscout_scheduler.values.request import pack_hashes
+from kvscout_scheduler.values.reservation import FreeOutcome, OwnerName, Phase
 from kvscout_scheduler.values.settings import SchedulerSettings
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, reservation, worker
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from kvscout_common.worker import ALL_TENANTS, Role, WorkerRank, WorkerSpec
 from kvscout_scheduler.load.active_load import MakeLoad
-from kvscout_scheduler.load.worker_loads import potential_loads
 from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
-from kvscout_scheduler.values.request import OwnerName, Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
-from kvscout_scheduler.values.reservation import Facts
+from kvscout_scheduler.values.request import Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.reservation import Facts, OwnerName, RequestKey
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 BLOCK = 16

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from kvscout_scheduler.policies.candidates import Candidates
+from kvscout_scheduler.policies import Candidates
 
 
 class LastRank:

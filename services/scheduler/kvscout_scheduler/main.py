@@ -19,7 +19,7 @@ from kvscout_common.rpc.serving import App, run
 from kvscout_common.settings.config import ServerConfig
 from kvscout_common.settings.flags import PERFORMANCE, SectionedCommand, flag, server_flags
 from kvscout_scheduler.config import SchedulerConfig
-from kvscout_scheduler.values.request import MAX_LEASE_SECONDS
+from kvscout_scheduler.values.reservation import MAX_LEASE_SECONDS
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.thresholds import BusyThresholds
 
@@ -168,11 +168,11 @@ async def build(config: SchedulerConfig) -> App:
     """The scheduler as an app to serve."""
     from kvscout_common.registry.backends import Backends
     from kvscout_common.registry.registry import Registry
-    from kvscout_scheduler.bookings.bookings import END_AT_ONCE
-    from kvscout_scheduler.load.scraper import EngineScraper
+    from kvscout_scheduler.load.workers import END_AT_ONCE
     from kvscout_scheduler.rpc.metrics import SchedulerCollector
     from kvscout_scheduler.rpc.servicer import SERVICE, SchedulerServicer
     from kvscout_scheduler.scheduler import Scheduler
+    from kvscout_scheduler.scraper import EngineScraper
 
     registry = Registry(time.monotonic)
     try:

@@ -22,15 +22,15 @@ from kvscout_common.errors import (
 )
 from kvscout_common.identity.tenant_limits import TenantLimits
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.bookings.booking import Booking, FreeOutcome, Phase
-from kvscout_scheduler.bookings.bookings import END_AT_ONCE, Bookings
+from kvscout_scheduler.bookings.booking import Booking
+from kvscout_scheduler.bookings.bookings import Bookings
 from kvscout_scheduler.bookings.journal import MAX_HASHED_BLOCKS
 from kvscout_scheduler.bookings.takeover import Takeover
 from kvscout_scheduler.estimates.engine_metrics import EngineMetrics
 from kvscout_scheduler.load.active_load import MakeLoad
 from kvscout_scheduler.load.cool_downs import CoolDowns
 from kvscout_scheduler.load.pool import Pool
-from kvscout_scheduler.load.workers import Workers
+from kvscout_scheduler.load.workers import END_AT_ONCE, Workers
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.policies.decision_feed import Watchers
 from kvscout_scheduler.policies.selection import Selected, Selector
@@ -38,16 +38,29 @@ from kvscout_scheduler.queue.admission import Turns
 from kvscout_scheduler.queue.remote_queues import LinesElsewhere
 from kvscout_scheduler.queue.waiting import RETRY_SECONDS, Answer, Waiter, WaitingLine
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import (
+from kvscout_scheduler.values.operations import (
+    AddOutput,
+    CompletePrefill,
+    Free,
+    Operation,
+    Outcome,
+    Renew,
+    Reserve,
+    Select,
+)
+from kvscout_scheduler.values.request import Prompt, SelectionRequest
+from kvscout_scheduler.values.reservation import (
     HASH_BYTES,
     MAX_LEASE_SECONDS,
+    Choice,
+    Facts,
+    FreeOutcome,
     OwnerName,
+    Phase,
     PoolId,
-    Prompt,
     RequestKey,
-    SelectionRequest,
+    lineage_of,
 )
-from kvscout_scheduler.values.reservation import Choice, Facts, lineage_of
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.stats import SchedulerStats
 from kvscout_scheduler.values.thresholds import ThresholdTable
@@ -88,10 +101,10 @@ class Scheduler:
         self.bookings = Bookings(settings, self.stats, limits)
         self.waiting = WaitingLine(settings.queue_limit)
         if make_load is None:
-            # Whoever chooses a twin need not load the extension.
-            from kvscout_scheduler.load import native as native_load
+            # A caller that chooses a backend need not load the extension.
+            from kvscout_scheduler.load import native
 
-            make_load = native_load.make_load
+            make_load = native.make_load
         self._make_load = make_load
         self._selector = Selector(settings, self.policies, rng)
         self.workers = Workers(settings, self.bookings, clock, self._make_pool)
@@ -105,6 +118,33 @@ class Scheduler:
         self.watchers = Watchers(wall_clock)
         self.clock = clock
         self.wall_clock = wall_clock
+
+    def apply(self, operation: Operation, owner: OwnerName | None = None) -> Outcome:
+        """Carry out an operation that does not wait in line; an error is its outcome.
+
+        Args:
+            operation: An operation of a caller.
+            owner: Owner of what it books; None = a unary caller, who has a lease.
+        """
+        try:
+            match operation:
+                case Select(request, books, lease_seconds):
+                    if not books:
+                        return self.select(request)
+                    return self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds)
+                case CompletePrefill(key, attempt_id):
+                    return self.mark_prefill_complete(key, attempt_id)
+                case Free(key, attempt_id, output_tokens):
+                    return self.free(key, attempt_id, output_tokens=output_tokens)
+                case Reserve(facts, lease_seconds):
+                    return self.reserve(facts, owner=owner, lease_seconds=lease_seconds)
+                case AddOutput(key, attempt_id, blocks):
+                    return self.add_output(key, blocks, attempt_id)
+                case Renew(attempts, lease_seconds):
+                    renewed = [self.renew(*attempt, lease_seconds=lease_seconds) for attempt in attempts]
+                    return [place for place, active in enumerate(renewed) if not active]
+        except KvscoutError as error:
+            return error
 
     def select(self, request: SelectionRequest) -> Decision:
         """Picks a worker and books nothing.

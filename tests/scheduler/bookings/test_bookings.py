@@ -19,9 +19,9 @@ from support.scheduler_builders import (
 )
 
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
-from kvscout_scheduler.bookings.active_requests import list_active_requests
-from kvscout_scheduler.bookings.booking import EndReason, FreeOutcome, Phase
+from kvscout_scheduler.rpc.listing import list_active_requests
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.values.reservation import EndReason, FreeOutcome, Phase
 
 IDLE = (0, 0, 0)
 

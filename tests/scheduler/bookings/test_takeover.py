@@ -18,10 +18,10 @@ from kvscout_common.errors import Cancelled, FailedPrecondition
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
 from kvscout_common.settings.config import ServerConfig
-from kvscout_scheduler.bookings.booking import EndReason, FreeOutcome
 from kvscout_scheduler.bookings.takeover import AT_ONCE
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.values.reservation import EndReason, FreeOutcome
 
 GATEWAY = owner("gateway-1")
 MANY = 20 * AT_ONCE

@@ -12,10 +12,10 @@ from support.scheduler_builders import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_scheduler.costs.choose import choose
-from kvscout_scheduler.costs.cost import Lane, Question, TierWeights
+from kvscout_scheduler.costs.cost import Lane, Question
 from kvscout_scheduler.costs.time_cost import TimeQuestion, TimeRow
 from kvscout_scheduler.load.active_load import ActiveLoad, Allocation, ReferenceLoad
-from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps, TierWeights
 from kvscout_scheduler.values.request import pack_hashes
 
 LANE = Lane(16, eagle=False)

@@ -17,8 +17,8 @@ from kvscout_common.registry.registry import Registry
 from kvscout_common.rpc.service_info import TenantWarning
 from kvscout_common.worker import EngineKind, WorkerRank
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics, read_engine_metrics
-from kvscout_scheduler.load.scraper import EngineScraper
-from kvscout_scheduler.load.worker_loads import potential_loads
+from kvscout_scheduler.rpc.listing import potential_loads
+from kvscout_scheduler.scraper import EngineScraper
 from kvscout_scheduler.values.thresholds import BusyThresholds
 
 VLLM = """

@@ -14,7 +14,7 @@ from kvscout_common.http.factory import http_client
 from kvscout_common.registry.registry import Registry
 from kvscout_scheduler.estimates.engine_rates import NOTHING, RateSums, rates_by, read_rate_sums
 from kvscout_scheduler.estimates.first_rates import UNKNOWN, Rates
-from kvscout_scheduler.load.scraper import EngineScraper
+from kvscout_scheduler.scraper import EngineScraper
 from kvscout_scheduler.values.request import SelectionRequest
 
 VLLM = """

@@ -11,11 +11,11 @@ from support.scheduler_builders import MODEL, ManualClock, key, scheduler, test_
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.bookings.booking import Phase
 from kvscout_scheduler.estimates.learned_times import UNHEARD, LearnedTimes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import Prompt, RequestKey, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.request import Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.reservation import Phase, RequestKey
 
 BLOCK = 16
 

@@ -19,13 +19,14 @@ from kvscout_common.registry.registry import Registry
 from kvscout_common.settings.config import ServerConfig
 from kvscout_scheduler.messages.operation_messages import Codec, MessageCodec
 from kvscout_scheduler.messages.packed_operations import PackedCodec
-from kvscout_scheduler.operations import Operation, Operations, Outcome
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.policies.decision_feed import Watcher
 from kvscout_scheduler.rpc.lifecycle import carry_out_all
+from kvscout_scheduler.rpc.operations import Operations
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.values.operations import Operation, Outcome
 from kvscout_scheduler.values.reservation import End, Facts
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: all paths are plain")

@@ -14,14 +14,15 @@ from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, request, 
 from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_common.worker import Adapter, WorkerRank, WorkerSpec
 from kvscout_scheduler.estimates.engine_metrics import EngineMetrics
-from kvscout_scheduler.policies.builtin import BUILTIN
+from kvscout_scheduler.policies import installed_policies
 from kvscout_scheduler.policies.eligibility import eligible
 from kvscout_scheduler.queue.admission import Turns
 from kvscout_scheduler.queue.waiting import Waiter
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import Overlaps
-from kvscout_scheduler.values.request import PoolId, SelectionRequest
+from kvscout_scheduler.values.request import SelectionRequest
+from kvscout_scheduler.values.reservation import PoolId
 from kvscout_scheduler.values.thresholds import BusyThresholds
 
 BUDGET = 1000
@@ -114,7 +115,7 @@ def test_one_who_is_refused_as_busy_while_others_wait_is_told_when_to_try_again(
     assert refused.value.retry_after_seconds is None, "nobody waits"
 
 
-@pytest.mark.parametrize("policy", [name for name in sorted(BUILTIN) if name != "direct"])
+@pytest.mark.parametrize("policy", [name for name in installed_policies().names if name != "direct"])
 @pytest.mark.parametrize("places", [1, 3])
 def test_as_many_go_as_there_is_room_for_whatever_the_policy(policy: str, places: int) -> None:
     specs = [worker(f"w{number}", max_num_batched_tokens=BUDGET, total_slots=8) for number in range(8)]
@@ -134,7 +135,7 @@ def test_as_many_go_as_there_is_room_for_whatever_the_policy(policy: str, places
     assert (made.waiting.length(POOL), pinned) == (32 - places + 1, [])
 
 
-@pytest.mark.parametrize("policy", [name for name in sorted(BUILTIN) if name != "direct"])
+@pytest.mark.parametrize("policy", [name for name in installed_policies().names if name != "direct"])
 def test_one_who_comes_goes_where_there_is_room(policy: str) -> None:
     specs = [worker(f"w{number}", max_num_batched_tokens=BUDGET, total_slots=8) for number in range(8)]
     made = scheduler(*specs, queue_threshold=0.5, policy=policy)

@@ -9,10 +9,10 @@ import pytest
 from support.scheduler_builders import ManualClock, key, loads, request, reserve, scheduler, test_seed, worker
 
 from kvscout_common.errors import AlreadyExists, Cancelled, Draining, KvscoutError, NotFound, ResourceExhausted
-from kvscout_scheduler.bookings.active_requests import list_active_requests
-from kvscout_scheduler.bookings.booking import FreeOutcome, Phase
+from kvscout_scheduler.rpc.listing import list_active_requests
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.reservation import FreeOutcome, Phase
 
 BUDGET = 1000
 

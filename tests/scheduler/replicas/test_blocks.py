@@ -15,7 +15,8 @@ from kvscout_scheduler.replicas.blocks import KEPT_SECONDS, MAX_KEPT_BYTES, Know
 from kvscout_scheduler.replicas.claim import claim_from_proto, claim_to_proto
 from kvscout_scheduler.replicas.replication import Outgoing
 from kvscout_scheduler.replicas.view import CHANGE_WORK, SILENT_SECONDS, SLICE_WORK
-from kvscout_scheduler.values.request import RequestKey, pack_hashes
+from kvscout_scheduler.values.request import pack_hashes
+from kvscout_scheduler.values.reservation import RequestKey
 
 BLOCKS = 256
 """2 KiB of hashes a request."""

@@ -20,7 +20,7 @@ from kvscout_scheduler.replicas.queues import (
     lines_to_proto,
 )
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import PoolId
+from kvscout_scheduler.values.reservation import PoolId
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 FULL = 200

@@ -15,14 +15,14 @@ from support.scheduler_builders import BLOCK, MODEL, key, owner, test_seed
 from kvscout.v1 import replication_pb2, types_pb2
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.bookings.booking import FreeOutcome
-from kvscout_scheduler.load.worker_loads import potential_loads
-from kvscout_scheduler.operations import AddOutput, CompletePrefill, Free, Operation, Outcome
 from kvscout_scheduler.replicas.forwarding import Forwarding
 from kvscout_scheduler.replicas.ownership import END_WORK, SECOND_TO_END_SECONDS
 from kvscout_scheduler.replicas.ownership import SLICE_WORK as OVERDUE_WORK
 from kvscout_scheduler.replicas.replication import FORGET_SECONDS, IDLE_HEARTBEAT_SECONDS, TICK_SECONDS, VERSION
 from kvscout_scheduler.replicas.view import SILENT_SECONDS
+from kvscout_scheduler.rpc.listing import potential_loads
+from kvscout_scheduler.values.operations import AddOutput, CompletePrefill, Free, Operation, Outcome
+from kvscout_scheduler.values.reservation import FreeOutcome
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 IDLE = (0, 0, 0)
@@ -524,7 +524,7 @@ def test_no_message_of_another_replica_raises(run: int) -> None:
     }
     hostile = HostileMessages(lambda field: names.get(field, ["x", ""]), rng)
     node = world["a"]
-    forwarding = Forwarding(node.core, node.replication, never)
+    forwarding = Forwarding(node.core, node.replication.ownership, node.replication.live, never)
     for _ in range(500):
         raw = hostile.serialised(replication_pb2.ReplicaMessage.DESCRIPTOR)
         try:
@@ -546,7 +546,7 @@ async def test_what_an_owner_did_whose_answer_comes_too_late_is_done_once_and_to
     world.book("b", "r")
     world.settled()
     here, owning = world["a"], world["b"]
-    answers = Forwarding(owning.core, owning.replication, never)
+    answers = Forwarding(owning.core, owning.replication.ownership, owning.replication.live, never)
 
     async def late(to: str, asked: replication_pb2.ForwardedOperation, seconds: float) -> bytes:
         assert to == "b"
@@ -554,7 +554,7 @@ async def test_what_an_owner_did_whose_answer_comes_too_late_is_done_once_and_to
         world.settled()
         raise TimeoutError
 
-    forwarding = Forwarding(here.core, here.replication, late)
+    forwarding = Forwarding(here.core, here.replication.ownership, here.replication.live, late)
 
     async def asked(operation: Operation) -> Outcome:
         assert forwarding.concerns(operation)
@@ -586,7 +586,7 @@ async def test_what_a_silent_owner_did_not_do_is_done_here() -> None:
     async def silent(to: str, asked: replication_pb2.ForwardedOperation, seconds: float) -> bytes:
         raise TimeoutError
 
-    forwarding = Forwarding(world["a"].core, world["a"].replication, silent)
+    forwarding = Forwarding(world["a"].core, world["a"].replication.ownership, world["a"].replication.live, silent)
     assert await forwarding.carry_out(AddOutput(key("r"), 1, 3)) == 3
     world.settled()
     assert await forwarding.carry_out(CompletePrefill(key("r"), 1)) is True

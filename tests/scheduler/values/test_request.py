@@ -11,11 +11,10 @@ from support.scheduler_builders import key, request, scheduler, worker
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import ConfigError, FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.costs.cost import TierWeights
 from kvscout_scheduler.estimates.engine_metrics import EngineMetrics
-from kvscout_scheduler.load.worker_loads import potential_loads
 from kvscout_scheduler.messages.operation_messages import operation_from_proto
-from kvscout_scheduler.values.overlaps import Overlaps
+from kvscout_scheduler.rpc.listing import potential_loads
+from kvscout_scheduler.values.overlaps import Overlaps, TierWeights
 from kvscout_scheduler.values.request import ConfigOverride, Prompt, pack_hashes
 from kvscout_scheduler.values.reservation import Facts
 from kvscout_scheduler.values.settings import SchedulerSettings

@@ -10,9 +10,8 @@ from support.scheduler_builders import key, request, reserve, scheduler, worker
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.estimates.engine_metrics import EngineMetrics
-from kvscout_scheduler.load.active_load import NO_LIMIT
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.thresholds import DECODE_BLOCKS, PREFILL_TOKENS, BusyThresholds, ThresholdTable
+from kvscout_scheduler.values.thresholds import DECODE_BLOCKS, NO_LIMIT, PREFILL_TOKENS, BusyThresholds, ThresholdTable
 
 RANK = WorkerRank("w0", 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from enum import Enum, auto
 
-from kvscout_scheduler.values.request import RequestKey
+from kvscout_scheduler.values.reservation import RequestKey
 
 
 class Ended(Enum):

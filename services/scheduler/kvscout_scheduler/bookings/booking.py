@@ -3,52 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from kvscout_scheduler.load.active_load import Allocation
 from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import OwnerName, RequestKey
-from kvscout_scheduler.values.reservation import Facts
-
-
-class Phase(StrEnum):
-    """Where an active request is."""
-
-    QUEUED = "queued"
-    """No worker yet."""
-    PREFILL = "prefill"
-    """No token yet."""
-    DECODE = "decode"
-
-
-class FreeOutcome(StrEnum):
-    """What a Free did."""
-
-    FREED = "freed"
-    UNKNOWN = "unknown"
-    """Nothing was active under this id and attempt."""
-    ALREADY_FREED = "already_freed"
-    DEQUEUED = "dequeued"
-    """It waited, and waits no more."""
-
-
-class EndReason(StrEnum):
-    """Why a booking ended without a Free."""
-
-    LEASE = "lease"
-    OWNER_GONE = "owner_gone"
-    """The owner's stream was away for too long."""
-    OWNER_FORGOT = "owner_forgot"
-    """The owner came back and did not list it."""
-    WORKER_REMOVED = "worker_removed"
-    """Somebody took the worker out."""
-    WORKER_GONE = "worker_gone"
-    """The worker's registration ended, and it did not come back in time."""
-    UNDELIVERED = "undelivered"
-    """Nobody got the answer."""
-    SUPERSEDED = "superseded"
-    """Another replica of the scheduler ended it, or booked the request elsewhere."""
+from kvscout_scheduler.values.reservation import Facts, OwnerName, Phase, RequestKey
 
 
 @dataclass(slots=True, eq=False)

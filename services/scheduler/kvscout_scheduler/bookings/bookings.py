@@ -20,20 +20,17 @@ from itertools import islice
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits
 from kvscout_scheduler.bookings.attempts import Ended, EndedAttempts
-from kvscout_scheduler.bookings.booking import Booking, EndReason, FreeOutcome, Phase
+from kvscout_scheduler.bookings.booking import Booking
 from kvscout_scheduler.bookings.end_log import EndLog
 from kvscout_scheduler.bookings.journal import Journal
 from kvscout_scheduler.bookings.leases import Leases
 from kvscout_scheduler.bookings.owners import Owners
 from kvscout_scheduler.bookings.takeover import Takeover
 from kvscout_scheduler.load.pool import Pool
-from kvscout_scheduler.values.request import OwnerName, RequestKey
-from kvscout_scheduler.values.reservation import End
+from kvscout_scheduler.load.workers import END_AT_ONCE
+from kvscout_scheduler.values.reservation import End, EndReason, FreeOutcome, OwnerName, Phase, RequestKey
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.stats import SchedulerStats
-
-END_AT_ONCE = 256
-"""Bookings that end in one go, a few milliseconds; of more, the others follow a slice at a time."""
 
 
 class Bookings:
@@ -318,6 +315,10 @@ class Bookings:
     def freed_by_caller(self, key: RequestKey, attempt_id: int, now: float) -> bool:
         """Whether an attempt was freed by its caller, here or elsewhere."""
         return bool(attempt_id) and self._attempts.get(key, attempt_id, now) in (Ended.BY_CALLER, Ended.BEFORE_BOOKING)
+
+    def flush_log(self) -> None:
+        """Log the bookings that ended by themselves, one line a cause."""
+        self.end_log.flush()
 
     def supersede(self, booking: Booking, now: float) -> None:
         """Ends a booking of ours, for another replica has booked or ended the request."""

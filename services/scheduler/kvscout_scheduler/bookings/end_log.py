@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from kvscout_scheduler.bookings.booking import Booking, EndReason
+from kvscout_scheduler.bookings.booking import Booking
+from kvscout_scheduler.values.reservation import EndReason
 
 log = logging.getLogger("kvscout.scheduler")
 

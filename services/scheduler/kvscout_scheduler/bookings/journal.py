@@ -7,7 +7,7 @@ load, has neither lease nor owner, and is taken over before anything is written 
 from __future__ import annotations
 
 from kvscout_scheduler.bookings.booking import Booking
-from kvscout_scheduler.values.request import RequestKey
+from kvscout_scheduler.values.reservation import RequestKey
 
 MAX_HASHED_BLOCKS = 32_768
 """Of one request that are told to others, a quarter of a MiB; what is longer shares its tail with nobody, here too."""

@@ -7,7 +7,7 @@ from itertools import islice
 
 from kvscout_common.errors import FailedPrecondition
 from kvscout_scheduler.bookings.booking import Booking
-from kvscout_scheduler.values.request import MICROSECONDS, OwnerName
+from kvscout_scheduler.values.reservation import MICROSECONDS, OwnerName
 
 MAX_AHEAD_SECONDS = 1.0
 """How far the clocks of owners may be ahead of ours. A stream from further ahead could keep its owner's later ones out:

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvscout_common.errors import FailedPrecondition
-from kvscout_scheduler.values.request import OwnerName, RequestKey
+from kvscout_scheduler.values.reservation import OwnerName, RequestKey
 
 if TYPE_CHECKING:
     from kvscout_scheduler.bookings.bookings import Bookings

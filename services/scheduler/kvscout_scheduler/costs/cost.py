@@ -16,26 +16,13 @@ The formula is that of Dynamo's KV router. Columns in, columns out; the twin is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from kvscout_scheduler.costs.time_cost import TimeQuestion, time_costs
-from kvscout_scheduler.values.overlaps import Overlaps
+from kvscout_scheduler.values.overlaps import DEFAULT_TIER_WEIGHTS, Overlaps, TierWeights
 
 T = TypeVar("T", int, float)
-
-
-@dataclass(frozen=True, slots=True)
-class TierWeights:
-    """What a cached block of a slower tier is worth, in device blocks."""
-
-    host: float = 0.75
-    disk: float = 0.25
-    """Also for external storage."""
-
-
-DEFAULT_TIER_WEIGHTS = TierWeights()
 
 
 class Lane(NamedTuple):

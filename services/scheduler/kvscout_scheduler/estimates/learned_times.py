@@ -31,8 +31,8 @@ from kvscout_scheduler.estimates.output_lengths import STAGES, OutputLengths, re
 from kvscout_scheduler.estimates.popular_prefixes import PopularPrefixes
 from kvscout_scheduler.estimates.rates import Line, within
 from kvscout_scheduler.estimates.worker_times import LEAST_PACE, MOST_PACE, STEP_TOKENS, ActiveTimes, WorkerTimes
-from kvscout_scheduler.values.request import RequestKey, SelectionRequest
-from kvscout_scheduler.values.reservation import End, Facts, lineage_of
+from kvscout_scheduler.values.request import SelectionRequest
+from kvscout_scheduler.values.reservation import End, Facts, RequestKey, lineage_of
 
 BELIEVED_TOKENS: Final = 4_096.0
 """Of a prompt; where what is believed of prefill holds."""

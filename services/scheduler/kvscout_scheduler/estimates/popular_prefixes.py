@@ -11,7 +11,7 @@ from collections import OrderedDict
 from typing import Final, NamedTuple
 from zlib import crc32
 
-from kvscout_scheduler.values.request import HASH_BYTES
+from kvscout_scheduler.values.reservation import HASH_BYTES
 
 FIRST_TOKENS: Final = 256
 LAST_TOKENS: Final = 65_536

@@ -23,6 +23,7 @@ from kvscout_scheduler.costs.time_cost import TimeQuestion
 from kvscout_scheduler.load.prefix_tree import Node, PrefixTree
 from kvscout_scheduler.values.overlaps import AnyOverlaps
 from kvscout_scheduler.values.slot_sets import in_order, slot_set
+from kvscout_scheduler.values.thresholds import NO_LIMIT
 
 
 class Allocation(Protocol):
@@ -39,9 +40,6 @@ class SlotLoad(NamedTuple):
     requests: int
     prefill_tokens: int
     decode_blocks: int
-
-
-NO_LIMIT = 2**63 - 1
 
 
 class Limits(NamedTuple):

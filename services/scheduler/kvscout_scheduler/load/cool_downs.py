@@ -31,8 +31,9 @@ class CoolDowns:
         self._workers = workers
         self._clock = clock
         self._pump = pump
+        self.longest_seconds = settings.longest_cooldown_seconds
         self.on_change: Callable[[str, WorkerRank, float | None], None] | None = None
-        """Told tenant, rank and end of each cool-down that was reported here; None = it was ended before its time."""
+        """Receives tenant, rank and seconds of each cool-down reported here; None = it was ended before its time."""
 
     def report(self, tenant: str, rank: WorkerRank, cooldown_seconds: float = 0.0) -> float:
         """Leaves a worker rank out of selections for a while (`Pool.left_out`); never shortens a cool-down.
@@ -57,8 +58,17 @@ class CoolDowns:
         until = max(now + seconds, pool.cooldown_until.get(slot, now))
         pool.cool_down(slot, until)
         if self.on_change is not None:
-            self.on_change(tenant, rank, until)
+            self.on_change(tenant, rank, until - now)
         return until - now
+
+    def put(self, tenant: str, rank: WorkerRank, seconds: float) -> None:
+        """Set the cool-down of a worker rank, as another replica knows it.
+
+        Raises:
+            NotFound: Unknown worker.
+        """
+        pool, slot = self._workers.slot(tenant, rank)
+        pool.cool_down(slot, self._clock() + seconds)
 
     def clear(self, tenant: str, *, worker_id: str = "", model: str = "") -> list[WorkerRank]:
         """Ends cool-downs before their time.

@@ -13,14 +13,14 @@ from kvscout_scheduler.costs.cost import Lane
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.estimates.first_rates import Rates, first_rates
 from kvscout_scheduler.estimates.learned_times import LearnedTimes, Registered
-from kvscout_scheduler.load.active_load import NO_LIMIT, Allocation, Limits, MakeLoad
+from kvscout_scheduler.load.active_load import Allocation, Limits, MakeLoad
 from kvscout_scheduler.load.cooling_set import CoolingSet
 from kvscout_scheduler.load.feature_sets import FeatureSets
-from kvscout_scheduler.values.request import EMPTY_PROMPT, HASH_BYTES, PoolId, Prompt
-from kvscout_scheduler.values.reservation import Facts, Observer
+from kvscout_scheduler.values.request import EMPTY_PROMPT, Prompt
+from kvscout_scheduler.values.reservation import HASH_BYTES, Facts, Observer, PoolId
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.slot_sets import in_order, large_slot_set, slot_set, slots_in
-from kvscout_scheduler.values.thresholds import NO_THRESHOLDS, BusyThresholds
+from kvscout_scheduler.values.thresholds import NO_LIMIT, NO_THRESHOLDS, BusyThresholds
 
 
 @dataclass(slots=True)

@@ -5,23 +5,38 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.observability.warnings import TenantWarning
 from kvscout_common.registry.registry import Source
 from kvscout_common.worker import ALL_TENANTS, WorkerRank, WorkerSpec
-from kvscout_scheduler.bookings.booking import EndReason
-from kvscout_scheduler.bookings.bookings import END_AT_ONCE, Bookings
 from kvscout_scheduler.load.pool import Leaving, Pool
-from kvscout_scheduler.values.request import PoolId
+from kvscout_scheduler.values.reservation import EndReason, PoolId
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 TAKEN_OUT = frozenset({"removed", Source.NATS, Source.FILE, Source.KUBERNETES})
 """Reasons of the registry for which a worker does not come back by itself; "nats" is a removal that somebody wrote to
 the bucket. All others (its lease, an address that DNS leaves out) may be the registry's trouble, not the worker's."""
 
+END_AT_ONCE = 256
+"""Bookings that end in one go, a few milliseconds; of more, the others follow a slice at a time."""
+
 NAMED_RANKS = 5
 """Worker ranks that a warning names."""
+
+
+class SlotBookings(Protocol):
+    """Bookings by slot, of which those of a worker that left end."""
+
+    tenants: int
+    """Tenants that have workers."""
+
+    def drop_slot(self, pool: Pool, slot: int, reason: EndReason, now: float, limit: int) -> int:
+        """End bookings of a slot, `limit` at most, and return their number."""
+
+    def flush_log(self) -> None:
+        """Log the bookings that ended."""
 
 
 class Workers:
@@ -37,7 +52,7 @@ class Workers:
     def __init__(
         self,
         settings: SchedulerSettings,
-        bookings: Bookings,
+        bookings: SlotBookings,
         clock: Callable[[], float],
         make_pool: Callable[[PoolId], Pool],
     ) -> None:
@@ -104,7 +119,7 @@ class Workers:
             if not pool.order and not pool.leaving:
                 del self._pools[pool.id]
         if ended < limit:
-            self._bookings.end_log.flush()
+            self._bookings.flush_log()
         return ended
 
     def _remove(self, spec: WorkerSpec, leaving: Leaving) -> None:

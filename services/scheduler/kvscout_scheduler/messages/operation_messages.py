@@ -11,9 +11,8 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.rpc.raw_messages import parse_message
 from kvscout_common.transport.statuses import from_status, status_code
-from kvscout_scheduler.bookings.booking import FreeOutcome
 from kvscout_scheduler.messages import translate
-from kvscout_scheduler.operations import (
+from kvscout_scheduler.values.operations import (
     AddOutput,
     CompletePrefill,
     Free,
@@ -23,6 +22,7 @@ from kvscout_scheduler.operations import (
     Reserve,
     Select,
 )
+from kvscout_scheduler.values.reservation import FreeOutcome
 
 MAX_OPERATIONS: Final = 1024
 """In one message."""

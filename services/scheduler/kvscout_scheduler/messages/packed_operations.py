@@ -19,14 +19,14 @@ from kvscout_common.hashing import native_available
 from kvscout_common.registry.worker_proto import role_from_proto
 from kvscout_common.rpc.raw_messages import parse_message
 from kvscout_common.worker import DEFAULT_TENANT, Role
-from kvscout_scheduler.bookings.booking import FreeOutcome
 from kvscout_scheduler.load import native as native_load
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.messages.operation_messages import Codec, MessageCodec, Read
-from kvscout_scheduler.operations import CompletePrefill, Free, Operation, Outcome, Select
 from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.operations import CompletePrefill, Free, Operation, Outcome, Select
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps, PackedOverlaps
-from kvscout_scheduler.values.request import Prompt, RequestKey, SelectionRequest
+from kvscout_scheduler.values.request import Prompt, SelectionRequest
+from kvscout_scheduler.values.reservation import FreeOutcome, RequestKey
 
 _PLAIN, _SELECT, _SELECT_AND_RESERVE, _PREFILL_COMPLETE = 0, 2, 3, 5
 """Numbers of an operation's fields; 0: it is left to protobuf."""

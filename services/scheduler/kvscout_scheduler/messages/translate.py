@@ -11,23 +11,12 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
 from kvscout_common.rpc.request_names import NamesRequest
 from kvscout_common.worker import DEFAULT_TENANT
-from kvscout_scheduler.bookings.active_requests import ActiveRequest
-from kvscout_scheduler.bookings.booking import FreeOutcome, Phase
-from kvscout_scheduler.load.worker_loads import WorkerLoad
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
-from kvscout_scheduler.values.request import (
-    NO_OVERRIDE,
-    ConfigOverride,
-    PoolId,
-    Prompt,
-    RequestKey,
-    SelectionRequest,
-    Wanted,
-    pack_hashes,
-)
-from kvscout_scheduler.values.reservation import Facts
+from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.reservation import Facts, FreeOutcome, Phase, PoolId, RequestKey
 from kvscout_scheduler.values.thresholds import BusyThresholds
+from kvscout_scheduler.values.views import ActiveRequest, WorkerLoad
 
 OUTCOMES: Final[dict[FreeOutcome, scheduler_pb2.FreeOutcome.ValueType]] = {
     each: value_of(scheduler_pb2.FreeOutcome, each) for each in FreeOutcome

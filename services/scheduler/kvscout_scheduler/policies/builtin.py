@@ -12,9 +12,7 @@ from typing import Final
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.worker import DeviceClass, WorkerRank
 from kvscout_scheduler.costs.choose import choose
-from kvscout_scheduler.policies.candidates import Candidates
-from kvscout_scheduler.policies.kv_time import KvTime
-from kvscout_scheduler.policies.policy import Policy
+from kvscout_scheduler.policies.policy import Candidates, Policy
 
 
 class Kv(Policy):
@@ -280,7 +278,6 @@ BUILTIN: Final[dict[str, type[Policy]]] = {
     "kv": Kv,
     "kv-balance": KvBalance,
     "kv-logit": KvLogit,
-    "kv-time": KvTime,
     "least-loaded": LeastLoaded,
     "lmetric": LMetric,
     "power-of-two": PowerOfTwo,

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import RequestKey, SelectionRequest
+from kvscout_scheduler.values.request import SelectionRequest
+from kvscout_scheduler.values.reservation import RequestKey
 
 MAX_WATCHERS = 100
 KEPT = 1_024

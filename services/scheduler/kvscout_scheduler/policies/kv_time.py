@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvscout_scheduler.costs.time_cost import ahead_of, crowding_of, decode_of, fewest_waiting, own_of
-from kvscout_scheduler.policies.candidates import Candidates
-from kvscout_scheduler.policies.policy import Policy
+from kvscout_scheduler.policies.policy import Candidates, Policy
 
 
 class KvTime(Policy):

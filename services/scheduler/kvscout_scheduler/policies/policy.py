@@ -1,13 +1,252 @@
-"""What a policy is: it says what each candidate costs, and picks one."""
+"""Candidates of a request, in columns that are computed when they are looked at, and the base class of policies."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from random import Random
+from typing import NamedTuple, TypeVar
 
+from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.costs.choose import choose, probabilities
-from kvscout_scheduler.policies.candidates import Candidates
+from kvscout_scheduler.costs.cost import Lane, Question, spread
+from kvscout_scheduler.costs.time_cost import TimeQuestion
+from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
+from kvscout_scheduler.load.active_load import Scores
+from kvscout_scheduler.load.pool import Pool
+from kvscout_scheduler.values.request import Prompt, SelectionRequest
+from kvscout_scheduler.values.settings import SchedulerSettings
+
+T = TypeVar("T")
+
+
+class TierOverlap(NamedTuple):
+    """Leading blocks of a prompt on one worker, cumulative: each tier includes the faster ones."""
+
+    device: int
+    host: int
+    disk: int
+    external: int
+
+
+class Candidates:
+    """Eligible workers of one request; every column has one entry a candidate, in the order of their ranks.
+
+    Args:
+        pool: Where they come from; not changed while this is in use.
+        request: The request.
+        members: The set of their slots (`slot_sets`); at least one, all registered.
+        prompts: The request's hashes and overlaps for each lane of the pool.
+        settings: Settings in effect, the request's overrides applied.
+        now: On the scheduler's clock.
+        books: Whether the choice is booked; queries must not change what bookings see.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        request: SelectionRequest,
+        members: int,
+        prompts: Mapping[Lane, Prompt],
+        settings: SchedulerSettings,
+        *,
+        now: float,
+        books: bool = False,
+    ) -> None:
+        self.request = request
+        self.members = members
+        self.settings = settings
+        self.now = now
+        self.books = books
+        self._pool = pool
+        self._prompts = prompts
+        self._slots: list[int] | None = None
+        self._scored: list[tuple[int, Scores]] | None = None
+
+    def __len__(self) -> int:
+        return self.members.bit_count()
+
+    @property
+    def slots(self) -> list[int]:
+        """Their slots."""
+        if self._slots is None:
+            self._slots = self._pool.members(self.members)
+        return self._slots
+
+    def slot(self, index: int) -> int:
+        """The slot of one candidate."""
+        if self._slots is None and self._scored is not None and len(self._scored) == 1:
+            return self._scored[0][1].slot(index)
+        return self.slots[index]
+
+    @property
+    def ranks(self) -> list[WorkerRank]:
+        """Ranks, ascending."""
+        return [self._pool.ranks[slot] for slot in self.slots]
+
+    @property
+    def specs(self) -> list[WorkerSpec]:
+        """Registrations."""
+        return [self._pool.specs[slot] for slot in self.slots]
+
+    @property
+    def metrics(self) -> list[EngineMetrics]:
+        """What the engines last reported."""
+        return [self._pool.metrics.get(slot, NO_METRICS) for slot in self.slots]
+
+    @property
+    def active_requests(self) -> list[int]:
+        """Requests booked now."""
+        column = self._pool.load.requests
+        return [column[slot] for slot in self.slots]
+
+    @property
+    def active_prefill_tokens(self) -> list[int]:
+        """Active prefill tokens now."""
+        column = self._pool.load.prefill_tokens
+        return [column[slot] for slot in self.slots]
+
+    @property
+    def active_decode_blocks(self) -> list[int]:
+        """Active blocks now."""
+        column = self._pool.load.decode_blocks
+        return [column[slot] for slot in self.slots]
+
+    @cached_property
+    def device_blocks(self) -> Sequence[int]:
+        """Leading blocks of the prompt on the device, confirmed or predicted."""
+        return self._column(lambda scores: scores.device_blocks)
+
+    @cached_property
+    def effective_blocks(self) -> Sequence[float]:
+        """Overlap as the cost counts it: slower tiers weighted, 0 where the overlap score weight is 0."""
+        return self._column(lambda scores: scores.effective_blocks)
+
+    @cached_property
+    def cached_tokens(self) -> Sequence[float]:
+        """Prompt tokens that each has, slower tiers weighted; at most the prompt."""
+        return self._column(lambda scores: scores.cached_tokens)
+
+    @cached_property
+    def kv_usage(self) -> Sequence[float]:
+        """Fraction of each device cache in use: booked or reported, whichever is higher; 0 where neither is known."""
+        columns = zip(self.active_decode_blocks, self.specs, self.metrics, strict=True)
+        return [
+            max(active / spec.total_kv_blocks if spec.total_kv_blocks else 0.0, metrics.kv_cache_usage or 0.0)
+            for active, spec, metrics in columns
+        ]
+
+    @cached_property
+    def prefill_tokens(self) -> Sequence[float]:
+        """Prompt tokens that each would have to compute, this request's included."""
+        return self._column(lambda scores: scores.prefill_tokens)
+
+    @cached_property
+    def decode_blocks(self) -> Sequence[int]:
+        """Blocks that would be active on each, this request's included."""
+        return self._column(lambda scores: scores.decode_blocks)
+
+    @property
+    def prefill_blocks(self) -> list[float]:
+        """`prefill_tokens` in each worker's own blocks."""
+        lane_of = self._pool.lane_of
+        return [tokens / lane_of[slot].block_size for slot, tokens in zip(self.slots, self.prefill_tokens, strict=True)]
+
+    @property
+    def kv_costs(self) -> Sequence[float]:
+        """Cost of `kvscout_scheduler.costs.cost`; where block sizes differ, in blocks of the smallest."""
+        return self._column(lambda scores: scores.costs)
+
+    def time_question(self) -> TimeQuestion:
+        """What is known of the workers and of the time that the request takes."""
+        lane, prompt = next(iter(self._prompts.items()))
+        return self._pool.times.question(
+            self.request,
+            prompt.block_hashes,
+            lane.block_size,
+            now=self.now,
+            weight=self.settings.overlap_score_weight,
+            books=self.books,
+        )
+
+    def seconds(self, question: TimeQuestion) -> Sequence[float]:
+        """Cost of `kvscout_scheduler.costs.time_cost`.
+
+        Args:
+            question: With a row for each slot of the pool.
+        """
+        scored = self._scored or self._scores
+        if len(scored) == 1:
+            return scored[0][1].seconds(question)
+        return self._column(lambda scores: scores.seconds(question))
+
+    def overlap(self, index: int) -> tuple[int, float]:
+        """`device_blocks` and `effective_blocks` of one candidate."""
+        scored = self._scored or self._scores
+        if len(scored) == 1:
+            return scored[0][1].overlap(index)
+        return self.device_blocks[index], self.effective_blocks[index]
+
+    def uncached_tokens(self, slot: int, effective_blocks: float) -> int:
+        """Prompt tokens to charge the candidate at a slot as prefill, by its `effective_blocks`."""
+        if not self.request.charge_prefill:
+            return 0
+        return max(0, self.request.isl_tokens - int(effective_blocks * self._pool.lane_of[slot].block_size))
+
+    def of(self, members: int) -> Candidates:
+        """The same question of other workers."""
+        return Candidates(
+            self._pool, self.request, members, self._prompts, self.settings, now=self.now, books=self.books
+        )
+
+    def tiers(self) -> Sequence[TierOverlap]:
+        """Overlap of each by tier."""
+        found: dict[int, TierOverlap] = {}
+        for lane, members in self._pool.lanes.items():
+            slots = self._pool.members(members & self.members)
+            overlaps = self._prompts[lane].overlaps.plain
+            columns = [spread(overlaps, column, slots, self._pool.slot_of) for column in overlaps.by_tier()]
+            found.update(zip(slots, map(TierOverlap._make, zip(*columns, strict=True)), strict=True))
+        return [found[slot] for slot in self.slots]
+
+    def _column(self, of: Callable[[Scores], Sequence[T]]) -> Sequence[T]:
+        """A column of all, from those of each lane."""
+        scored = self._scores
+        if len(scored) == 1:
+            return of(scored[0][1])
+        found: dict[int, T] = {}
+        for members, scores in scored:
+            found.update(zip(self._pool.members(members), of(scores), strict=True))
+        return [found[slot] for slot in self.slots]
+
+    @property
+    def _scores(self) -> list[tuple[int, Scores]]:
+        """The candidates of each lane, and what the load says of them."""
+        # Once a request: `cached_property` takes a lock to compute, in Python 3.11.
+        if self._scored is None:
+            if len(self._prompts) == 1:
+                (lane,) = self._prompts
+                slots = None if self.members == self._pool.everyone else self.members
+                self._scored = [(self.members, self._score(lane, slots, lane.block_size))]
+            else:
+                lanes = {lane: members & self.members for lane, members in self._pool.lanes.items()}
+                unit = min(lane.block_size for lane in lanes)
+                self._scored = [(members, self._score(lane, members, unit)) for lane, members in lanes.items()]
+        return self._scored
+
+    def _score(self, lane: Lane, slots: int | None, unit: int) -> Scores:
+        prompt, settings = self._prompts[lane], self.settings
+        question = Question(
+            lane,
+            prompt.block_hashes,
+            self.request.isl_tokens,
+            settings.overlap_score_weight,
+            settings.tier_weights,
+            self.request.charge_prefill,
+            lane.block_size / unit,
+        )
+        return self._pool.load.score(question, prompt.overlaps, slots)
 
 
 class Policy(ABC):

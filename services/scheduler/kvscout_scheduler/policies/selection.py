@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from kvscout_common.errors import InternalError
 from kvscout_scheduler.load.pool import Pool
-from kvscout_scheduler.policies import CheckedPolicy, PolicyRegistry
-from kvscout_scheduler.policies.candidates import Candidates
 from kvscout_scheduler.policies.eligibility import Dropped, eligible, with_room
+from kvscout_scheduler.policies.policy import Candidates
+from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.values.decision import Candidate, Decision, Explanation
 from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, SelectionRequest
 from kvscout_scheduler.values.settings import SchedulerSettings

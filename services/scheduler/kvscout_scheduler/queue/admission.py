@@ -25,7 +25,8 @@ from kvscout_scheduler.load.workers import Workers
 from kvscout_scheduler.policies.eligibility import eligible, with_room
 from kvscout_scheduler.queue.remote_queues import ANYWHERE, LinesElsewhere
 from kvscout_scheduler.queue.waiting import Group, Line, Waiter, WaitingLine
-from kvscout_scheduler.values.request import PoolId, SelectionRequest
+from kvscout_scheduler.values.request import SelectionRequest
+from kvscout_scheduler.values.reservation import PoolId
 from kvscout_scheduler.values.slot_sets import slot_set, slots_in
 from kvscout_scheduler.values.thresholds import ThresholdTable
 

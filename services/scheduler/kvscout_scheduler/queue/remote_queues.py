@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from kvscout_scheduler.values.request import PoolId, SelectionRequest, Wanted
+from kvscout_scheduler.values.request import SelectionRequest, Wanted
+from kvscout_scheduler.values.reservation import PoolId
 
 YIELD_SECONDS: Final = 0.1
 """How long a vacancy is left to others: a few messages and ticks."""

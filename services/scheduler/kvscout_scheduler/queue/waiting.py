@@ -34,7 +34,8 @@ from kvscout_common.errors import AlreadyExists, Cancelled, KvscoutError, Resour
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.policies.eligibility import Fits, demands
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import OwnerName, PoolId, RequestKey, SelectionRequest, Wanted
+from kvscout_scheduler.values.request import SelectionRequest, Wanted
+from kvscout_scheduler.values.reservation import OwnerName, PoolId, RequestKey
 
 RETRY_SECONDS = 1.0
 """What refused callers are told: prefills take fractions of a second, a full line of them a few."""

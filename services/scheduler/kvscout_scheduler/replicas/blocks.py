@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple, Protocol
 from zlib import crc32
 
-from kvscout_scheduler.values.request import HASH_BYTES, RequestKey
+from kvscout_scheduler.values.reservation import HASH_BYTES, RequestKey
 
 KEPT_SECONDS: Final = 10.0
 MAX_KEPT_BYTES: Final = 64 * 1024 * 1024

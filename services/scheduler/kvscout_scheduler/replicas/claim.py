@@ -17,8 +17,7 @@ from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_scheduler.messages.translate import key_from_proto, key_to_proto
 from kvscout_scheduler.replicas.blocks import FindBlocks, KnownBlocks, known_blocks
-from kvscout_scheduler.values.request import HASH_BYTES, OwnerName, RequestKey
-from kvscout_scheduler.values.reservation import NOWHERE, Choice, Facts
+from kvscout_scheduler.values.reservation import HASH_BYTES, NOWHERE, Choice, Facts, OwnerName, RequestKey
 
 
 class Incarnation(NamedTuple):

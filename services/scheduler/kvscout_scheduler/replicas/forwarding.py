@@ -19,26 +19,16 @@ from google.protobuf.message import DecodeError
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import KvscoutError
-from kvscout_scheduler.bookings.booking import FreeOutcome, Phase
 from kvscout_scheduler.messages.operation_messages import (
     operation_to_proto,
     outcome_from_proto,
     result_to_proto,
     streamed_from_proto,
 )
-from kvscout_scheduler.operations import (
-    AddOutput,
-    CompletePrefill,
-    Operation,
-    Outcome,
-    Renew,
-    Reserve,
-    Select,
-    carry_out,
-)
-from kvscout_scheduler.replicas.replication import Replication
+from kvscout_scheduler.replicas.ownership import Ownership
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.request import RequestKey
+from kvscout_scheduler.values.operations import AddOutput, CompletePrefill, Operation, Outcome, Renew, Reserve, Select
+from kvscout_scheduler.values.reservation import FreeOutcome, Phase, RequestKey
 
 FORWARD_SECONDS = 0.05
 MAX_FORWARDS = 1_024
@@ -61,17 +51,19 @@ class Forwarding:
 
     Args:
         scheduler: Carries out what is not forwarded.
-        replication: Knows the owners.
+        ownership: Owners of requests.
+        live: Return whether a replica can be expected to answer.
         post: Carries a request to a replica and its answer back; raises `nats.errors.Error`.
     """
 
-    def __init__(self, scheduler: Scheduler, replication: Replication, post: Post) -> None:
+    def __init__(self, scheduler: Scheduler, ownership: Ownership, live: Callable[[str], bool], post: Post) -> None:
         self.forwarded = 0
         """Operations that their owners carried out."""
         self.unanswered = 0
         """Operations that an owner did not answer in time."""
         self._scheduler = scheduler
-        self._replication = replication
+        self._ownership = ownership
+        self._live = live
         self._post = post
         self._under_way = 0
 
@@ -99,8 +91,8 @@ class Forwarding:
         before = self._progress(key)
         late = False
         for _ in range(HOPS):
-            owner = self._replication.ownership.elsewhere(key)
-            if owner is None or not self._replication.live(owner.replica_id) or self._under_way >= MAX_FORWARDS:
+            owner = self._ownership.elsewhere(key)
+            if owner is None or not self._live(owner.replica_id) or self._under_way >= MAX_FORWARDS:
                 break
             self._under_way += 1
             try:
@@ -116,12 +108,12 @@ class Forwarding:
                 self.forwarded += 1
                 return outcome_from_proto(operation, answer.result)
         if not late:
-            return carry_out(operation, self._scheduler)
+            return self._scheduler.apply(operation)
         # The owner may have done what it was asked for, and told us of that before it answered.
         now = self._progress(key)
         if isinstance(operation, AddOutput) and now.output_blocks >= before.output_blocks + operation.blocks:
             return now.output_blocks
-        outcome = carry_out(operation, self._scheduler)
+        outcome = self._scheduler.apply(operation)
         if isinstance(operation, CompletePrefill) and outcome is False:
             return before.phase is Phase.PREFILL
         return FreeOutcome.FREED if outcome is FreeOutcome.ALREADY_FREED else outcome
@@ -134,7 +126,7 @@ class Forwarding:
             return replication_pb2.ForwardedResult(owner=True, result=result_to_proto(error, error))
         if not _booked(operation) or self.concerns(operation):
             return replication_pb2.ForwardedResult(owner=False)
-        result = result_to_proto(operation, carry_out(operation, self._scheduler))
+        result = result_to_proto(operation, self._scheduler.apply(operation))
         return replication_pb2.ForwardedResult(owner=True, result=result)
 
     def _progress(self, key: RequestKey) -> _Progress:
@@ -142,7 +134,7 @@ class Forwarding:
         return _Progress() if booking is None else _Progress(booking.phase, booking.output_blocks)
 
     def _away(self, key: RequestKey) -> bool:
-        return self._replication.ownership.elsewhere(key) is not None
+        return self._ownership.elsewhere(key) is not None
 
 
 def _booked(operation: Operation) -> tuple[RequestKey, ...]:

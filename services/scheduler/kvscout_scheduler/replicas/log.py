@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from kvscout.v1 import replication_pb2
 from kvscout_scheduler.replicas.claim import Claim, ClaimSet, ClaimState, claim_to_proto, name_to_proto, owner_to_proto
-from kvscout_scheduler.values.request import RequestKey
+from kvscout_scheduler.values.reservation import RequestKey
 
 MAX_BATCH_EVENTS = 256
 MAX_BATCH_BYTES = 512 * 1024

@@ -3,50 +3,50 @@
 from __future__ import annotations
 
 from kvscout_common.errors import NotFound
-from kvscout_scheduler.bookings.booking import Booking, Phase
+from kvscout_scheduler.bookings.booking import Booking
+from kvscout_scheduler.bookings.bookings import Bookings
+from kvscout_scheduler.load.workers import Workers
 from kvscout_scheduler.replicas.claim import Claim, ClaimState, shared
-from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.request import HASH_BYTES
+from kvscout_scheduler.values.reservation import HASH_BYTES, Phase
 
 
-def place(claim: Claim, scheduler: Scheduler, *, late: bool) -> bool:
-    """Adds the booking that a claim describes.
+def place(claim: Claim, workers: Workers, now: float, *, late: bool) -> Booking | None:
+    """Make the booking that a claim describes, with its load.
 
     Args:
         claim: The claim that holds.
-        scheduler: Where it is added.
+        workers: The workers of this replica.
+        now: On the scheduler's clock.
         late: Whether it was made longer ago than a message takes.
 
     Returns:
-        False: its worker is not here, or is another one.
+        None: its worker is not here, or is another one.
     """
     facts = claim.facts
     try:
-        pool, slot = scheduler.workers.slot(facts.key.tenant, facts.rank)
+        pool, slot = workers.slot(facts.key.tenant, facts.rank)
     except NotFound:
-        return False
+        return None
     hashed = len(facts.block_hashes) // HASH_BYTES
     if pool.id != facts.key.pool or hashed > facts.isl_tokens // pool.lane_of[slot].block_size:
-        return False
+        return None
     prefill, output_blocks = claim.state is ClaimState.PREFILL, claim.output_blocks
     if late or not prefill:
         facts = facts._replace(running=True, prefilled=not prefill)
-    booking = Booking(
+    return Booking(
         facts,
         pool,
         pool.place(slot, facts, facts.block_hashes, output_blocks=output_blocks, prefill=prefill),
-        booked_at=scheduler.clock(),
+        booked_at=now,
         owner=claim.owner,
         lease_seconds=claim.lease_seconds,
         phase=Phase.PREFILL if prefill else Phase.DECODE,
         output_blocks=output_blocks,
     )
-    scheduler.bookings.add_mirror(booking)
-    return True
 
 
-def adjust(mirror: Booking, claim: Claim, scheduler: Scheduler, *, late: bool) -> bool:
-    """Makes a mirror what a claim says, as `place`; False = it is another booking."""
+def adjust(mirror: Booking, claim: Claim, bookings: Bookings, now: float, *, late: bool) -> bool:
+    """Make a mirror what a claim says, as `place`; False = it is another booking."""
     prefill = claim.state is ClaimState.PREFILL
     if (
         shared(mirror.facts) != claim.facts
@@ -56,8 +56,8 @@ def adjust(mirror: Booking, claim: Claim, scheduler: Scheduler, *, late: bool) -
         return False
     if not prefill and mirror.phase is Phase.PREFILL:
         if late:
-            scheduler.bookings.ran_before(mirror)
-        scheduler.bookings.decode(mirror, scheduler.clock())
+            bookings.ran_before(mirror)
+        bookings.decode(mirror, now)
     if claim.output_blocks > mirror.output_blocks:
         mirror.pool.load.add_private(mirror.allocation, claim.output_blocks - mirror.output_blocks)
         mirror.output_blocks = claim.output_blocks

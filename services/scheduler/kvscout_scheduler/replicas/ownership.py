@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvscout_common.worker import WorkerSpec
-from kvscout_scheduler.bookings.booking import Booking, EndReason
+from kvscout_scheduler.bookings.booking import Booking
 from kvscout_scheduler.bookings.journal import Journal
 from kvscout_scheduler.replicas import mirrors
 from kvscout_scheduler.replicas.blocks import KnownBlocks, RecentBlocks, UnknownBlocks
@@ -33,8 +33,7 @@ from kvscout_scheduler.replicas.mirrors import claim_of
 from kvscout_scheduler.replicas.registers import Registers
 from kvscout_scheduler.replicas.view import SILENT_SECONDS, View
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.request import MICROSECONDS, OwnerName, RequestKey
-from kvscout_scheduler.values.reservation import Facts
+from kvscout_scheduler.values.reservation import MICROSECONDS, EndReason, Facts, OwnerName, RequestKey
 
 log = logging.getLogger("kvscout.replicas")
 
@@ -66,7 +65,9 @@ class Ownership(Journal):
         self.me = me
         self.log = ReplicaLog()
         self.views: dict[Incarnation, View] = {}
-        self.registers = Registers(scheduler, self.log, me.replica_id)
+        self.registers = Registers(
+            scheduler.thresholds, scheduler.cool_downs, scheduler.wall_clock, self.log, me.replica_id
+        )
         self.taken_over_count = 0
         self._scheduler = scheduler
         self._bookings = scheduler.bookings
@@ -82,6 +83,8 @@ class Ownership(Journal):
         self._began_at = scheduler.clock()
         self._recent_blocks = RecentBlocks()
         self._yielding = False
+        self.merge_thresholds = self.registers.merge_thresholds
+        self.merge_cool_down = self.registers.merge_cool_down
         self._bookings.journal = self
 
     def holder(self, key: RequestKey) -> Held | None:
@@ -391,10 +394,12 @@ class Ownership(Journal):
             self._claim(_over(claim, ClaimState.FREED, claim.term))
             return
         if booking is not None:
-            if mirrors.adjust(booking, claim, self._scheduler, late=late):
+            if mirrors.adjust(booking, claim, self._bookings, self._clock(), late=late):
                 return
             self._bookings.remove_mirror(booking, self._clock())
-        if mirrors.place(claim, self._scheduler, late=late):
+        mirror = mirrors.place(claim, self._scheduler.workers, self._clock(), late=late)
+        if mirror is not None:
+            self._bookings.add_mirror(mirror)
             self._placed(key)
         else:
             self._unplace(key, (key.tenant, claim.facts.rank.worker_id))

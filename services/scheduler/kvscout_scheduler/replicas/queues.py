@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.worker_proto import role_from_proto, role_to_proto
 from kvscout_scheduler.queue.remote_queues import ANYWHERE
 from kvscout_scheduler.queue.waiting import WaitingLine
-from kvscout_scheduler.values.request import PoolId
-
-if TYPE_CHECKING:
-    from kvscout_scheduler.replicas.view import View
+from kvscout_scheduler.values.reservation import PoolId
 
 LINES_SECONDS: Final = 0.2
 """How often lines are told."""
 STALE_SECONDS: Final = 0.5
 """After which they count no more."""
 MAX_LINES: Final = 64
+
+
+class _View(Protocol):
+    lines: dict[PoolId, int]
+    lines_at: float
+
+    def live(self, now: float) -> bool: ...
 
 
 def lines_of(waiting: WaitingLine) -> dict[PoolId, int]:
@@ -49,7 +53,7 @@ def lines_from_proto(lines: Iterable[replication_pb2.ReplicaLine]) -> dict[PoolI
     return found
 
 
-def highest_priority(pool: PoolId, views: Iterable[View], now: float) -> int | None:
+def highest_priority(pool: PoolId, views: Iterable[_View], now: float) -> int | None:
     """Highest priority that waits for a pool at any replica; None = nobody waits."""
     told = (view.lines.get(pool) for view in views if now - view.lines_at < STALE_SECONDS and view.live(now))
     return max((priority for priority in told if priority is not None), default=None)

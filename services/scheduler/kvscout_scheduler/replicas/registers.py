@@ -8,17 +8,18 @@ travel as events, and with every snapshot.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_scheduler.load.cool_downs import CoolDowns
 from kvscout_scheduler.messages.translate import given_fields, thresholds_to_proto
 from kvscout_scheduler.replicas.log import ReplicaLog
-from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.request import MICROSECONDS
-from kvscout_scheduler.values.thresholds import DECODE_BLOCKS, PREFILL_TOKENS, BusyThresholds
+from kvscout_scheduler.values.reservation import MICROSECONDS
+from kvscout_scheduler.values.thresholds import DECODE_BLOCKS, PREFILL_TOKENS, BusyThresholds, ThresholdTable
 
 log = logging.getLogger("kvscout.replicas")
 
@@ -42,22 +43,32 @@ class Registers:
     """Thresholds and cool-downs of all replicas.
 
     Args:
-        scheduler: Where they take effect.
+        thresholds: Thresholds in effect here.
+        cool_downs: Cool-downs in effect here.
+        wall_clock: Seconds since the Unix epoch.
         replica_log: Takes what is changed here.
         replica_id: Ours.
     """
 
-    def __init__(self, scheduler: Scheduler, replica_log: ReplicaLog, replica_id: str) -> None:
+    def __init__(
+        self,
+        thresholds: ThresholdTable,
+        cool_downs: CoolDowns,
+        wall_clock: Callable[[], float],
+        replica_log: ReplicaLog,
+        replica_id: str,
+    ) -> None:
         self.thresholds: dict[tuple[str, str], replication_pb2.ThresholdsEvent] = {}
         """By tenant and model."""
         self.cool_downs: dict[tuple[str, WorkerRank], CoolDown] = {}
         """By tenant and rank."""
-        self._scheduler = scheduler
+        self._table = thresholds
+        self._local = cool_downs
+        self._wall_clock = wall_clock
         self._log = replica_log
         self._replica_id = replica_id
-        self._clock = scheduler.clock
-        scheduler.thresholds.on_change = self._on_thresholds
-        scheduler.cool_downs.on_change = self._on_cool_down
+        thresholds.on_change = self._on_thresholds
+        cool_downs.on_change = self._on_cool_down
 
     def merge_thresholds(self, event: replication_pb2.ThresholdsEvent) -> None:
         """Takes what another replica knows."""
@@ -68,7 +79,7 @@ class Registers:
             return
         found = BusyThresholds(**given_fields(given, DECODE_BLOCKS, PREFILL_TOKENS))
         try:
-            self._scheduler.thresholds.put(*name, found.validate())
+            self._table.put(*name, found.validate())
         except KvscoutError as error:
             log.error("thresholds of model %s from replica %s are refused: %s", given.model, event.replica_id, error)
             return
@@ -108,11 +119,11 @@ class Registers:
         return [self._event(*name) for name in self.cool_downs]
 
     def _wall_now(self) -> int:
-        return int(self._scheduler.wall_clock() * MICROSECONDS)
+        return int(self._wall_clock() * MICROSECONDS)
 
     @property
     def _longest(self) -> int:
-        return int(self._scheduler.settings.longest_cooldown_seconds * MICROSECONDS)
+        return int(self._local.longest_seconds * MICROSECONDS)
 
     def _is_over(self, held: CoolDown) -> bool:
         return max(held.until, held.cleared_at + self._longest if held.cleared_at else 0) <= self._wall_now()
@@ -125,11 +136,9 @@ class Registers:
     def _apply(self, tenant: str, rank: WorkerRank) -> None:
         remaining = (self.cool_downs[tenant, rank].until - self._wall_now()) / MICROSECONDS
         try:
-            pool, slot = self._scheduler.workers.slot(tenant, rank)
+            self._local.put(tenant, rank, remaining)
         except NotFound:
             log.debug("worker %s of a cool-down is not known yet", rank.worker_id)
-        else:
-            pool.cool_down(slot, self._clock() + remaining)
 
     def _on_thresholds(self, tenant: str, model: str, thresholds: BusyThresholds) -> None:
         known = self.thresholds.get((tenant, model))
@@ -141,13 +150,13 @@ class Registers:
         self.thresholds[tenant, model] = event
         self._log.tell(replication_pb2.ReplicaEvent(thresholds=event))
 
-    def _on_cool_down(self, tenant: str, rank: WorkerRank, until: float | None) -> None:
+    def _on_cool_down(self, tenant: str, rank: WorkerRank, seconds: float | None) -> None:
         name = (tenant, rank)
         known = self.cool_downs.get(name, NEVER)
-        if until is None:
+        if seconds is None:
             held = CoolDown(max(self._wall_now(), known.cleared_at + 1), 0)
         else:
-            end = self._wall_now() + int((until - self._clock()) * MICROSECONDS)
+            end = self._wall_now() + int(seconds * MICROSECONDS)
             held = max(known, CoolDown(known.cleared_at, end))
         self.cool_downs[name] = held
         self._log.tell(replication_pb2.ReplicaEvent(cool_down=self._event(*name)))

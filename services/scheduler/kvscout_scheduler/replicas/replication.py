@@ -32,7 +32,7 @@ from kvscout_scheduler.replicas.ownership import Ownership
 from kvscout_scheduler.replicas.queues import LINES_SECONDS, highest_priority, lines_of, lines_to_proto
 from kvscout_scheduler.replicas.view import SILENT_SECONDS, View
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.request import MICROSECONDS, PoolId, RequestKey
+from kvscout_scheduler.values.reservation import MICROSECONDS, PoolId, RequestKey
 
 log = logging.getLogger("kvscout.replicas")
 

@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import copy_context
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
@@ -31,13 +31,11 @@ from kvscout_scheduler.bookings.takeover import Takeover
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.messages.operation_messages import MAX_OPERATIONS, Codec, MessageCodec, Read
 from kvscout_scheduler.messages.packed_operations import codec_for
-from kvscout_scheduler.operations import Operation, Operations, Outcome
 from kvscout_scheduler.rpc.liveness import Pulse
+from kvscout_scheduler.rpc.operations import Operations, Remote
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.request import OwnerName, RequestKey
-
-if TYPE_CHECKING:
-    from kvscout_scheduler.replicas.forwarding import Forwarding
+from kvscout_scheduler.values.operations import Operation, Outcome
+from kvscout_scheduler.values.reservation import OwnerName, RequestKey
 
 MAX_RESULTS = 16 * MAX_OPERATIONS
 """Results that wait for a slow caller; above, nothing more is read from it."""
@@ -62,7 +60,7 @@ class LifecycleRpc:
         elsewhere: Knows of other replicas; None = there are none.
     """
 
-    def __init__(self, scheduler: Scheduler, elsewhere: Forwarding | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, elsewhere: Remote | None = None) -> None:
         self._scheduler = scheduler
         self._elsewhere = elsewhere
         self._streams: dict[asyncio.Task[Any], _Outbox] = {}

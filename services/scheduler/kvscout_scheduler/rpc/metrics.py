@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -12,16 +12,17 @@ from kvscout_common.observability.rank_series import RankColumn, RankFamily
 from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from kvscout_scheduler.replicas.replicas import Replicas
-
 _POOL = ["tenant", "model", "role"]
+
+
+class _Samples(Protocol):
+    def collect(self) -> Iterator[Metric]: ...
 
 
 class SchedulerCollector(Collector):
     """Turns loads and counters into samples."""
 
-    def __init__(self, scheduler: Scheduler, replicas: Replicas | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, replicas: _Samples | None = None) -> None:
         self._scheduler = scheduler
         self._replicas = replicas
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -22,27 +22,40 @@ from kvscout_common.rpc.pages import page_token, read_page_token
 from kvscout_common.rpc.raw_messages import parse_message
 from kvscout_common.rpc.service_info import service_info
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Role
-from kvscout_scheduler.bookings.active_requests import ListPlace, list_active_requests
 from kvscout_scheduler.estimates.engine_metrics import EngineMetrics
 from kvscout_scheduler.load import native as native_load
-from kvscout_scheduler.load.worker_loads import potential_loads
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.messages.operation_messages import answer_to_proto, operation_from_proto
 from kvscout_scheduler.messages.packed_operations import columns_of, select_of
 from kvscout_scheduler.messages.translate import given_fields, thresholds_to_proto
-from kvscout_scheduler.operations import Operation, Operations, Outcome, Reserve, Select
 from kvscout_scheduler.rpc.lifecycle import LifecycleRpc
+from kvscout_scheduler.rpc.listing import list_active_requests, potential_loads
+from kvscout_scheduler.rpc.operations import Operations, Remote
 from kvscout_scheduler.rpc.traces import tell
 from kvscout_scheduler.rpc.watch import WatchRpcs
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.request import RequestKey
-
-if TYPE_CHECKING:
-    from kvscout_scheduler.replicas.replicas import Replicas
+from kvscout_scheduler.values.operations import Operation, Outcome, Reserve, Select
+from kvscout_scheduler.values.reservation import RequestKey
+from kvscout_scheduler.values.views import ListPlace
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 DEFAULT_PAGE_SIZE = 1_000
 MAX_PAGE_SIZE = 10_000
+
+
+class Replicas(Protocol):
+    """The other replicas of the scheduler."""
+
+    @property
+    def forwarding(self) -> Remote:
+        """Operations on bookings of others."""
+
+    @property
+    def problem(self) -> str:
+        """Why this replica works alone; "" = it does not."""
+
+    def to_proto(self) -> scheduler_pb2.GetReplicasResponse:
+        """Return the answer to `GetReplicas`."""
 
 
 # Lifecycle writes to its context itself, which grpc allows and its stubs do not know.
@@ -273,7 +286,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         ]
         if request.model and not pools:
             self._scheduler.workers.require_model(tenant, request.model)
-        problem = self._replicas.link.problem if self._replicas is not None else ""
+        problem = self._replicas.problem if self._replicas is not None else ""
         return scheduler_pb2.SchedulerGetStatusResponse(
             service=service_info(
                 self._started,

@@ -11,9 +11,9 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity.identity import current_identity
 from kvscout_common.transport.statuses import status_code
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
-from kvscout_scheduler.load.worker_loads import potential_loads
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.policies.decision_feed import DecisionRecord, Watcher
+from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
 
 DEFAULT_INTERVAL_MS = 500

@@ -111,6 +111,18 @@ def _column(name: str, message: str) -> InvalidArgument:
     return InvalidArgument(message, field=f"overlaps.{name}")
 
 
+@dataclass(frozen=True, slots=True)
+class TierWeights:
+    """What a cached block of a slower tier is worth, in device blocks."""
+
+    host: float = 0.75
+    disk: float = 0.25
+    """Also for external storage."""
+
+
+DEFAULT_TIER_WEIGHTS = TierWeights()
+
+
 class NativeColumns(Protocol):
     """Overlaps that the extension has read from a message, and that do not contradict each other."""
 

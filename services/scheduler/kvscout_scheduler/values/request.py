@@ -10,58 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Role
+from kvscout_common.worker import DEFAULT_TENANT, Role
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps
-
-HASH_BYTES = 8
-MICROSECONDS = 1_000_000
-"""A second's; times between processes are microseconds since the Unix epoch."""
-MAX_LEASE_SECONDS = 86_400
-MAX_OUTPUT_CLASS = 64
-"""Characters."""
-
-
-class PoolId(NamedTuple):
-    """Workers that can take each other's requests: the unit of load and of selection."""
-
-    tenant: str
-    model: str
-    role: Role
-
-
-class RequestKey(NamedTuple):
-    """What names a booking; an attempt id beside it tells repeated calls from new attempts."""
-
-    tenant: str
-    model: str
-    role: Role
-    request_id: str
-
-    @property
-    def pool(self) -> PoolId:
-        """The pool it is booked in."""
-        return PoolId(self.tenant, self.model, self.role)
-
-
-class OwnerName(NamedTuple):
-    """What names an owner of bookings: two tenants may use one id, and have nothing to do with each other."""
-
-    tenant: str
-    """To which the owner's token is bound; "*" = to none."""
-    owner_id: str
-
-    def __str__(self) -> str:
-        return self.owner_id if self.tenant == ALL_TENANTS else f"{self.owner_id} of tenant {self.tenant}"
-
-
-def check_output_class(name: str) -> None:
-    """Checks the length of an output class.
-
-    Raises:
-        InvalidArgument: It is too long.
-    """
-    if len(name) > MAX_OUTPUT_CLASS:
-        raise InvalidArgument(f"must not be longer than {MAX_OUTPUT_CLASS} characters", field="output_class")
+from kvscout_scheduler.values.reservation import HASH_BYTES, PoolId, RequestKey, check_output_class
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:

@@ -1,16 +1,105 @@
-"""What is known of a booking from its beginning, and what of its end: plain values, told to whoever observes a pool."""
+"""A reservation: its names, the facts of it that do not change, how it ends; and observers of all that."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
 from zlib import crc32
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.values.request import HASH_BYTES, RequestKey, check_output_class
+from kvscout_common.worker import ALL_TENANTS, Role, WorkerRank
+
+HASH_BYTES = 8
+MICROSECONDS = 1_000_000
+"""A second's; times between processes are microseconds since the Unix epoch."""
+MAX_LEASE_SECONDS = 86_400
+MAX_OUTPUT_CLASS = 64
+"""Characters."""
 
 LINEAGE_TOKENS: Final = 256
 """Tokens at the beginning of a prompt by which its lineage is told: instructions differ there, questions do not yet."""
+
+
+class PoolId(NamedTuple):
+    """Workers that can take each other's requests: the unit of load and of selection."""
+
+    tenant: str
+    model: str
+    role: Role
+
+
+class RequestKey(NamedTuple):
+    """What names a booking; an attempt id beside it tells repeated calls from new attempts."""
+
+    tenant: str
+    model: str
+    role: Role
+    request_id: str
+
+    @property
+    def pool(self) -> PoolId:
+        """The pool it is booked in."""
+        return PoolId(self.tenant, self.model, self.role)
+
+
+class OwnerName(NamedTuple):
+    """What names an owner of bookings: two tenants may use one id, and have nothing to do with each other."""
+
+    tenant: str
+    """To which the owner's token is bound; "*" = to none."""
+    owner_id: str
+
+    def __str__(self) -> str:
+        return self.owner_id if self.tenant == ALL_TENANTS else f"{self.owner_id} of tenant {self.tenant}"
+
+
+def check_output_class(name: str) -> None:
+    """Checks the length of an output class.
+
+    Raises:
+        InvalidArgument: It is too long.
+    """
+    if len(name) > MAX_OUTPUT_CLASS:
+        raise InvalidArgument(f"must not be longer than {MAX_OUTPUT_CLASS} characters", field="output_class")
+
+
+class Phase(StrEnum):
+    """Where an active request is."""
+
+    QUEUED = "queued"
+    """No worker yet."""
+    PREFILL = "prefill"
+    """No token yet."""
+    DECODE = "decode"
+
+
+class FreeOutcome(StrEnum):
+    """What a Free did."""
+
+    FREED = "freed"
+    UNKNOWN = "unknown"
+    """Nothing was active under this id and attempt."""
+    ALREADY_FREED = "already_freed"
+    DEQUEUED = "dequeued"
+    """It waited, and waits no more."""
+
+
+class EndReason(StrEnum):
+    """Why a booking ended without a Free."""
+
+    LEASE = "lease"
+    OWNER_GONE = "owner_gone"
+    """The owner's stream was away for too long."""
+    OWNER_FORGOT = "owner_forgot"
+    """The owner came back and did not list it."""
+    WORKER_REMOVED = "worker_removed"
+    """Somebody took the worker out."""
+    WORKER_GONE = "worker_gone"
+    """The worker's registration ended, and it did not come back in time."""
+    UNDELIVERED = "undelivered"
+    """Nobody got the answer."""
+    SUPERSEDED = "superseded"
+    """Another replica of the scheduler ended it, or booked the request elsewhere."""
 
 
 class Choice(NamedTuple):

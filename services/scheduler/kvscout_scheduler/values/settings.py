@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.worker import Role
-from kvscout_scheduler.costs.cost import DEFAULT_TIER_WEIGHTS, TierWeights
-from kvscout_scheduler.values.request import MAX_LEASE_SECONDS
+from kvscout_scheduler.values.overlaps import DEFAULT_TIER_WEIGHTS, TierWeights
+from kvscout_scheduler.values.reservation import MAX_LEASE_SECONDS
 from kvscout_scheduler.values.thresholds import NO_THRESHOLDS, BusyThresholds
 
 MAX_COOLDOWN_SECONDS = 60.0

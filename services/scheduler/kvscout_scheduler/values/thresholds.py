@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
-from kvscout_scheduler.load.active_load import NO_LIMIT
+
+NO_LIMIT = 2**63 - 1
 
 _DIGITS = 6
 """Fractions are compared to a millionth of a block: 0.29 · 100 is 29 blocks, not 28.999999999999996."""

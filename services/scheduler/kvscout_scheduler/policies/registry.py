@@ -1,19 +1,25 @@
-"""A policy as the scheduler calls it: what it raises or answers wrongly is the error of one request, no other's."""
+"""Registry of policies, and a policy as the scheduler calls it: its errors fail one request, no other."""
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import EntryPoint
 from math import isnan
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from kvscout_common.errors import InternalError, KvscoutError
+from kvscout_common.errors import ConfigError, InternalError, InvalidArgument, KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_scheduler.costs.choose import is_ranked
-from kvscout_scheduler.policies.candidates import Candidates
-from kvscout_scheduler.policies.policy import Policy
+from kvscout_scheduler.policies.policy import Candidates, Policy
+
+ENTRY_POINT_GROUP: Final = "kvscout.policies"
+
+PolicyFactory = Callable[[], Policy]
+
+_REQUIRED = ("costs", "pick", "probabilities", "reason")
 
 T = TypeVar("T")
 
@@ -128,3 +134,62 @@ def _text(given: str, _: Candidates) -> str:
     if not isinstance(given, str):
         raise TypeError(f"a reason is text, not {type(given).__name__}")
     return given
+
+
+class PolicyRegistry:
+    """The known policies.
+
+    Args:
+        builtin: Policies of this package, by name.
+        installed: Entry points of other packages; loaded here.
+
+    Raises:
+        ConfigError: If another package takes the name of a policy that is there, or its policy cannot be loaded, made,
+            or lacks a method.
+    """
+
+    def __init__(self, builtin: Mapping[str, PolicyFactory], installed: Iterable[EntryPoint] = ()) -> None:
+        self._factories = dict(builtin)
+        for entry_point in installed:
+            if entry_point.name in self._factories:
+                raise ConfigError(f"{entry_point.value} takes a name that is there already", field=entry_point.name)
+            self._factories[entry_point.name] = _loaded(entry_point)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all policies, in alphabetical order."""
+        return tuple(sorted(self._factories))
+
+    def check(self, name: str) -> None:
+        """Checks that a policy exists.
+
+        Raises:
+            InvalidArgument: If it does not; the message names those that do.
+        """
+        if name not in self._factories:
+            raise InvalidArgument(f"unknown policy {name!r}, known are {', '.join(self.names)}", field="policy")
+
+    def create(self, name: str) -> CheckedPolicy:
+        """A new instance of a policy.
+
+        Raises:
+            InvalidArgument: If it does not exist.
+            InternalError: If it cannot be made.
+        """
+        self.check(name)
+        return CheckedPolicy(name, self._factories[name])
+
+
+def _loaded(entry_point: EntryPoint) -> PolicyFactory:
+    try:
+        factory: PolicyFactory = entry_point.load()
+        policy = factory()
+    except Exception as error:
+        # Whatever another package does when it is imported.
+        raise ConfigError(
+            f"{entry_point.value} cannot be loaded as a policy: {type(error).__name__}: {error}", field=entry_point.name
+        ) from error
+    missing = [name for name in _REQUIRED if not callable(getattr(policy, name, None))]
+    if missing:
+        raise ConfigError(f"{entry_point.value} is no policy: it has no {', '.join(missing)}", field=entry_point.name)
+    return factory

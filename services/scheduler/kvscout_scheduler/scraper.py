@@ -21,7 +21,7 @@ from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, read_engine_m
 from kvscout_scheduler.estimates.engine_rates import NOTHING, RateSums, rates_by, read_rate_sums
 from kvscout_scheduler.load.workers import pool_of
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.request import PoolId
+from kvscout_scheduler.values.reservation import PoolId
 
 log = logging.getLogger("kvscout.scheduler")
 

@@ -1,0 +1,121 @@
+"""Operations of one caller: those that wait in line or that another replica carries out have their outcome later.
+
+::
+
+    message ──codec──▶ Operation ──▶ Operations ──▶ Outcome ──codec──▶ result
+                                        └── waits in line, is another replica's ──later──▲
+
+A stream is many operations of one owner, a unary call one operation without an owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from kvscout_common.errors import KvscoutError
+from kvscout_scheduler.queue.waiting import Waiter
+from kvscout_scheduler.rpc.traces import tell, traced
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.operations import Operation, Outcome, Select
+from kvscout_scheduler.values.reservation import OwnerName
+
+Later: TypeAlias = Callable[[int, Operation, Outcome], None]
+
+
+class Remote(Protocol):
+    """Operations on bookings of other replicas."""
+
+    def concerns(self, operation: Operation) -> bool:
+        """Return whether an operation is on a booking of another replica."""
+
+    async def carry_out(self, operation: Operation) -> Outcome:
+        """Have such an operation carried out by its owner, else here."""
+
+
+class Operations:
+    """Carries out the operations of one caller.
+
+    Args:
+        scheduler: Decides.
+        owner: Whose bookings these are; None = those of unary callers.
+        later: Told what came of operations that waited.
+        elsewhere: Knows of other replicas; None = there are none.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, owner: OwnerName | None, later: Later, elsewhere: Remote | None = None
+    ) -> None:
+        self._scheduler = scheduler
+        self._owner = owner
+        self._later = later
+        self._elsewhere = elsewhere
+        self._asking: set[asyncio.Task[None]] = set()
+        self._waiting: dict[int, Waiter] = {}
+        """By number."""
+
+    def carry_out(self, number: int, operation: Operation) -> Outcome | None:
+        """Carries an operation out.
+
+        Args:
+            number: The caller's name for it.
+            operation: What is asked.
+
+        Returns:
+            What came of it; None = it waits, and `later` is told.
+        """
+        if isinstance(operation, Select):
+            return self._select(number, operation)
+        if self._elsewhere is not None and self._elsewhere.concerns(operation):
+            asking = asyncio.create_task(self._ask(self._elsewhere, number, operation))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+            return None
+        return self._scheduler.apply(operation, self._owner)
+
+    async def answered(self) -> None:
+        """Waits until every operation that others carry out is answered."""
+        while self._asking:
+            await asyncio.wait(self._asking)
+
+    def close(self) -> None:
+        """The caller has gone: nobody waits for what is still in line."""
+        waiting, self._waiting = self._waiting, {}
+        for waiter in waiting.values():
+            # One that another call replaced stays.
+            self._scheduler.waiting.leave(waiter)
+
+    async def _ask(self, elsewhere: Remote, number: int, operation: Operation) -> None:
+        self._later(number, operation, await elsewhere.carry_out(operation))
+
+    def _select(self, number: int, operation: Select) -> Outcome | None:
+        wanted, books, lease_seconds, traceparent = operation
+        if not traceparent and not self._scheduler.keeps_line:
+            # As most are: nothing is traced, and nobody waits.
+            return self._scheduler.apply(operation, self._owner)
+        told: list[Decision | KvscoutError] = []
+        waiter: Waiter | None = None
+        span = traced("SelectAndReserve" if books else "Select", traceparent).begun()
+
+        def answer(outcome: Decision | KvscoutError) -> None:
+            tell(span, wanted, outcome)
+            span.end()
+            if waiter is None:
+                told.append(outcome)
+            elif self._waiting.pop(number, None) is not None:
+                self._later(number, operation, outcome)
+
+        try:
+            if books:
+                waiter = self._scheduler.reserve_or_wait(wanted, answer, owner=self._owner, lease_seconds=lease_seconds)
+            else:
+                answer(self._scheduler.select(wanted))
+        except KvscoutError as error:
+            answer(error)
+        if waiter is None:
+            return told[0]
+        span.event("waits in line")
+        self._waiting[number] = waiter
+        return None

@@ -1,0 +1,60 @@
+"""Operations of callers on bookings, and their outcomes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from kvscout_common.errors import KvscoutError
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.request import SelectionRequest
+from kvscout_scheduler.values.reservation import Facts, FreeOutcome, RequestKey
+
+
+class Select(NamedTuple):
+    """Picks a worker, and books it or not."""
+
+    wanted: SelectionRequest
+    books: bool
+    lease_seconds: int = 0
+    traceparent: str = ""
+
+
+class Reserve(NamedTuple):
+    """Books a given worker."""
+
+    wanted: Facts
+    lease_seconds: int = 0
+
+
+class CompletePrefill(NamedTuple):
+    """The first token is out."""
+
+    key: RequestKey
+    attempt_id: int
+
+
+class AddOutput(NamedTuple):
+    """There are more generated blocks."""
+
+    key: RequestKey
+    attempt_id: int
+    blocks: int
+
+
+class Free(NamedTuple):
+    """A request is over."""
+
+    key: RequestKey
+    attempt_id: int
+    output_tokens: int = 0
+
+
+class Renew(NamedTuple):
+    """Leases go on."""
+
+    attempts: tuple[tuple[RequestKey, int], ...]
+    lease_seconds: int = 0
+
+
+Operation: TypeAlias = Select | Reserve | CompletePrefill | AddOutput | Free | Renew
+Outcome: TypeAlias = Decision | FreeOutcome | int | list[int] | KvscoutError

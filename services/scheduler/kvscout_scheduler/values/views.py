@@ -1,0 +1,49 @@
+"""Views of active requests and of worker loads, as rpcs show them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvscout_common.worker import WorkerRank
+from kvscout_scheduler.values.reservation import Facts, OwnerName, Phase, RequestKey
+
+
+class ListPlace(NamedTuple):
+    """Where a request stands in a list of active ones."""
+
+    queued: bool
+    since: float
+    """When it was booked, or began to wait, on the monotonic clock."""
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRequest:
+    """What is shown of a booking."""
+
+    facts: Facts
+    phase: Phase
+    prompt_blocks: int
+    """The partial one included."""
+    output_blocks: int
+    owner: OwnerName | None
+    age_seconds: float
+    lease_remaining_seconds: float | None
+
+
+class WorkerLoad(NamedTuple):
+    """Load of one worker rank, now and with a prompt added."""
+
+    rank: WorkerRank
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+    active_requests: int
+    active_prefill_tokens: int
+    active_decode_blocks: int
+    busy: bool
+    cooldown_seconds: float
+    draining: bool
+    total_kv_blocks: int
+    metrics_age_seconds: float | None
+    """Of what its engine says of itself; None = nothing that counts."""
