@@ -72,13 +72,14 @@ endif
 test-fast: $(DEVELOP) ## Run the tests that start no process and take no seconds: thousands, in a minute.
 	$(PY) -m pytest -n 2 --dist loadfile -m "not process and not slow" $(TESTS)
 
-# What crosses processes, through each front, with TLS and tokens, and what begins and ends calls.
-GRPCIO_TESTS := $(addprefix tests/,$(addsuffix .py, \
-	$(addprefix integration/test_,gateway_generate gateway_openai security reflection half_open) \
-	$(addprefix common/test_,serving stopping guard rapid_resets) \
-	scheduler/test_lifecycle_stream indexer/test_indexer_process))
+# A conversation through the whole stack, keys and TLS, tokens, reflection and health, how servers stop, long streams.
+GRPCIO_TESTS := $(addprefix tests/, \
+	integration/test_gateway_openai.py::test_a_conversation_streams_and_its_next_turn_goes_where_the_last_one_was \
+	integration/test_gateway_openai.py::test_keys_and_tls_are_those_of_grpc \
+	integration/test_security.py integration/test_reflection.py common/rpc/test_stopping.py \
+	scheduler/test_lifecycle_stream.py)
 
-test-grpcio: $(DEVELOP) ## Again over grpcio, which carries the calls where the extension is not built, what crosses processes.
+test-grpcio: $(DEVELOP) ## A short compatibility suite over grpcio, which carries the calls where the extension is not built.
 	kvscout_rpc_transport=grpcio $(PYTEST) $(GRPCIO_TESTS)
 
 fuzz: $(DEVELOP) ## Fuzz the index, every decoder, rpc and HTTP path, for an hour or FUZZ_SECONDS; libFuzzer targets where cargo-fuzz is.
