@@ -302,7 +302,7 @@ def test_another_version_of_the_chart_changes_no_pod(tmp_path: Path) -> None:
     later = tmp_path / "helm"
     shutil.copytree(CHART, later)
     chart = later / "Chart.yaml"
-    chart.write_text(chart.read_text().replace("ersion: 0.1.0", "ersion: 9.9.9"))
+    chart.write_text(chart.read_text().replace("ersion: 0.2.0", "ersion: 9.9.9"))
     assert templates(later) == templates(CHART)
 
 
@@ -327,7 +327,7 @@ def test_labels_of_ones_own_are_on_everything_and_select_nothing() -> None:
 def test_an_image_is_named_by_its_digest_or_by_its_tag() -> None:
     digest = "sha256:" + "0" * 64
     for image, expected in (
-        ({}, "kvscout:0.1.0"),
+        ({}, "kvscout:0.2.0"),
         ({"tag": "1"}, "kvscout:1"),
         ({"digest": digest}, f"kvscout@{digest}"),
     ):
