@@ -8,7 +8,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import Adapter, EngineKind, WorkerSpec
 from kvscout_gateway.catalog import NOBODY, Catalog, Target
-from kvscout_gateway.request.prompt import Geometry
+from kvscout_gateway.values.prompt import Geometry
 
 A = WorkerSpec("a", "base", 16, http_endpoint="http://a", adapters=(Adapter("poet"),))
 
@@ -73,7 +73,7 @@ def test_workers_without_an_api_that_the_gateway_speaks_are_named() -> None:
     registry.register(replace(A, worker_id="b", http_endpoint=""))
     registry.register(replace(A, worker_id="c", engine=EngineKind.CUSTOM))
     registry.register(replace(A, worker_id="d", engine=EngineKind.MOCK))
-    assert catalog.tenant("default").serving("base").undriven == ("b", "c")
+    assert catalog.tenant("default").serving("base").unroutable == ("b", "c")
 
 
 def test_the_longest_prompt_is_what_the_largest_cache_holds_if_all_tell_theirs() -> None:

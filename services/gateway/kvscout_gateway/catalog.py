@@ -14,9 +14,9 @@ from types import MappingProxyType
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import EngineKind, Role, WorkerSpec
-from kvscout_gateway.request.prompt import Geometry, geometries
+from kvscout_gateway.values.prompt import Geometry, geometries
 
-DRIVEN_ENGINES = frozenset({EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG})
+ROUTABLE_ENGINES = frozenset({EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG})
 """Engines whose HTTP API the gateway speaks; the others are for Route."""
 
 
@@ -35,9 +35,9 @@ class Serving:
     specs: tuple[WorkerSpec, ...] = ()
     pools: tuple[Geometry, ...] = ()
     """The commonest first."""
-    undriven: tuple[str, ...] = ()
+    unroutable: tuple[str, ...] = ()
     """Ids of those that the gateway cannot run a request on: no HTTP endpoint, or an API it does not speak."""
-    driven_roles: frozenset[Role] = frozenset()
+    routable_roles: frozenset[Role] = frozenset()
     """Of the others."""
     longest_prompt: int | None = None
     """Tokens that the largest cache of a rank holds; None = some worker does not tell the size of its own."""
@@ -123,8 +123,8 @@ class Catalog:
         return view
 
 
-def _is_driven(spec: WorkerSpec) -> bool:
-    return bool(spec.http_endpoint) and spec.engine in DRIVEN_ENGINES
+def _is_routable(spec: WorkerSpec) -> bool:
+    return bool(spec.http_endpoint) and spec.engine in ROUTABLE_ENGINES
 
 
 def _view(specs: list[WorkerSpec]) -> TenantView:
@@ -137,8 +137,8 @@ def _view(specs: list[WorkerSpec]) -> TenantView:
             model: Serving(
                 specs=tuple(members),
                 pools=geometries(members),
-                undriven=tuple(spec.worker_id for spec in members if not _is_driven(spec)),
-                driven_roles=frozenset(spec.role for spec in members if _is_driven(spec)),
+                unroutable=tuple(spec.worker_id for spec in members if not _is_routable(spec)),
+                routable_roles=frozenset(spec.role for spec in members if _is_routable(spec)),
                 longest_prompt=max(spec.total_kv_blocks * spec.block_size for spec in members)
                 if all(spec.total_kv_blocks for spec in members)
                 else None,

@@ -32,6 +32,7 @@ from kvscout_gateway.engines.engine_key import EngineKey
 from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.health_checks import HealthChecks
+from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.timeouts import Liveness
 from kvscout_gateway.engines.vllm import VllmAdapter
@@ -49,8 +50,6 @@ from kvscout_gateway.metrics import (
 )
 from kvscout_gateway.request.attempt import Means
 from kvscout_gateway.request.exchange import MAX_TRIES, Exchanges
-from kvscout_gateway.request.observation import Observations
-from kvscout_gateway.request.placement import Placement
 from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.tokens.sources import Tokens
@@ -64,6 +63,7 @@ from kvscout_gateway.upstreams.scheduler.booking import Schedulers
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
 from kvscout_gateway.upstreams.scheduler.placing import Placing
+from kvscout_gateway.values.placement import Placement
 
 log = logging.getLogger("kvscout.gateway")
 _SYSTEM_RANDOM = random.SystemRandom()

@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvscout_common.observability.latencies import Latencies
+from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.fronts.shadow.report import ShadowReport
-from kvscout_gateway.request.observation import Observations
 from kvscout_gateway.tally import Tally
 from kvscout_gateway.upstreams.indexer.check import IndexerCheck
 from kvscout_gateway.upstreams.indexer.reporter import Reporter

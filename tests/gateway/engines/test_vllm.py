@@ -8,7 +8,7 @@ import json
 import os
 import resource
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,11 +20,14 @@ from support.scripted_engine import Script, ScriptedEngine, answer, begin, hang,
 from kvscout.v1 import gateway_pb2
 from kvscout_common.http.factory import connect
 from kvscout_common.http.http import HttpRequest
-from kvscout_gateway.engines.adapter import UNCHANGED, Address, TokenRequest
+from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.engines.timeouts import EngineTimeouts, Liveness
 from kvscout_gateway.engines.vllm import TOKENS_A_TURN, VllmAdapter
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.prompt import Prompt
+from kvscout_gateway.values.request import NO_FIELDS, Request, TokenBody
 
 
 class Output:
@@ -52,6 +55,16 @@ async def engines(timeouts: EngineTimeouts | None = None) -> AsyncIterator[Engin
         await calling.close()
 
 
+def placed(endpoint: str, dp_rank: int | None = None) -> Placement:
+    spec = WorkerSpec(worker_id="w", model="m", block_size=16, dp_size=1 if dp_rank is None else 8)
+    return Placement(WorkerRank("w", dp_rank or 0), endpoint, spec, "m", 0, 16)
+
+
+def asked(token_ids: Iterable[int], parameters: dict[str, Any]) -> Request:
+    prompt = Prompt(isl_tokens=1, token_ids=array("I", token_ids).tobytes())
+    return Request("m", "default", prompt, TokenBody(parameters), request_id="r")
+
+
 async def run(
     calling: Engines,
     engine: ScriptedEngine | str,
@@ -65,17 +78,18 @@ async def run(
 ) -> list[int]:
     """One request; the tokens that came."""
     adapter, output = VllmAdapter(), output or Output()
-    to = Address(engine if isinstance(engine, str) else engine.url, "m", "r", dp_rank)
-    request = TokenRequest(array("I", token_ids).tobytes(), {"max_tokens": 3} if parameters is None else parameters)
+    to = placed(engine if isinstance(engine, str) else engine.url, dp_rank)
+    request = asked(token_ids, {"max_tokens": 3} if parameters is None else parameters)
+    body = request.body
     call = calling.call(to.endpoint, uncached_tokens=uncached_tokens, liveness=liveness or Liveness())
     try:
-        answered = await call.send(await request.write(adapter, to, UNCHANGED))
+        answered = await call.send(await body.write(adapter, to, request, NO_FIELDS))
         await call.relay(
             answered,
             output,
-            request.form,
+            body.form,
             dialect=adapter.dialect,
-            max_tokens=request.max_tokens,
+            max_tokens=body.max_tokens,
             on_first_output=lambda: None,
         )
     finally:
@@ -317,8 +331,8 @@ async def test_others_have_their_turn_while_a_long_prompt_is_written() -> None:
     slices = 8
     prompt = array("I", range(slices * TOKENS_A_TURN + 1))
     others = asyncio.create_task(take_turns())
-    request = TokenRequest(prompt.tobytes(), {"max_tokens": 3})
-    written: HttpRequest = await request.write(VllmAdapter(), Address("http://engine", "m", "r", None), UNCHANGED)
+    request = asked(prompt, {"max_tokens": 3})
+    written: HttpRequest = await request.body.write(VllmAdapter(), placed("http://engine"), request, NO_FIELDS)
     others.cancel()
     assert turns >= slices
     document = json.loads(written.body)

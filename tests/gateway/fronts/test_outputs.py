@@ -12,7 +12,7 @@ from support.scheduler_builders import test_seed
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import Fields
 from kvscout_gateway.fronts.outputs import output_of
-from kvscout_gateway.upstreams.scheduler.output import MAX_CLASS, Output, check_class
+from kvscout_gateway.values.output import MAX_CLASS, Output, check_class
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 NO_BOUNDS: tuple[Any, ...] = (None, 0, -1, True, "10", 1.5, 2**32, [10], {})

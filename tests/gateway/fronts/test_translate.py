@@ -16,11 +16,11 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import MmItem
 from kvscout_gateway.fronts.grpc.translate import (
     engine_parameters,
-    generate_wish,
+    generate_request,
     pack_tokens,
-    route_wish,
+    route_request,
 )
-from kvscout_gateway.upstreams.scheduler.output import Output
+from kvscout_gateway.values.output import Output
 
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
@@ -70,17 +70,17 @@ def test_packing_a_prompt_makes_no_object_of_each_token() -> None:
 
 def test_a_prompt_above_the_limit_is_refused_by_the_field_that_has_it() -> None:
     with pytest.raises(InvalidArgument, match="11 input tokens") as refused:
-        generate_wish(gateway_pb2.GenerateRequest(model="m", token_ids=range(11)), 10)
+        generate_request(gateway_pb2.GenerateRequest(model="m", token_ids=range(11)), 10)
     assert refused.value.field == "token_ids"
     with pytest.raises(InvalidArgument, match="16 input tokens") as refused:
-        route_wish(gateway_pb2.RouteRequest(model="m", block_hashes=[1, 2, 3, 4], block_size=4), 10)
+        route_request(gateway_pb2.RouteRequest(model="m", block_hashes=[1, 2, 3, 4], block_size=4), 10)
     assert refused.value.field == "block_hashes"
 
 
 def test_multimodal_items_are_part_of_what_is_placed() -> None:
     request = gateway_pb2.GenerateRequest(model="m", token_ids=[1], engine_fields="{}")
     request.mm_items.add(id="cat", offset=3, length=10)
-    assert generate_wish(request, 10).prompt.mm_items == (MmItem("cat", 3, 10),)
+    assert generate_request(request, 10).prompt.mm_items == (MmItem("cat", 3, 10),)
 
 
 def test_the_gateways_own_fields_win_over_none_of_the_callers() -> None:
@@ -100,10 +100,10 @@ def test_a_priority_above_what_the_token_allows_counts_as_what_it_allows() -> No
     route = gateway_pb2.RouteRequest(model="m", token_ids=[1], priority=9)
     generate = gateway_pb2.GenerateRequest(model="m", token_ids=[1], priority=9)
     for bound, given in ((None, 9), (20, 9), (5, 5), (0, 0)):
-        assert route_wish(route, 100, max_priority=bound).priority == given
-        assert generate_wish(generate, 100, max_priority=bound).priority == given
+        assert route_request(route, 100, max_priority=bound).priority == given
+        assert generate_request(generate, 100, max_priority=bound).priority == given
     route.priority = -3
-    assert route_wish(route, 100, max_priority=0).priority == -3
+    assert route_request(route, 100, max_priority=0).priority == -3
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_what_a_caller_of_route_says_of_an_output_is_passed_on() -> None:
         output_class="c" * 64,
         estimate_prefill_complete=True,
     )
-    assert route_wish(route, 10).output == Output(7, 9, "c" * 64, unseen=True)
-    assert route_wish(gateway_pb2.RouteRequest(model="m", token_ids=[1]), 10).output == Output()
+    assert route_request(route, 10).output == Output(7, 9, "c" * 64, unseen=True)
+    assert route_request(gateway_pb2.RouteRequest(model="m", token_ids=[1]), 10).output == Output()
     route.output_class = "c" * 65
     with pytest.raises(InvalidArgument, match="output_class: must not be longer than 64 characters"):
-        route_wish(route, 10)
+        route_request(route, 10)
 
 
 @pytest.mark.parametrize(
@@ -146,5 +146,5 @@ def test_what_a_caller_of_route_says_of_an_output_is_passed_on() -> None:
 )
 def test_generate_expects_an_output_only_where_nothing_else_can_end_it(stop: dict[str, Any], expected: int) -> None:
     conditions = gateway_pb2.StopConditions(**stop)
-    wish = generate_wish(gateway_pb2.GenerateRequest(model="m", token_ids=[1], stop_conditions=conditions), 10)
-    assert wish.output == Output(expected, 9, "generate")
+    request = generate_request(gateway_pb2.GenerateRequest(model="m", token_ids=[1], stop_conditions=conditions), 10)
+    assert request.output == Output(expected, 9, "generate")

@@ -26,27 +26,27 @@ from kvscout_common.errors import (
 from kvscout_common.http.factory import connect
 from kvscout_common.http.http import HttpAnswer, Sink, SinkGone
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
-from kvscout_gateway.engines.adapter import ClientRequest, TokenRequest
 from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.engines.health import WorkerHealth
+from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.attempt import Attempt, Means, Reply
 from kvscout_gateway.request.exchange import Exchange, Exchanges, failure_behind
-from kvscout_gateway.request.observation import Observations
-from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.plan import Aggregated, Plan
-from kvscout_gateway.request.prompt import Prompt
 from kvscout_gateway.upstreams.scheduler.booking import Booking
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.prompt import Prompt
+from kvscout_gateway.values.request import Request, RequestBody, TokenBody
 
-WISH = Wish(model="m", tenant="default", prompt=Prompt(isl_tokens=2, token_ids=bytes(8)), request_id="r")
+REQUEST = Request(model="m", tenant="default", prompt=Prompt(isl_tokens=2, token_ids=bytes(8)), request_id="r")
 
 
-def asked() -> TokenRequest:
-    return TokenRequest(bytes(8), {"max_tokens": 2})
+def body() -> TokenBody:
+    return TokenBody({"max_tokens": 2})
 
 
 class Helpers:
@@ -62,15 +62,15 @@ class Helpers:
     def spec(self, index: int) -> WorkerSpec:
         return WorkerSpec(worker_id=f"w{index}", model="m", block_size=16, http_endpoint=self.urls[index])
 
-    async def place(self, wish: Wish) -> Placement:
+    async def place(self, request: Request) -> Placement:
         for index in range(len(self.urls)):
-            if f"w{index}" not in wish.excluded:
+            if f"w{index}" not in request.excluded:
                 break
         else:
             raise Unavailable("nobody is left")
         await asyncio.sleep(0)
-        ref = scheduler_pb2.RequestRef(request_id=wish.request_id, attempt_id=wish.attempt_id)
-        self.log.append(f"book {wish.role} w{index}")
+        ref = scheduler_pb2.RequestRef(request_id=request.request_id, attempt_id=request.attempt_id)
+        self.log.append(f"book {request.role} w{index}")
         return Placement(
             worker=WorkerRank(f"w{index}", 0),
             endpoint=self.urls[index],
@@ -81,10 +81,10 @@ class Helpers:
             booking=Booking(ref),
         )
 
-    def undriven(self, wish: Wish) -> tuple[str, ...]:
+    def unroutable(self, request: Request) -> tuple[str, ...]:
         return ()
 
-    def candidates(self, wish: Wish) -> list[WorkerSpec]:
+    def candidates(self, request: Request) -> list[WorkerSpec]:
         return [self.spec(index) for index in range(len(self.urls))]
 
     def dispatched(self, placement: Placement) -> None:
@@ -150,7 +150,7 @@ class World:
         )
         self.exchanges = Exchanges(
             self.means,
-            plan=lambda wish: self.plan,
+            plan=lambda request: self.plan,
             report_failure=lambda tenant, placement, error, seconds: self.reported.append(
                 (placement.worker.worker_id, error.fault)
             ),
@@ -160,10 +160,12 @@ class World:
             lease_seconds=300,
         )
 
-    async def run(self, client: Client | None = None, request: ClientRequest | None = None, **fields: Any) -> Client:
+    async def run(self, client: Client | None = None, body_sent: RequestBody | None = None, **fields: Any) -> Client:
         client = client or Client()
-        with self.exchanges.begin(replace(WISH, **{"prompt": replace(WISH.prompt), **fields})) as exchange:
-            await exchange.run(request or asked(), client)
+        with self.exchanges.begin(
+            replace(REQUEST, **{"prompt": replace(REQUEST.prompt), "body": body_sent or body(), **fields})
+        ) as exchange:
+            await exchange.run(client)
         return client
 
     def assert_over(self) -> None:
@@ -234,19 +236,19 @@ async def test_workers_that_die_in_turns_cost_no_request_as_long_as_one_lives(wo
 
 
 async def test_what_was_asked_is_kept_until_the_client_has_output_and_no_longer(world: World, serve: Any) -> None:
-    kept: list[tuple[bytes, bytes]] = []
-    request, prompt = asked(), replace(WISH.prompt)
+    kept: list[bytes] = []
+    prompt = replace(REQUEST.prompt)
 
     class Looks(Client):
         async def placed(self, placement: Placement) -> None:
-            kept.append((request.token_ids, prompt.token_ids))
+            kept.append(prompt.token_ids)
 
         async def write(self, data: bytes) -> None:
-            kept.append((request.token_ids, prompt.token_ids))
+            kept.append(prompt.token_ids)
 
     await serve(drop, answer)
-    await world.run(Looks(), request, prompt=prompt)
-    assert kept[:3] == [(bytes(8), bytes(8)), (bytes(8), bytes(8)), (b"", b"")]
+    await world.run(Looks(), prompt=prompt)
+    assert kept[:3] == [bytes(8), bytes(8), b""]
     assert prompt.isl_tokens == 2
 
 
@@ -291,7 +293,7 @@ async def test_an_answer_that_comes_at_once_can_break_off_and_be_had_elsewhere(w
         return web.json_response({"choices": [], "usage": usage})
 
     await serve(half, whole)
-    client = await world.run(request=replace(asked(), whole_answer=True))
+    client = await world.run(body_sent=replace(body(), whole_answer=True))
     assert client.placements == ["w0", "w1"]
     assert len(client.bodies) == 1
     assert world.means.observations.of("default", WorkerRank("w1", 0)).reports.cached_tokens == 1
@@ -304,7 +306,7 @@ async def test_an_answer_that_takes_too_long_as_a_whole_ends_there_and_is_nobody
     await serve(hang, answer)
     client = Client()
     with pytest.raises(DeadlineExceeded, match="not complete after"):
-        await world.run(client, request=replace(asked(), whole_answer=True))
+        await world.run(client, body_sent=replace(body(), whole_answer=True))
     assert client.placements == ["w0"], "another engine needs as long"
     assert not world.reported
     assert world.means.observations.of("default", WorkerRank("w0", 0)).failures == 0
@@ -324,14 +326,14 @@ async def test_what_waits_for_an_engine_that_is_lost_is_had_elsewhere(
         return web.json_response({"choices": []}) if whole_answer else await answer(request, body)
 
     await serve(lost, whole)
-    client = await world.run(request=replace(asked(), whole_answer=whole_answer))
+    client = await world.run(body_sent=replace(body(), whole_answer=whole_answer))
     assert client.placements == ["w0", "w1"]
     assert world.reported == [("w0", Fault.WORKER)]
 
 
 async def test_a_front_that_sends_a_leg_itself_tells_what_happens(world: World, serve: Any) -> None:
     await serve(answer, answer)
-    with world.exchanges.begin(WISH) as exchange:
+    with world.exchanges.begin(REQUEST) as exchange:
         attempt = await exchange.place()
         attempt.sent()
         attempt.first_output()
@@ -340,7 +342,7 @@ async def test_a_front_that_sends_a_leg_itself_tells_what_happens(world: World, 
         assert len(world.helpers.open) == 1
         attempt.free()
         attempt.free()
-        again = await exchange.place(replace(exchange.wish, excluded=("w0",)))
+        again = await exchange.place(replace(exchange.request, excluded=("w0",)))
         again.sent()
         exchange.failed(again, EngineFailed("gone"))
     assert world.helpers.log.count("prefilled") == 1
@@ -350,16 +352,16 @@ async def test_a_front_that_sends_a_leg_itself_tells_what_happens(world: World, 
 class PrefillFirst:
     """A plan of two attempts: what the first one answers goes with the second."""
 
-    async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
+    async def run(self, exchange: Exchange, reply: Reply) -> None:
         async def prefill(attempt: Attempt) -> None:
-            async for _ in (await attempt.send(request)).chunks():
+            async for _ in (await attempt.send()).chunks():
                 pass
 
         async def decode(attempt: Attempt) -> None:
-            await exchange.run_attempts(replace(exchange.wish, role=Role.PREFILL), prefill)
-            await attempt.relay(await attempt.send(request), request, reply)
+            await exchange.run_attempts(replace(exchange.request, role=Role.PREFILL), prefill)
+            await attempt.relay(await attempt.send(), reply)
 
-        await exchange.run_attempts(replace(exchange.wish, role=Role.DECODE), decode)
+        await exchange.run_attempts(replace(exchange.request, role=Role.DECODE), decode)
 
     async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
         raise NotImplementedError
@@ -388,14 +390,14 @@ async def test_what_an_inner_leg_gives_up_on_is_not_the_outer_workers_failure(wo
 
 
 async def test_more_than_may_run_are_refused_as_is_everything_while_draining(world: World) -> None:
-    with world.exchanges.begin(WISH), world.exchanges.begin(WISH):
-        with pytest.raises(ResourceExhausted), world.exchanges.begin(WISH):
+    with world.exchanges.begin(REQUEST), world.exchanges.begin(REQUEST):
+        with pytest.raises(ResourceExhausted), world.exchanges.begin(REQUEST):
             pass
     world.exchanges.draining = True
-    with pytest.raises(Draining), world.exchanges.begin(WISH):
+    with pytest.raises(Draining), world.exchanges.begin(REQUEST):
         pass
 
 
 async def test_whoever_names_no_request_id_gets_one(world: World) -> None:
-    ids = {world.exchanges.begin(replace(WISH, request_id="")).request_id for _ in range(10)}
+    ids = {world.exchanges.begin(replace(REQUEST, request_id="")).request_id for _ in range(10)}
     assert len(ids) == 10

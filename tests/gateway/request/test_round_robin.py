@@ -8,9 +8,9 @@ import pytest
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvscout_common.worker import Adapter, Role, WorkerSpec
 from kvscout_gateway.catalog import NOBODY, Serving, Target
-from kvscout_gateway.request.placement import Wish
-from kvscout_gateway.request.prompt import Prompt
 from kvscout_gateway.request.round_robin import RoundRobin
+from kvscout_gateway.values.prompt import Prompt
+from kvscout_gateway.values.request import Request
 
 A = WorkerSpec("a", "m", 16, dp_size=2, labels={"zone": "a"})
 B = WorkerSpec("b", "m", 16, adapters=(Adapter("poet"),))
@@ -18,8 +18,8 @@ SERVING = Serving((A, B))
 
 
 def take(turns: RoundRobin, serving: Serving = SERVING, *, lora: str = "", **fields: Any) -> tuple[str, int]:
-    wish = Wish(**{"model": "m", "tenant": "default", "prompt": Prompt(1), **fields})
-    _, rank = turns.take(wish, Target(wish.model, lora), serving)
+    request = Request(**{"model": "m", "tenant": "default", "prompt": Prompt(1), **fields})
+    _, rank = turns.take(request, Target(request.model, lora), serving)
     return rank.worker_id, rank.dp_rank
 
 

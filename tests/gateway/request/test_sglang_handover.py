@@ -11,8 +11,8 @@ import pytest
 from kvscout_common.errors import FailedPrecondition
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.engines.usage import Usage
-from kvscout_gateway.request.placement import Placement
 from kvscout_gateway.request.sglang_handover import SglangHandover
+from kvscout_gateway.values.placement import Placement
 
 
 def placed(rank: int, **fields: object) -> Placement:
@@ -48,7 +48,7 @@ def test_a_worker_of_which_nothing_is_known_cannot_be_met() -> None:
 class Prefill:
     """An attempt whose engine has not answered when the other one is done."""
 
-    adapter = None
+    dialect = None
     placement = placed(0)
 
     def __init__(self) -> None:
@@ -90,5 +90,5 @@ async def test_what_the_other_leg_generated_is_not_said_of_the_one_that_computes
     anything: Any = Exchange()
     unneeded: Any = None
     told: Any = decode
-    await SglangHandover().run(anything, unneeded, told, unneeded, told)
+    await SglangHandover().run(anything, unneeded, told, told)
     assert attempt.told == [Usage(40, 16, 0)]

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvscout_common.http.http import Dialect, HttpRequest
-from kvscout_gateway.engines.adapter import Address, Changes, common_headers
+from kvscout_gateway.engines.adapter import common_headers
 from kvscout_gateway.engines.vllm import body_of, without_none
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.request import Request
 
 _SAMPLING = {
     "max_tokens": "max_new_tokens",
@@ -38,31 +40,27 @@ class SglangAdapter:
 
     dialect = Dialect.SGLANG
 
-    def headers(self, to: Address) -> list[tuple[str, str]]:
-        """See `EngineAdapter`."""
-        return common_headers(to)
-
     async def completion(
-        self, to: Address, token_ids: memoryview, parameters: Mapping[str, Any], changes: Changes
+        self, to: Placement, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]
     ) -> HttpRequest:
         """See `EngineAdapter`."""
         known = {*_SAMPLING, "cache_salt", "logprobs"}
         sampling = {theirs: parameters[ours] for ours, theirs in _SAMPLING.items() if ours in parameters}
         rest = {
             **{name: value for name, value in parameters.items() if name not in known},
-            "rid": to.request_id,
+            "rid": request.request_id,
             "stream": True,
             "sampling_params": sampling,
             "lora_path": to.lora_name or None,
             "extra_key": parameters.get("cache_salt"),
             # What it was called before, and since: either is passed over by releases that do not know it.
-            "data_parallel_rank": to.dp_rank,
-            "routed_dp_rank": to.dp_rank,
+            "data_parallel_rank": to.rank_header,
+            "routed_dp_rank": to.rank_header,
             **_logprobs(parameters),
-            **changes,
+            **fields,
         }
-        body = await body_of("input_ids", token_ids, without_none(rest))
-        return HttpRequest(f"{to.endpoint}/generate", headers=self.headers(to), body=body)
+        body = await body_of("input_ids", request.prompt.token_ids, without_none(rest))
+        return HttpRequest(f"{to.endpoint}/generate", headers=common_headers(to, request.request_id), body=body)
 
 
 def _logprobs(parameters: Mapping[str, Any]) -> dict[str, Any]:

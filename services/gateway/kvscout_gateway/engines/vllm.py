@@ -9,7 +9,9 @@ from typing import Any
 
 from kvscout_common.http.http import Dialect, HttpRequest
 from kvscout_common.http.token_json import write_tokens
-from kvscout_gateway.engines.adapter import Address, Changes, common_headers
+from kvscout_gateway.engines.adapter import common_headers
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.request import Request
 
 TOKENS_A_TURN = 16_384
 """Of a prompt, written at a time: about a millisecond without the extension, after which others have their turn."""
@@ -21,19 +23,17 @@ class VllmAdapter:
 
     dialect = Dialect.OPENAI
 
-    def headers(self, to: Address) -> list[tuple[str, str]]:
-        """See `EngineAdapter`."""
-        return common_headers(to)
-
     async def completion(
-        self, to: Address, token_ids: memoryview, parameters: Mapping[str, Any], changes: Changes
+        self, to: Placement, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]
     ) -> HttpRequest:
         """See `EngineAdapter`."""
         # Or log probabilities would name tokens by their texts, which are not unique.
         named = {"return_tokens_as_token_ids": True} if "logprobs" in parameters else {}
-        rest = without_none({**parameters, **named, "model": to.model, **_STREAMED, **changes})
+        rest = without_none({**parameters, **named, "model": to.engine_model, **_STREAMED, **fields})
         return HttpRequest(
-            f"{to.endpoint}/v1/completions", headers=self.headers(to), body=await body_of("prompt", token_ids, rest)
+            f"{to.endpoint}/v1/completions",
+            headers=common_headers(to, request.request_id),
+            body=await body_of("prompt", request.prompt.token_ids, rest),
         )
 
 
@@ -42,17 +42,17 @@ def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-async def body_of(field: str, token_ids: memoryview, rest: Mapping[str, Any]) -> bytes:
+async def body_of(field: str, token_ids: bytes, rest: Mapping[str, Any]) -> bytes:
     """A JSON object of token ids and other fields.
 
     Args:
         field: The name of the token ids.
-        token_ids: u32 each.
+        token_ids: u32, four bytes a token.
         rest: At least one field.
     """
     written: list[bytes] = []
-    for start in range(0, len(token_ids), TOKENS_A_TURN):
+    for start in range(0, len(token_ids), 4 * TOKENS_A_TURN):
         if start:
             await asyncio.sleep(0)
-        written.append(write_tokens(token_ids[start : start + TOKENS_A_TURN].tobytes()))
+        written.append(write_tokens(token_ids[start : start + 4 * TOKENS_A_TURN]))
     return b'{"%s": [%s], %s' % (field.encode(), b",".join(written), json.dumps(rest)[1:].encode())

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import Fields, Prompts
-from kvscout_gateway.upstreams.scheduler.output import Output
+from kvscout_gateway.values.output import Output
 
 MAX_BOUND: Final = (1 << 32) - 1
 _DIALECTS: Final[Mapping[str, str]] = {

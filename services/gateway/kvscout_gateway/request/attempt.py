@@ -11,17 +11,17 @@ from typing import Any, Protocol
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
 from kvscout_common.http.http import Dialect, HttpAnswer, Sink, SinkGone, SinkStalled, StreamReport
 from kvscout_common.worker import EngineKind, WorkerSpec
-from kvscout_gateway.engines.adapter import UNCHANGED, Address, Changes, ClientRequest, EngineAdapter
 from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.engine_call import EngineCall, Engines
 from kvscout_gateway.engines.faults import EngineFailed, reported
 from kvscout_gateway.engines.health import Key, WorkerHealth
+from kvscout_gateway.engines.observation import Observations, computes_a_block, predicted_cached_tokens
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.observation import Observations, computes_a_block, predicted_cached_tokens
-from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.request import NO_FIELDS, EngineAdapter, Request
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Of an answer that is no stream of events."""
@@ -63,23 +63,23 @@ class Attempt:
     """A request on one worker, from when it is placed; `free` it."""
 
     def __init__(
-        self, means: Means, wish: Wish, placement: Placement, *, started: float, on_output: Callable[[], None]
+        self, means: Means, request: Request, placement: Placement, *, started: float, on_output: Callable[[], None]
     ) -> None:
         """What was booked is held from now on.
 
         Args:
             means: What it is run with.
-            wish: What was asked of the worker.
+            request: What was asked of the worker.
             placement: Where it goes.
             started: When the client asked.
             on_output: Told of its first output.
         """
         self._means = means
-        self.wish = wish
+        self.request = request
         self.placement = placement
-        self.key: Key = (wish.tenant, placement.worker)
+        self.key: Key = (request.tenant, placement.worker)
         self.seen = means.observations.of(*self.key)
-        self._metrics = means.metrics.of(wish.tenant, wish.model)
+        self._metrics = means.metrics.of(request.tenant, request.model)
         self._on_output = on_output
         self._started = started
         self._sent_at = 0.0
@@ -105,42 +105,27 @@ class Attempt:
         return self.has_output or (self._relayed is not None and self._relayed.report.passed > 0)
 
     @property
-    def address(self) -> Address:
-        """Where it goes.
-
-        Raises:
-            FailedPrecondition: The worker has no HTTP endpoint.
-        """
-        placement = self.placement
-        if not placement.endpoint:
-            raise FailedPrecondition(
-                f"worker {placement.worker.worker_id!r} has no HTTP endpoint: Route places requests on it, "
-                "Generate cannot run them"
-            )
-        spec, model = placement.spec, placement.engine_model
-        lora_name = model if spec is not None and spec.model != model else ""
-        return Address(placement.endpoint, model, self.wish.request_id, placement.rank_header, lora_name)
-
-    @property
     def adapter(self) -> EngineAdapter:
         """That of its engine."""
         return self._means.adapter_of(self.placement.spec)
 
+    @property
+    def dialect(self) -> Dialect:
+        """That of its engine's answer."""
+        return self.request.body.dialect(self.adapter)
+
     def sent(self) -> None:
         """It goes to its engine."""
         self.seen.requests += 1
-        self.seen.prompt_tokens += self.wish.prompt.isl_tokens
+        self.seen.prompt_tokens += self.request.prompt.isl_tokens
         self._sent_at = self._means.clock()
         self._means.routing.dispatched(self.placement)
 
-    async def send(
-        self, request: ClientRequest, changes: Changes = UNCHANGED, *, whole_answer: bool | None = None
-    ) -> HttpAnswer:
-        """Sends it to its engine; returns when an answer begins.
+    async def send(self, fields: Mapping[str, Any] = NO_FIELDS, *, whole_answer: bool | None = None) -> HttpAnswer:
+        """Send it to its engine; return when an answer begins.
 
         Args:
-            request: What the client wants run.
-            changes: What of it this attempt changes.
+            fields: What this attempt sets in the client's body; None = the body has no such field.
             whole_answer: The engine answers only when it has generated everything; None = as the request says.
 
         Raises:
@@ -148,21 +133,28 @@ class Attempt:
             FailedPrecondition: The worker has no HTTP endpoint.
         """
         self._end_call()  # of another try with the same worker
-        to, placement = self.address, self.placement
-        written = await request.write(self.adapter, to, changes)
+        placement, body = self.placement, self.request.body
+        if not placement.endpoint:
+            raise FailedPrecondition(
+                f"worker {placement.worker.worker_id!r} has no HTTP endpoint: Route places requests on it, "
+                "Generate cannot run them"
+            )
+        written = await body.write(self.adapter, placement, self.request, fields)
         self.sent()
         self._call = self._means.engines.call(
-            to.endpoint,
+            placement.endpoint,
             # What is computed elsewhere is waited for here, or computed here after all.
-            uncached_tokens=self.wish.prompt.isl_tokens if self.wish.prefill_elsewhere else placement.uncached_tokens,
+            uncached_tokens=self.request.prompt.isl_tokens
+            if self.request.remote_prefill
+            else placement.uncached_tokens,
             liveness=self.seen.liveness,
-            whole_answer=request.whole_answer if whole_answer is None else whole_answer,
-            clients_key=request.with_key,
+            whole_answer=body.whole_answer if whole_answer is None else whole_answer,
+            clients_key=body.with_key,
         )
         self._answer = await self._call.send(written)
         return self._answer
 
-    async def relay(self, answer: HttpAnswer, request: ClientRequest, reply: Reply) -> None:
+    async def relay(self, answer: HttpAnswer, reply: Reply) -> None:
         """Moves the answer to the client, to its end.
 
         Raises:
@@ -171,25 +163,24 @@ class Attempt:
             SinkGone: It is gone.
         """
         sink = await reply.begin(answer)
-        if request.whole_answer:
-            await self._hand_over(answer, sink, request.dialect(self.adapter))
+        dialect, body = self.dialect, self.request.body
+        if body.whole_answer:
+            await self._pass_whole(answer, sink)
             return
         assert self._call is not None
         self._relayed = answer
-        dialect = request.dialect(self.adapter)
 
         def begins() -> None:
             self.first_output()
-            request.settle()
-            self.wish.prompt.settle()
+            self.request.settle()
 
         try:
             await self._call.relay(
                 answer,
                 sink,
-                request.form,
+                body.form,
                 dialect=dialect,
-                max_tokens=request.max_tokens,
+                max_tokens=body.max_tokens,
                 on_first_output=begins,
             )
         except SinkStalled as error:
@@ -211,7 +202,7 @@ class Attempt:
             EngineFailed: It breaks off, is too long, or reports an error.
         """
         assert self._call is not None
-        return await self._told(await self._call.read(answer, MAX_ANSWER_BYTES))
+        return await self._read_document(await self._call.read(answer, MAX_ANSWER_BYTES))
 
     def first_output(self, *, whole_answer: bool = False) -> None:
         """Output begins. A second call does nothing.
@@ -245,7 +236,7 @@ class Attempt:
             usage: What it says of the prompt; None = nothing.
         """
         self.usage = usage
-        if self.wish.prefill_elsewhere:
+        if self.request.remote_prefill:
             return  # what it says of the prompt is another worker's doing
         if usage is not None:
             self._check(usage)
@@ -254,7 +245,7 @@ class Attempt:
             self._call.span.tell(prompt_tokens=usage.prompt_tokens)
             if cached is not None:
                 self._call.span.tell(cached_tokens=cached)
-        isl_tokens = self.wish.prompt.isl_tokens if usage is None else usage.prompt_tokens
+        isl_tokens = self.request.prompt.isl_tokens if usage is None else usage.prompt_tokens
         if computes_a_block(isl_tokens, cached or 0, self.placement.block_size):
             self.seen.eventful.append(self._sent_at)
 
@@ -293,15 +284,15 @@ class Attempt:
         if self.placement.booking is not None:
             await self._means.bookings.freed(self.placement.booking)
 
-    async def _hand_over(self, answer: HttpAnswer, sink: Sink, dialect: Dialect) -> None:
+    async def _pass_whole(self, answer: HttpAnswer, sink: Sink) -> None:
         assert self._call is not None
         body = await self._call.read(answer, MAX_ANSWER_BYTES)
-        document = await self._told(body)
+        document = await self._read_document(body)
         self.first_output(whole_answer=True)
         await sink.write(body)
-        self.ended(usage_of_answer(dialect, document))
+        self.ended(usage_of_answer(self.dialect, document))
 
-    async def _told(self, body: bytes) -> dict[str, Any]:
+    async def _read_document(self, body: bytes) -> dict[str, Any]:
         document = await answer_read(body)
         error = document.get("error")
         if error:
@@ -309,7 +300,7 @@ class Attempt:
         return document
 
     def _check(self, usage: Usage) -> None:
-        placement, prompt, isl_tokens = self.placement, self.wish.prompt, usage.prompt_tokens
+        placement, prompt, isl_tokens = self.placement, self.request.prompt, usage.prompt_tokens
         # Only what events confirm is checked: a prediction is allowed to fail. Nor is one of other tokens.
         known = not prompt.unknown and not prompt.further_tokens and prompt.isl_tokens == isl_tokens
         checked = placement.confirmed_blocks is not None and known

@@ -27,11 +27,10 @@ from kvscout.v1 import types_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, ResourceExhausted, Unavailable
 from kvscout_common.worker import EngineKind, Role, WorkerSpec
 from kvscout_gateway.catalog import Catalog
-from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.attempt import Attempt, Reply
-from kvscout_gateway.request.placement import Wish
-from kvscout_gateway.upstreams.scheduler.output import ONE_TOKEN
+from kvscout_gateway.values.output import ONE_TOKEN
+from kvscout_gateway.values.request import Request
 
 if TYPE_CHECKING:
     from kvscout_gateway.request.exchange import Exchange
@@ -80,16 +79,13 @@ class PrefillFailed(Exception):
 class Handover(Protocol):
     """What passes between a prefill and a decode engine."""
 
-    async def run(
-        self, exchange: Exchange, prefill: Wish, decode: Attempt, request: ClientRequest, reply: Reply
-    ) -> None:
+    async def run(self, exchange: Exchange, prefill: Request, decode: Attempt, reply: Reply) -> None:
         """Has the prompt computed by a prefill worker, and continued on the decode attempt, to its end.
 
         Args:
             exchange: The request.
             prefill: What is asked of the prefill worker.
             decode: The decode attempt, booked.
-            request: What the client wants run.
             reply: The client.
 
         Raises:
@@ -134,10 +130,10 @@ class Disaggregated:
         self._handovers = handovers
         self._conditional = conditional
 
-    async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
+    async def run(self, exchange: Exchange, reply: Reply) -> None:
         """See `Plan`."""
         try:
-            path = await self._run(exchange, request, reply)
+            path = await self._run(exchange, reply)
         except (Unavailable, ResourceExhausted):
             self._metrics.disaggregation.labels(Path.REFUSED).inc()
             raise
@@ -155,13 +151,13 @@ class Disaggregated:
 
     async def _place(self, exchange: Exchange) -> tuple[Path, Attempt, Attempt | None]:
         if await self._stays(exchange):
-            return Path.LOCAL, await exchange.place(self._alone(exchange.wish)), None
+            return Path.LOCAL, await exchange.place(self._alone(exchange.request)), None
         try:
-            decode = await exchange.place(_decode_wish(exchange.wish))
+            decode = await exchange.place(_decode_request(exchange.request))
         except Unavailable as error:  # all busy is another error, and stays one
             return await self._place_instead(exchange, error, among=(Path.FALLBACK_AGGREGATED,))
         try:
-            return Path.REMOTE, decode, await exchange.place(self._prefill_wish(exchange.wish, decode))
+            return Path.REMOTE, decode, await exchange.place(self._prefill_request(exchange.request, decode))
         except _NO_ONE as error:
             decode.free()
             await decode.freed()
@@ -173,31 +169,31 @@ class Disaggregated:
         self, exchange: Exchange, error: KvscoutError, *, among: tuple[Path, ...] = tuple(Path)
     ) -> tuple[Path, Attempt, Attempt | None]:
         """Books one worker for all of it; raises the error if there is none."""
-        for path, wish in self._others(exchange.wish):
+        for path, request in self._others(exchange.request):
             if path in among:
                 with suppress(*_NO_ONE):
-                    return path, await exchange.place(wish), None
+                    return path, await exchange.place(request), None
         raise error
 
-    async def _run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> Path:
+    async def _run(self, exchange: Exchange, reply: Reply) -> Path:
         async def alone(attempt: Attempt) -> None:
             await reply.placed(attempt.placement)
-            await attempt.relay(await attempt.send(request), request, reply)
+            await attempt.relay(await attempt.send(), reply)
 
         if await self._stays(exchange):
-            await exchange.run_attempts(self._alone(exchange.wish), alone)
+            await exchange.run_attempts(self._alone(exchange.request), alone)
             return Path.LOCAL
-        if not self._prefillers(exchange.wish):
+        if not self._prefillers(exchange.request):
             return await self._instead(exchange, alone, Unavailable("no prefill worker", retry_after_seconds=1.0))
         decoding: list[Attempt] = []
 
         async def decode(attempt: Attempt) -> None:
             decoding.append(attempt)
             handover = self._handovers(attempt.placement.spec)
-            await handover.run(exchange, self._prefill_wish(exchange.wish, attempt), attempt, request, reply)
+            await handover.run(exchange, self._prefill_request(exchange.request, attempt), attempt, reply)
 
         try:
-            await exchange.run_attempts(_decode_wish(exchange.wish), decode)
+            await exchange.run_attempts(_decode_request(exchange.request), decode)
             return Path.REMOTE
         except PrefillFailed as failed:
             await decoding[-1].freed()
@@ -209,10 +205,10 @@ class Disaggregated:
         self, exchange: Exchange, alone: Use, error: KvscoutError, *, among: tuple[Path, ...] = tuple(Path)
     ) -> Path:
         """Has one worker do all of it; raises the error if there is none."""
-        for path, wish in self._others(exchange.wish):
+        for path, request in self._others(exchange.request):
             if path in among:
                 try:
-                    await exchange.run_attempts(wish, alone)
+                    await exchange.run_attempts(request, alone)
                     return path
                 except _NO_ONE as worse:
                     error = worse
@@ -222,70 +218,70 @@ class Disaggregated:
 
     async def _stays(self, exchange: Exchange) -> bool:
         """Whether a decode worker had better compute the prompt itself. All busy: that is seen when one is booked."""
-        wish = exchange.wish
-        if not self._conditional or wish.prompt.unknown or not self._able(wish):
+        request = exchange.request
+        if not self._conditional or request.prompt.unknown or not self._able(request):
             return False
         try:
-            probed = await exchange.probe(self._alone(wish))
+            probed = await exchange.probe(self._alone(request))
         except _NO_ONE:
             return False
-        return computes_here(wish.prompt.isl_tokens, probed.overlap_blocks * probed.block_size)
+        return computes_here(request.prompt.isl_tokens, probed.overlap_blocks * probed.block_size)
 
-    def _alone(self, wish: Wish) -> Wish:
+    def _alone(self, request: Request) -> Request:
         """Decode workers that can compute prompts, with the prompt charged to them."""
-        return replace(wish, role=Role.DECODE, allowed=self._able(wish))
+        return replace(request, role=Role.DECODE, allowed=self._able(request))
 
-    def _others(self, wish: Wish) -> list[tuple[Path, Wish]]:
+    def _others(self, request: Request) -> list[tuple[Path, Request]]:
         """Who else can serve a request that no prefill worker did its part for."""
-        others = [(Path.FALLBACK_DECODE, self._alone(wish))] if self._able(wish) else []
-        if not wish.pinned and any(spec.role is Role.AGGREGATED for spec in self._specs(wish)):
-            others.append((Path.FALLBACK_AGGREGATED, replace(wish, role=Role.AGGREGATED)))
+        others = [(Path.FALLBACK_DECODE, self._alone(request))] if self._able(request) else []
+        if not request.pinned and any(spec.role is Role.AGGREGATED for spec in self._specs(request)):
+            others.append((Path.FALLBACK_AGGREGATED, replace(request, role=Role.AGGREGATED)))
         return others
 
-    def _able(self, wish: Wish) -> tuple[str, ...]:
+    def _able(self, request: Request) -> tuple[str, ...]:
         return tuple(
             spec.worker_id
-            for spec in self._specs(wish)
+            for spec in self._specs(request)
             if spec.role is Role.DECODE
             and spec.can_fallback
-            and wish.pinned in ("", spec.worker_id)
-            and (not wish.allowed or spec.worker_id in wish.allowed)
+            and request.pinned in ("", spec.worker_id)
+            and (not request.allowed or spec.worker_id in request.allowed)
         )
 
-    def _prefill_wish(self, wish: Wish, decode: Attempt) -> Wish:
+    def _prefill_request(self, request: Request, decode: Attempt) -> Request:
         """What is asked of the prefill worker: one whose engine can hand over to the decode worker's, in its transfer
         domain if there is one. An allow-list that names no prefill worker is about the worker that answers."""
-        spec, workers = decode.placement.spec, self._prefillers(wish)
+        spec, workers = decode.placement.spec, self._prefillers(request)
         strangers = [other.worker_id for other in workers if not _same_family(other, spec)]
         domain = spec.labels.get(TRANSFER_DOMAIN) if spec is not None else None
         near = [other.worker_id for other in workers if domain and other.labels.get(TRANSFER_DOMAIN) == domain]
-        allowed = tuple(other.worker_id for other in workers if other.worker_id in wish.allowed)
+        allowed = tuple(other.worker_id for other in workers if other.worker_id in request.allowed)
         return replace(
-            wish,
+            request,
             role=Role.PREFILL,
             pinned="",
             pinned_rank=None,
             allowed=allowed,
-            excluded=(*wish.excluded, *strangers),
+            excluded=(*request.excluded, *strangers),
             preferred=tuple(near),
-            output=ONE_TOKEN._replace(unseen=wish.untold),
+            output=ONE_TOKEN._replace(unseen=request.unreported),
         )
 
-    def _prefillers(self, wish: Wish) -> list[WorkerSpec]:
-        return [spec for spec in self._specs(wish) if spec.role is Role.PREFILL]
+    def _prefillers(self, request: Request) -> list[WorkerSpec]:
+        return [spec for spec in self._specs(request) if spec.role is Role.PREFILL]
 
-    def _specs(self, wish: Wish) -> tuple[WorkerSpec, ...]:
-        view = self._catalog.tenant(wish.tenant)
-        return view.serving(view.resolve(wish.model, wish.lora_name).model).specs
+    def _specs(self, request: Request) -> tuple[WorkerSpec, ...]:
+        view = self._catalog.tenant(request.tenant)
+        return view.serving(view.resolve(request.model, request.lora_name).model).specs
 
 
-def _decode_wish(wish: Wish) -> Wish:
+def _decode_request(request: Request) -> Request:
     """The decode attempt: its cache is of no use, and the prompt costs it nothing."""
     override = types_pb2.RouterConfigOverride()
-    if wish.override is not None:
-        override.CopyFrom(wish.override)
+    if request.override is not None:
+        override.CopyFrom(request.override)
     override.MergeFrom(_ON_LOAD_ALONE)
-    return replace(wish, role=Role.DECODE, prefill_elsewhere=True, override=override)
+    return replace(request, role=Role.DECODE, remote_prefill=True, override=override)
 
 
 def _same_family(one: WorkerSpec, other: WorkerSpec | None) -> bool:

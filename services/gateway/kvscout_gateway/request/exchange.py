@@ -2,7 +2,7 @@
 
 ::
 
-    front ──wish──▶ Exchange ──plan──▶ attempts: place ─▶ send ─▶ relay ─▶ free
+    front ─request▶ Exchange ──plan──▶ attempts: place ─▶ send ─▶ relay ─▶ free
                        │                       └── failed, and nothing passed on: once more, elsewhere
                        └── place: an attempt that the front sends itself, and tells of first output, end, failure
 
@@ -32,11 +32,11 @@ from kvscout_common.errors import (
 )
 from kvscout_common.http.http import SinkGone
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits
-from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.request.attempt import Attempt, Means, Reply
-from kvscout_gateway.request.placement import Placement, Wish, new_request_id
 from kvscout_gateway.request.plan import Plan
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.request import Request, new_request_id
 
 MAX_TRIES = 256
 """Attempt ids leave eight bits for the number of the try, the highest of which is `UNBOOKED_ATTEMPT`."""
@@ -57,7 +57,7 @@ class Exchanges:
         self,
         means: Means,
         *,
-        plan: Callable[[Wish], Plan],
+        plan: Callable[[Request], Plan],
         report_failure: ReportFailure,
         draw_attempt: Callable[[], int],
         migration_limit: int,
@@ -95,17 +95,17 @@ class Exchanges:
         self.requests = 0
         self.failures = 0
 
-    def begin(self, wish: Wish, *, admitted: bool = False) -> Exchange:
+    def begin(self, request: Request, *, admitted: bool = False) -> Exchange:
         """An exchange, to be entered and left.
 
         Args:
-            wish: What is asked of a worker; without a request_id it gets one.
+            request: What is asked of a worker; without a request_id it gets one.
             admitted: The caller is in `admit` for its request.
         """
-        if not wish.request_id:
-            wish = replace(wish, request_id=new_request_id())
-        wish.tell_trace()
-        return Exchange(self, wish, nullcontext() if admitted else self.admit(wish.tenant))
+        if not request.request_id:
+            request = replace(request, request_id=new_request_id())
+        request.trace()
+        return Exchange(self, request, nullcontext() if admitted else self.admit(request.tenant))
 
     def require_open(self) -> None:
         """Nothing, as long as requests are taken.
@@ -140,25 +140,25 @@ class Exchanges:
                 if self.in_flight == 0:
                     self.idle.set()
 
-    def over(self, wish: Wish, error: BaseException | None) -> None:
-        """Counts a request that has ended."""
+    def over(self, tenant: str, model: str, error: BaseException | None) -> None:
+        """Count a request that has ended."""
         outcome = "ok"
         if isinstance(error, Exception) and not isinstance(error, SinkGone):
             outcome = type(error).__name__ if isinstance(error, KvscoutError) else InternalError.__name__
             self.failures += 1
         elif error is not None:
             outcome = "cancelled"
-        self.means.metrics.of(wish.tenant, wish.model).ended(outcome)
+        self.means.metrics.of(tenant, model).ended(outcome)
 
 
 class Exchange:
     """One request of a client; entered before anything is asked of it, and left when nobody waits for it any more."""
 
-    def __init__(self, all_of_them: Exchanges, wish: Wish, admitted: AbstractContextManager[None]) -> None:
+    def __init__(self, all_of_them: Exchanges, request: Request, admitted: AbstractContextManager[None]) -> None:
         self._all = all_of_them
         self._admitted = admitted
         self._means = all_of_them.means
-        self.wish = wish
+        self.request = request
         self._started = self._means.clock()
         self._next_attempt = all_of_them.draw_attempt()
         self._attempts: list[Attempt] = []
@@ -166,7 +166,7 @@ class Exchange:
     @property
     def request_id(self) -> str:
         """The client's, or one that was made for it."""
-        return self.wish.request_id
+        return self.request.request_id
 
     def __enter__(self) -> Exchange:
         self._admitted.__enter__()
@@ -180,14 +180,13 @@ class Exchange:
         left = isinstance(error, SinkGone | asyncio.CancelledError) and any(
             attempt.all_passed for attempt in self._attempts
         )
-        self._all.over(self.wish, None if left else error)
+        self._all.over(self.request.tenant, self.request.model, None if left else error)
         self._admitted.__exit__(None, None, None)
 
-    async def run(self, request: ClientRequest, reply: Reply) -> None:
+    async def run(self, reply: Reply) -> None:
         """Runs the request to its end, by the plan that suits it.
 
         Args:
-            request: What the client wants run.
             reply: The client.
 
         Raises:
@@ -196,31 +195,31 @@ class Exchange:
                 the client takes nothing, or a whole answer takes too long. `failure_behind` tells what the engine said.
             SinkGone: The client is gone.
         """
-        await self._all.plan(self.wish).run(self, request, reply)
+        await self._all.plan(self.request).run(self, reply)
 
-    async def place(self, wish: Wish | None = None) -> Attempt:
+    async def place(self, request: Request | None = None) -> Attempt:
         """Books the request on a worker, for a front that has it sent by others and tells the attempt what happens.
 
         Args:
-            wish: What is asked; None = the client's.
+            request: What is asked; None = the client's.
 
         Raises:
             KvscoutError: As `RoutingFlow.place`.
         """
-        wish = wish or self.wish
-        return await self._open(wish, (*wish.excluded, *self._ejected(wish)), lambda: None)
+        request = request or self.request
+        return await self._open(request, (*request.excluded, *self._ejected(request)), lambda: None)
 
-    async def probe(self, wish: Wish) -> Placement:
+    async def probe(self, request: Request) -> Placement:
         """Where a request would go: nothing is booked.
 
         Args:
-            wish: What would be asked.
+            request: What would be asked.
 
         Raises:
             KvscoutError: As `RoutingFlow.place`.
         """
-        excluded = (*wish.excluded, *self._ejected(wish))
-        return await self._means.routing.place(replace(wish, request_id="", excluded=excluded))
+        excluded = (*request.excluded, *self._ejected(request))
+        return await self._means.routing.place(replace(request, request_id="", excluded=excluded))
 
     def failed(self, attempt: Attempt, error: EngineFailed) -> None:
         """An attempt of `place` was sent and came to nothing: its worker pays, where it is at fault.
@@ -235,76 +234,76 @@ class Exchange:
         if error.fault is Fault.OVERLOAD:
             self._means.health.overloaded(attempt.key, error.retry_after_seconds)
         elif error.fault is Fault.WORKER:
-            self._count(self.wish, attempt)
+            self._count(self.request, attempt)
 
-    async def run_attempts(self, wish: Wish, use: Use) -> None:
+    async def run_attempts(self, request: Request, use: Use) -> None:
         """Has an attempt run: on one worker, and on another one if that fails before the client has a byte.
 
         Args:
-            wish: What is asked of the worker.
+            request: What is asked of the worker.
             use: Sends the attempt to its engine, to its end; raises EngineFailed if the engine fails it. What
                 was booked for it is freed when it returns.
 
         Raises:
             KvscoutError: As `run`.
         """
-        undriven = self._means.routing.undriven(wish)
+        unroutable = self._means.routing.unroutable(request)
         tried: list[Attempt] = []
         while len(tried) <= self._all.migration_limit:
             been_at = [attempt.placement.worker.worker_id for attempt in tried]
-            excluded = (*wish.excluded, *undriven, *self._ejected(wish, been_at), *been_at)
+            excluded = (*request.excluded, *unroutable, *self._ejected(request, been_at), *been_at)
             try:
-                attempt = await self._open(wish, excluded, lambda: self._judge(wish, tried, ran=True))
+                attempt = await self._open(request, excluded, lambda: self._judge(request, tried, ran=True))
             except KvscoutError as error:
                 if not tried:
                     raise
-                self._judge(wish, tried, ran=False)
+                self._judge(request, tried, ran=False)
                 raise _given_up(tried, f"; not tried elsewhere: {error}") from tried[-1].failure
             try:
                 await use(attempt)
                 return
             except EngineFailed as error:
                 attempt.failure = error
-                self._charge(wish, attempt)
+                self._charge(request, attempt)
             finally:
                 attempt.free()
             tried.append(attempt)
-            if wish.pinned:
+            if request.pinned:
                 break
             await attempt.freed()
-        self._judge(wish, tried, ran=False)
+        self._judge(request, tried, ran=False)
         raise _given_up(tried) from tried[-1].failure
 
-    async def _open(self, wish: Wish, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Attempt:
+    async def _open(self, request: Request, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Attempt:
         attempt_id, self._next_attempt = self._next_attempt, self._next_attempt + 1
-        wish = replace(wish, attempt_id=attempt_id, owned=True, lease_seconds=self._all.lease_seconds)
+        request = replace(request, attempt_id=attempt_id, owned=True, lease_seconds=self._all.lease_seconds)
         # Who is left out now is nothing that the client asked for: the attempt does not keep it.
-        placed = replace(wish, excluded=excluded) if excluded else wish
+        placed = replace(request, excluded=excluded) if excluded else request
         placement = await self._nearest(placed) or await self._means.routing.place(placed)
-        attempt = Attempt(self._means, wish, placement, started=self._started, on_output=on_output)
+        attempt = Attempt(self._means, request, placement, started=self._started, on_output=on_output)
         self._attempts.append(attempt)
         return attempt
 
-    async def _nearest(self, wish: Wish) -> Placement | None:
+    async def _nearest(self, request: Request) -> Placement | None:
         """A place among the workers that are preferred; None = none of them takes it."""
         preferred = tuple(
             worker_id
-            for worker_id in wish.preferred
-            if worker_id not in wish.excluded and (not wish.allowed or worker_id in wish.allowed)
+            for worker_id in request.preferred
+            if worker_id not in request.excluded and (not request.allowed or worker_id in request.allowed)
         )
-        if not preferred or wish.pinned:
+        if not preferred or request.pinned:
             return None
         try:
-            return await self._means.routing.place(replace(wish, allowed=preferred))
+            return await self._means.routing.place(replace(request, allowed=preferred))
         except (Unavailable, ResourceExhausted, FailedPrecondition):
             return None
 
-    def _ejected(self, wish: Wish, tried: Collection[str] = ()) -> set[str]:
-        if wish.pinned:
+    def _ejected(self, request: Request, tried: Collection[str] = ()) -> set[str]:
+        if request.pinned:
             return set()
-        return self._means.health.ejected(wish.tenant, lambda: self._means.routing.candidates(wish), tried)
+        return self._means.health.ejected(request.tenant, lambda: self._means.routing.candidates(request), tried)
 
-    def _charge(self, wish: Wish, attempt: Attempt) -> None:
+    def _charge(self, request: Request, attempt: Attempt) -> None:
         """Has a failure paid for; returns if the attempt may be tried elsewhere.
 
         Raises:
@@ -328,24 +327,24 @@ class Exchange:
             case Fault.REFUSED if not attempt.passed:
                 pass  # that is seen when it has been tried elsewhere
             case _:
-                self._count(wish, attempt)
+                self._count(request, attempt)
         if attempt.passed:
             raise InternalError(f"failed after its first token: {error.message}") from error
 
-    def _judge(self, wish: Wish, tried: list[Attempt], *, ran: bool) -> None:
+    def _judge(self, request: Request, tried: list[Attempt], *, ran: bool) -> None:
         """A worker that refused a request has failed if another one runs it, and not if others refuse it as well."""
         refused = [
             attempt for attempt in tried if attempt.failure is not None and attempt.failure.fault is Fault.REFUSED
         ]
-        if ran or (len(tried) == 1 and not wish.pinned):
+        if ran or (len(tried) == 1 and not request.pinned):
             for attempt in refused:
-                self._count(wish, attempt)
+                self._count(request, attempt)
 
-    def _count(self, wish: Wish, attempt: Attempt) -> None:
+    def _count(self, request: Request, attempt: Attempt) -> None:
         assert attempt.failure is not None
         attempt.seen.failures += 1
-        ejection_seconds = self._means.health.failed(attempt.key, self._means.routing.candidates(wish))
-        self._all.report_failure(wish.tenant, attempt.placement, attempt.failure, ejection_seconds)
+        ejection_seconds = self._means.health.failed(attempt.key, self._means.routing.candidates(request))
+        self._all.report_failure(request.tenant, attempt.placement, attempt.failure, ejection_seconds)
 
 
 def _given_up(tried: list[Attempt], suffix: str = "") -> KvscoutError:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kvscout_gateway.engines.adapter import ClientRequest
 from kvscout_gateway.request.attempt import Attempt, Reply
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 class Plan(Protocol):
     """One way to run a request."""
 
-    async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
+    async def run(self, exchange: Exchange, reply: Reply) -> None:
         """Runs it to its end.
 
         Raises:
@@ -36,14 +35,14 @@ class Plan(Protocol):
 class Aggregated:
     """One attempt: the worker computes the prompt, and continues it."""
 
-    async def run(self, exchange: Exchange, request: ClientRequest, reply: Reply) -> None:
+    async def run(self, exchange: Exchange, reply: Reply) -> None:
         """See `Plan`."""
 
         async def on(attempt: Attempt) -> None:
             await reply.placed(attempt.placement)
-            await attempt.relay(await attempt.send(request), request, reply)
+            await attempt.relay(await attempt.send(), reply)
 
-        await exchange.run_attempts(exchange.wish, on)
+        await exchange.run_attempts(exchange.request, on)
 
     async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
         """See `Plan`."""

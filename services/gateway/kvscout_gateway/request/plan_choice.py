@@ -8,10 +8,10 @@ from kvscout_common.worker import EngineKind, Role, WorkerSpec
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.disaggregated import Disaggregated, Handover
-from kvscout_gateway.request.placement import Wish
 from kvscout_gateway.request.plan import Aggregated, Plan
 from kvscout_gateway.request.sglang_handover import SglangHandover
 from kvscout_gateway.request.vllm_handover import VllmHandover
+from kvscout_gateway.values.request import Request
 
 
 class PlanChoice:
@@ -36,20 +36,20 @@ class PlanChoice:
         self._aggregated = Aggregated()
         self._disaggregated = Disaggregated(catalog, metrics, self._handover, conditional=conditional)
 
-    def plan_of(self, wish: Wish) -> Plan:
+    def plan_of(self, request: Request) -> Plan:
         """The plan for a request.
 
         Raises:
             InvalidArgument: It is pinned to a worker that only computes prompts for others.
         """
-        view = self._catalog.tenant(wish.tenant)
-        serving = view.serving(view.resolve(wish.model, wish.lora_name).model)
-        pinned = view.specs.get(wish.pinned)
+        view = self._catalog.tenant(request.tenant)
+        serving = view.serving(view.resolve(request.model, request.lora_name).model)
+        pinned = view.specs.get(request.pinned)
         if pinned is not None and pinned.role is Role.PREFILL:
-            raise InvalidArgument(f"{wish.pinned!r} is a prefill worker: it answers nobody", field="worker_id")
+            raise InvalidArgument(f"{request.pinned!r} is a prefill worker: it answers nobody", field="worker_id")
         if pinned is not None:
             return self._disaggregated if pinned.role is Role.DECODE else self._aggregated
-        return self._disaggregated if Role.DECODE in serving.driven_roles else self._aggregated
+        return self._disaggregated if Role.DECODE in serving.routable_roles else self._aggregated
 
     def _handover(self, decode: WorkerSpec | None) -> Handover:
         return self._sglang if decode is not None and decode.engine is EngineKind.SGLANG else self._vllm

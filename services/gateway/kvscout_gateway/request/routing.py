@@ -21,23 +21,24 @@ from kvscout_common.transport.wire_fields import bytes_field, number_field
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.placement import Placement, Wish
-from kvscout_gateway.request.prompt import HASH_BYTES, Geometry, PromptTooLong, hash_prompt
 from kvscout_gateway.request.round_robin import RoundRobin, eligible
 from kvscout_gateway.upstreams.failover import UpstreamDown
 from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND, Found, OverlapQuery
-from kvscout_gateway.upstreams.indexer.reporter import Decision, Reporter
+from kvscout_gateway.upstreams.indexer.reporter import Reporter
 from kvscout_gateway.upstreams.scheduler.booking import UNBOOKED_ATTEMPT, Booking, Schedulers
 from kvscout_gateway.upstreams.scheduler.link import Selection
-from kvscout_gateway.upstreams.scheduler.output import Output
 from kvscout_gateway.upstreams.scheduler.placing import Placing
+from kvscout_gateway.values.output import Output
+from kvscout_gateway.values.placement import Decision, Placement
+from kvscout_gateway.values.prompt import HASH_BYTES, Geometry, PromptTooLong, hash_prompt
+from kvscout_gateway.values.request import Request
 
 log = logging.getLogger("kvscout.gateway")
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A wish, resolved and hashed."""
+    """A request, resolved and hashed."""
 
     target: Target
     view: TenantView
@@ -87,38 +88,38 @@ class RoutingFlow:
         self.overlap_score_weight = 1.0
         """The scheduler's; 0 = prefix caches are ignored, the indexer is neither asked nor told."""
 
-    async def place(self, wish: Wish) -> Placement:
+    async def place(self, request: Request) -> Placement:
         """Picks a worker, and books the request on it if it has an id; one that runs already is booked a moment later.
 
         Args:
-            wish: What is asked.
+            request: What is asked.
 
         Raises:
             InvalidArgument, NotFound, FailedPrecondition, ResourceExhausted, Unavailable, AlreadyExists: As the
                 scheduler answers, or for a prompt that cannot be hashed.
         """
         started = self._clock()
-        asked = self._prepare(wish)
-        if wish.fallback_reason:
-            return self._round_robin(asked, wish, wish.fallback_reason)
+        asked = self._prepare(request)
+        if request.fallback_reason:
+            return self._round_robin(asked, request, request.fallback_reason)
         hashed = self._clock()
-        if self._wants_overlaps(wish):
+        if self._wants_overlaps(request):
             with tracing.span("find_matches", tracing.Kind.CLIENT) as span:
                 asked.found = await self._overlaps.find(
-                    asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.own_tokens
+                    asked.target.model, request.tenant, asked.hashes, prompt_tokens=request.prompt.own_tokens
                 )
                 self._count_missed(asked.found)
                 span.tell(degraded=bool(asked.found.problems))
         matched = self._clock()
         with tracing.span("select", tracing.Kind.CLIENT) as span:
             try:
-                placement = await self._select(asked, wish)
+                placement = await self._select(asked, request)
             except UpstreamDown as error:
-                placement = self._round_robin(asked, wish, str(error))
+                placement = self._round_robin(asked, request, str(error))
             except NotFound as error:
-                placement = self._round_robin_instead(asked, wish, error)
+                placement = self._round_robin_instead(asked, request, error)
             if tracing.enabled():
-                _tell(span, wish, placement)
+                _tell(span, request, placement)
         finished = self._clock()
         self._metrics.observe_routing(
             hash_seconds=hashed - started,
@@ -128,15 +129,15 @@ class RoutingFlow:
         )
         return placement
 
-    async def place_elsewhere(self, wish: Wish) -> Placement:
+    async def place_for_caller(self, request: Request) -> Placement:
         """As `place`, for a caller who takes the prompt to its engine: what is booked counts as sent, a query does not.
 
         Raises:
             KvscoutError: As `place`.
         """
-        wish.tell_trace()
-        placement = await self.place(wish)
-        if wish.request_id:
+        request.trace()
+        placement = await self.place(request)
+        if request.request_id:
             self.dispatched(placement)
         return placement
 
@@ -150,67 +151,71 @@ class RoutingFlow:
         if placement.decision is not None:
             placement.decision.withdrawn = True
 
-    async def potential_loads(self, wish: Wish) -> scheduler_pb2.GetPotentialLoadsResponse:
+    async def potential_loads(self, request: Request) -> scheduler_pb2.GetPotentialLoadsResponse:
         """The load of each worker, now and with a prompt added; one without tokens adds nothing.
 
         Raises:
             UpstreamDown: No scheduler answers.
             InvalidArgument, NotFound: As the scheduler answers.
         """
-        asked = self._prepare(wish)
+        asked = self._prepare(request)
         found = await self._overlaps.find(
-            asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.own_tokens
+            asked.target.model, request.tenant, asked.hashes, prompt_tokens=request.prompt.own_tokens
         )
         self._count_missed(found)
         kind = scheduler_pb2.SchedulerGetPotentialLoadsRequest
-        request = kind(
+        message = kind(
             model=asked.target.model,
-            tenant=wish.tenant,
-            role=role_to_proto(wish.role),
-            isl_tokens=wish.prompt.isl_tokens,
+            tenant=request.tenant,
+            role=role_to_proto(request.role),
+            isl_tokens=request.prompt.isl_tokens,
         )
-        request.MergeFromString(_hashed(kind, replace(asked, found=found)))
+        message.MergeFromString(_hashed(kind, replace(asked, found=found)))
         answer, _ = await self._schedulers.call(
-            lambda stub: stub.GetPotentialLoads, request, timeout_seconds=self._scheduler_timeout
+            lambda stub: stub.GetPotentialLoads, message, timeout_seconds=self._scheduler_timeout
         )
         return answer
 
-    def undriven(self, wish: Wish) -> tuple[str, ...]:
+    def unroutable(self, request: Request) -> tuple[str, ...]:
         """Ids of the workers that Route may choose and Generate must not.
 
         Raises:
             InvalidArgument: As `place`.
             FailedPrecondition: The gateway can run requests on none of the model's workers, or not on the pinned one.
         """
-        view = self._catalog.tenant(wish.tenant)
-        serving = view.serving(view.resolve(wish.model, wish.lora_name).model)
-        undriven = serving.undriven
-        if undriven and (wish.pinned in undriven or len(undriven) == len(serving.specs)):
-            who = repr(wish.pinned) if wish.pinned else f"each of the {len(undriven)} workers of {wish.model!r}"
+        view = self._catalog.tenant(request.tenant)
+        serving = view.serving(view.resolve(request.model, request.lora_name).model)
+        unroutable = serving.unroutable
+        if unroutable and (request.pinned in unroutable or len(unroutable) == len(serving.specs)):
+            who = (
+                repr(request.pinned)
+                if request.pinned
+                else f"each of the {len(unroutable)} workers of {request.model!r}"
+            )
             raise FailedPrecondition(
                 f"{who} has no HTTP endpoint or an API that the gateway does not speak: ask Route, and run it yourself"
             )
-        return undriven
+        return unroutable
 
-    def candidates(self, wish: Wish) -> list[WorkerSpec]:
+    def candidates(self, request: Request) -> list[WorkerSpec]:
         """The workers that may run a request, whatever their load and health."""
-        view = self._catalog.tenant(wish.tenant)
-        target = view.resolve(wish.model, wish.lora_name)
+        view = self._catalog.tenant(request.tenant)
+        target = view.resolve(request.model, request.lora_name)
         serving = view.serving(target.model)
-        return [spec for spec in eligible(wish, target, serving) if spec.worker_id not in serving.undriven]
+        return [spec for spec in eligible(request, target, serving) if spec.worker_id not in serving.unroutable]
 
-    def _prepare(self, wish: Wish) -> _Asked:
-        view = self._catalog.tenant(wish.tenant)
-        target = view.resolve(wish.model, wish.lora_name)
+    def _prepare(self, request: Request) -> _Asked:
+        view = self._catalog.tenant(request.tenant)
+        target = view.resolve(request.model, request.lora_name)
         serving = view.serving(target.model)
         longest = serving.longest_prompt
-        if longest is not None and wish.prompt.own_tokens > longest and not wish.prompt.unknown:
-            raise PromptTooLong(wish.prompt.own_tokens, longest, field=wish.prompt.field)
-        hashes = hash_prompt(wish.prompt, serving.pools, target.lora_name)
-        return _Asked(target, view, serving, hashes, wish.output.of_adapter(target.lora_name))
+        if longest is not None and request.prompt.own_tokens > longest and not request.prompt.unknown:
+            raise PromptTooLong(request.prompt.own_tokens, longest, field=request.prompt.field)
+        hashes = hash_prompt(request.prompt, serving.pools, target.lora_name)
+        return _Asked(target, view, serving, hashes, request.output.of_adapter(target.lora_name))
 
-    def _wants_overlaps(self, wish: Wish) -> bool:
-        override = wish.override
+    def _wants_overlaps(self, request: Request) -> bool:
+        override = request.override
         if override is not None and override.HasField("overlap_score_weight"):
             return override.overlap_score_weight != 0
         return self.overlap_score_weight != 0
@@ -219,31 +224,31 @@ class RoutingFlow:
         for helper in found.problems:
             self._metrics.degraded(helper)
 
-    def _decision(self, asked: _Asked, wish: Wish, rank: WorkerRank, pool: Geometry) -> Decision | None:
+    def _decision(self, asked: _Asked, request: Request, rank: WorkerRank, pool: Geometry) -> Decision | None:
         """What to tell the indexers. Not where the scheduler ignores caches, unless this request asks for them: one
         that asks not to see them fills them all the same."""
         hashes = asked.hashes.get(pool)
-        if not hashes or not (self.overlap_score_weight or self._wants_overlaps(wish)):
+        if not hashes or not (self.overlap_score_weight or self._wants_overlaps(request)):
             return None
-        return Decision(wish.tenant, asked.target.model, rank, pool, hashes)
+        return Decision(request.tenant, asked.target.model, rank, pool, hashes)
 
-    async def _select(self, asked: _Asked, wish: Wish) -> Placement:
+    async def _select(self, asked: _Asked, request: Request) -> Placement:
         async def refresh() -> Selection:
-            if not self._wants_overlaps(wish):
-                return _selection(asked, wish)
+            if not self._wants_overlaps(request):
+                return _selection(asked, request)
             found = await self._overlaps.find(
-                asked.target.model, wish.tenant, asked.hashes, prompt_tokens=wish.prompt.own_tokens
+                asked.target.model, request.tenant, asked.hashes, prompt_tokens=request.prompt.own_tokens
             )
-            return _selection(replace(asked, found=found), wish)
+            return _selection(replace(asked, found=found), request)
 
-        ref = _ref(asked, wish)
+        ref = _ref(asked, request)
         answer, found, booking = await self._placing.place(
             # What is there is not chosen a place for, and not booked as if it came now: `attachment` does that.
-            scheduler_pb2.RequestRef() if wish.running else ref,
-            _selection(asked, wish),
-            owned=wish.owned,
+            scheduler_pb2.RequestRef() if request.running else ref,
+            _selection(asked, request),
+            owned=request.owned,
             knows_workers=bool(asked.serving.specs),
-            queue_wait_seconds=wish.queue_wait_seconds,
+            queue_wait_seconds=request.queue_wait_seconds,
             refresh=refresh,
         )
         worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
@@ -251,11 +256,11 @@ class RoutingFlow:
         block_size = answer.block_size or next((pool.block_size for pool in asked.hashes), 0)
         geometry = Geometry(block_size, bool(spec and spec.eagle))
         hashes = asked.hashes.get(geometry, b"")
-        if wish.running:
+        if request.running:
             booking = Booking(ref)
         if booking is not None:
-            cached_tokens = wish.prompt.isl_tokens - answer.uncached_tokens
-            _describe(booking, asked, wish, worker, hashes, cached_tokens=cached_tokens)
+            cached_tokens = request.prompt.isl_tokens - answer.uncached_tokens
+            _describe(booking, asked, request, worker, hashes, cached_tokens=cached_tokens)
         return Placement(
             worker=worker,
             endpoint=answer.http_endpoint,
@@ -264,28 +269,28 @@ class RoutingFlow:
             num_blocks=len(hashes) // HASH_BYTES,
             block_size=geometry.block_size,
             overlap_blocks=answer.overlap_blocks,
-            confirmed_blocks=found.confirmed(geometry, wish.tenant, worker, answer.overlap_blocks),
+            confirmed_blocks=found.confirmed(geometry, request.tenant, worker, answer.overlap_blocks),
             effective_overlap_blocks=answer.effective_overlap_blocks,
             uncached_tokens=answer.uncached_tokens,
             cost=answer.cost,
-            degraded=_degraded(wish, found),
+            degraded=_degraded(request, found),
             explanation=answer.explanation if answer.HasField("explanation") else None,
             booking=booking,
-            decision=self._decision(asked, wish, worker, geometry),
+            decision=self._decision(asked, request, worker, geometry),
         )
 
-    def _round_robin(self, asked: _Asked, wish: Wish, problem: str) -> Placement:
-        spec, rank = self._turns.take(wish, asked.target, asked.serving)
+    def _round_robin(self, asked: _Asked, request: Request, problem: str) -> Placement:
+        spec, rank = self._turns.take(request, asked.target, asked.serving)
         pool = Geometry(spec.block_size, spec.eagle)
         self._metrics.degraded("scheduler")
         self._warnings.warning("turns", "workers take turns, nothing is booked: %s", problem)
         hashes = asked.hashes.get(pool, b"")
         booking: Booking | None = None
-        if wish.owned and wish.request_id:
-            ref = _ref(asked, wish)
+        if request.owned and request.request_id:
+            ref = _ref(asked, request)
             ref.attempt_id |= UNBOOKED_ATTEMPT
             booking = Booking(ref)
-            _describe(booking, asked, wish, rank, hashes)
+            _describe(booking, asked, request, rank, hashes)
         return Placement(
             worker=rank,
             endpoint=spec.http_endpoint,
@@ -293,33 +298,33 @@ class RoutingFlow:
             engine_model=asked.target.lora_name or asked.target.model,
             num_blocks=len(hashes) // HASH_BYTES,
             block_size=spec.block_size,
-            uncached_tokens=wish.prompt.isl_tokens,
-            degraded=(*_degraded(wish, asked.found), problem),
+            uncached_tokens=request.prompt.isl_tokens,
+            degraded=(*_degraded(request, asked.found), problem),
             booking=booking,
-            decision=self._decision(asked, wish, rank, pool),
+            decision=self._decision(asked, request, rank, pool),
         )
 
-    def _round_robin_instead(self, asked: _Asked, wish: Wish, error: NotFound) -> Placement:
+    def _round_robin_instead(self, asked: _Asked, request: Request, error: NotFound) -> Placement:
         """Where no scheduler knows what was asked for, but this gateway does: the request need not wait until they
         are told."""
         if not asked.serving.specs:
             raise error
         try:
-            return self._round_robin(asked, wish, f"scheduler: {error}")
+            return self._round_robin(asked, request, f"scheduler: {error}")
         except KvscoutError:
             raise error from None
 
 
-def _tell(span: tracing.Span, wish: Wish, placement: Placement) -> None:
+def _tell(span: tracing.Span, request: Request, placement: Placement) -> None:
     """The facts of a decision."""
     span.tell(
-        tenant=wish.tenant,
-        model=wish.model,
-        role=wish.role.value,
-        request_id=wish.request_id,
+        tenant=request.tenant,
+        model=request.model,
+        role=request.role.value,
+        request_id=request.request_id,
         worker=placement.worker.worker_id,
         dp_rank=placement.worker.dp_rank,
-        isl_tokens=wish.prompt.isl_tokens,
+        isl_tokens=request.prompt.isl_tokens,
         blocks=placement.num_blocks,
         overlap_blocks=placement.overlap_blocks,
         uncached_tokens=placement.uncached_tokens,
@@ -328,9 +333,9 @@ def _tell(span: tracing.Span, wish: Wish, placement: Placement) -> None:
     )
 
 
-def _degraded(wish: Wish, found: Found) -> tuple[str, ...]:
+def _degraded(request: Request, found: Found) -> tuple[str, ...]:
     """Why less was known than usual, besides the scheduler."""
-    unknown = wish.prompt.unknown
+    unknown = request.prompt.unknown
     return (*((unknown,) if unknown else ()), *found.problems.values())
 
 
@@ -361,53 +366,53 @@ def _prompt(
         yield bytes_field(kind.OVERLAPS_FIELD_NUMBER, overlaps.SerializeToString())
 
 
-def _selection(asked: _Asked, wish: Wish) -> Selection:
+def _selection(asked: _Asked, request: Request) -> Selection:
     kind, output = scheduler_pb2.SelectRequest, asked.output
     # What is empty is not told: each collection that a message takes over costs more than all plain fields.
-    request = kind(
+    message = kind(
         model=asked.target.model,
-        tenant=wish.tenant,
-        role=role_to_proto(wish.role),
-        request_id="" if wish.running else wish.request_id,
-        isl_tokens=wish.prompt.isl_tokens,
-        allowed_worker_ids=wish.allowed or None,
-        pinned_worker_id=wish.pinned,
-        pinned_dp_rank=wish.pinned_rank,
-        excluded_worker_ids=wish.excluded or None,
-        required_labels=wish.required_labels or None,
+        tenant=request.tenant,
+        role=role_to_proto(request.role),
+        request_id="" if request.running else request.request_id,
+        isl_tokens=request.prompt.isl_tokens,
+        allowed_worker_ids=request.allowed or None,
+        pinned_worker_id=request.pinned,
+        pinned_dp_rank=request.pinned_rank,
+        excluded_worker_ids=request.excluded or None,
+        required_labels=request.required_labels or None,
         lora_name=asked.target.lora_name,
-        router_config_override=wish.override,
-        priority=wish.priority,
+        router_config_override=request.override,
+        priority=request.priority,
         expected_output_tokens=output.expected_tokens,
         max_output_tokens=output.max_tokens,
         output_class=output.output_class,
         estimate_prefill_complete=output.unseen,
-        explain=wish.explain,
+        explain=request.explain,
         traceparent=tracing.traceparent(),
-        lease_seconds=wish.lease_seconds,
-        prefill_elsewhere=wish.prefill_elsewhere,
+        lease_seconds=request.lease_seconds,
+        prefill_elsewhere=request.remote_prefill,
     )
-    return Selection(request.SerializeToString() + _hashed(kind, asked), asked.found)
+    return Selection(message.SerializeToString() + _hashed(kind, asked), asked.found)
 
 
-def _ref(asked: _Asked, wish: Wish) -> scheduler_pb2.RequestRef:
+def _ref(asked: _Asked, request: Request) -> scheduler_pb2.RequestRef:
     """The name of the booking that is asked for."""
     return scheduler_pb2.RequestRef(
         model=asked.target.model,
-        tenant=wish.tenant,
-        role=role_to_proto(wish.role),
-        request_id=wish.request_id,
-        attempt_id=wish.attempt_id,
+        tenant=request.tenant,
+        role=role_to_proto(request.role),
+        request_id=request.request_id,
+        attempt_id=request.attempt_id,
     )
 
 
 def _describe(
-    booking: Booking, asked: _Asked, wish: Wish, worker: WorkerRank, hashes: bytes, *, cached_tokens: int = 0
+    booking: Booking, asked: _Asked, request: Request, worker: WorkerRank, hashes: bytes, *, cached_tokens: int = 0
 ) -> None:
     """Notes what books a request anew; of one that this gateway does not run, its caller knows."""
-    if wish.owned:
+    if request.owned:
         booking.worker = worker
         booking.block_hashes = hashes
-        booking.isl_tokens = wish.prompt.isl_tokens
+        booking.isl_tokens = request.prompt.isl_tokens
         booking.cached_tokens = cached_tokens
         booking.output = asked.output

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
-from kvscout_gateway.engines.adapter import Changes, ClientRequest
 from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.attempt import Attempt, Reply
 from kvscout_gateway.request.disaggregated import PrefillFailed
-from kvscout_gateway.request.placement import Placement, Wish
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.request import Request
 
 if TYPE_CHECKING:
     from kvscout_gateway.request.exchange import Exchange
@@ -28,7 +28,7 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 BLAME_SECONDS = 0.25
 """When one attempt fails, the other may have so much longer to fail, too, before it is decided which began."""
 ROOMS = 1 << 63
-_WHOLE_ANSWER: Changes = {"stream": False, "stream_options": None}
+_UNSTREAMED: Mapping[str, Any] = {"stream": False, "stream_options": None}
 """Prefill's one token is decode's first, too: nobody needs it, and nobody waits for it."""
 
 
@@ -53,9 +53,7 @@ class SglangHandover:
     def __init__(self, draw: Callable[[int], int] = secrets.randbelow) -> None:
         self._draw = draw
 
-    async def run(
-        self, exchange: Exchange, prefill: Wish, decode: Attempt, request: ClientRequest, reply: Reply
-    ) -> None:
+    async def run(self, exchange: Exchange, prefill: Request, decode: Attempt, reply: Reply) -> None:
         """See `Handover`."""
         tries = 0
         await reply.placed(decode.placement)
@@ -64,22 +62,20 @@ class SglangHandover:
             nonlocal tries
             meeting = self.meeting(attempt.placement)
             # An engine refuses an id of which it has not heard the end.
-            again: Changes = {"rid": f"{exchange.request_id}-{tries}"} if tries else {}
+            again: Mapping[str, Any] = {"rid": f"{exchange.request_id}-{tries}"} if tries else {}
             tries += 1
 
             answered = False
 
             async def compute() -> None:
                 nonlocal answered
-                document = await attempt.read(
-                    await attempt.send(request, {**meeting, **_WHOLE_ANSWER}, whole_answer=False)
-                )
+                document = await attempt.read(await attempt.send({**meeting, **_UNSTREAMED}, whole_answer=False))
                 answered = True
-                attempt.prefilled(usage_of_answer(request.dialect(attempt.adapter), document))
+                attempt.prefilled(usage_of_answer(attempt.dialect, document))
                 attempt.free()
 
             async def generate() -> None:
-                await decode.relay(await decode.send(request, {**meeting, **again}), request, reply)
+                await decode.relay(await decode.send({**meeting, **again}), reply)
 
             try:
                 await _run_both(compute(), generate(), decode)
@@ -98,7 +94,7 @@ class SglangHandover:
         except KvscoutError as error:
             raise PrefillFailed(error) from error
 
-    def meeting(self, placement: Placement) -> Changes:
+    def meeting(self, placement: Placement) -> Mapping[str, Any]:
         """Where the attempts meet: a room whose number says which rank of the prefill worker it is on.
 
         Raises:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
-from kvscout_gateway.engines.adapter import Changes, ClientRequest
 from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.attempt import Attempt, Reply
 from kvscout_gateway.request.disaggregated import PrefillFailed
-from kvscout_gateway.request.placement import Wish
+from kvscout_gateway.values.request import Request
 
 if TYPE_CHECKING:
     from kvscout_gateway.request.exchange import Exchange
 
-PREFILL: Changes = {
+PREFILL: Mapping[str, Any] = {
     "kv_transfer_params": {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -42,16 +42,14 @@ class VllmHandover:
 
     warnings: RateLimitedLog
 
-    async def run(
-        self, exchange: Exchange, prefill: Wish, decode: Attempt, request: ClientRequest, reply: Reply
-    ) -> None:
+    async def run(self, exchange: Exchange, prefill: Request, decode: Attempt, reply: Reply) -> None:
         """See `Handover`."""
         transfer: Any = None
 
         async def compute(attempt: Attempt) -> None:
             nonlocal transfer
-            document = await attempt.read(await attempt.send(request, PREFILL, whole_answer=False))
-            attempt.prefilled(usage_of_answer(request.dialect(attempt.adapter), document))
+            document = await attempt.read(await attempt.send(PREFILL, whole_answer=False))
+            attempt.prefilled(usage_of_answer(attempt.dialect, document))
             transfer = document.get("kv_transfer_params")
             if not transfer:
                 worker = attempt.placement.worker.worker_id
@@ -60,7 +58,7 @@ class VllmHandover:
         try:
             await exchange.run_attempts(prefill, compute)
         except InvalidArgument as error:
-            if not (request.demands_tool_call and isinstance(error.__cause__, EngineFailed)):
+            if not (exchange.request.body.demands_tool_call and isinstance(error.__cause__, EngineFailed)):
                 raise
             # Some releases of vLLM refuse what they have put out: one token is no tool call. Decode computes the
             # prompt, and says so if it is the request that is wrong.
@@ -69,4 +67,4 @@ class VllmHandover:
             raise PrefillFailed(error) from error
         await reply.placed(decode.placement)
         # Without an object the decode engine computes the prompt, as it does for any other request.
-        await decode.relay(await decode.send(request, {"kv_transfer_params": transfer or None}), request, reply)
+        await decode.relay(await decode.send({"kv_transfer_params": transfer or None}), reply)

@@ -91,7 +91,7 @@ class Tokens:
     def _choose(self, tenant: str, model: str) -> Tokenizing | None:
         view = self._gateway.catalog.tenant(tenant)
         serving = view.serving(view.resolve(model, "").model)
-        workers = self._gateway.reachable(tenant, [w for w in serving.specs if w.worker_id not in serving.undriven])
+        workers = self._gateway.reachable(tenant, [w for w in serving.specs if w.worker_id not in serving.unroutable])
         if not workers:
             return None
         return Tokenizing(random.choice(workers).http_endpoint, self._gateway.engine_key.headers)

@@ -28,8 +28,8 @@ from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND
 from kvscout_gateway.upstreams.scheduler.booking import Booking
 from kvscout_gateway.upstreams.scheduler.link import Selection
-from kvscout_gateway.upstreams.scheduler.output import Output
 from kvscout_gateway.upstreams.scheduler.placing import Chosen
+from kvscout_gateway.values.output import Output
 
 PICKS = 40
 

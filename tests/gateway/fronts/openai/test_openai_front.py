@@ -42,10 +42,11 @@ from kvscout_common.transport import Transport
 from kvscout_common.worker import Adapter, Role
 from kvscout_gateway.engines.health import MISSED_CHECKS
 from kvscout_gateway.fronts.client_paths import ClientPaths
-from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.upstreams.failover import UpstreamDown
 from kvscout_gateway.upstreams.scheduler.booking import Booking
 from kvscout_gateway.upstreams.scheduler.link import Selection
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.request import Request
 
 ANSWER = b'{ "id": "chatcmpl-1", "choices": [], "usage": {"prompt_tokens": 7}, "odd":1.0e3 }'
 IMAGE = "data:image/png;base64," + "A" * 3_000_000
@@ -618,19 +619,19 @@ async def test_all_prompts_and_outputs_of_a_request_are_booked(
     asked: dict[str, Any], prompt_tokens: int, output_tokens: int
 ) -> None:
     async with engine(says(ANSWER)) as one, front(spec("w", one.url)) as served:
-        wishes = []
+        requests = []
         place = served.gateway.routing.place
 
-        async def noted(wish: Wish) -> Placement:
-            wishes.append(wish)
-            return await place(wish)
+        async def noted(request: Request) -> Placement:
+            requests.append(request)
+            return await place(request)
 
         served.gateway.routing.place = noted  # type: ignore[method-assign]
         assert (await served.post("/v1/completions", {"model": MODEL, **asked}))[0] == 200
-        (wish,) = wishes
-        assert (wish.prompt.isl_tokens, wish.output.max_tokens) == (prompt_tokens, output_tokens)
-        assert wish.output.expected_tokens == 0
-        assert len(wish.prompt.token_ids) == 4 * 8  # the first one decides where they run
+        (request,) = requests
+        assert (request.prompt.isl_tokens, request.output.max_tokens) == (prompt_tokens, output_tokens)
+        assert request.output.expected_tokens == 0
+        assert len(request.prompt.token_ids) == 4 * 8  # the first one decides where they run
 
 
 @pytest.mark.parametrize("streamed", [True, False])

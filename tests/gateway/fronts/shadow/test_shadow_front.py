@@ -33,8 +33,9 @@ from kvscout_common.identity.identity import AccessRole, Identity, TokenTable, _
 from kvscout_common.transport import Transport
 from kvscout_gateway.fronts.shadow import score
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
-from kvscout_gateway.request.placement import Placement, Wish
 from kvscout_gateway.upstreams.scheduler.booking import UNBOOKED_ATTEMPT, Booking
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.request import Request
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 
@@ -258,10 +259,10 @@ async def test_what_is_placed_after_its_first_token_is_booked_as_what_runs(trans
     ):
         place = one.gateway.routing.place
 
-        async def late(wish: Wish) -> Placement:
+        async def late(request: Request) -> Placement:
             await goes_on.wait()
             await asyncio.sleep(0.05)  # the chunk is on its way
-            placement = await place(wish)
+            placement = await place(request)
             assert placement.booking is not None
             placement.booking.ref.attempt_id &= ~UNBOOKED_ATTEMPT  # as if a scheduler had booked it
             return placement

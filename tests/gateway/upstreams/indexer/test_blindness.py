@@ -6,7 +6,7 @@ import pytest
 
 from kvscout.v1 import indexer_pb2, types_pb2, workers_pb2
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.request.observation import EVENTFUL_KEPT, Observations
+from kvscout_gateway.engines.observation import EVENTFUL_KEPT, Observations
 from kvscout_gateway.upstreams.indexer.blindness import BlindRanks
 
 WAITING = indexer_pb2.SOURCE_STATE_WAITING

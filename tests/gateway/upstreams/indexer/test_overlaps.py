@@ -13,10 +13,10 @@ from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_common import errors
 from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.request.prompt import Geometry
 from kvscout_gateway.upstreams.failover import Member
 from kvscout_gateway.upstreams.indexer.indexers import IndexerLink, Indexers
 from kvscout_gateway.upstreams.indexer.overlaps import Found, OverlapQuery, unite
+from kvscout_gateway.values.prompt import Geometry
 
 POOL = Geometry(16, eagle=False)
 TWO = bytes(16)

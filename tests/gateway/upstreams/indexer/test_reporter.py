@@ -16,17 +16,17 @@ from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_common.rpc.service_info import TenantWarning, shown
 from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.request.prompt import Geometry
 from kvscout_gateway.upstreams.failover import Member
 from kvscout_gateway.upstreams.indexer import reporter
 from kvscout_gateway.upstreams.indexer.indexers import IndexerLink, Indexers
 from kvscout_gateway.upstreams.indexer.reporter import (
     BATCH_DECISIONS,
     MAX_AGE_SECONDS,
-    Decision,
     DecisionQueue,
     Reporter,
 )
+from kvscout_gateway.values.placement import Decision
+from kvscout_gateway.values.prompt import Geometry
 
 POOL = Geometry(16, eagle=False)
 

@@ -40,14 +40,14 @@ from kvscout_gateway.fronts.endpoint_picker.access_log import Over
 from kvscout_gateway.fronts.endpoint_picker.addresses import address_of, reachable
 from kvscout_gateway.fronts.endpoint_picker.asked import Asked
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
-from kvscout_gateway.fronts.wishes import tokens_of, wish_of
+from kvscout_gateway.fronts.json_request import request_of, tokens_of
 from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.exchange import Exchange
-from kvscout_gateway.request.placement import Wish
 from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.tokens.engine_comparison import Compared
 from kvscout_gateway.tokens.prompt_tokens import PromptTokens
+from kvscout_gateway.values.request import Request
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -130,23 +130,23 @@ class ExchangePicker:
             asked = asked._replace(model=next(iter(view.models)))
         if not asked.model:
             return self._any(tenant, view, asked)
-        wish, tokens = await self._wish(asked, tenant, view)
+        request, tokens = await self._request_of(asked, tenant, view)
         wait_seconds = QUEUE_SHARE * self._config.pick_seconds
-        wish = replace(
-            wish,
+        request = replace(
+            request,
             priority=self._priority(asked.objective),
             queue_wait_seconds=wait_seconds,
             fallback_reason=NO_TIME if without_upstreams else "",
         )
         if not asked.shows_output:
-            wish = replace(wish, output=wish.output._replace(unseen=True), untold=True)
+            request = replace(request, output=request.output._replace(unseen=True), unreported=True)
         with ExitStack() as stack:
-            exchange = stack.enter_context(self._exchanges.begin(wish))
+            exchange = stack.enter_context(self._exchanges.begin(request))
             with about_request(exchange.request_id):
-                attempt, prefill = await self._exchanges.plan(exchange.wish).place(exchange)
+                attempt, prefill = await self._exchanges.plan(exchange.request).place(exchange)
             first = _address_of(attempt)
             headers = {
-                wire.DESTINATION: ",".join((first, *self._fallbacks(attempt.wish, view, first))),
+                wire.DESTINATION: ",".join((first, *self._fallbacks(attempt.request, view, first))),
                 wire.PICK: next(self._names),
             }
             if prefill is not None:
@@ -155,7 +155,7 @@ class ExchangePicker:
             if attempt.placement.rank_header is not None:
                 headers[wire.RANK] = str(attempt.placement.rank_header)
             attempt.sent()
-            compared = self._gateway.tokens.comparison.begin((wish.tenant, wish.model), tokens)
+            compared = self._gateway.tokens.comparison.begin((request.tenant, request.model), tokens)
             return ExchangePick(
                 self,
                 headers,
@@ -175,10 +175,10 @@ class ExchangePicker:
         """How long a prompt is taken to be computed that nobody shows the end of."""
         return attempt.placement.uncached_tokens / self._gateway.config.timeouts.prefill_tokens_per_second
 
-    def worker_at(self, wish: Wish, address: str) -> str:
+    def worker_at(self, request: Request, address: str) -> str:
         """The id of the worker of a request's model that has an address; "" = there is none."""
-        view = self._catalog.tenant(wish.tenant)
-        specs = view.serving(view.resolve(wish.model, wish.lora_name).model).specs
+        view = self._catalog.tenant(request.tenant)
+        specs = view.serving(view.resolve(request.model, request.lora_name).model).specs
         return next((spec.worker_id for spec in specs if address_of(spec.http_endpoint) == address), "")
 
     def keep(self, pick: ExchangePick) -> None:
@@ -224,7 +224,7 @@ class ExchangePicker:
         limit = current_identity().max_priority
         return priority if limit is None else min(priority, limit)
 
-    async def _wish(self, asked: Asked, tenant: str, view: TenantView) -> tuple[Wish, PromptTokens]:
+    async def _request_of(self, asked: Asked, tenant: str, view: TenantView) -> tuple[Request, PromptTokens]:
         specs = view.serving(view.resolve(asked.model, "").model).specs
         # A worker that only schedulers know is found out about when it was picked.
         allowed = reachable(specs, asked.subset)
@@ -233,10 +233,10 @@ class ExchangePicker:
             raise Unavailable(f"there is no worker of model {asked.model!r} {why}", retry_after_seconds=1.0)
         gateway, fields, model = self._gateway, asked.fields, asked.model
         tokens = await tokens_of(gateway, asked.path, fields, size=asked.size, tenant=tenant, model=model)
-        wish = wish_of(gateway, asked.path, fields, tokens, tenant=tenant, model=model)
+        request = request_of(gateway, asked.path, fields, tokens, tenant=tenant, model=model)
         if len(allowed) == len(specs):
-            return wish, tokens
-        return replace(wish, allowed=tuple(spec.worker_id for spec in allowed)), tokens
+            return request, tokens
+        return replace(request, allowed=tuple(spec.worker_id for spec in allowed)), tokens
 
     def _any(self, tenant: str, view: TenantView, asked: Asked) -> ExchangePick:
         everybody = tuple(view.specs.values())
@@ -250,15 +250,15 @@ class ExchangePicker:
         addresses = list(dict.fromkeys(address_of(spec.http_endpoint) for spec in specs))[: 1 + self._config.fallbacks]
         return ExchangePick(self, {wire.DESTINATION: ",".join(addresses)})
 
-    def _fallbacks(self, wish: Wish, view: TenantView, first: str) -> list[str]:
+    def _fallbacks(self, request: Request, view: TenantView, first: str) -> list[str]:
         """The addresses of some other workers that could take a request, those that are left out at the end: not all
         are looked at, there may be a thousand."""
         wanted = self._config.fallbacks
-        target = view.resolve(wish.model, wish.lora_name)
+        target = view.resolve(request.model, request.lora_name)
         specs = view.serving(target.model).specs
         some = self._draw.sample(specs, min(len(specs), 1 + LOOKED_AT * wanted))
-        fit = eligible(wish, target, Serving(tuple(some)))
-        fit = self._exchanges.means.health.well_first(wish.tenant, fit, specs)
+        fit = eligible(request, target, Serving(tuple(some)))
+        fit = self._exchanges.means.health.well_first(request.tenant, fit, specs)
         others = dict.fromkeys(address_of(spec.http_endpoint) for spec in fit)
         return [address for address in others if address not in ("", first)][:wanted]
 
@@ -296,7 +296,7 @@ class ExchangePick:
         self._prefill = prefill
         self._compared = compared
         self.name = headers.get(wire.PICK, "")
-        self.tenant = attempt.wish.tenant if attempt is not None else ""
+        self.tenant = attempt.request.tenant if attempt is not None else ""
         self._in_chunks: bool | None = None
         self._has_output = False
         self._moving: asyncio.Task[None] | None = None
@@ -332,9 +332,9 @@ class ExchangePick:
         try:
             if self._attempt is not None and account:
                 # An embedding has none, and ends with what would be its first one.
-                least = 1 if self._attempt.wish.output.max_tokens == 1 else 0
+                least = 1 if self._attempt.request.output.max_tokens == 1 else 0
                 self._attempt.generated(output_tokens_of(account) or least)
-            if self._attempt is not None and account is not None and not self._attempt.wish.prompt.unknown:
+            if self._attempt is not None and account is not None and not self._attempt.request.prompt.unknown:
                 self._attempt.ended(usage_of_stream(Dialect.OPENAI, account))
                 if self._compared is not None:
                     self._picker.compare(self._compared, self._attempt, account.get("prompt_tokens"))
@@ -375,17 +375,17 @@ class ExchangePick:
         """Books the request where it runs, instead of where it was meant to."""
         attempt.free()
         await attempt.freed()
-        worker_id = self._picker.worker_at(exchange.wish, served)
+        worker_id = self._picker.worker_at(exchange.request, served)
         if not worker_id:
             return
-        wish = replace(attempt.wish, pinned=worker_id, allowed=(), running=True)
+        request = replace(attempt.request, pinned=worker_id, allowed=(), running=True)
         try:
             try:
-                moved = await exchange.place(wish)
+                moved = await exchange.place(request)
             except (Unavailable, ResourceExhausted) as error:
                 # It is left out there, or busy; the request runs all the same, and is booked as one that does.
                 moved = await exchange.place(
-                    replace(wish, fallback_reason=f"the proxy went to {served} itself: {error}")
+                    replace(request, fallback_reason=f"the proxy went to {served} itself: {error}")
                 )
         except KvscoutError as error:
             log.debug("%s runs at %s, unbooked: %s", exchange.request_id, served, error)
@@ -396,7 +396,7 @@ class ExchangePick:
             self._begins(moved)
 
     def _begins(self, attempt: Attempt) -> None:
-        whole = attempt.wish.output.unseen if self._in_chunks is None else not self._in_chunks
+        whole = attempt.request.output.unseen if self._in_chunks is None else not self._in_chunks
         attempt.first_output(whole_answer=whole)
 
 

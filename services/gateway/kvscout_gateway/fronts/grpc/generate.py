@@ -9,31 +9,29 @@ from kvscout_common.http.http import Dialect, Form, HttpAnswer, Preceded, Sink
 from kvscout_common.identity.identity import AccessRole, Identity
 from kvscout_common.observability.log_lines import about_request
 from kvscout_gateway.config import GatewayConfig
-from kvscout_gateway.engines.adapter import TokenRequest
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
 from kvscout_gateway.request.attempt import Means
 from kvscout_gateway.request.exchange import Exchanges
-from kvscout_gateway.request.placement import Placement
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.request import Request
 
 
 async def generate(
     exchanges: Exchanges,
     config: GatewayConfig,
-    request: gateway_pb2.GenerateRequest,
+    message: gateway_pb2.GenerateRequest,
     context: Any,
     identity: Identity,
 ) -> None:
     """Answers one call: bytes are written to its context, no chunk of output becomes an object on its way."""
-    wish = translate.generate_wish(request, config.max_prompt_tokens, max_priority=identity.max_priority)
-    parameters = translate.engine_parameters(request)
+    request = translate.generate_request(message, config.max_prompt_tokens, max_priority=identity.max_priority)
     # A prompt is long, and an answer may take minutes.
-    del request
-    with_logprobs = "logprobs" in parameters
-    asked = TokenRequest(wish.prompt.token_ids, parameters, Form.BYTES if with_logprobs else Form.PIECES)
-    with exchanges.begin(wish) as exchange, about_request(exchange.request_id):
+    del message
+    with exchanges.begin(request) as exchange, about_request(exchange.request_id):
         client = _Client(context, exchange.request_id, in_full=identity.role is AccessRole.ADMIN)
-        await exchange.run(asked, _WithLogprobs(client, asked, exchanges.means) if with_logprobs else client)
+        with_logprobs = request.body.form is Form.BYTES
+        await exchange.run(_WithLogprobs(client, exchanges.means, request) if with_logprobs else client)
 
 
 class _Client:
@@ -62,17 +60,17 @@ class _Client:
 class _WithLogprobs:
     """See `Reply`: a client that wants log probabilities."""
 
-    def __init__(self, client: _Client, asked: TokenRequest, means: Means) -> None:
+    def __init__(self, client: _Client, means: Means, request: Request) -> None:
         self._client = client
-        self._asked = asked
         self._means = means
+        self._body = request.body
         self._dialect = Dialect.OPENAI
 
     async def placed(self, placement: Placement) -> None:
         """See `Reply`."""
-        self._dialect = self._means.adapter_of(placement.spec).dialect
+        self._dialect = self._body.dialect(self._means.adapter_of(placement.spec))
         await self._client.placed(placement)
 
     async def begin(self, answer: HttpAnswer) -> Sink:
         """See `Reply`."""
-        return LogprobSink(await self._client.begin(answer), self._dialect, self._asked.max_tokens)
+        return LogprobSink(await self._client.begin(answer), self._dialect, self._body.max_tokens)

@@ -88,8 +88,8 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         if request.request_id:
             self._gateway.require_deciding()
         limit = self._gateway.config.max_prompt_tokens
-        wish = translate.route_wish(request, limit, max_priority=current_identity().max_priority)
-        placement = await self._gateway.routing.place_elsewhere(wish)
+        routed = translate.route_request(request, limit, max_priority=current_identity().max_priority)
+        placement = await self._gateway.routing.place_for_caller(routed)
         return translate.route_response(placement, in_full=current_identity().role is AccessRole.ADMIN)
 
     def Generate(  # type: ignore[override]  # writes bytes to the context instead of yielding messages
@@ -154,8 +154,8 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     async def GetPotentialLoads(
         self, request: gateway_pb2.GatewayGetPotentialLoadsRequest, context: Any
     ) -> scheduler_pb2.GetPotentialLoadsResponse:
-        wish = translate.loads_wish(request, self._gateway.config.max_prompt_tokens)
-        return await self._gateway.routing.potential_loads(wish)
+        asked = translate.loads_request(request, self._gateway.config.max_prompt_tokens)
+        return await self._gateway.routing.potential_loads(asked)
 
     async def DumpEvents(
         self, request: gateway_pb2.DumpEventsRequest, context: Any

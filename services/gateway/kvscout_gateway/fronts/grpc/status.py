@@ -8,9 +8,9 @@ from dataclasses import fields
 from kvscout.v1 import gateway_pb2
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.worker import ALL_TENANTS, WorkerRank
+from kvscout_gateway.engines.observation import Observation
 from kvscout_gateway.fronts.shadow.report import Hour, Span, Sums
 from kvscout_gateway.gateway import Gateway
-from kvscout_gateway.request.observation import Observation
 
 _NOTHING = Observation()
 

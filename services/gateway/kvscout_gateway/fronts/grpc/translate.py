@@ -10,14 +10,16 @@ from typing import Any, TypeVar
 from kvscout.v1 import gateway_pb2, types_pb2
 from kvscout_common.errors import InvalidArgument, Unimplemented
 from kvscout_common.hashing import MmItem
+from kvscout_common.http.http import Form
 from kvscout_common.http.json_scan import load_json
 from kvscout_common.registry.worker_proto import rank_to_proto, role_from_proto
 from kvscout_common.transport.wire_fields import bytes_of_field
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_gateway.fronts.reserved import reserved_in
-from kvscout_gateway.request.placement import Placement, Wish
-from kvscout_gateway.request.prompt import Prompt, PromptTooLong
-from kvscout_gateway.upstreams.scheduler.output import Output, check_class
+from kvscout_gateway.values.output import Output, check_class
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.prompt import Prompt, PromptTooLong
+from kvscout_gateway.values.request import Request, TokenBody
 
 MAX_REQUEST_ID = 256
 MAX_ENGINE_FIELDS = 1024 * 1024
@@ -65,7 +67,9 @@ def _mm_items(items: Iterable[types_pb2.MultimodalItem]) -> tuple[MmItem, ...]:
     return tuple([MmItem(item.id, item.offset, item.length or 1) for item in items])
 
 
-def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int, *, max_priority: int | None = None) -> Wish:
+def route_request(
+    request: gateway_pb2.RouteRequest, max_prompt_tokens: int, *, max_priority: int | None = None
+) -> Request:
     """What a RouteRequest asks for.
 
     Args:
@@ -111,7 +115,7 @@ def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int, *, max
         )
     else:
         raise InvalidArgument("the prompt is empty: give token_ids or block_hashes", field="token_ids")
-    return Wish(
+    return Request(
         model=request.model,
         tenant=request.tenant or DEFAULT_TENANT,
         prompt=prompt,
@@ -136,10 +140,10 @@ def route_wish(request: gateway_pb2.RouteRequest, max_prompt_tokens: int, *, max
     )
 
 
-def generate_wish(
+def generate_request(
     request: gateway_pb2.GenerateRequest, max_prompt_tokens: int, *, max_priority: int | None = None
-) -> Wish:
-    """What a GenerateRequest asks of its worker.
+) -> Request:
+    """Return what a GenerateRequest asks for.
 
     Args:
         request: The client's.
@@ -147,7 +151,9 @@ def generate_wish(
         max_priority: A higher priority counts as this one; None = any.
 
     Raises:
-        InvalidArgument: If the model or the prompt is missing, the prompt too long, or the id no header's value.
+        InvalidArgument: If the model or the prompt is missing, the prompt too long, the id no header's value, or a
+            parameter out of range.
+        Unimplemented: See `engine_parameters`.
     """
     if not request.model:
         raise InvalidArgument("must not be empty", field="model")
@@ -159,7 +165,8 @@ def generate_wish(
     request_id = request.request_id
     if len(request_id) > MAX_REQUEST_ID or not (request_id.isascii() and request_id.isprintable()):
         raise InvalidArgument(f"must be printable ASCII, at most {MAX_REQUEST_ID} characters", field="request_id")
-    return Wish(
+    parameters = engine_parameters(request)
+    return Request(
         model=request.model,
         tenant=request.tenant or DEFAULT_TENANT,
         prompt=Prompt(
@@ -178,6 +185,7 @@ def generate_wish(
         priority=request.priority if max_priority is None else min(request.priority, max_priority),
         output=_output(request.stop_conditions),
         explain=request.explain,
+        body=TokenBody(parameters, Form.BYTES if "logprobs" in parameters else Form.PIECES),
     )
 
 
@@ -270,13 +278,13 @@ def _as_written(value: float) -> float:
     return next((number for number in shorter if struct.pack("<f", number) == single), value)
 
 
-def loads_wish(request: gateway_pb2.GatewayGetPotentialLoadsRequest, max_prompt_tokens: int) -> Wish:
+def loads_request(request: gateway_pb2.GatewayGetPotentialLoadsRequest, max_prompt_tokens: int) -> Request:
     """What a GatewayGetPotentialLoadsRequest asks about.
 
     Raises:
         InvalidArgument: If the role is unknown or the prompt too long.
     """
-    return Wish(
+    return Request(
         model=request.model,
         tenant=request.tenant or DEFAULT_TENANT,
         prompt=Prompt(

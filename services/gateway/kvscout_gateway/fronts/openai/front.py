@@ -18,6 +18,7 @@ from kvscout_common.observability import tracing
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.fronts.client_paths import HEALTH, MODELS, model_named
 from kvscout_gateway.fronts.dashboard.front import EVENTS, METHOD, PAGE, DashboardFront
+from kvscout_gateway.fronts.json_request import CHAT
 from kvscout_gateway.fronts.openai.access import Caller, caller_of, header
 from kvscout_gateway.fronts.openai.body import JsonBody, parsed
 from kvscout_gateway.fronts.openai.generation import COMPLETIONS, Generation
@@ -26,7 +27,6 @@ from kvscout_gateway.fronts.openai.passthrough import Passthrough
 from kvscout_gateway.fronts.openai.refusals import JSON_HEADERS, WrongMethod, refusal_of, refusal_of_http
 from kvscout_gateway.fronts.openai.thresholds import change_of, shown
 from kvscout_gateway.fronts.shadow.front import ShadowFront
-from kvscout_gateway.fronts.wishes import CHAT
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway

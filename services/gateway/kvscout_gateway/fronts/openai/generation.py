@@ -1,8 +1,8 @@
-"""Completions and chat completions: tokens for routing, a wish, an exchange, the engine's own bytes."""
+"""Completions and chat completions: tokens for routing, a request, an exchange, the engine's own bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,17 +10,18 @@ from kvscout_common.errors import ResourceExhausted, Unavailable
 from kvscout_common.http.http import Dialect, Form, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
 from kvscout_common.observability import tracing
 from kvscout_common.observability.log_lines import about_request
-from kvscout_gateway.engines.adapter import Address, Changes, EngineAdapter
+from kvscout_gateway.engines.adapter import common_headers
 from kvscout_gateway.engines.answer import account_read, answer_read
+from kvscout_gateway.fronts.json_request import CHAT, model_of, request_of, tokens_of
 from kvscout_gateway.fronts.openai import proxied
 from kvscout_gateway.fronts.openai.access import Caller, header
 from kvscout_gateway.fronts.openai.body import JsonBody
 from kvscout_gateway.fronts.openai.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
 from kvscout_gateway.fronts.reserved import changes_of
-from kvscout_gateway.fronts.wishes import CHAT, model_of, tokens_of, wish_of
-from kvscout_gateway.request.placement import Placement, Wish, new_request_id
 from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.request import EngineAdapter, Request, new_request_id
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -47,8 +48,8 @@ def with_usage(body: JsonBody) -> tuple[Form, dict[str, Any]]:
     return Form.WITHOUT_USAGE, {"stream_options": {**options, "include_usage": True}}
 
 
-class OpenAiRequest:
-    """See `ClientRequest`: the client's own body, for the engine's endpoint of the same name."""
+class ClientJson:
+    """See `RequestBody`: the client's own body, for the engine's endpoint of the same name."""
 
     max_tokens: int | None = None
     """The engine knows when it is done: it reads the same body."""
@@ -73,24 +74,25 @@ class OpenAiRequest:
         self._own = {**changes_of(body.fields, max_priority=max_priority), **changes}
 
     def dialect(self, adapter: EngineAdapter) -> Dialect:
-        """See `ClientRequest`: OpenAI's, whatever else the engine speaks."""
+        """See `RequestBody`: OpenAI's, whatever else the engine speaks."""
         return Dialect.OPENAI
 
-    async def write(self, adapter: EngineAdapter, to: Address, changes: Changes) -> HttpRequest:
-        """See `ClientRequest`."""
-        if self._request_id:
-            to = to._replace(request_id=self._request_id)
+    async def write(
+        self, adapter: EngineAdapter, to: Placement, request: Request, fields: Mapping[str, Any]
+    ) -> HttpRequest:
+        """See `RequestBody`."""
         own = dict(self._own)
         if "model" in self._body.fields:
-            own["model"] = to.model
+            own["model"] = to.engine_model
+        headers = common_headers(to, self._request_id or request.request_id)
         return HttpRequest(
             f"{to.endpoint}{self._target}",
-            headers=proxied.to_engine(self._headers, adapter.headers(to), with_key=self.with_key),
-            body=self._body.changed({**own, **changes}),
+            headers=proxied.to_engine(self._headers, headers, with_key=self.with_key),
+            body=self._body.changed({**own, **fields}),
         )
 
     def settle(self) -> None:
-        """See `ClientRequest`."""
+        """See `RequestBody`."""
         self._body.settle()
 
 
@@ -188,18 +190,18 @@ class Generation:
         """
         gateway, tenant, model = self._gateway, caller.tenant, model_of(body.fields)
         tokens = await tokens_of(gateway, call.path, body.fields, size=body.size, tenant=tenant, model=model)
-        wish = wish_of(gateway, call.path, body.fields, tokens, tenant=tenant, model=model)
+        request = request_of(gateway, call.path, body.fields, tokens, tenant=tenant, model=model)
         compared = gateway.tokens.comparison.begin(
             (tenant, model), tokens, lambda: (chat_body if call.path == CHAT else completion_body)(body.fields)
         )
         # What is known of a prompt is much, and an answer may take minutes.
         del tokens
-        request = OpenAiRequest(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
-        client = Client(call, whole_answer=request.whole_answer, in_full=caller.is_admin)
-        client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or wish.request_id
+        request.body = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
+        client = Client(call, whole_answer=request.body.whole_answer, in_full=caller.is_admin)
+        client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or request.request_id
         with about_request(client.request_id):
             try:
-                await self._run(wish, self._affinity.session(call.headers, body.fields), request, client)
+                await self._run(request, self._affinity.session(call.headers, body.fields), client)
                 await client.end()
             except SinkGone:
                 raise
@@ -213,21 +215,21 @@ class Generation:
                 compared, client.placement.endpoint, prompt_tokens=told if isinstance(told, int) else None
             )
 
-    async def _run(self, wish: Wish, session: str, request: OpenAiRequest, client: Client) -> None:
-        preferred = self._worker_of(session, wish) if session else ""
+    async def _run(self, request: Request, session: str, client: Client) -> None:
+        preferred = self._worker_of(session, request) if session else ""
         if preferred:
             try:
-                with self._gateway.exchanges.begin(replace(wish, allowed=(preferred,)), admitted=True) as exchange:
-                    await exchange.run(request, client)
+                with self._gateway.exchanges.begin(replace(request, allowed=(preferred,)), admitted=True) as exchange:
+                    await exchange.run(client)
                 return
             except (ResourceExhausted, Unavailable):
                 # Both say that the client has nothing of an answer: any other worker may give it one.
-                wish = replace(wish, request_id=new_request_id())
-        with self._gateway.exchanges.begin(wish, admitted=True) as exchange:
-            await exchange.run(request, client)
+                request = replace(request, request_id=new_request_id())
+        with self._gateway.exchanges.begin(request, admitted=True) as exchange:
+            await exchange.run(client)
 
-    def _worker_of(self, session: str, wish: Wish) -> str:
-        able = self._gateway.reachable(wish.tenant, self._gateway.routing.candidates(wish))
+    def _worker_of(self, session: str, request: Request) -> str:
+        able = self._gateway.reachable(request.tenant, self._gateway.routing.candidates(request))
         return worker_of(session, (spec.worker_id for spec in able))
 
 

@@ -29,7 +29,7 @@ from kvscout_common.plain_text import printable
 from kvscout_gateway.engines.faults import Fault
 from kvscout_gateway.fronts.client_paths import UnknownPath
 from kvscout_gateway.request.exchange import failure_behind
-from kvscout_gateway.request.prompt import PromptTooLong
+from kvscout_gateway.values.prompt import PromptTooLong
 
 log = logging.getLogger("kvscout.gateway")
 _defects = RateLimitedLog(log, period_seconds=10.0)

@@ -22,6 +22,7 @@ from kvscout_common.http.http import (
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
+from kvscout_gateway.fronts.json_request import CHAT, model_of
 from kvscout_gateway.fronts.openai import proxied
 from kvscout_gateway.fronts.openai.access import Caller, header
 from kvscout_gateway.fronts.openai.body import parsed
@@ -30,9 +31,6 @@ from kvscout_gateway.fronts.openai.generation import COMPLETIONS, with_usage
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
 from kvscout_gateway.fronts.shadow.score import Asked, Score, Scores
-from kvscout_gateway.fronts.wishes import CHAT, model_of
-from kvscout_gateway.request.placement import Wish
-from kvscout_gateway.request.prompt import Prompt
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -89,7 +87,6 @@ class ShadowFront:
                 body = (await read_body(call.headers, body, max_priority=max_priority, charge=charge)).data
             await _Passing(self._gateway, self._config, call).run(self._request(call, body))
             return
-        wish = Wish(asked.model, asked.tenant, Prompt(isl_tokens=1))
         form, own = with_usage(asked.body)
         changes = {**changes_of(asked.body.fields, max_priority=max_priority), **own}
         passing = _Passing(self._gateway, self._config, call, self.scores.begin(asked), form)
@@ -101,7 +98,7 @@ class ShadowFront:
             failed = error
             raise
         finally:
-            self._gateway.exchanges.over(wish, failed)
+            self._gateway.exchanges.over(asked.tenant, asked.model, failed)
             passing.end(failed=failed is not None)
 
     def _request(self, call: HttpCall, body: bytes) -> HttpRequest:

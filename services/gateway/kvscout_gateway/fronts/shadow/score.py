@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final
 from kvscout_common.errors import KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import Role
+from kvscout_gateway.engines.observation import predicted_cached_tokens
 from kvscout_gateway.engines.usage import Usage
+from kvscout_gateway.fronts.json_request import request_of, tokens_of
 from kvscout_gateway.fronts.openai.body import JsonBody
 from kvscout_gateway.fronts.shadow.report import Comparison, LeftOut, ShadowReport
-from kvscout_gateway.fronts.wishes import tokens_of, wish_of
-from kvscout_gateway.request.observation import predicted_cached_tokens
-from kvscout_gateway.request.placement import Placement
 from kvscout_gateway.upstreams.scheduler.booking import Booking
+from kvscout_gateway.values.placement import Placement
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -144,12 +144,12 @@ class Score:
         if not len(tokens):
             return LeftOut.TOKENS
         self._isl_tokens = len(tokens)
-        wish = wish_of(gateway, asked.path, fields, tokens, tenant=asked.tenant, model=asked.model)
+        request = request_of(gateway, asked.path, fields, tokens, tenant=asked.tenant, model=asked.model)
         view = gateway.catalog.tenant(asked.tenant)
-        roles = view.serving(view.resolve(asked.model, "").model).driven_roles
+        roles = view.serving(view.resolve(asked.model, "").model).routable_roles
         placement = await gateway.routing.place(
             replace(
-                wish,
+                request,
                 # Where prefill and decode are apart, a prompt is found or computed by the former.
                 role=Role.PREFILL if Role.PREFILL in roles and Role.AGGREGATED not in roles else Role.AGGREGATED,
                 attempt_id=gateway.exchanges.draw_attempt(),

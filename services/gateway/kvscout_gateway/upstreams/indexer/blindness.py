@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from kvscout.v1 import indexer_pb2, workers_pb2
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.request.observation import Observations
+from kvscout_gateway.engines.observation import Observations
 
 _SILENT = (indexer_pb2.SOURCE_STATE_WAITING, indexer_pb2.SOURCE_STATE_INCOMPLETE)
 """States of a source from which nothing ever came, if it has no last event: over NATS, one that leaves requests for

@@ -18,7 +18,7 @@ from kvscout_common.rpc.channel import call
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import ALL_TENANTS
-from kvscout_gateway.request.observation import Observations
+from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.upstreams.indexer.blindness import BlindRanks
 from kvscout_gateway.upstreams.indexer.indexers import IndexerMember, Indexers
 

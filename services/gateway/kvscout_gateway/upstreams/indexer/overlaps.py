@@ -18,9 +18,9 @@ from kvscout_common.observability import tracing
 from kvscout_common.shards import shard_of
 from kvscout_common.transport.wire_fields import bytes_field
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.request.prompt import HASH_BYTES, Geometry
 from kvscout_gateway.upstreams.failover import Member, UpstreamDown
 from kvscout_gateway.upstreams.indexer.indexers import Indexers, Replicas
+from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
 
 Answers: TypeAlias = "tuple[indexer_pb2.FindMatchesResponse | None, ...]"
 """By shard; None = it did not answer."""

@@ -22,10 +22,9 @@ from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.rpc.channel import call
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.transport.wire_fields import bytes_field
-from kvscout_common.worker import WorkerRank
-from kvscout_gateway.request.prompt import HASH_BYTES, Geometry
 from kvscout_gateway.upstreams.failover import Member, is_member_fault
 from kvscout_gateway.upstreams.indexer.indexers import IndexerMember, Indexers
+from kvscout_gateway.values.placement import Decision
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -47,25 +46,6 @@ REFUSAL_SECONDS = 5.0
 MAX_REFUSED = 4096
 """Models that are remembered as such; above, the one that was refused first is asked about again."""
 CALL_SECONDS = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class Decision:
-    """A prompt that goes to a worker rank."""
-
-    tenant: str
-    model: str
-    worker: WorkerRank
-    pool: Geometry
-    block_hashes: bytes
-    """Local hashes of its complete blocks, in the worker's own geometry: little-endian u64s."""
-    withdrawn: bool = False
-    """The worker failed before it had anything to cache: not reported any more, if it has not been."""
-
-    @property
-    def blocks(self) -> int:
-        """Its complete blocks."""
-        return len(self.block_hashes) // HASH_BYTES
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.upstreams.failover import Failover, Member
 from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
-from kvscout_gateway.upstreams.scheduler.output import UNKNOWN, Output
+from kvscout_gateway.values.output import UNKNOWN, Output
 
 Schedulers: TypeAlias = "Failover[SchedulerLink]"
 SchedulerMember: TypeAlias = "Member[SchedulerLink]"

@@ -8,10 +8,10 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.fronts.outputs import output_of
-from kvscout_gateway.request.placement import Wish, new_request_id
-from kvscout_gateway.request.prompt import Prompt, PromptTooLong
 from kvscout_gateway.tokens.estimate import CHARACTERS_A_TOKEN
 from kvscout_gateway.tokens.prompt_tokens import PromptTokens, Source
+from kvscout_gateway.values.prompt import Prompt, PromptTooLong
+from kvscout_gateway.values.request import Request, new_request_id
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -59,7 +59,9 @@ async def tokens_of(gateway: Gateway, path: str, fields: Fields, *, size: int, t
     return found
 
 
-def wish_of(gateway: Gateway, path: str, fields: Fields, tokens: PromptTokens, *, tenant: str, model: str) -> Wish:
+def request_of(
+    gateway: Gateway, path: str, fields: Fields, tokens: PromptTokens, *, tenant: str, model: str
+) -> Request:
     """What is asked of a worker.
 
     Args:
@@ -83,7 +85,7 @@ def wish_of(gateway: Gateway, path: str, fields: Fields, tokens: PromptTokens, *
         further = 0  # the estimate is of all prompts
         longest = gateway.catalog.tenant(tenant).serving(model).longest_prompt
         length = max(1, min(fields.characters // CHARACTERS_A_TOKEN, limit, longest or limit))
-    return Wish(
+    return Request(
         model=model,
         tenant=tenant,
         prompt=Prompt(

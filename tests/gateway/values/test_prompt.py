@@ -7,7 +7,7 @@ import pytest
 from kvscout_common.errors import FailedPrecondition
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.worker import WorkerSpec
-from kvscout_gateway.request.prompt import Geometry, Prompt, geometries, hash_prompt
+from kvscout_gateway.values.prompt import Geometry, Prompt, geometries, hash_prompt
 
 PLAIN, EAGLE, WIDE = Geometry(4, eagle=False), Geometry(4, eagle=True), Geometry(8, eagle=False)
 TOKENS = array("I", range(1, 14)).tobytes()

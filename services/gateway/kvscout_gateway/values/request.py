@@ -1,0 +1,166 @@
+"""A request of a client, whichever front it came through.
+
+::
+
+    Request.body ──write──▶ HttpRequest ──▶ engine ──▶ HttpAnswer ──relay──▶ client
+                    │                                      │
+                    └──────────── EngineAdapter ───────────┘ dialect
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from kvscout.v1 import types_pb2
+from kvscout_common.http.http import Dialect, Form, HttpRequest
+from kvscout_common.observability import tracing
+from kvscout_common.worker import Role
+from kvscout_gateway.values.output import UNKNOWN, Output
+from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.prompt import Prompt
+
+NO_FIELDS: Final[Mapping[str, Any]] = {}
+
+
+class EngineAdapter(Protocol):
+    """One kind of engine."""
+
+    dialect: Dialect
+    """That of its answer to a `completion`."""
+
+    async def completion(
+        self, to: Placement, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]
+    ) -> HttpRequest:
+        """Write a request for the prompt's token ids to be continued, as a stream.
+
+        Args:
+            to: Where it goes.
+            request: Whose prompt.
+            parameters: Sampling and stop parameters, named as vLLM names them.
+            fields: What the attempt sets in the body; None = the body has no such field.
+        """
+
+
+class RequestBody(Protocol):
+    """What a client wants run, as its front has it."""
+
+    @property
+    def form(self) -> Form:
+        """What becomes of an answer that is a stream of events."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The length at which the output ends; None = the engine knows when."""
+
+    @property
+    def whole_answer(self) -> bool:
+        """The answer comes as a whole when it is complete, and no stream."""
+
+    @property
+    def with_key(self) -> bool:
+        """The engine is shown the client's own key, if it has one."""
+
+    @property
+    def demands_tool_call(self) -> bool:
+        """The output has to be a tool call: some engines refuse a request whose output ends before it is one."""
+
+    def dialect(self, adapter: EngineAdapter) -> Dialect:
+        """Return the dialect of the engine's answer."""
+
+    async def write(
+        self, adapter: EngineAdapter, to: Placement, request: Request, fields: Mapping[str, Any]
+    ) -> HttpRequest:
+        """Write the request of an attempt. Long ones are written in slices, between which other tasks run."""
+
+    def settle(self) -> None:
+        """Release what is written from."""
+
+
+@dataclass(slots=True)
+class TokenBody:
+    """The prompt's token ids, to be continued: the client's own words are those of no engine."""
+
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling and stop parameters, named as vLLM names them."""
+    form: Form = Form.PIECES
+    whole_answer: bool = False
+    with_key: bool = False
+    demands_tool_call: bool = False
+
+    @property
+    def max_tokens(self) -> int | None:
+        """See `RequestBody`."""
+        return self.parameters.get("max_tokens")
+
+    def dialect(self, adapter: EngineAdapter) -> Dialect:
+        """See `RequestBody`."""
+        return adapter.dialect
+
+    async def write(
+        self, adapter: EngineAdapter, to: Placement, request: Request, fields: Mapping[str, Any]
+    ) -> HttpRequest:
+        """See `RequestBody`."""
+        return await adapter.completion(to, request, self.parameters, fields)
+
+    def settle(self) -> None:
+        """See `RequestBody`."""
+
+
+def new_request_id() -> str:
+    """One that no other request has."""
+    return f"gen-{os.urandom(16).hex()}"
+
+
+# What each request makes is not frozen, which would make it three times as dear; it is not changed all the same.
+@dataclass(slots=True)
+class Request:
+    """A request of a client: what is to run, and what is asked of its worker."""
+
+    model: str
+    tenant: str
+    prompt: Prompt
+    body: RequestBody = field(default_factory=TokenBody)
+    """What is sent to an engine."""
+    lora_name: str = ""
+    role: Role = Role.AGGREGATED
+    request_id: str = ""
+    """"" = query only."""
+    attempt_id: int = 0
+    allowed: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    preferred: tuple[str, ...] = ()
+    """Workers that are asked for first; the others, if none of these takes it."""
+    pinned: str = ""
+    pinned_rank: int | None = None
+    required_labels: Mapping[str, str] = field(default_factory=dict)
+    override: types_pb2.RouterConfigOverride | None = None
+    priority: int = 0
+    output: Output = UNKNOWN
+    explain: bool = False
+    lease_seconds: int = 0
+    remote_prefill: bool = False
+    """Another worker computes the prompt: none of it is charged to this one."""
+    owned: bool = False
+    """This gateway runs the request itself, and holds its booking; else a caller does, who has a lease."""
+    unreported: bool = False
+    """Whoever has it run reports nothing of its attempts but their end."""
+    queue_wait_seconds: float | None = None
+    """Longest wait in line at a scheduler; None = as for all."""
+    running: bool = False
+    """It is on the worker that it is pinned to already, whatever that has room for: it is booked there as one that was
+    not sent there now."""
+    fallback_reason: str = ""
+    """Why no upstream is asked, and the worker whose turn it is takes it; "" = they are asked."""
+
+    def trace(self) -> None:
+        """Add what is asked to the span that runs now, if there are traces."""
+        if tracing.enabled():
+            tracing.current().tell(tenant=self.tenant, model=self.model, request_id=self.request_id)
+
+    def settle(self) -> None:
+        """Release what engines are sent: the client has output, nothing is written again."""
+        self.body.settle()
+        self.prompt.settle()
