@@ -96,7 +96,7 @@ class World:
 
     @asynccontextmanager
     async def begun(self, front: str, model: str, chunks: int) -> AsyncIterator[None]:
-        """A request whose client has so many pieces of its answer, and goes when this is left."""
+        """A request whose client has some chunks of its answer, and goes when this is left."""
         task = asyncio.ensure_future(self._read_for_ever(front, model, enough := asyncio.Event(), chunks))
         waiting = asyncio.ensure_future(enough.wait())
         try:
@@ -209,7 +209,7 @@ async def test_a_client_that_goes_before_dispatch_leaves_one_free_and_no_load(wo
         assert engine.requests == []
 
 
-@pytest.mark.parametrize("pieces", [0, 1, 2], ids=["before its first token", "after it", "in mid-stream"])
+@pytest.mark.parametrize("chunks", [0, 1, 2], ids=["before its first token", "after it", "in mid-stream"])
 async def test_a_client_that_goes_later_leaves_one_free_no_load_and_no_work(
     world: World, front: str, chunks: int
 ) -> None:

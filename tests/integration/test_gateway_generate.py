@@ -485,7 +485,7 @@ async def test_a_client_that_goes_before_dispatch_leaves_nothing(client: Gateway
     assert [*frees(relay).values()] == [1]
 
 
-@pytest.mark.parametrize("pieces", [0, 1, 2], ids=["before its first token", "after it", "in mid-stream"])
+@pytest.mark.parametrize("chunks", [0, 1, 2], ids=["before its first token", "after it", "in mid-stream"])
 async def test_a_client_that_goes_away_frees_once_and_aborts_the_engine(
     client: GatewayClient, relay: Relay, slow: MockerProcess, chunks: int
 ) -> None:
