@@ -17,7 +17,7 @@ from kvscout_bench.machine import Machine, this_machine
 from kvscout_bench.selection import Selection
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
-from kvscout_lab.summary import percentile
+from kvscout_lab.statistics import percentile
 
 SEED = 1
 TOKENS = 4_096

@@ -20,7 +20,7 @@ from kvscout_bench.ingest_publisher import BLOCK_SIZE, Engine, scattered
 from kvscout_bench.machine import Machine, this_machine
 from kvscout_bench.peer import Driver
 from kvscout_bench.peer_dynamo import DynamoIndexer
-from kvscout_lab.summary import percentile
+from kvscout_lab.statistics import percentile
 
 NAME, OURS = "zmq", "ours"
 PUBLISHER = [sys.executable, "-m", "kvscout_bench.ingest_publisher"]

@@ -22,7 +22,7 @@ from kvscout_bench.rpc_floor import FloorSide
 from kvscout_bench.rpc_ours import Call, OurSide
 from kvscout_bench.service_process import MeasuredProcess
 from kvscout_common.transport import Transport, choose
-from kvscout_lab.summary import percentile
+from kvscout_lab.statistics import percentile
 
 DYNAMO, FLOOR = "dynamo", "floor"
 WARM_CALLS = 50

@@ -9,7 +9,7 @@ from random import Random
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerSpec
-from kvscout_lab.summary import percentile
+from kvscout_lab.statistics import percentile
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.request import ANYONE, Prompt, SelectionRequest, Wanted, pack_hashes

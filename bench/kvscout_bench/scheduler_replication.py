@@ -22,7 +22,7 @@ from kvscout_bench.nats_process import NatsProcess
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.nats.link import NatsLink
 from kvscout_common.worker import WorkerSpec
-from kvscout_lab.summary import percentile
+from kvscout_lab.statistics import percentile
 from kvscout_scheduler.bookings.booking import Booking
 from kvscout_scheduler.replicas.replicas import Replicas
 from kvscout_scheduler.replicas.replication import Replication

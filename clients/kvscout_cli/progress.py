@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvscout_cli.output import echo, stderr
-from kvscout_lab.record import RequestRecord
+from kvscout_lab.real_time.record import RequestRecord
 
 LINE_SECONDS = 5.0
 """Time between lines where there is no terminal."""

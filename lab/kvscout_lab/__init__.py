@@ -1,18 +1,17 @@
 """The laboratory: a deterministic simulation of a cluster that the scheduler's own code routes.
 
-::
+Folders, each imports from those above it only::
 
-    workload.py, generators.py      what is asked: flows of turns, each a prompt as a chain of blocks
-      │ clients.py                  how: bounds on outputs, answers that come as a whole, long ones, adapters
-    simulation.py                   clients, gateways and schedulers; faults.py: what goes wrong
-      ├─ router.py                  gateways and scheduler replicas: the scheduler's own policy, queue and active load
-      │    └─ index.py              which worker is known to hold what, events arriving late
-      └─ engines.py                 the event loop: simulated picoseconds, one heap
-           └─ worker.py             an engine: continuous batching, chunked prefill, preemption
-                ├─ timing.py        what a step takes; engines_known.py: of models on accelerators
-                └─ kv_cache.py      its blocks: references, least recently used first out
-    records.py ─▶ measures.py       what happened to each request ─▶ what the policy did
-    bound.py                        what no policy can beat
-    cells.py ─▶ report.py, plots.py policies side by side, over seeds (intervals.py); tables, pictures
-    matrix.py, matrix_rates.py      named cells ─▶ matrix_run.py, in processes ─▶ matrix_report.py, what is lost
+    workloads/    requests: flows of turns, each a prompt as a chain of blocks
+      sessions, trace, workload, generators   sessions of turns, traces, made workloads
+      clients                                 output limits, whole answers, long answers, adapters
+    simulation/   the cluster, in picoseconds on one heap
+      simulation ─┬─ router ── index          gateways and scheduler replicas; which worker holds what, known late
+                  └─ engines ── worker        event loop; an engine: continuous batching, chunked prefill, preemption
+                       ├─ timing, known_engines   duration of a step; models on accelerators
+                       └─ kv_cache                blocks: references, least recently used first out
+      cluster, records                        settings, faults and latencies; records of each request and worker
+    cells/        policies side by side: measures, lower bounds, seeds, tables and plots
+    real_time/    drivers of real processes, their records and summaries, and the simulation beside them
+    matrix/       named cells, run in processes, and verdicts on a policy
 """

@@ -9,8 +9,8 @@ from random import Random, SystemRandom
 
 import pytest
 
-from kvscout_lab.timing import StepTime, picoseconds, seconds
-from kvscout_lab.worker import NEVER, EngineSettings, Job, Worker
+from kvscout_lab.simulation.timing import StepTime, picoseconds, seconds
+from kvscout_lab.simulation.worker import NEVER, EngineSettings, Job, Worker
 from kvscout_mocker.config import EngineConfig, StepCost
 from kvscout_mocker.engine import Engine, Request, Step
 from kvscout_mocker.sequence import Sequence

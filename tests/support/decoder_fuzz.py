@@ -33,7 +33,7 @@ from kvscout_common.hashing import native_available
 from kvscout_common.http.event_relay import EventRelay
 from kvscout_common.http.http import Dialect, Form, StreamReport
 from kvscout_common.registry.workers_file import load_workers
-from kvscout_lab.trace import read_trace
+from kvscout_lab.workloads.trace import read_trace
 from support.fuzz_seeds import POOL, STREAMS, WORKER, dumps, golden_payloads, requests
 
 if native_available():

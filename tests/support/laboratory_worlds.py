@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-from kvscout_lab.cluster import Cluster
-from kvscout_lab.simulation import Simulation
-from kvscout_lab.timing import StepTime
-from kvscout_lab.worker import EngineSettings
-from kvscout_lab.workload import Flow, Nodes, Turn, Workload
+from kvscout_lab.simulation.cluster import Cluster
+from kvscout_lab.simulation.simulation import Simulation
+from kvscout_lab.simulation.timing import StepTime
+from kvscout_lab.simulation.worker import EngineSettings
+from kvscout_lab.workloads.workload import Flow, Nodes, Turn, Workload
 from kvscout_scheduler.policies import installed_policies
 from kvscout_scheduler.values.settings import SchedulerSettings
 

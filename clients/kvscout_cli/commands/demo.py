@@ -19,10 +19,10 @@ from kvscout_cli.progress import replay_progress
 from kvscout_cli.topology import Mockers, Topology
 from kvscout_common.errors import ConfigError
 from kvscout_common.settings.flags import SectionedCommand
-from kvscout_lab.sessions import LogNormal, MultiTurn, Range, Session, multi_turn
-from kvscout_lab.summary import as_json as summary_json
-from kvscout_lab.summary import comparison, errors_by_text, improvements
-from kvscout_lab.trace import TraceOptions, trace_sessions
+from kvscout_lab.real_time.summary import as_json as summary_json
+from kvscout_lab.real_time.summary import comparison, errors_by_text, improvements
+from kvscout_lab.workloads.sessions import LogNormal, MultiTurn, Range, Session, multi_turn
+from kvscout_lab.workloads.trace import TraceOptions, trace_sessions
 
 POLICIES = ("round-robin", "kv-time")
 AGGREGATED, DISAGGREGATED = "aggregated", "disaggregated"

@@ -1,48 +1,54 @@
-"""`kvscout replay`: the laboratory. Policies side by side on a simulated cluster, the same every time."""
+"""`kvscout replay`: policies side by side on a simulated cluster, the same numbers every time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from fnmatch import fnmatch
-from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from kvscout_cli import replay_matrix
+from kvscout_cli.comparison import replay_cell
 from kvscout_cli.connection import option
-from kvscout_cli.cross_check import CELLS
-from kvscout_cli.cross_check import cross_check as beside_the_stack
-from kvscout_cli.cross_check import markdown as real_markdown
-from kvscout_cli.cross_check import table as real_table
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import stderr, stdout
 from kvscout_common.errors import ConfigError
 from kvscout_common.settings.flags import SectionedCommand
-from kvscout_lab.cells import Bench, Cell, Contender, cells_by_seed
-from kvscout_lab.clients import SIGNS, Clients, Sign, as_clients_ask
-from kvscout_lab.cluster import Cluster
-from kvscout_lab.engines_known import ENGINES, known_engine
-from kvscout_lab.faults import Faults
-from kvscout_lab.generators import GENERATED, generate
-from kvscout_lab.latencies import Latencies
-from kvscout_lab.measures import Objective
-from kvscout_lab.report import as_json as cell_json
-from kvscout_lab.report import markdown, seeds_json, seeds_markdown, seeds_table, table
-from kvscout_lab.timing import StepTime
-from kvscout_lab.trace import read_trace
-from kvscout_lab.worker import EngineSettings
-from kvscout_lab.workload import Burst, Workload, from_trace
+from kvscout_lab.cells import report
+from kvscout_lab.cells.cells import Cell, Contender, Experiment, cells_by_seed
+from kvscout_lab.cells.measures import Objective
+from kvscout_lab.matrix import report as matrix_report
+from kvscout_lab.matrix.run import MatrixPlan, run_matrix
+from kvscout_lab.matrix.setups import matrix
+from kvscout_lab.real_time import cross_check
+from kvscout_lab.simulation.cluster import Cluster, Faults, Latencies
+from kvscout_lab.simulation.known_engines import ENGINES, known_engine
+from kvscout_lab.simulation.timing import StepTime
+from kvscout_lab.simulation.worker import EngineSettings
+from kvscout_lab.workloads.clients import SIGNS, Clients, as_clients_ask
+from kvscout_lab.workloads.generators import GENERATED, generate
+from kvscout_lab.workloads.trace import read_trace
+from kvscout_lab.workloads.workload import Burst, Workload, from_trace
 from kvscout_scheduler.policies import installed_policies
 
+T = TypeVar("T")
+
 REQUESTS = 3_000
-REAL_POLICIES = ("kv-time", "lmetric", "kv")
-POLICIES = ("kv-time", "kv", "kv-balance", "lmetric", "least-loaded", "round-robin")
+MATRIX_POLICIES = ("kv-time", "kv", "kv-balance", "lmetric", "least-loaded")
+DEFAULT_POLICIES: dict[str, tuple[str, ...]] = {
+    "_replay": (*MATRIX_POLICIES, "round-robin"),
+    "_matrix": MATRIX_POLICIES,
+    "_cross_check": ("kv-time", "lmetric", "kv"),
+}
+"""Policies by what is run, where none are named."""
+MATRIX_SEEDS = 3
 
 _COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
@@ -165,177 +171,91 @@ _SHARE = click.FloatRange(0, 1)
     type=click.Path(dir_okay=False, path_type=Path),
     help="Draw TTFT into this .png or .svg; needs the extra lab.",
 )
-def command(
-    *,
-    workload: str,
-    trace: Path | None,
-    requests: int | None,
-    shared_tokens: int,
-    policies: tuple[str, ...],
-    workers: tuple[int, ...],
-    prefill_workers: int,
-    rates: tuple[float, ...],
-    loads: tuple[float, ...],
-    burst: float,
-    burst_seconds: float,
-    lead_seconds: float,
-    kv_tokens: tuple[int, ...],
-    engine_name: str | None,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
-    step_base_ms: float,
-    prefill_us_per_token: float,
-    decode_us_per_request: float,
-    context_ns_per_token: float,
-    max_tokens: str | None,
-    expects_max_tokens: bool,
-    unstreamed: float,
-    long_answers: float,
-    sign: Sign,
-    classes: bool,
-    adapters: int,
-    speeds: tuple[float, ...],
-    prefill_speeds: tuple[float, ...],
-    decode_speeds: tuple[float, ...],
-    gateways: int,
-    replicas: int,
-    event_ms: float,
-    sync_ms: float,
-    lost_events: float,
-    restart_scheduler: float | None,
-    restart_gateway: float | None,
-    recover_worker: float | None,
-    tells_output: bool,
-    ttft_ms: float,
-    itl_ms: float,
-    warm_up: float,
-    seed: int,
-    seeds: int | None,
-    matrix: bool,
-    cells: str,
-    jobs: int,
-    scale: float,
-    out: Path | None,
-    again: tuple[str, ...],
-    as_json: bool,
-    as_markdown: bool,
-    cross_check: bool,
-    cell_seconds: float,
-    plot_path: Path | None,
-) -> None:
+def command(**options: Any) -> None:
     """Compare policies on a simulated cluster, in a fraction of the time it would take.
 
     The scheduler's own code decides; engines are simulated step by step. The same command prints the same numbers on
     every machine. Options that may be repeated make a cell of each combination.
     """
+    mode = _matrix if options["matrix"] else _cross_check if options["cross_check"] else _replay
+    policies = options["policies"] or DEFAULT_POLICIES[mode.__name__]
     registry = installed_policies()
-    default = REAL_POLICIES if cross_check else replay_matrix.POLICIES if matrix else POLICIES
-    contenders = [Contender.parse(text, registry) for text in policies or default]
-    if matrix:
-        options = replay_matrix.MatrixOptions(
-            cells, jobs, scale, seeds or replay_matrix.SEEDS, out, again, trace, as_json, as_markdown
-        )
-        replay_matrix.show_matrix(contenders, options)
-        return
-    if cross_check:
-        names = [name for name in CELLS if fnmatch(name, cells)]
-        if not names:
-            raise ConfigError(f"{cells!r} is none of {', '.join(CELLS)}", field="cells")
-        checked = run(beside_the_stack(contenders, names, seconds=cell_seconds, seed=seed, say=stderr().print))
-        if as_json:
-            for each in checked:
-                click.echo(json.dumps(each.as_json()))
-        elif as_markdown:
-            click.echo(real_markdown(checked))
-        else:
-            stdout().print(real_table(checked))
-        return
-    engine = EngineSettings(
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        step=StepTime(step_base_ms, prefill_us_per_token, decode_us_per_request, context_ns_per_token),
-    )
-    if engine_name is not None:
-        known = known_engine(engine_name)
-        engine = replace(engine, step=known.step)
-        kv_tokens = kv_tokens or (known.kv_tokens,)
-    cluster = Cluster(
-        prefill_workers=prefill_workers,
-        engine=engine,
-        speeds=speeds,
-        prefill_speeds=prefill_speeds,
-        decode_speeds=decode_speeds,
-        adapters=adapters,
-        gateways=gateways,
-        replicas=replicas,
-        latencies=Latencies(event_ms=event_ms, sync_ms=sync_ms),
-        tells_output=tells_output,
-        expects_max_tokens=expects_max_tokens,
-        lost_events=lost_events,
-        faults=Faults(
-            restart_scheduler=restart_scheduler, restart_gateway=restart_gateway, recover_worker=recover_worker
-        ),
-        seed=seed,
-    )
-    clusters = [
-        replace(cluster, workers=count, engine=replace(engine, kv_tokens=tokens)).validate()
-        for count, tokens in product(workers, kv_tokens or (EngineSettings().kv_tokens,))
-    ]
-    objective = Objective(ttft_ms / 1000, itl_ms / 1000, warm_up).validate()
-    clients = Clients(
-        max_tokens=_max_tokens(max_tokens),
-        usual_max_tokens=max_tokens == "usual",
-        unstreamed=unstreamed,
-        long_answers=long_answers,
-        sign=sign,
-        classes=classes,
-        adapters=adapters,
-        seed=seed,
-    ).validate()
+    mode([Contender.parse(text, registry) for text in policies], options)
+
+
+def _replay(contenders: Sequence[Contender], options: dict[str, Any]) -> None:
+    """Compare policies in the cells of the options."""
+    clusters = _clusters(options)
+    objective = Objective(options["ttft_ms"] / 1000, options["itl_ms"] / 1000, options["warm_up"]).validate()
+    max_tokens = options["max_tokens"]
+    changes = {"max_tokens": _max_tokens(max_tokens), "usual_max_tokens": max_tokens == "usual"}
+    clients = _made(Clients, options | changes).validate()
 
     def make(seed: int) -> Workload:
-        made = _workload(workload, trace, requests, shared_tokens, seed)
-        return as_clients_ask(made, replace(clients, seed=seed))
+        return as_clients_ask(_workload(options, seed), replace(clients, seed=seed))
 
-    bursts = Burst(burst, burst_seconds).validate() if burst > 1 else None
-    found: list[Cell] = []
+    burst = Burst(options["burst"], options["burst_seconds"]).validate() if options["burst"] > 1 else None
+    rates, seed, as_markdown = options["rates"], options["seed"], options["as_markdown"]
     groups: list[list[Cell]] = []
-    with _progress() as (on_run, on_done):
+    with _bar() as (progress, task):
 
-        def bench(made: Workload, each: Cluster) -> Bench:
-            return Bench(
+        def experiment(made: Workload, each: Cluster) -> Experiment:
+            return Experiment(
                 made,
                 each,
                 objective=objective,
-                burst=bursts,
-                lead_seconds=lead_seconds,
-                on_run=partial(on_run, made.requests),
-                on_done=on_done,
+                burst=burst,
+                lead_seconds=options["lead_seconds"],
+                on_run=lambda text: progress.reset(task, description=text, total=made.requests),
+                on_done=lambda requests: None if requests % 50 else progress.update(task, completed=requests),
             )
 
-        numbers = range(seed, seed + (seeds or 1))
         for group in cells_by_seed(
             make,
-            numbers,
+            range(seed, seed + (options["seeds"] or 1)),
             clusters=clusters,
             contenders=contenders,
             rates=rates,
-            loads=loads or (() if rates else (0.85,)),
-            bench=bench,
+            loads=options["loads"] or (() if rates else (0.85,)),
+            experiment=experiment,
         ):
-            found.append(group[0])
             groups.append(group)
-            if as_json:
-                click.echo(json.dumps(cell_json(group[0]) if len(group) == 1 else seeds_json(group)))
+            one = len(group) == 1
+            if options["as_json"]:
+                click.echo(json.dumps(report.as_json(group[0]) if one else report.seeds_json(group)))
             elif not as_markdown:
-                stdout().print(table(group[0]) if len(group) == 1 else seeds_table(group))
+                stdout().print(report.table(group[0]) if one else report.seeds_table(group))
                 stdout().print()
+    found = [group[0] for group in groups]
     if as_markdown:
-        click.echo(markdown(found) if (seeds or 1) == 1 else seeds_markdown(groups))
-    if plot_path is not None:
-        from kvscout_lab.plots import plot
+        click.echo(report.markdown(found) if (options["seeds"] or 1) == 1 else report.seeds_markdown(groups))
+    if options["plot_path"] is not None:
+        from kvscout_lab.cells.plots import plot
 
-        plot(found, plot_path)
+        plot(found, options["plot_path"])
+
+
+def _clusters(options: dict[str, Any]) -> list[Cluster]:
+    """Return a cluster for each number of workers and size of caches."""
+    kv_tokens, step = options["kv_tokens"], _made(StepTime, options | {"base_ms": options["step_base_ms"]})
+    if options["engine_name"] is not None:
+        known = known_engine(options["engine_name"])
+        kv_tokens, step = kv_tokens or (known.kv_tokens,), known.step
+    parts = {"latencies": _made(Latencies, options), "faults": _made(Faults, options)}
+    return [
+        _made(
+            Cluster,
+            options
+            | parts
+            | {"workers": workers, "engine": _made(EngineSettings, options | {"step": step, "kv_tokens": tokens})},
+        ).validate()
+        for workers, tokens in product(options["workers"], kv_tokens or (EngineSettings().kv_tokens,))
+    ]
+
+
+def _made(kind: type[T], values: dict[str, Any]) -> T:
+    """Make a dataclass of the values that are named as its fields."""
+    return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})  # type: ignore[arg-type]
 
 
 def _max_tokens(text: str | None) -> int:
@@ -346,30 +266,77 @@ def _max_tokens(text: str | None) -> int:
     return int(text)
 
 
-def _workload(
-    name: str,
-    trace: Path | None,
-    requests: int | None,
-    shared_tokens: int,
-    seed: int,
-) -> Workload:
+def _workload(options: dict[str, Any], seed: int) -> Workload:
+    trace, requests = options["trace"], options["requests"]
     if trace is not None:
         return from_trace(trace.stem, read_trace(trace), requests or 0)
-    return generate(name, requests or REQUESTS, seed, shared_tokens)
+    return generate(options["workload"], requests or REQUESTS, seed, options["shared_tokens"])
+
+
+def _matrix(contenders: Sequence[Contender], options: dict[str, Any]) -> None:
+    """Run the matrix and print the verdicts on the first policy.
+
+    Raises:
+        ConfigError: No cell matches, or an option is out of range.
+    """
+    trace, seeds = options["trace"], options["seeds"] or MATRIX_SEEDS
+    cells = matrix(pattern=options["cells"], trace=trace is not None)
+    plan = MatrixPlan(tuple(cells), tuple(contenders), seeds, options["scale"], trace).validate()
+    with _bar() as (progress, task):
+
+        def on_done(done: int, of: int, what: str) -> None:
+            progress.update(task, completed=done, total=of, description=what)
+
+        results = run_matrix(plan, jobs=options["jobs"], path=options["out"], again=options["again"], on_done=on_done)
+    found = matrix_report.verdicts(plan, results)
+    if options["as_json"]:
+        for each in found:
+            click.echo(json.dumps(matrix_report.as_json(each)))
+    elif options["as_markdown"]:
+        click.echo(matrix_report.markdown(found, plan, _command_line(plan, options["cells"])))
+    else:
+        stdout().print(matrix_report.table(found, plan))
+        stdout().print(matrix_report.summary(found, plan.contenders[0].label))
+
+
+def _command_line(plan: MatrixPlan, pattern: str) -> str:
+    """Return the command line of a matrix, without options that change no number."""
+    words = ["kvscout", "replay", "--matrix"]
+    if pattern != "*":
+        words += ["--cells", pattern]
+    if plan.seeds != MATRIX_SEEDS:
+        words += ["--seeds", str(plan.seeds)]
+    if plan.scale != 1.0:
+        words += ["--scale", f"{plan.scale:g}"]
+    if plan.trace is not None:
+        words += ["--trace", plan.trace.name]
+    labels = tuple(contender.label for contender in plan.contenders)
+    if labels != MATRIX_POLICIES:
+        for label in labels:
+            words += ["--policy", label]
+    return shlex.join([*words, "--markdown"])
+
+
+def _cross_check(contenders: Sequence[Contender], options: dict[str, Any]) -> None:
+    """Run cells simulated and on real processes, and print both."""
+    pattern, seconds, seed = options["cells"], options["cell_seconds"], options["seed"]
+    names = [name for name in cross_check.CELLS if fnmatch(name, pattern)]
+    if not names:
+        raise ConfigError(f"{pattern!r} is none of {', '.join(cross_check.CELLS)}", field="cells")
+    say = stderr().print
+    checked = run(cross_check.cross_check(contenders, names, replay_cell, seconds=seconds, seed=seed, say=say))
+    if options["as_json"]:
+        for each in checked:
+            click.echo(json.dumps(each.as_json()))
+    elif options["as_markdown"]:
+        click.echo(cross_check.markdown(checked))
+    else:
+        stdout().print(cross_check.table(checked))
 
 
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[int, str], None], Callable[[int], None]]]:
-    """A bar a run, on a terminal."""
+def _bar() -> Iterator[tuple[Progress, TaskID]]:
+    """Show a progress bar on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal) as progress:
-        task = progress.add_task("", total=None)
-
-        def on_run(requests: int, text: str) -> None:
-            progress.reset(task, description=text, total=requests)
-
-        def on_done(requests: int) -> None:
-            if not requests % 50:
-                progress.update(task, completed=requests)
-
-        yield on_run, on_done
+        yield progress, progress.add_task("", total=None)

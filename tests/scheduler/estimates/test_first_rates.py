@@ -6,7 +6,7 @@ import pytest
 from support.scheduler_builders import ManualClock, scheduler, worker
 
 from kvscout_common.worker import DeviceClass
-from kvscout_lab.engines_known import known_engine
+from kvscout_lab.simulation.known_engines import known_engine
 from kvscout_scheduler.estimates.first_rates import UNKNOWN, accelerator_of, first_rates, model_of, rates_of
 from kvscout_scheduler.values.request import SelectionRequest
 

@@ -1,0 +1,1 @@
+"""Cells: policies side by side on one workload and cluster, with measures, bounds, tables and plots."""

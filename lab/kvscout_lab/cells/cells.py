@@ -1,0 +1,266 @@
+"""Cells: one workload on one cluster at one rate, under every policy that is asked for; and where `kv` saturates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvscout_common.errors import ConfigError
+from kvscout_lab.cells.bound import Bound, lower_bound
+from kvscout_lab.cells.measures import Measures, Objective, measure
+from kvscout_lab.simulation.cluster import Cluster
+from kvscout_lab.simulation.simulation import Simulation
+from kvscout_lab.workloads.workload import Burst, Workload, at_rate, in_bursts, led
+from kvscout_scheduler.policies import PolicyRegistry, installed_policies
+from kvscout_scheduler.values.settings import SchedulerSettings
+
+SATURATED = 5.0
+"""A cluster is saturated where the mean time to first token is so many times its lower bound."""
+PRECISION = 1.03
+"""Of the rate at which it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A policy with its parameters."""
+
+    label: str
+    settings: SchedulerSettings
+
+    @classmethod
+    def parse(cls, text: str, policies: PolicyRegistry) -> Contender:
+        """`NAME` or `NAME:setting=value,…`, where settings are those of the scheduler.
+
+        Raises:
+            ConfigError: A setting is unknown or out of range.
+            InvalidArgument: The policy is unknown.
+        """
+        name, _, rest = text.partition(":")
+        policies.check(name)
+        known = {field.name: field for field in fields(SchedulerSettings)}
+        changes: dict[str, Any] = {"policy": name}
+        for assignment in filter(None, rest.split(",")):
+            key, equals, value = assignment.partition("=")
+            default = getattr(SchedulerSettings(), key, None) if key in known else None
+            if not equals or key not in known or not isinstance(default, int | float | bool | None):
+                raise ConfigError(f"{assignment!r} is no setting=number of a scheduler", field="policy")
+            changes[key] = _number(key, value, default)
+        return cls(text, SchedulerSettings(**changes).validate())
+
+
+class Result(NamedTuple):
+    """One policy in one cell."""
+
+    label: str
+    measures: Measures
+
+
+class Cell(NamedTuple):
+    """One workload on one cluster at one rate."""
+
+    workload: str
+    workers: int
+    prefill_workers: int
+    kv_tokens: int
+    rate: float
+    """Flows a second."""
+    load: float | None
+    """Share of the rate at which `kv` saturates; None = the rate was given."""
+    results: tuple[Result, ...]
+
+
+class Experiment:
+    """Runs policies on a workload.
+
+    Args:
+        workload: What is asked.
+        cluster: What serves it.
+        objective: What counts.
+        burst: How requests bunch together; None = as they come.
+        lead_seconds: So long before the others comes the first one.
+        on_run: Called with a text before each run.
+        on_done: Called with the number of requests ended in this run, while it runs.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        objective: Objective = Objective(),
+        burst: Burst | None = None,
+        lead_seconds: float = 0.0,
+        on_run: Callable[[str], None] = lambda _: None,
+        on_done: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._burst = burst
+        self._lead_seconds = lead_seconds
+        self._workload = workload
+        self._cluster = cluster.validate()
+        self.objective = objective.validate()
+        self._on_run = on_run
+        self._on_done = on_done
+        self._turns = [len(flow.turns) for flow in workload.flows]
+        self._bound: Bound = lower_bound(workload, cluster)
+        self._policies = installed_policies()
+
+    def run(self, settings: SchedulerSettings, rate: float) -> Measures:
+        """One policy at one rate.
+
+        Args:
+            settings: Of the schedulers.
+            rate: Flows a second.
+        """
+        workload = at_rate(self._workload, rate)
+        if self._burst is not None:
+            workload = in_bursts(workload, self._burst)
+        workload = led(workload, self._lead_seconds)
+        simulation = Simulation(workload, self._cluster, settings, self._policies, on_done=self._on_done)
+        run = simulation.run()
+        simulation.check_idle()
+        return measure(run, self._bound, self._turns, self.objective)
+
+    def cell(self, contenders: Sequence[Contender], rate: float, load: float | None = None) -> Cell:
+        """Every policy at one rate.
+
+        Args:
+            contenders: The policies.
+            rate: Flows a second.
+            load: What that is of the saturated rate, for the record.
+        """
+        results = []
+        for contender in contenders:
+            self._on_run(contender.label)
+            results.append(Result(contender.label, self.run(contender.settings, rate)))
+        cluster = self._cluster
+        return Cell(
+            self._workload.name,
+            cluster.workers,
+            cluster.prefill_workers,
+            cluster.engine.kv_tokens,
+            rate,
+            load,
+            tuple(results),
+        )
+
+    def saturation(self, settings: SchedulerSettings | None = None) -> float:
+        """The rate, in flows a second, at which a policy (`kv`) makes requests wait `SATURATED` times their bound.
+
+        Raises:
+            ConfigError: There are too few requests for that, even if all come within a second.
+        """
+        settings = SchedulerSettings(policy="kv") if settings is None else settings
+        factor, tried = 2.0, self._guess()
+        low = high = 0.0
+        while not (low and high):
+            if low > len(self._turns):
+                raise ConfigError(f"are too few to saturate it: {sum(self._turns)}", field="requests")
+            self._on_run(f"where it saturates: {tried:.3g}/s")
+            measures = self.run(settings, tried)
+            if measures.ttft.mean > SATURATED * measures.bound_ttft_mean:
+                high = tried
+            else:
+                low = tried
+            tried = tried * factor if not high else tried / factor
+        while high / low > PRECISION:
+            tried = (low * high) ** 0.5
+            self._on_run(f"where it saturates: {tried:.3g}/s")
+            measures = self.run(settings, tried)
+            if measures.ttft.mean > SATURATED * measures.bound_ttft_mean:
+                high = tried
+            else:
+                low = tried
+        return low
+
+    def _guess(self) -> float:
+        """A rate to begin with: as if prompts were half cached and all else were free."""
+        flow = sum(turn.prompt_tokens for each in self._workload.flows for turn in each.turns) / len(self._turns)
+        seconds = flow * self._cluster.engine.step.prefill_us_per_token / 2e6
+        return self._cluster.workers / max(seconds, 1e-3)
+
+
+def cells(
+    make: Callable[[], Workload],
+    *,
+    clusters: Sequence[Cluster],
+    contenders: Sequence[Contender],
+    rates: Sequence[float],
+    loads: Sequence[float],
+    experiment: Callable[[Workload, Cluster], Experiment],
+) -> Iterator[Cell]:
+    """Every cluster at every rate and load.
+
+    Args:
+        make: The workload.
+        clusters: What serves it.
+        contenders: The policies.
+        rates: Flows a second.
+        loads: Shares of the rate at which `kv` saturates.
+        experiment: Makes the experiment of a workload on a cluster.
+    """
+    workload = make()
+    for cluster in clusters:
+        cluster = replace(cluster, engine=replace(cluster.engine, block_size=workload.block_size))
+        runner = experiment(workload, cluster)
+        for rate in rates:
+            yield runner.cell(contenders, rate)
+        if loads:
+            saturated = runner.saturation()
+            for load in loads:
+                yield runner.cell(contenders, load * saturated, load)
+
+
+def cells_by_seed(
+    make: Callable[[int], Workload],
+    seeds: Sequence[int],
+    *,
+    clusters: Sequence[Cluster],
+    contenders: Sequence[Contender],
+    rates: Sequence[float],
+    loads: Sequence[float],
+    experiment: Callable[[Workload, Cluster], Experiment],
+) -> Iterator[list[Cell]]:
+    """Every cluster at every rate and load, with each of some seeds; where `kv` saturates is looked for with the first.
+
+    Args:
+        make: The workload of a seed.
+        seeds: At least one.
+        clusters: What serves it.
+        contenders: The policies.
+        rates: Flows a second.
+        loads: Shares of the rate at which `kv` saturates.
+        experiment: Makes the experiment of a workload on a cluster.
+    """
+    first, *others = seeds
+    for cluster in clusters:
+        one = [replace(cluster, seed=first)]
+        workload = partial(make, first)
+        found = list(
+            cells(workload, clusters=one, contenders=contenders, rates=rates, loads=loads, experiment=experiment)
+        )
+        groups = [[cell] for cell in found]
+        for seed in others:
+            again = cells(
+                partial(make, seed),
+                clusters=[replace(cluster, seed=seed)],
+                contenders=contenders,
+                rates=[cell.rate for cell in found],
+                loads=(),
+                experiment=experiment,
+            )
+            for group, cell in zip(groups, again, strict=True):
+                group.append(cell)
+        yield from groups
+
+
+def _number(name: str, text: str, default: object) -> float | int | bool:
+    try:
+        if isinstance(default, bool):
+            return bool(int(text))
+        if isinstance(default, int):
+            return int(text)
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r} is not a number", field="policy") from error

@@ -1,0 +1,1 @@
+"""The matrix: named cells in which policies are compared, run in processes."""

@@ -1,0 +1,171 @@
+"""A simulated workload, sent to a gateway's OpenAI API in real time, as clients would.
+
+The node of a block becomes token ids, the same ones wherever that block stands, so that prompts share what they
+share in the laboratory. What a client says (`max_tokens`, `stream`) and what the engine generates are two things: the
+length of an output travels in `vllm_xargs.output_tokens`, which simulated engines read and nothing between does.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import Any, Final
+
+import aiohttp
+
+from kvscout_client import GenerateChunk, Usage
+from kvscout_common.errors import InternalError, Unavailable
+from kvscout_lab.real_time.open_loop import Limits, OpenLoop
+from kvscout_lab.real_time.record import Replay
+from kvscout_lab.workloads.sessions import Session
+from kvscout_lab.workloads.sessions import Turn as SessionTurn
+from kvscout_lab.workloads.workload import Flow, Turn, Workload
+
+TOKENS: Final = range(1_000, 31_000)
+"""Ids that prompts are made of."""
+MAX_BOUND: Final = 4_096
+"""What requests say of which the workload knows no bound: without one a completion ends after 16 tokens."""
+
+
+def first_prompt(flow: Flow, number: int, block_size: int) -> array[int]:
+    """The token ids of a flow's first prompt.
+
+    Args:
+        flow: The flow.
+        number: Of it; what follows the last complete block no other flow has.
+        block_size: Tokens a block.
+    """
+    turn = flow.turns[0]
+    blocks, rest = divmod(turn.prompt_tokens, block_size)
+    tokens = array("I")
+    for node in turn.nodes[:blocks]:
+        tokens.extend(Random(node).choices(TOKENS, k=block_size))
+    tokens.extend(Random(f"rest {number}").choices(TOKENS, k=rest))
+    return tokens
+
+
+def new_tokens(flow: Flow, number: int) -> Iterator[array[int]]:
+    """What each later prompt of a flow adds to the one before it and its answer."""
+    for place, (before, turn) in enumerate(pairwise(flow.turns), 1):
+        count = turn.prompt_tokens - before.prompt_tokens - before.output_tokens
+        yield array("I", Random(f"turn {number} {place}").choices(TOKENS, k=count))
+
+
+def body_of(turn: Turn, model: str, prompt: array[int]) -> dict[str, Any]:
+    """A turn as a client asks for it.
+
+    Args:
+        turn: The turn.
+        model: That is asked.
+        prompt: Its tokens.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt.tolist(),
+        "max_tokens": max(turn.max_tokens or MAX_BOUND, turn.output_tokens),
+        "return_token_ids": True,
+        "vllm_xargs": {"output_tokens": turn.output_tokens, "tells_first_token": not turn.streamed},
+    }
+    if turn.streamed:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return body
+
+
+class HttpReplay:
+    """One replay of a workload over HTTP. Used once.
+
+    Args:
+        url: Of the OpenAI API, up to `/v1`.
+        model: Of the requests.
+        timeout_seconds: Longest wait for one answer.
+    """
+
+    def __init__(self, url: str, model: str, timeout_seconds: float = 120.0) -> None:
+        self._url = f"{url}/completions"
+        self._model = model
+        self._timeout = aiohttp.ClientTimeout(timeout_seconds)
+        self._start_unix = 0.0
+        self._first_tokens: dict[str, float] = {}
+        """First token of each answer that came as a whole, in seconds from the start, by request id."""
+
+    async def run(self, workload: Workload) -> Replay:
+        """Send every flow at its time and return when the last turn has ended.
+
+        At most one request of each flow is under way.
+        """
+        turns: dict[str, Turn] = {}
+
+        def send(token_ids: array[int], max_tokens: int, request_id: str) -> AsyncIterator[GenerateChunk]:
+            return self._send(http, turns[request_id], token_ids, request_id)
+
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=self._timeout) as http:
+            self._start_unix = time.time()
+            driver = OpenLoop(send, Limits(max_outstanding=len(workload.flows)))
+            replay = await driver.run(_sessions(workload, turns))
+        records = [
+            replace(
+                record, first_token=self._first_tokens.get(f"{record.session_id}/{record.turn}", record.first_token)
+            )
+            for record in replay.records
+        ]
+        return replace(replay, records=tuple(records))
+
+    async def _send(
+        self, http: aiohttp.ClientSession, turn: Turn, prompt: array[int], request_id: str
+    ) -> AsyncIterator[GenerateChunk]:
+        came = 0
+        try:
+            data = json.dumps(body_of(turn, self._model, prompt), separators=(",", ":"))
+            async with http.post(self._url, data=data, headers={"Content-Type": "application/json"}) as response:
+                if response.status != 200:
+                    raise InternalError(f"{response.status}: {(await response.text())[:200]}")
+                if turn.streamed:
+                    async for line in response.content:
+                        if line.startswith(b"data: {"):
+                            chunk = _chunk(json.loads(line[6:]))
+                            came += len(chunk.token_ids)
+                            yield chunk
+                else:
+                    document = await response.json()
+                    chunk = _chunk(document)
+                    came += len(chunk.token_ids)
+                    if chunk.token_ids:
+                        self._first_tokens[request_id] = document["first_token_unix_seconds"] - self._start_unix
+                    yield chunk
+        except (aiohttp.ClientError, TimeoutError, ValueError) as failure:
+            raise Unavailable(f"{type(failure).__name__}: {failure}") from failure
+        if came != turn.output_tokens:
+            raise InternalError(f"{came} of {turn.output_tokens} tokens came")
+
+
+def _sessions(workload: Workload, turns: dict[str, Turn]) -> Iterator[Session]:
+    """Make the sessions of a workload, and note its turns by request id."""
+    for number, flow in enumerate(workload.flows):
+        prompts = [first_prompt(flow, number, workload.block_size), *new_tokens(flow, number)]
+        turns.update({f"{number}/{place}": turn for place, turn in enumerate(flow.turns)})
+        yield Session(
+            str(number),
+            flow.start_seconds,
+            tuple(
+                SessionTurn(prompt, turn.output_tokens, turn.think_seconds if place else 0.0)
+                for place, (prompt, turn) in enumerate(zip(prompts, flow.turns, strict=True))
+            ),
+        )
+
+
+def _chunk(document: dict[str, Any]) -> GenerateChunk:
+    """Return an event of a stream, or a whole answer, as a chunk."""
+    if "error" in document:
+        raise ValueError(str(document["error"])[:200])
+    tokens = [token for choice in document["choices"] for token in choice["token_ids"]]
+    usage = document.get("usage")
+    if usage:
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        usage = Usage(usage["prompt_tokens"], usage["completion_tokens"], cached)
+    return GenerateChunk(token_ids=tuple(tokens), usage=usage or None)

@@ -1,0 +1,1 @@
+"""Workloads: sessions, traces and generated flows, and the settings of their clients."""

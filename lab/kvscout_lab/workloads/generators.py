@@ -1,0 +1,235 @@
+"""Workloads that are made: each a function of its parameters, the same seed the same requests at the same times.
+
+* `conversations`: the sessions of `kvscout demo`'s generator, at the scale of a service.
+* `agents`: tools and instructions of thousands of tokens, shared by all sessions of an agent; few agents are popular.
+* `shared_prompt`: one system prompt before everything, short questions, long answers.
+* `long_agents`: the same with contexts of 20,000 to 120,000 tokens, and more turns.
+* `embeddings`: short texts, many a second, and no output.
+* `documents`: questions about documents that are asked about again, behind one short system prompt; with few requests a
+  second and caches that hold a part of the documents each, it shows whether idle workers share them out.
+
+`agents` was made to resemble what is published of Mooncake's trace of tools and agents (mean input about 8,600 tokens,
+mean output about 180, 59 % of the input seen before); it is not that trace. That, and the synthetic one, are replayed
+from their files.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvscout_common.errors import ConfigError
+from kvscout_lab.workloads.sessions import LogNormal, MultiTurn, Range, multi_turn
+from kvscout_lab.workloads.workload import Flow, Nodes, Turn, Workload, from_sessions
+
+
+def conversations(sessions: int, seed: int = 0, block_size: int = 64) -> Workload:
+    """Multi-turn chats: system prompts of 16 apps, a document first, then questions.
+
+    Args:
+        sessions: How many.
+        seed: Of all draws.
+        block_size: Tokens a block.
+    """
+    parameters = MultiTurn(
+        sessions=sessions,
+        seed=seed,
+        system_prompt_tokens=Range(256, 1_024),
+        first_message_tokens=LogNormal(median=6_144, sigma=0.8, low=512, high=32_768),
+        message_tokens=Range(64, 768),
+        output_tokens=Range(32, 224),
+        think_seconds=2.0,
+    )
+    return from_sessions("conversations", multi_turn(parameters), block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Parameters of `agents`."""
+
+    sessions: int = 1_000
+    seed: int = 0
+    block_size: int = 64
+    agents: int = 48
+    skew: float = 1.0
+    """Zipf exponent of their popularity."""
+    instructions: LogNormal = LogNormal(median=3_600, sigma=0.5, low=1_000, high=16_000)
+    """Tokens of an agent's tools and instructions."""
+    task: LogNormal = LogNormal(median=2_600, sigma=1.0, low=64, high=32_000)
+    """New tokens of a session's first turn."""
+    observation: LogNormal = LogNormal(median=500, sigma=0.9, low=32, high=8_000)
+    """New tokens of each later turn: what a tool said."""
+    turns: Range = Range(1, 2)
+    output: LogNormal = LogNormal(median=130, sigma=0.8, low=8, high=1_500)
+    tool_seconds: float = 2.0
+    """Mean time that a tool takes."""
+
+
+def agents(parameters: Agents = Agents()) -> Workload:
+    """Sessions of agents, one flow each."""
+    rng, nodes = random.Random(parameters.seed), Nodes()
+    instructions = [parameters.instructions.draw(rng) for _ in range(parameters.agents)]
+    popularity = [1.0 / (rank + 1) ** parameters.skew for rank in range(parameters.agents)]
+    size = parameters.block_size
+    flows, start = [], 0.0
+    for _ in range(parameters.sessions):
+        start += rng.expovariate(1.0)
+        (agent,) = rng.choices(range(parameters.agents), popularity)
+        chain = nodes.chain([("agent", agent)] * (instructions[agent] // size))
+        tokens = instructions[agent]
+        turns = []
+        for number in range(parameters.turns.draw(rng)):
+            prompt = tokens + (parameters.observation if number else parameters.task).draw(rng)
+            output = parameters.output.draw(rng)
+            tokens = prompt + output
+            chain = nodes.extend(chain, tokens // size)
+            think = rng.expovariate(1 / parameters.tool_seconds) if number else 0.0
+            turns.append(Turn(chain, prompt, output, think))
+        flows.append(Flow(start, tuple(turns)))
+    return Workload("agents", size, tuple(flows))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompt:
+    """Parameters of `shared_prompt`."""
+
+    requests: int = 2_000
+    seed: int = 0
+    block_size: int = 64
+    prompt_tokens: int = 8_192
+    """Of the system prompt that all share."""
+    question: LogNormal = LogNormal(median=160, sigma=0.7, low=16, high=2_000)
+    output: LogNormal = LogNormal(median=250, sigma=0.6, low=16, high=1_000)
+
+
+def shared_prompt(parameters: SharedPrompt = SharedPrompt()) -> Workload:
+    """Questions behind one system prompt, one flow each."""
+    if parameters.prompt_tokens < 0:
+        raise ConfigError("must not be negative", field="prompt_tokens")
+    rng, nodes = random.Random(parameters.seed), Nodes()
+    size = parameters.block_size
+    system = nodes.chain(["system"] * (parameters.prompt_tokens // size))
+    flows, start = [], 0.0
+    for _ in range(parameters.requests):
+        start += rng.expovariate(1.0)
+        prompt = parameters.prompt_tokens + parameters.question.draw(rng)
+        output = parameters.output.draw(rng)
+        chain: array[int] = nodes.extend(system, (prompt + output) // size)
+        flows.append(Flow(start, (Turn(chain, prompt, output),)))
+    return Workload("shared-prompt", size, tuple(flows))
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Parameters of `documents`."""
+
+    requests: int = 1_000
+    seed: int = 0
+    block_size: int = 16
+    documents: int = 48
+    """Each is asked about as often as any other."""
+    prompt_tokens: int = 256
+    """Of the system prompt that all share."""
+    document: int = 1_024
+    """Tokens of each."""
+    question: Range = Range(32, 96)
+    output: Range = Range(8, 24)
+
+
+def documents(parameters: Documents = Documents()) -> Workload:
+    """Questions about one of some documents each, one flow each."""
+    rng, nodes = random.Random(parameters.seed), Nodes()
+    size = parameters.block_size
+    system, body = parameters.prompt_tokens // size, parameters.document // size
+    flows, start = [], 0.0
+    for _ in range(parameters.requests):
+        start += rng.expovariate(1.0)
+        about = rng.randrange(parameters.documents)
+        chain = nodes.chain([*["system"] * system, *[about] * body])
+        prompt = (system + body) * size + parameters.question.draw(rng)
+        output = parameters.output.draw(rng)
+        flows.append(Flow(start, (Turn(nodes.extend(chain, (prompt + output) // size), prompt, output),)))
+    return Workload("documents", size, tuple(flows))
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Parameters of `embeddings`."""
+
+    requests: int = 6_000
+    seed: int = 0
+    block_size: int = 16
+    text: LogNormal = LogNormal(median=180, sigma=0.8, low=8, high=2_000)
+    instruction_tokens: int = 32
+    """That all begin with."""
+
+
+def embeddings(parameters: Embeddings = Embeddings()) -> Workload:
+    """Texts to embed, one flow each."""
+    rng, nodes = random.Random(parameters.seed), Nodes()
+    size = parameters.block_size
+    instruction = nodes.chain(["instruction"] * (parameters.instruction_tokens // size))
+    flows, start = [], 0.0
+    for _ in range(parameters.requests):
+        start += rng.expovariate(1.0)
+        prompt = parameters.instruction_tokens + parameters.text.draw(rng)
+        turn = Turn(nodes.extend(instruction, prompt // size), prompt, 0, output_class="embeddings")
+        flows.append(Flow(start, (turn,)))
+    return Workload("embeddings", size, tuple(flows))
+
+
+def long_agents(sessions: int, seed: int = 0, block_size: int = 64) -> Workload:
+    """Agents whose contexts have 20,000 to 120,000 tokens: code bases and long transcripts.
+
+    Args:
+        sessions: How many.
+        seed: Of all draws.
+        block_size: Tokens a block.
+    """
+    made = agents(
+        Agents(
+            sessions=sessions,
+            seed=seed,
+            block_size=block_size,
+            agents=16,
+            instructions=LogNormal(median=16_000, sigma=0.4, low=8_000, high=32_000),
+            task=LogNormal(median=24_000, sigma=0.6, low=8_000, high=80_000),
+            observation=LogNormal(median=2_000, sigma=0.8, low=128, high=8_000),
+            turns=Range(2, 5),
+            output=LogNormal(median=250, sigma=0.7, low=16, high=2_000),
+        )
+    )
+    return replace(made, name="long-agents")
+
+
+GENERATED: Final = ("conversations", "agents", "long-agents", "shared-prompt", "documents", "embeddings")
+"""Names of what `generate` makes."""
+
+
+def generate(name: str, requests: int, seed: int = 0, shared_tokens: int = 8_192) -> Workload:
+    """The workload of a name, with about so many requests.
+
+    Args:
+        name: One of `GENERATED`.
+        requests: Turns of all flows.
+        seed: Of all draws.
+        shared_tokens: Of the system prompt of `shared-prompt`.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if name == "conversations":
+        return conversations(max(1, round(requests / 5.5)), seed)
+    if name == "agents":
+        return agents(Agents(sessions=max(1, round(requests / 1.5)), seed=seed))
+    if name == "long-agents":
+        return long_agents(max(1, round(requests / 3.5)), seed)
+    if name == "documents":
+        return documents(Documents(requests=requests, seed=seed))
+    if name == "embeddings":
+        return embeddings(Embeddings(requests=requests, seed=seed))
+    if name == "shared-prompt":
+        return shared_prompt(SharedPrompt(requests=requests, seed=seed, prompt_tokens=shared_tokens))
+    raise ConfigError(f"{name!r} is none of {', '.join(GENERATED)}", field="workload")
