@@ -15,12 +15,12 @@ log = logging.getLogger("kvscout.client")
 
 
 class Lifecycle(Protocol):
-    """What a booking needs of its router."""
+    """Calls of a router that a booking makes."""
 
     async def mark_prefill_complete(
         self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
     ) -> bool:
-        """Reports the first token."""
+        """Report the first token."""
         ...
 
     async def renew(
@@ -32,13 +32,13 @@ class Lifecycle(Protocol):
         role: Role = Role.AGGREGATED,
         lease_seconds: int = 0,
     ) -> list[str]:
-        """Renews leases; returns what is booked nowhere."""
+        """Renew leases; return the requests that are no longer booked."""
         ...
 
     async def add_output(
         self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
     ) -> int:
-        """Adds generated blocks; returns how many there are."""
+        """Add generated blocks; return their number in all."""
         ...
 
     async def free(
@@ -50,7 +50,7 @@ class Lifecycle(Protocol):
         role: Role = Role.AGGREGATED,
         output_tokens: int = 0,
     ) -> FreeOutcome:
-        """Ends the request."""
+        """End the request."""
         ...
 
 
@@ -89,7 +89,7 @@ class Booking:
         self._freed = False
 
     async def prefill_complete(self) -> bool:
-        """Reports the first token, so that the prompt no longer counts as prefill load.
+        """Report the first token, so that the prompt no longer counts as prefill load.
 
         Returns:
             False if it was reported before, or nothing is booked.
@@ -104,13 +104,13 @@ class Booking:
         )
 
     async def renew(self, lease_seconds: int = 0) -> bool:
-        """Has the booking last longer than its lease.
+        """Renew the lease of the booking.
 
         Args:
             lease_seconds: From now; 0 = 300.
 
         Returns:
-            False if nothing is booked, or not any more.
+            False if nothing is booked, or no longer.
         """
         if not self.decision.booked:
             return False
@@ -120,7 +120,7 @@ class Booking:
         return not gone
 
     async def add_output(self, blocks: int) -> int:
-        """Counts generated blocks as load of the worker.
+        """Count generated blocks as load of the worker.
 
         Returns:
             Output blocks in all; 0 where nothing is booked.
@@ -136,7 +136,7 @@ class Booking:
         )
 
     async def free(self, output_tokens: int = 0) -> FreeOutcome:
-        """Ends the request; repeated calls do nothing more.
+        """End the request; repeated calls do nothing more.
 
         Args:
             output_tokens: That it generated, from which the scheduler learns how long outputs are; 0 = unknown.
@@ -164,7 +164,7 @@ class Booking:
         try:
             await self.free()
         except KvscoutError as failure:
-            # The work is done, or what went wrong with it matters more; the booking ends with its lease.
+            # The request is over, and its own error matters more; the booking ends with its lease.
             problem = f"request {self.request_id!r} could not be freed: {failure}"
             if error is None:
                 log.warning("%s", problem)

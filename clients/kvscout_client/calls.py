@@ -1,14 +1,15 @@
-"""How a client calls a gateway: deadlines, what is tried again, and why nothing answers."""
+"""Calls of a gateway: deadlines, retries, and the reasons of failures."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from kvscout_common.errors import Draining, KvscoutError, Unavailable
+from kvscout.v1 import gateway_pb2
+from kvscout_common.errors import DeadlineExceeded, Draining, KvscoutError, Unavailable
 from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.identity.tls_probe import tls_trouble
 from kvscout_common.rpc.channel import call, stream
@@ -16,13 +17,13 @@ from kvscout_common.rpc.channel import call, stream
 T = TypeVar("T")
 
 RETRIES = 2
-"""Further tries of a call that can be repeated, where nothing tells how many."""
+"""Further tries of a call that can be repeated, by default."""
 PAUSE_SECONDS = 0.1
 """Before the second try; doubles from try to try."""
 
 
 class NotSecured(Unavailable):
-    """Something answers there, and client and server do not agree on TLS: trying again does not help."""
+    """A server answers, but client and server do not agree on TLS: trying again does not help."""
 
 
 class Calls:
@@ -35,11 +36,11 @@ class Calls:
     def __init__(
         self, address: str, security: ClientSecurity, *, timeout_seconds: float | None, retries: int = RETRIES
     ) -> None:
-        """Calls this gateway.
+        """Prepare calls; nothing is sent yet.
 
         Args:
             address: host:port.
-            security: How it is called.
+            security: TLS files and bearer token.
             timeout_seconds: Deadline of a unary call, all its tries together; None = none.
             retries: Further tries of a call that can be repeated.
         """
@@ -49,7 +50,7 @@ class Calls:
         self._retries = retries
 
     async def unary(self, method: Callable[..., Awaitable[T]], request: Any, *, repeatable: bool = False) -> T:
-        """Calls a unary rpc.
+        """Call a unary rpc.
 
         Args:
             method: Of a stub.
@@ -80,7 +81,7 @@ class Calls:
     async def stream(
         self, method: Callable[..., Any], request: Any, *, timeout: float | None = None
     ) -> AsyncGenerator[Any, None]:
-        """Calls a server-streaming rpc; closed early, it is cancelled.
+        """Call a server-streaming rpc; closed early, it is cancelled.
 
         Raises:
             NotSecured, KvscoutError: As `unary`.
@@ -93,8 +94,30 @@ class Calls:
             raise await self._explained(error) from error
 
     async def _explained(self, error: Unavailable) -> KvscoutError:
-        """What is known of an error besides: it may be TLS."""
+        """Return an error with its reason, where TLS is the reason."""
         if error.answered:
             return error
         trouble = await tls_trouble(self._address, self._security)
         return NotSecured(f"{self._address} {trouble}") if trouble else error
+
+
+async def started_within(
+    seconds: float | None, messages: AsyncIterator[gateway_pb2.GenerateResponse]
+) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
+    """Yield the messages of a stream whose first output has a deadline.
+
+    Raises:
+        DeadlineExceeded: The first output did not come in time.
+    """
+    deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await anext(messages, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no token came within {seconds:g} s") from None
+        if message is None:
+            return
+        if message.token_ids or message.text:
+            deadline = None
+        yield message

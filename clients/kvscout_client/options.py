@@ -1,15 +1,15 @@
-"""What a caller can ask for beside the prompt. None: the engine's or the service's default."""
+"""Options of a request beside its prompt. None: the engine's or the service's default."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvscout.v1 import gateway_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """When generation ends."""
+    """Conditions that end a generation."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -18,19 +18,13 @@ class StopConditions:
     ignore_eos: bool = False
 
     def to_proto(self) -> gateway_pb2.StopConditions:
-        """As protobuf."""
-        return gateway_pb2.StopConditions(
-            max_tokens=self.max_tokens,
-            min_tokens=self.min_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-        )
+        """Return the protobuf message."""
+        return gateway_pb2.StopConditions(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How tokens are drawn."""
+    """Settings of the sampler."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -42,34 +36,21 @@ class SamplingOptions:
     seed: int | None = None
 
     def to_proto(self) -> gateway_pb2.SamplingOptions:
-        """As protobuf."""
-        return gateway_pb2.SamplingOptions(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            seed=self.seed,
-        )
+        """Return the protobuf message."""
+        return gateway_pb2.SamplingOptions(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What the output carries."""
+    """Contents of the output beside tokens and text."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
 
     def to_proto(self) -> gateway_pb2.OutputOptions:
-        """As protobuf."""
-        return gateway_pb2.OutputOptions(
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-        )
+        """Return the protobuf message."""
+        return gateway_pb2.OutputOptions(**asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +63,5 @@ class RouterOverride:
     seed: int | None = None
 
     def to_proto(self) -> types_pb2.RouterConfigOverride:
-        """As protobuf."""
-        return types_pb2.RouterConfigOverride(
-            overlap_score_weight=self.overlap_score_weight,
-            router_temperature=self.router_temperature,
-            policy=self.policy,
-            seed=self.seed,
-        )
+        """Return the protobuf message."""
+        return types_pb2.RouterConfigOverride(**asdict(self))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from enum import Enum
 from types import TracebackType
 from typing import Any, Final, TypeAlias, TypeVar, overload
 
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, scheduler_pb2, types_pb2, workers_pb2
-from kvscout_client import decode
+from kvscout_client import decode, encode
 from kvscout_client.booking import Booking
-from kvscout_client.calls import RETRIES, Calls
+from kvscout_client.calls import RETRIES, Calls, started_within
 from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
 from kvscout_client.results import (
     ActiveRequest,
@@ -26,26 +24,20 @@ from kvscout_client.results import (
     WorkerLoad,
     WorkerRecord,
 )
-from kvscout_client.tokens import Tokens, token_list
-from kvscout_common.errors import DeadlineExceeded, InvalidArgument
+from kvscout_client.tokens import Tokens
+from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import MmItem
 from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.registry.worker_proto import role_to_proto, spec_from_proto, spec_to_proto
 from kvscout_common.rpc.channel import open_channel
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerSpec
 
-_WithTokens = TypeVar(
-    "_WithTokens",
-    gateway_pb2.RouteRequest,
-    gateway_pb2.GenerateRequest,
-    gateway_pb2.GatewayGetPotentialLoadsRequest,
-)
-
+M = TypeVar("M")
 
 WorkerId: TypeAlias = str | int
-"""A worker's id; a number is the text of it."""
+"""A worker's id; a number stands for its text."""
 PAGE_SIZE = 1_000
-"""Of lists: an answer stays far below what a message may have."""
+"""Entries of a page of a list: an answer stays far below what a message may have."""
 
 
 class Unchanged(Enum):
@@ -75,7 +67,7 @@ class Router:
         timeout_seconds: float | None = 30.0,
         retries: int = RETRIES,
     ) -> None:
-        """Connects lazily; nothing is sent before the first call.
+        """Connect lazily; nothing is sent before the first call.
 
         Args:
             address: host:port of the gateway.
@@ -100,7 +92,7 @@ class Router:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection; calls in flight are cancelled."""
+        """Close the connection; calls in flight are cancelled."""
         await self._channel.close()
 
     # Requests
@@ -190,7 +182,7 @@ class Router:
         explain: bool = False,
         lease_seconds: int = 0,
     ) -> RouteDecision | Booking:
-        """Tells where a prompt should go and, with a request id, books it there.
+        """Choose the worker of a prompt and, with a request id, book it there.
 
         Args:
             token_ids: The prompt; or its block_hashes.
@@ -199,7 +191,7 @@ class Router:
             isl_tokens: Its length with block_hashes; 0 = that of the blocks.
             request_id: Set = book; the caller then owes `prefill_complete` and `free`, the latter best through
                 `async with`. None = query only, nothing changes.
-            attempt_id: Tells attempts of one request apart.
+            attempt_id: Number of the attempt of one request.
             model: Model or adapter; "" = the router's.
             lora_name: Adapter; "" = base model.
             cache_salt: Separates the prompt's cache blocks from others'.
@@ -214,7 +206,7 @@ class Router:
             expected_output_tokens: 0 = unknown; schedulers learn it, best by output_class.
             max_output_tokens: At which the output ends (`max_tokens`); 0 = no such bound is known.
             output_class: Requests of one class are expected to have outputs of similar lengths; at most 64 characters.
-            estimate_prefill_complete: Nobody will call `prefill_complete`, since the engine answers as a whole.
+            estimate_prefill_complete: `prefill_complete` will not be called, since the engine answers as a whole.
             explain: Explain the decision.
             lease_seconds: Until the booking ends unless renewed; 0 = 300.
 
@@ -224,18 +216,18 @@ class Router:
         """
         if request_id is not None and not request_id:
             raise InvalidArgument("must not be empty; None = query only", field="request_id")
-        request = _filled(
+        request = encode.filled(
             gateway_pb2.RouteRequest(
                 model=model or self._model,
                 tenant=self._tenant,
-                block_hashes=_hashes(block_hashes),
+                block_hashes=encode.hashes(block_hashes),
                 block_size=block_size,
                 isl_tokens=isl_tokens,
                 request_id=request_id or "",
                 attempt_id=attempt_id,
                 lora_name=lora_name,
                 cache_salt=cache_salt,
-                mm_items=_mm_items(mm_items),
+                mm_items=encode.mm_items(mm_items),
                 role=role_to_proto(role),
                 allowed_worker_ids=map(str, allowed_worker_ids),
                 pinned_worker_id=str(pinned_worker_id),
@@ -281,30 +273,30 @@ class Router:
         timeout_seconds: float | None = None,
         start_timeout_seconds: float | None = None,
     ) -> AsyncGenerator[GenerateChunk, None]:
-        """Runs a prompt on the best worker and streams its output. Closing it early (`aclosing`) cancels the request.
+        """Run a prompt on the best worker and stream its output. Closing it early (`aclosing`) cancels the request.
 
         Args:
             token_ids: The prompt.
             model: Model or adapter; "" = the router's.
             request_id: "" = the gateway makes one.
-            stop: When to stop.
-            sampling: How to draw.
-            output: What to return.
+            stop: Conditions that end it.
+            sampling: Settings of the sampler.
+            output: Contents of the output.
             engine_fields: Further fields of the engine's own request, passed on as JSON, such as the content of
                 `mm_items`, which need it. Those that the gateway sets are refused.
             lora_name, cache_salt, mm_items, pinned_worker_id, pinned_dp_rank, allowed_worker_ids, required_labels,
                 override, priority, explain: As for `route`.
             timeout_seconds: Deadline of the whole request; None = none.
-            start_timeout_seconds: Longest wait for its first token; None = any.
+            start_timeout_seconds: Longest wait for its first token; None = no limit.
 
         Yields:
-            Pieces of output, in order: the first names the worker, the last carries the usage.
+            Chunks of output, in order: the first names the worker, the last carries the usage.
 
         Raises:
             InternalError: The engine failed after its first token.
             others: As `route`.
         """
-        request = _filled(
+        request = encode.filled(
             gateway_pb2.GenerateRequest(
                 model=model or self._model,
                 tenant=self._tenant,
@@ -314,8 +306,8 @@ class Router:
                 output_options=output.to_proto() if output else None,
                 lora_name=lora_name,
                 cache_salt=cache_salt,
-                mm_items=_mm_items(mm_items),
-                engine_fields=_json_of(engine_fields) if engine_fields else "",
+                mm_items=encode.mm_items(mm_items),
+                engine_fields=encode.engine_json(engine_fields) if engine_fields else "",
                 pinned_worker_id=str(pinned_worker_id),
                 pinned_dp_rank=pinned_dp_rank,
                 allowed_worker_ids=map(str, allowed_worker_ids),
@@ -328,13 +320,13 @@ class Router:
         )
         # Closed here and now when the caller stops early: the engine works until the call is cancelled.
         async with aclosing(self._calls.stream(self._stub.Generate, request, timeout=timeout_seconds)) as messages:
-            async for message in _started_within(start_timeout_seconds, messages):
+            async for message in started_within(start_timeout_seconds, messages):
                 yield decode.chunk(message)
 
     async def mark_prefill_complete(
         self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
     ) -> bool:
-        """Reports the first token of a booked request, named as it was booked.
+        """Report the first token of a booked request, named as it was booked.
 
         Returns:
             False if it was reported before.
@@ -342,16 +334,8 @@ class Router:
         Raises:
             NotFound: Unknown request.
         """
-        request = scheduler_pb2.MarkPrefillCompleteRequest(
-            model=model or self._model,
-            tenant=self._tenant,
-            role=role_to_proto(role),
-            request_id=request_id,
-            attempt_id=attempt_id,
-        )
-        answer: scheduler_pb2.MarkPrefillCompleteResponse = await self._calls.unary(
-            self._stub.MarkPrefillComplete, request, repeatable=True
-        )
+        request = self._booked(scheduler_pb2.MarkPrefillCompleteRequest, request_id, model, attempt_id, role)
+        answer = await self._calls.unary(self._stub.MarkPrefillComplete, request, repeatable=True)
         return answer.changed
 
     async def free(
@@ -363,7 +347,7 @@ class Router:
         role: Role = Role.AGGREGATED,
         output_tokens: int = 0,
     ) -> FreeOutcome:
-        """Ends a booked request, named as it was booked; one that is unknown or freed is no error.
+        """End a booked request, named as it was booked; one that is unknown or freed is no error.
 
         Args:
             request_id: The request.
@@ -372,14 +356,8 @@ class Router:
             role: As it was booked.
             output_tokens: That it generated, for policies that learn how fast workers are; 0 = unknown.
         """
-        request = scheduler_pb2.FreeRequest(
-            model=model or self._model,
-            tenant=self._tenant,
-            role=role_to_proto(role),
-            request_id=request_id,
-            attempt_id=attempt_id,
-            output_tokens=output_tokens,
-        )
+        request = self._booked(scheduler_pb2.FreeRequest, request_id, model, attempt_id, role)
+        request.output_tokens = output_tokens
         return decode.free_outcome(await self._calls.unary(self._stub.Free, request, repeatable=True))
 
     async def renew(
@@ -391,7 +369,7 @@ class Router:
         role: Role = Role.AGGREGATED,
         lease_seconds: int = 0,
     ) -> list[str]:
-        """Renews the leases of booked requests.
+        """Renew the leases of booked requests.
 
         Args:
             request_ids: At least one.
@@ -401,7 +379,7 @@ class Router:
             lease_seconds: From now; 0 = 300.
 
         Returns:
-            Those that are booked nowhere any more.
+            Requests that are no longer booked.
         """
         names = list(request_ids)
         request = scheduler_pb2.RenewRequest(
@@ -414,13 +392,13 @@ class Router:
             ],
             lease_seconds=lease_seconds,
         )
-        answer: scheduler_pb2.RenewResponse = await self._calls.unary(self._stub.Renew, request, repeatable=True)
+        answer = await self._calls.unary(self._stub.Renew, request, repeatable=True)
         return [names[index] for index in answer.unknown]
 
     async def add_output(
         self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
     ) -> int:
-        """Adds generated blocks to the load of a booked request.
+        """Add generated blocks to the load of a booked request.
 
         Returns:
             Its output blocks in all.
@@ -429,34 +407,36 @@ class Router:
             NotFound: Unknown request.
             FailedPrecondition: The scheduler does not track output.
         """
-        request = scheduler_pb2.AddOutputRequest(
+        request = self._booked(scheduler_pb2.AddOutputRequest, request_id, model, attempt_id, role)
+        request.blocks = blocks
+        answer = await self._calls.unary(self._stub.AddOutput, request)
+        return answer.output_blocks
+
+    def _booked(self, kind: Callable[..., M], request_id: str, model: str, attempt_id: int, role: Role) -> M:
+        """Make a message that names a booked request."""
+        return kind(
             model=model or self._model,
             tenant=self._tenant,
             role=role_to_proto(role),
             request_id=request_id,
             attempt_id=attempt_id,
-            blocks=blocks,
         )
-        answer: scheduler_pb2.AddOutputResponse = await self._calls.unary(self._stub.AddOutput, request)
-        return answer.output_blocks
 
     async def active_requests(
         self, *, model: str = "", worker_id: WorkerId = "", limit: int = 1_000
     ) -> list[ActiveRequest]:
-        """Requests that are booked now, whoever booked them.
+        """Return the requests that are booked now, by any client.
 
         Args:
             model: Only of this one; "" = of all.
             worker_id: Only on this one; "" = on all.
-            limit: At most so many, the oldest.
+            limit: Largest number; the oldest are returned.
         """
         request = scheduler_pb2.ListActiveRequestsRequest(tenant=self._tenant, model=model, worker_id=str(worker_id))
         found: list[ActiveRequest] = []
         while len(found) < limit:
             request.page_size = min(limit - len(found), PAGE_SIZE)
-            answer: scheduler_pb2.ListActiveRequestsResponse = await self._calls.unary(
-                self._stub.ListActiveRequests, request, repeatable=True
-            )
+            answer = await self._calls.unary(self._stub.ListActiveRequests, request, repeatable=True)
             found += [decode.active_request(one) for one in answer.requests]
             request.page_token = answer.next_page_token
             if not request.page_token:
@@ -466,22 +446,20 @@ class Router:
     # Workers
 
     async def register_worker(self, spec: WorkerSpec, *, lease_seconds: int = 0) -> RegisteredWorker:
-        """Registers a worker, or replaces its registration, everywhere.
+        """Register a worker, or replace its registration, everywhere.
 
         Args:
             spec: The worker.
-            lease_seconds: The registration ends when no `keep_alive` came for so long; 0 = it stays.
+            lease_seconds: Time without `keep_alive` after which the registration ends; 0 = it stays.
         """
         request = workers_pb2.RegisterWorkerRequest(
             tenant=spec.tenant, worker=spec_to_proto(spec), lease_seconds=lease_seconds
         )
-        answer: workers_pb2.RegisterWorkerResponse = await self._calls.unary(
-            self._stub.RegisterWorker, request, repeatable=True
-        )
+        answer = await self._calls.unary(self._stub.RegisterWorker, request, repeatable=True)
         return RegisteredWorker(spec_from_proto(answer.worker), answer.created)
 
     async def update_worker(self, spec: WorkerSpec) -> WorkerSpec:
-        """Replaces the registration of a worker that must exist; its lease goes on.
+        """Replace the registration of a worker that must exist; its lease goes on.
 
         Returns:
             The registration as stored, defaults filled in.
@@ -490,13 +468,11 @@ class Router:
             NotFound: Unknown worker.
         """
         request = workers_pb2.UpdateWorkerRequest(tenant=spec.tenant, worker=spec_to_proto(spec))
-        answer: workers_pb2.UpdateWorkerResponse = await self._calls.unary(
-            self._stub.UpdateWorker, request, repeatable=True
-        )
+        answer = await self._calls.unary(self._stub.UpdateWorker, request, repeatable=True)
         return spec_from_proto(answer.worker)
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
-        """Removes a worker with its blocks and bookings.
+        """Remove a worker with its blocks and bookings.
 
         Raises:
             NotFound: Unknown worker.
@@ -506,7 +482,7 @@ class Router:
         await self._calls.unary(self._stub.RemoveWorker, request)
 
     async def drain_worker(self, worker_id: WorkerId, *, undo: bool = False) -> int:
-        """Stops new requests for a worker, or lets them in again.
+        """Stop new requests for a worker, or admit them again.
 
         Returns:
             Requests still active on it.
@@ -515,23 +491,21 @@ class Router:
             NotFound: Unknown worker.
         """
         request = workers_pb2.DrainWorkerRequest(tenant=self._tenant, worker_id=str(worker_id), undo=undo)
-        answer: workers_pb2.DrainWorkerResponse = await self._calls.unary(
-            self._stub.DrainWorker, request, repeatable=True
-        )
+        answer = await self._calls.unary(self._stub.DrainWorker, request, repeatable=True)
         return answer.active_requests
 
     async def keep_alive(self, worker_ids: Iterable[WorkerId]) -> tuple[str, ...]:
-        """Renews leases.
+        """Renew the leases of workers.
 
         Returns:
             Workers that are not registered (any more) and must register again.
         """
         request = workers_pb2.KeepAliveRequest(tenant=self._tenant, worker_ids=map(str, worker_ids))
-        answer: workers_pb2.KeepAliveResponse = await self._calls.unary(self._stub.KeepAlive, request, repeatable=True)
+        answer = await self._calls.unary(self._stub.KeepAlive, request, repeatable=True)
         return tuple(answer.unknown_worker_ids)
 
     async def list_workers(self, *, model: str = "") -> list[WorkerRecord]:
-        """The registered workers, ordered by id.
+        """Return the registered workers, ordered by id.
 
         Args:
             model: Only of this model; "" = all, the router's default model notwithstanding.
@@ -539,9 +513,7 @@ class Router:
         request = workers_pb2.ListWorkersRequest(tenant=self._tenant, model=model, page_size=PAGE_SIZE)
         found: list[WorkerRecord] = []
         while True:
-            answer: workers_pb2.ListWorkersResponse = await self._calls.unary(
-                self._stub.ListWorkers, request, repeatable=True
-            )
+            answer = await self._calls.unary(self._stub.ListWorkers, request, repeatable=True)
             found += [decode.worker_record(entry) for entry in answer.workers]
             request.page_token = answer.next_page_token
             if not request.page_token:
@@ -558,8 +530,8 @@ class Router:
         lora_name: str = "",
         cache_salt: str = "",
     ) -> list[WorkerLoad]:
-        """The load of each worker rank, now and with a prompt added; no prompt = as it is."""
-        request = _filled(
+        """Return the load of each worker rank, now and with a prompt added; no prompt = as it is."""
+        request = encode.filled(
             gateway_pb2.GatewayGetPotentialLoadsRequest(
                 model=model or self._model,
                 tenant=self._tenant,
@@ -569,25 +541,19 @@ class Router:
             ),
             token_ids,
         )
-        answer: scheduler_pb2.GetPotentialLoadsResponse = await self._calls.unary(
-            self._stub.GetPotentialLoads, request, repeatable=True
-        )
+        answer = await self._calls.unary(self._stub.GetPotentialLoads, request, repeatable=True)
         return [decode.load(entry) for entry in answer.loads]
 
     async def busy_thresholds(self, *, model: str = "") -> BusyThresholds:
-        """A model's busy thresholds."""
+        """Return a model's busy thresholds."""
         request = types_pb2.GetBusyThresholdsRequest(model=model or self._model, tenant=self._tenant)
-        answer: types_pb2.GetBusyThresholdsResponse = await self._calls.unary(
-            self._stub.GetBusyThresholds, request, repeatable=True
-        )
+        answer = await self._calls.unary(self._stub.GetBusyThresholds, request, repeatable=True)
         return decode.thresholds(answer.thresholds)
 
     async def list_busy_thresholds(self) -> list[BusyThresholds]:
-        """The thresholds of every model that has any."""
+        """Return the thresholds of every model that has any."""
         request = types_pb2.ListBusyThresholdsRequest(tenant=self._tenant)
-        answer: types_pb2.ListBusyThresholdsResponse = await self._calls.unary(
-            self._stub.ListBusyThresholds, request, repeatable=True
-        )
+        answer = await self._calls.unary(self._stub.ListBusyThresholds, request, repeatable=True)
         return [decode.thresholds(entry) for entry in answer.thresholds]
 
     async def set_busy_thresholds(
@@ -597,7 +563,7 @@ class Router:
         active_decode_blocks_threshold: float | Unchanged | None = UNCHANGED,
         active_prefill_tokens_threshold: int | Unchanged | None = UNCHANGED,
     ) -> BusyThresholds:
-        """Changes a model's busy thresholds from the next selection on.
+        """Change a model's busy thresholds from the next selection on.
 
         Args:
             model: "" = the router's.
@@ -616,13 +582,11 @@ class Router:
                 request.clear.append(name)
             elif not isinstance(value, Unchanged):
                 setattr(request, name, value)
-        answer: types_pb2.SetBusyThresholdsResponse = await self._calls.unary(
-            self._stub.SetBusyThresholds, request, repeatable=True
-        )
+        answer = await self._calls.unary(self._stub.SetBusyThresholds, request, repeatable=True)
         return decode.thresholds(answer.thresholds)
 
     async def dump(self, *, model: str = "") -> AsyncGenerator[events_pb2.KvEventBatch, None]:
-        """The state of the index as state chunks, worker rank by worker rank.
+        """Yield the state of the index as state chunks, worker rank by worker rank.
 
         Args:
             model: "" = every model of the tenant.
@@ -637,57 +601,6 @@ class Router:
                 yield batch
 
     async def status(self, *, model: str = "") -> RouterStatus:
-        """The state of the gateway, of its helpers and of what it saw of the workers."""
+        """Return the state of the gateway, its upstreams, and its observations of workers."""
         request = types_pb2.GetStatusRequest(tenant=self._tenant, model=model)
         return decode.status(await self._calls.unary(self._stub.GetStatus, request, repeatable=True))
-
-
-def _mm_items(items: Iterable[MmItem]) -> list[types_pb2.MultimodalItem]:
-    return [types_pb2.MultimodalItem(id=item.id, offset=item.offset, length=item.length) for item in items]
-
-
-def _hashes(block_hashes: Iterable[int]) -> list[int]:
-    hashes = list(block_hashes)
-    try:
-        if all(0 <= one < 1 << 64 for one in hashes):
-            return hashes
-    except TypeError:
-        pass  # no numbers
-    raise InvalidArgument("must be integers from 0 to 2^64 − 1", field="block_hashes")
-
-
-def _json_of(fields: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(dict(fields), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"must be values of JSON: {error}", field="engine_fields") from error
-
-
-def _filled(request: _WithTokens, token_ids: Tokens) -> _WithTokens:
-    try:
-        request.token_ids.extend(token_list(token_ids))
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"must be integers from 0 to 2^32 − 1: {error}", field="token_ids") from error
-    return request
-
-
-async def _started_within(
-    seconds: float | None, messages: AsyncIterator[gateway_pb2.GenerateResponse]
-) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
-    """The messages, if the first output comes within so many seconds.
-
-    Raises:
-        DeadlineExceeded: It does not.
-    """
-    deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
-    while True:
-        try:
-            async with asyncio.timeout_at(deadline):
-                message = await anext(messages, None)
-        except TimeoutError:
-            raise DeadlineExceeded(f"no token came within {seconds:g} s") from None
-        if message is None:
-            return
-        if message.token_ids or message.text:
-            deadline = None
-        yield message

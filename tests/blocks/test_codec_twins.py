@@ -67,6 +67,7 @@ def test_both_write_the_same_bytes_and_each_reads_them(round_: int) -> None:
     assert loaded.dump(WORKER) == dump, f"KVSCOUT_TEST_SEED={SEED}"
 
 
+@pytest.mark.slow
 def test_large_states_are_cut_at_the_same_blocks() -> None:
     source = NativeIndex(4)
     source.add_worker(WORKER, WorkerOptions())
@@ -105,6 +106,7 @@ def outcome(load: Callable[[], object]) -> str:
     return "loaded"
 
 
+@pytest.mark.slow
 def test_damaged_messages_never_crash_and_change_nothing_when_refused() -> None:
     rng = random.Random(SEED)
     source = filled(rng, 30)

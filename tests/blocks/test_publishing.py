@@ -228,6 +228,7 @@ class Reader:
             self.last = item.event_id
 
 
+@pytest.mark.slow
 def test_whatever_fails_a_reader_ends_where_the_index_is() -> None:
     print(f"KVSCOUT_TEST_SEED={SEED}")
     rng = random.Random(SEED)

@@ -257,6 +257,7 @@ def test_what_cannot_be_loaded_is_told_by_a_step(index_factory: IndexFactory) ->
     assert index.find_matches([1, 2], now=0.0).device == (2,)
 
 
+@pytest.mark.slow
 def test_a_demotion_takes_and_predicts_between_its_slices_no_more_than_before(index_factory: IndexFactory) -> None:
     for seed in range(SEED, SEED + 4):
         world = pair(index_factory, seed, prompts=200)

@@ -153,6 +153,7 @@ async def test_a_demotion_of_many_blocks_gives_the_loop_away_and_later_batches_w
         assert (world.found(7_000_000), world.found(7_000_001)) == ((1, 1), (1, 1))
 
 
+@pytest.mark.slow
 async def test_a_cut_of_many_blocks_is_of_its_beginning_and_later_batches_wait_for_it() -> None:
     world = World()
     world.source.on_batch(batch(0, *many(1)))

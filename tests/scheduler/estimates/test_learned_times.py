@@ -236,6 +236,7 @@ def test_first_tokens_of_one_step_are_one_observation() -> None:
     assert made.times.prefill.at(2_000) == pytest.approx(0.06, rel=0.15)
 
 
+@pytest.mark.slow
 def test_paces_of_many_registered_ranks_are_kept_while_they_idle() -> None:
     names = [f"w{number:04d}" for number in range(1_300)]
     made = Engines(*names)
