@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvscout_common.errors import InternalError
 from kvscout_common.http.http import FailureKind, HttpFailed
-from kvscout_gateway.engines.faults import Fault, refused, reported, transport_failure
+from kvscout_common.transport.statuses import status_code
+from kvscout_gateway.engines.faults import RULES, EngineFailed, Fault, refused, reported, transport_failure
+from kvscout_gateway.fronts.openai.refusals import refusal_of
 
 
 @pytest.mark.parametrize(
@@ -52,3 +55,33 @@ def test_what_is_not_heard_is_the_workers_fault_but_for_want_of_our_own(kind: Fa
     failed = transport_failure("http://engine", HttpFailed("gone", kind))
     assert (failed.fault is Fault.GATEWAY) == (kind is FailureKind.RESOURCES)
     assert str(failed) == "http://engine: gone"
+
+
+def test_every_fault_has_a_row_and_every_front_a_status_for_it() -> None:
+    rows = {
+        fault: (
+            rule.payer.value,
+            rule.retried,
+            rule.ejection.value,
+            status_code(rule.error).name,
+            refusal_of(EngineFailed("failed", fault=fault).error()).status,
+        )
+        for fault, rule in RULES.items()
+    }
+    assert rows == {
+        Fault.REQUEST: ("client", False, "never", "INVALID_ARGUMENT", 400),
+        Fault.OVERLOAD: ("nobody", True, "backoff", "RESOURCE_EXHAUSTED", 429),
+        Fault.REFUSED: ("worker", True, "counts if others run it", "UNAVAILABLE", 503),
+        Fault.WORKER: ("worker", True, "counts", "UNAVAILABLE", 503),
+        Fault.TIME: ("nobody", False, "never", "DEADLINE_EXCEEDED", 504),
+        Fault.GATEWAY: ("gateway", False, "never", "RESOURCE_EXHAUSTED", 429),
+    }
+    assert set(rows) == set(Fault)
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_what_is_tried_elsewhere_ends_the_request_once_its_client_has_output(fault: Fault) -> None:
+    failed = EngineFailed("failed", fault=fault)
+    assert (failed.final_error(passed=False) is None) == RULES[fault].retried
+    ended = failed.final_error(passed=True)
+    assert isinstance(ended, InternalError if RULES[fault].retried else RULES[fault].error)

@@ -22,7 +22,7 @@ from kvscout_common.http.http import (
 from kvscout_common.observability import tracing
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_gateway.engines.answer import words_read
-from kvscout_gateway.engines.faults import EngineFailed, Fault, refused, reported, transport_failure
+from kvscout_gateway.engines.faults import EngineFailed, Fault, Payer, refused, reported, transport_failure
 from kvscout_gateway.engines.timeouts import Bounded, EngineTimeouts, Liveness, Watch
 
 log = logging.getLogger("kvscout.gateway")
@@ -230,7 +230,7 @@ class EngineCall:
         except HttpFailed as error:
             failed = transport_failure(self._endpoint, error)
             self.span.failed(failed)
-            if failed.fault is Fault.GATEWAY:
+            if failed.rule.payer is Payer.GATEWAY:
                 self._engines.warnings.warning("resources", "requests fail for lack of resources here: %s", error)
             raise failed from error
         except TimeoutError as error:

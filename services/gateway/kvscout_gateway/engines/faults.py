@@ -1,23 +1,23 @@
-"""Whose fault it is that an engine did not run a request, which decides who pays for it.
+"""Failures of engines: the one table of who pays for each, and what tells them apart.
 
-::
-
-    fault      such as                                         the request             the worker
-    REQUEST    400, 413, 422; "code": 400 in a stream;         ends, INVALID_ARGUMENT  untouched
-               401, 403 of the client's own key
-    OVERLOAD   429; 503 with Retry-After                       tried elsewhere         left alone for that time
-    REFUSED    5xx, 401, 403, 404, 3xx, errors in a stream     tried elsewhere         counts if another one runs it
-    WORKER     refused or broken connection, nonsense, hung    tried elsewhere         counts
-    TIME       no whole answer in time; health checks succeed  ends, DEADLINE_EXCEEDED untouched
-    GATEWAY    no file descriptor, no memory left here         ends                    untouched
+A new kind of failure is a member of `Fault` and a row of `RULES`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Final, NamedTuple
 
+from kvscout_common.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    KvscoutError,
+    ResourceExhausted,
+    Unavailable,
+)
 from kvscout_common.http.http import FailureKind, Headers, HttpFailed
 
 MAX_MESSAGE = 500
@@ -35,7 +35,7 @@ _TRANSPORT_FAILURES = {
     FailureKind.UNREACHABLE: "the worker cannot be reached",
     FailureKind.BROKEN: "the worker broke off",
     FailureKind.PROTOCOL: "the worker's answer makes no sense",
-    FailureKind.RESOURCES: "no descriptors or no memory are left",
+    FailureKind.RESOURCES: "the gateway has no resources left: no descriptors or no memory are left",
 }
 
 
@@ -43,17 +43,60 @@ class Fault(Enum):
     """Whose fault a failure is."""
 
     REQUEST = "request"
-    """Every engine would refuse it."""
+    """Every engine would refuse it: 400, 413, 422, also in a stream; 401 and 403 of a client's own key."""
     OVERLOAD = "overload"
-    """The engine has too much to do; it is well otherwise."""
+    """The engine has too much to do, and is well otherwise: 429, or 503 with Retry-After."""
     REFUSED = "refused"
-    """The engine answers, and does not run it: its own trouble, or a request that no engine survives."""
+    """The engine answers, and does not run it, for its own trouble or because no engine survives it: 5xx, 401, 403,
+    404, 3xx, errors in a stream."""
     WORKER = "worker"
-    """The engine is gone, hangs, or talks nonsense."""
+    """The engine is gone, hangs, or talks nonsense: a connection that is refused or breaks."""
     TIME = "time"
     """The answer takes longer than it may, and nothing says that the engine is at fault: another one needs as long."""
     GATEWAY = "gateway"
-    """This process has no resources left to ask with."""
+    """This process has no resources left to ask with: file descriptors, memory."""
+
+
+class Payer(Enum):
+    """Whose failure it is in the end."""
+
+    CLIENT = "client"
+    WORKER = "worker"
+    GATEWAY = "gateway"
+    NOBODY = "nobody"
+
+
+class Ejection(Enum):
+    """What a failure does to its worker's standing with the outlier detector (`health`)."""
+
+    NEVER = "never"
+    BACKOFF = "backoff"
+    """It gets no requests for the time that it names."""
+    COUNTS = "counts"
+    COUNTS_IF_OTHERS_RUN_IT = "counts if others run it"
+    """It counts if another worker runs the request, or if this one had begun to."""
+
+
+class Rule(NamedTuple):
+    """What follows from a fault."""
+
+    payer: Payer
+    retried: bool
+    """It is tried on another worker, as long as the client has nothing of an answer."""
+    ejection: Ejection
+    error: type[KvscoutError]
+    """What ends the request; `statuses` has its gRPC code, `refusals` its HTTP status, and the picker's."""
+    field: str | None = None
+
+
+RULES: Final[Mapping[Fault, Rule]] = {
+    Fault.REQUEST: Rule(Payer.CLIENT, False, Ejection.NEVER, InvalidArgument, "request"),
+    Fault.OVERLOAD: Rule(Payer.NOBODY, True, Ejection.BACKOFF, ResourceExhausted),
+    Fault.REFUSED: Rule(Payer.WORKER, True, Ejection.COUNTS_IF_OTHERS_RUN_IT, Unavailable),
+    Fault.WORKER: Rule(Payer.WORKER, True, Ejection.COUNTS, Unavailable),
+    Fault.TIME: Rule(Payer.NOBODY, False, Ejection.NEVER, DeadlineExceeded),
+    Fault.GATEWAY: Rule(Payer.GATEWAY, False, Ejection.NEVER, ResourceExhausted),
+}
 
 
 class EngineFailed(Exception):
@@ -65,6 +108,7 @@ class EngineFailed(Exception):
         message: With what the engine says, for the client: it names no address.
         detail: For logs and operators: what happened at which address; "" = the message says it.
         fault: Whose fault it is.
+        unreachable: There was no connection: the engine cannot have begun with the request.
         retry_after_seconds: When a later try may succeed, as the engine says.
         answer: What it answered instead of running it: status, headers, body; None = it did not.
     """
@@ -78,6 +122,7 @@ class EngineFailed(Exception):
         fault: Fault = Fault.WORKER,
         retry_after_seconds: float | None = None,
         answer: tuple[int, Headers, bytes] | None = None,
+        unreachable: bool = False,
     ) -> None:
         super().__init__(detail or message)
         self.detail = detail
@@ -85,6 +130,44 @@ class EngineFailed(Exception):
         self.fault = fault
         self.retry_after_seconds = retry_after_seconds
         self.answer = answer
+        self.unreachable = unreachable
+
+    @property
+    def rule(self) -> Rule:
+        """The row of its fault."""
+        return RULES[self.fault]
+
+    def error(self, suffix: str = "") -> KvscoutError:
+        """Return what a client is told."""
+        rule = self.rule
+        # Where a later try may succeed.
+        wait = (self.retry_after_seconds or 1.0) if rule.error in (ResourceExhausted, Unavailable) else None
+        return rule.error(self.message + suffix, field=rule.field, retry_after_seconds=wait)
+
+    def final_error(self, *, passed: bool) -> KvscoutError | None:
+        """Return what ends the request now; None = it can be tried elsewhere.
+
+        Args:
+            passed: The client has something of the answer.
+        """
+        if not self.rule.retried:
+            return self.error()
+        return InternalError(f"failed after its first token: {self.message}") if passed else None
+
+
+def failed_everywhere(failures: Sequence[EngineFailed], suffix: str = "") -> KvscoutError:
+    """Return what a client is told whose request no worker ran: what all of them say, else `Unavailable`.
+
+    Args:
+        failures: In the order of the attempts, at least one.
+        suffix: Of the message.
+    """
+    if len({failure.rule.error for failure in failures}) > 1:
+        return Unavailable(failures[-1].message + suffix, retry_after_seconds=1.0)
+    error = failures[-1].error(suffix)
+    waits = [one.retry_after_seconds for one in failures if one.retry_after_seconds is not None]
+    error.retry_after_seconds = min(waits) if waits and isinstance(error, ResourceExhausted) else 1.0
+    return error
 
 
 def fault_of_status(status: int, *, retry_after: bool, clients_key: bool = False) -> Fault:
@@ -108,7 +191,12 @@ def transport_failure(endpoint: str, error: HttpFailed) -> EngineFailed:
     """There is no answer, or not all of it."""
     # Ports are not among our own resources: they run out for one address at a time, and another worker has its own.
     fault = Fault.GATEWAY if error.kind is FailureKind.RESOURCES else Fault.WORKER
-    return EngineFailed(_TRANSPORT_FAILURES[error.kind], detail=f"{endpoint}: {error}", fault=fault)
+    return EngineFailed(
+        _TRANSPORT_FAILURES[error.kind],
+        detail=f"{endpoint}: {error}",
+        fault=fault,
+        unreachable=error.kind is FailureKind.UNREACHABLE,
+    )
 
 
 def refused(status: int, headers: Headers, body: bytes, *, clients_key: bool = False) -> EngineFailed:

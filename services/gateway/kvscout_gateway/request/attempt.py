@@ -13,7 +13,7 @@ from kvscout_common.http.http import Dialect, HttpAnswer, Sink, SinkGone, SinkSt
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.engine_call import EngineCall, Engines
-from kvscout_gateway.engines.faults import EngineFailed, reported
+from kvscout_gateway.engines.faults import reported
 from kvscout_gateway.engines.health import Key, WorkerHealth
 from kvscout_gateway.engines.observation import Observations, computes_a_block, predicted_cached_tokens
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
@@ -94,7 +94,6 @@ class Attempt:
         self._generated = 0
         self.usage: Usage | None = None
         """What its engine said of the prompt, at the end of its answer."""
-        self.failure: EngineFailed | None = None
         if placement.booking is not None:
             means.bookings.add(placement.booking)
         means.health.sent(self.key)

@@ -8,7 +8,7 @@
 
 A worker that fails before the client has a byte costs one more try elsewhere; after that nothing is retried. Whatever
 happens (end, error, cancellation), each booking is freed exactly once, at the latest when the exchange is left. Who
-pays for a failure, the request or the worker, is told by `engines.failure`.
+pays for a failure, the request or the worker, is told by `engines.faults`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ from types import TracebackType
 from typing import TypeAlias
 
 from kvscout_common.errors import (
-    DeadlineExceeded,
     Draining,
     FailedPrecondition,
     InternalError,
-    InvalidArgument,
     KvscoutError,
     ResourceExhausted,
     Unavailable,
 )
 from kvscout_common.http.http import SinkGone
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits
-from kvscout_gateway.engines.faults import EngineFailed, Fault
+from kvscout_gateway.engines.faults import Ejection, EngineFailed, failed_everywhere
 from kvscout_gateway.request.attempt import Attempt, Means, Reply
 from kvscout_gateway.request.plan import Plan
 from kvscout_gateway.values.placement import Placement
@@ -41,6 +39,8 @@ from kvscout_gateway.values.request import Request, new_request_id
 MAX_TRIES = 256
 """Attempt ids leave eight bits for the number of the try, the highest of which is `UNBOOKED_ATTEMPT`."""
 
+Tried: TypeAlias = list[tuple[Attempt, EngineFailed]]
+"""Attempts that failed, and how."""
 Use: TypeAlias = Callable[[Attempt], Awaitable[None]]
 ReportFailure: TypeAlias = Callable[[str, Placement, EngineFailed, float], object]
 
@@ -228,13 +228,7 @@ class Exchange:
             attempt: The attempt.
             error: What its engine did.
         """
-        attempt.failure = error
-        if not attempt.passed:
-            self._means.routing.failed(attempt.placement)
-        if error.fault is Fault.OVERLOAD:
-            self._means.health.overloaded(attempt.key, error.retry_after_seconds)
-        elif error.fault is Fault.WORKER:
-            self._count(self.request, attempt)
+        self._charge(self.request, attempt, error)
 
     async def run_attempts(self, request: Request, use: Use) -> None:
         """Has an attempt run: on one worker, and on another one if that fails before the client has a byte.
@@ -248,9 +242,9 @@ class Exchange:
             KvscoutError: As `run`.
         """
         unroutable = self._means.routing.unroutable(request)
-        tried: list[Attempt] = []
+        tried: Tried = []
         while len(tried) <= self._all.migration_limit:
-            been_at = [attempt.placement.worker.worker_id for attempt in tried]
+            been_at = [attempt.placement.worker.worker_id for attempt, _ in tried]
             excluded = (*request.excluded, *unroutable, *self._ejected(request, been_at), *been_at)
             try:
                 attempt = await self._open(request, excluded, lambda: self._judge(request, tried, ran=True))
@@ -258,21 +252,22 @@ class Exchange:
                 if not tried:
                     raise
                 self._judge(request, tried, ran=False)
-                raise _given_up(tried, f"; not tried elsewhere: {error}") from tried[-1].failure
+                raise _given_up(tried, f"; not tried elsewhere: {error}") from tried[-1][1]
             try:
                 await use(attempt)
                 return
-            except EngineFailed as error:
-                attempt.failure = error
-                self._charge(request, attempt)
+            except EngineFailed as failure:
+                self._charge(request, attempt, failure)
+                if (final := failure.final_error(passed=attempt.passed)) is not None:
+                    raise final from failure
+                tried.append((attempt, failure))
             finally:
                 attempt.free()
-            tried.append(attempt)
             if request.pinned:
                 break
             await attempt.freed()
         self._judge(request, tried, ran=False)
-        raise _given_up(tried) from tried[-1].failure
+        raise _given_up(tried) from tried[-1][1]
 
     async def _open(self, request: Request, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Attempt:
         attempt_id, self._next_attempt = self._next_attempt, self._next_attempt + 1
@@ -303,54 +298,30 @@ class Exchange:
             return set()
         return self._means.health.ejected(request.tenant, lambda: self._means.routing.candidates(request), tried)
 
-    def _charge(self, request: Request, attempt: Attempt) -> None:
-        """Has a failure paid for; returns if the attempt may be tried elsewhere.
-
-        Raises:
-            KvscoutError: It may not.
-        """
-        error = attempt.failure
-        assert error is not None
+    def _charge(self, request: Request, attempt: Attempt, failure: EngineFailed) -> None:
+        """Have a worker pay for a failure, as far as it is the worker's."""
         if not attempt.passed:
             self._means.routing.failed(attempt.placement)
-        match error.fault:
-            case Fault.REQUEST:
-                raise InvalidArgument(error.message, field="request") from error
-            case Fault.GATEWAY:
-                raise ResourceExhausted(
-                    f"the gateway has no resources left: {error.message}", retry_after_seconds=1.0
-                ) from error
-            case Fault.TIME:
-                raise DeadlineExceeded(error.message) from error
-            case Fault.OVERLOAD:
-                self._means.health.overloaded(attempt.key, error.retry_after_seconds)
-            case Fault.REFUSED if not attempt.passed:
-                pass  # that is seen when it has been tried elsewhere
-            case _:
-                self._count(request, attempt)
-        if attempt.passed:
-            raise InternalError(f"failed after its first token: {error.message}") from error
+        match failure.rule.ejection:
+            case Ejection.BACKOFF:
+                self._means.health.overloaded(attempt.key, failure.retry_after_seconds)
+            case Ejection.COUNTS:
+                self._count(request, attempt, failure)
+            case Ejection.COUNTS_IF_OTHERS_RUN_IT if attempt.passed:
+                self._count(request, attempt, failure)
 
-    def _judge(self, request: Request, tried: list[Attempt], *, ran: bool) -> None:
-        """A worker that refused a request has failed if another one runs it, and not if others refuse it as well."""
-        refused = [
-            attempt for attempt in tried if attempt.failure is not None and attempt.failure.fault is Fault.REFUSED
-        ]
+    def _judge(self, request: Request, tried: Tried, *, ran: bool) -> None:
+        """Count the failures of workers that refused a request if another one runs it, not if others refuse it too."""
         if ran or (len(tried) == 1 and not request.pinned):
-            for attempt in refused:
-                self._count(request, attempt)
+            for attempt, failure in tried:
+                if failure.rule.ejection is Ejection.COUNTS_IF_OTHERS_RUN_IT:
+                    self._count(request, attempt, failure)
 
-    def _count(self, request: Request, attempt: Attempt) -> None:
-        assert attempt.failure is not None
+    def _count(self, request: Request, attempt: Attempt, failure: EngineFailed) -> None:
         attempt.seen.failures += 1
         ejection_seconds = self._means.health.failed(attempt.key, self._means.routing.candidates(request))
-        self._all.report_failure(request.tenant, attempt.placement, attempt.failure, ejection_seconds)
+        self._all.report_failure(request.tenant, attempt.placement, failure, ejection_seconds)
 
 
-def _given_up(tried: list[Attempt], suffix: str = "") -> KvscoutError:
-    """What a client is told whose request no worker ran."""
-    failures = [attempt.failure for attempt in tried if attempt.failure is not None]
-    busy = all(error.fault is Fault.OVERLOAD for error in failures)
-    kind = ResourceExhausted if busy else Unavailable
-    waits = [error.retry_after_seconds for error in failures if error.retry_after_seconds is not None]
-    return kind(failures[-1].message + suffix, retry_after_seconds=min(waits) if busy and waits else 1.0)
+def _given_up(tried: Tried, suffix: str = "") -> KvscoutError:
+    return failed_everywhere([failure for _, failure in tried], suffix)

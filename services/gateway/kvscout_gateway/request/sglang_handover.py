@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
-from kvscout_gateway.engines.faults import EngineFailed, Fault
+from kvscout_gateway.engines.faults import Ejection, EngineFailed
 from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.attempt import Attempt, Reply
 from kvscout_gateway.request.disaggregated import PrefillFailed
@@ -155,7 +155,7 @@ def _began(computed: BaseException | None, generated: BaseException) -> bool:
     """Whether the prefill attempt's failure is the cause of the other."""
     if not isinstance(generated, EngineFailed) or not isinstance(computed, EngineFailed):
         return False
-    return computed.fault is Fault.WORKER or generated.fault is not Fault.WORKER
+    return computed.rule.ejection is Ejection.COUNTS or generated.rule.ejection is not Ejection.COUNTS
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException | None:

@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvscout_common.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
-from kvscout_common.http.http import Charge, FailureKind, Headers, HttpAnswer, HttpCall, HttpFailed, HttpRequest
+from kvscout_common.errors import InvalidArgument, NotFound, Unavailable
+from kvscout_common.http.http import Charge, Headers, HttpAnswer, HttpCall, HttpRequest
 from kvscout_common.http.json_fields import INLINE_BYTES
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_gateway.engines.faults import EngineFailed, Fault
+from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.fronts.answering import spread_answering
 from kvscout_gateway.fronts.openai import proxied
 from kvscout_gateway.fronts.openai.access import Caller, header
@@ -64,12 +64,11 @@ class Passthrough:
                 await self._send(call, read, spec, caller.tenant)
                 return
             except EngineFailed as error:
-                if error.fault is Fault.TIME:
-                    raise DeadlineExceeded(error.message) from error
-                if tries >= min(MAX_TRIES, len(workers)) or not _never_arrived(error):
+                again = error.rule.retried and error.unreachable  # else the engine may have begun with it
+                if tries >= min(MAX_TRIES, len(workers)) or not again:
                     if error.detail:
                         self._gateway.engines.warnings.warning(spec.worker_id, "%s: %s", spec.worker_id, error)
-                    raise Unavailable(error.message, retry_after_seconds=error.retry_after_seconds) from error
+                    raise error.error() from error
 
     def _workers(self, tenant: str, model: str) -> Sequence[WorkerSpec]:
         """Who may be asked, in an order that spreads requests; who fails what others run comes last."""
@@ -120,12 +119,6 @@ class Passthrough:
             engine.end()
             if answer is not None:
                 answer.abort()
-
-
-def _never_arrived(error: EngineFailed) -> bool:
-    """Whether the engine cannot have begun with the request: there was no connection."""
-    cause = error.__cause__
-    return error.fault is Fault.WORKER and isinstance(cause, HttpFailed) and cause.kind is FailureKind.UNREACHABLE
 
 
 def _model_of(headers: Headers, body: bytes) -> str:

@@ -26,7 +26,7 @@ from kvscout_common.errors import (
 from kvscout_common.http.http import Headers, HttpRefused
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.plain_text import printable
-from kvscout_gateway.engines.faults import Fault
+from kvscout_gateway.engines.faults import Payer
 from kvscout_gateway.fronts.client_paths import UnknownPath
 from kvscout_gateway.request.exchange import failure_behind
 from kvscout_gateway.values.prompt import PromptTooLong
@@ -91,7 +91,7 @@ def refusal_of(error: Exception, *, request_id: str = "", in_full: bool = False)
     failed = failure_behind(error)
     if failed is not None and failed.answer is not None:
         status, headers, body = failed.answer
-        if status >= 400 and (failed.fault is Fault.REQUEST or status not in _OURS_TO_SETTLE):
+        if status >= 400 and (failed.rule.payer is Payer.CLIENT or status not in _OURS_TO_SETTLE):
             kept = [(name, value) for name, value in headers if name.lower() in _KEPT]
             return Refusal(status, kept, body)
     if not isinstance(error, KvscoutError):
