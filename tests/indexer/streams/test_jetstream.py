@@ -256,7 +256,7 @@ async def test_a_replica_that_is_overtaken_by_a_purge_loads_the_newest_snapshot(
         await silent.grow(2)
         await until_overlap(slow, 2)
         await until_overlap(slow, 2, "silent")
-        async with reader(behind).sources.turn:
+        async with reader(behind).sources.delivery:
             await silent.grow(1)
             for _ in range(2):
                 await w.grow(300)
@@ -281,7 +281,7 @@ async def test_a_purge_beyond_the_position_that_no_snapshot_covers_is_told(world
         await silent.grow(1)
         await w.grow(2)
         await until_overlap(client, 2)
-        async with reader(indexer).sources.turn:
+        async with reader(indexer).sources.delivery:
             await w.grow(600)  # more than a reader has asked for
             await world.js.purge_stream(STREAM)
         for worker_id in ("w", "silent"):
@@ -481,7 +481,7 @@ async def test_what_the_stream_lost_is_asked_of_the_publisher(world: World) -> N
         await w.grow(2)
         await silent.grow(1)
         await until_overlap(client, 2)
-        async with reader(indexer).sources.turn:
+        async with reader(indexer).sources.delivery:
             await silent.grow(3)
             await w.grow(600)
             await world.js.purge_stream(STREAM)

@@ -21,7 +21,7 @@ _GAUGES: dict[str, tuple[str, Callable[[StreamReader], float]]] = {
     ),
     "kvscout_stream_parked_bytes": (
         "Kept of sources that nobody registered",
-        lambda reader: reader.sources.lanes.parked_bytes,
+        lambda reader: reader.sources.partitions.parked_bytes,
     ),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[StreamReader], float]]] = {
@@ -29,7 +29,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[StreamReader], float]]] = {
     "kvscout_stream_ignored_messages": ("Of another shard, or of nobody", lambda reader: reader.sources.ignored),
     "kvscout_stream_forgotten_sources": (
         "Unregistered sources that became too large to be kept",
-        lambda reader: reader.sources.lanes.forgotten,
+        lambda reader: reader.sources.partitions.forgotten,
     ),
 }
 

@@ -2,7 +2,7 @@
 
 ::
 
-    bridges ──▶ stream ──▶ StreamReader ──lane by lane──▶ JetStreamFeed ──▶ Source ──▶ index
+    bridges ──▶ stream ──▶ StreamReader ──partition by partition──▶ JetStreamFeed ──▶ Source ──▶ index
                               │    ▲
                               ▼    └─ snapshots ◀─ Snapshotter
 
@@ -237,7 +237,7 @@ class JetStream:
 
 
 class JetStreamFeed(PublisherFeed):
-    """The feed of one worker rank from the lane of its subject.
+    """The feed of one worker rank from the partition of its subject.
 
     Args:
         transport: Delivers its messages.

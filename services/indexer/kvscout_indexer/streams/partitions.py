@@ -1,11 +1,11 @@
-"""The sources of one stream, each in its lane: taken by a worker's feed, or parked until somebody registers it.
+"""The sources of one stream, each in its partition: taken by a worker's feed, or parked until somebody registers it.
 
 ::
 
-    message ──▶ lane ── taken, live ─────────────────────▶ feed ──▶ source ──▶ index
+    message ──▶ partition ── taken, live ─────────────────────▶ feed ──▶ source ──▶ index
                   └──── nobody registered it, or just now ──▶ parked: its state, then what came after it
 
-What is parked is bounded: in bytes for each lane and for all, and in time. A lane that exceeds it is forgotten, and its
+What is parked is bounded: in bytes for each partition and for all, and in time. A partition that exceeds it is forgotten, and its
 source is then verified with its publisher, or shown as incomplete, once it is registered.
 """
 
@@ -18,15 +18,15 @@ from kvscout_blocks.source.feed import Cursor
 from kvscout_common.worker import WorkerRank
 
 PARKED_BYTES: Final = 512 * 1024 * 1024
-"""Of all lanes of a stream together: the state of 30 million blocks."""
-PARKED_LANE_BYTES: Final = 128 * 1024 * 1024
-"""Of one lane."""
-MAX_LANES: Final = 65_536
+"""Of all partitions of a stream together: the state of 30 million blocks."""
+PARKED_PARTITION_BYTES: Final = 128 * 1024 * 1024
+"""Of one partition."""
+MAX_PARTITIONS: Final = 65_536
 """Worker ranks of one model and tenant; messages of further ones are ignored until others are gone."""
 
 
 class Taker(Protocol):
-    """What a lane is delivered to: the feed of a registered worker rank."""
+    """What a partition is delivered to: the feed of a registered worker rank."""
 
     @property
     def settled(self) -> bool:
@@ -53,7 +53,7 @@ class Taker(Protocol):
         """
 
 
-class Lane:
+class Partition:
     """One source of a stream."""
 
     __slots__ = (
@@ -81,7 +81,7 @@ class Lane:
         """Seconds since the Unix epoch; 0 = it has a taker."""
 
     def position(self, stream_position: int) -> int:
-        """The sequence up to which a cut of this lane contains its messages."""
+        """The sequence up to which a cut of this partition contains its messages."""
         settled = self.taker is None or not self.live or self.taker.settled
         if settled:
             self.doubtful = False
@@ -102,12 +102,12 @@ class Lane:
         self.parked_bytes = sum(map(len, self.parked))
 
 
-class Lanes:
+class Partitions:
     """Every source of a stream that belongs to this replica's shard.
 
     Args:
         now: Seconds since the Unix epoch.
-        max_lane_bytes: Parked for one lane.
+        max_partition_bytes: Parked for one partition.
         max_bytes: Parked for all.
     """
 
@@ -115,72 +115,72 @@ class Lanes:
         self,
         now: Callable[[], float],
         *,
-        max_lane_bytes: int = PARKED_LANE_BYTES,
+        max_partition_bytes: int = PARKED_PARTITION_BYTES,
         max_bytes: int = PARKED_BYTES,
     ) -> None:
         self._now = now
-        self._max_lane_bytes = max_lane_bytes
+        self._max_partition_bytes = max_partition_bytes
         self._max_bytes = max_bytes
-        self._lanes: dict[str, Lane] = {}
+        self._partitions: dict[str, Partition] = {}
         self.parked_bytes = 0
-        """Kept of all lanes that are not live."""
+        """Kept of all partitions that are not live."""
         self.forgotten = 0
-        """Lanes whose parked messages were dropped."""
+        """Partitions whose parked messages were dropped."""
 
-    def __iter__(self) -> Iterator[Lane]:
-        return iter([self._lanes[subject] for subject in sorted(self._lanes)])
+    def __iter__(self) -> Iterator[Partition]:
+        return iter([self._partitions[subject] for subject in sorted(self._partitions)])
 
-    def get(self, subject: str) -> Lane | None:
-        """The lane of a subject; None if nothing came there yet."""
-        return self._lanes.get(subject)
+    def get(self, subject: str) -> Partition | None:
+        """The partition of a subject; None if nothing came there yet."""
+        return self._partitions.get(subject)
 
     @property
     def full(self) -> bool:
         """Whether there are as many as there may be."""
-        return len(self._lanes) >= MAX_LANES
+        return len(self._partitions) >= MAX_PARTITIONS
 
-    def of(self, subject: str, worker: WorkerRank) -> Lane:
-        """The lane of a subject, made if need be, also if it is one too many."""
-        lane = self._lanes.get(subject)
-        if lane is None:
-            lane = self._lanes[subject] = Lane(subject, worker, self._now())
-        return lane
+    def of(self, subject: str, worker: WorkerRank) -> Partition:
+        """The partition of a subject, made if need be, also if it is one too many."""
+        partition = self._partitions.get(subject)
+        if partition is None:
+            partition = self._partitions[subject] = Partition(subject, worker, self._now())
+        return partition
 
-    def park(self, lane: Lane, data: bytes) -> None:
-        """Keeps a message until the lane is live, within the bounds."""
-        lane.park(data)
+    def park(self, partition: Partition, data: bytes) -> None:
+        """Keeps a message until the partition is live, within the bounds."""
+        partition.park(data)
         self.parked_bytes += len(data)
-        self._bound(lane)
+        self._bound(partition)
 
-    def load(self, lane: Lane, messages: Iterable[bytes]) -> None:
+    def load(self, partition: Partition, messages: Iterable[bytes]) -> None:
         """Parks a state in place of what is parked, within the bounds."""
-        self.parked_bytes -= lane.parked_bytes
-        lane.replace(messages)
-        self.parked_bytes += lane.parked_bytes
-        self._bound(lane)
+        self.parked_bytes -= partition.parked_bytes
+        partition.replace(messages)
+        self.parked_bytes += partition.parked_bytes
+        self._bound(partition)
 
-    def unpark(self, lane: Lane) -> list[bytes]:
+    def unpark(self, partition: Partition) -> list[bytes]:
         """Takes what is parked."""
-        parked = lane.parked
-        self.parked_bytes -= lane.parked_bytes
-        lane.unpark()
+        parked = partition.parked
+        self.parked_bytes -= partition.parked_bytes
+        partition.unpark()
         return parked
 
     def expire(self, max_age_seconds: float) -> None:
-        """Forgets lanes that nobody registered for as long as the stream keeps messages: their workers are gone."""
+        """Forgets partitions that nobody registered for as long as the stream keeps messages: their workers are gone."""
         oldest = self._now() - max_age_seconds
-        for lane in list(self._lanes.values()):
-            if lane.taker is None and lane.unregistered_since < oldest:
-                self.unpark(lane)
-                del self._lanes[lane.subject]
+        for partition in list(self._partitions.values()):
+            if partition.taker is None and partition.unregistered_since < oldest:
+                self.unpark(partition)
+                del self._partitions[partition.subject]
 
-    def _bound(self, lane: Lane) -> None:
-        if lane.parked_bytes > self._max_lane_bytes:
-            self._forget(lane)
+    def _bound(self, partition: Partition) -> None:
+        if partition.parked_bytes > self._max_partition_bytes:
+            self._forget(partition)
         while self.parked_bytes > self._max_bytes:
-            self._forget(max(self._lanes.values(), key=lambda each: each.parked_bytes))
+            self._forget(max(self._partitions.values(), key=lambda each: each.parked_bytes))
 
-    def _forget(self, lane: Lane) -> None:
-        self.unpark(lane)
-        lane.unverified = True
+    def _forget(self, partition: Partition) -> None:
+        self.unpark(partition)
+        partition.unverified = True
         self.forgotten += 1

@@ -78,7 +78,7 @@ class StreamReader:
         self.stream: StreamState | None = None
         """The stream as it was seen last; None = not yet."""
         self._arrived = asyncio.Event()
-        """Something is to be done: a message, a lane that was taken."""
+        """Something is to be done: a message, a partition that was taken."""
         self.schedule = SnapshotSchedule(threshold, max_age_seconds)
         self.sources = StreamSources(
             link.names, tenant, model, shard=shard, schedule=self.schedule, arrived=self._arrived.set
@@ -203,7 +203,7 @@ class StreamReader:
             )  # fmt: skip
         self._unreadable.clear()
         self._target = stream.last
-        async with self.sources.turn:
+        async with self.sources.delivery:
             self.sources.go_on(stream, plan, snapshot)
 
     async def _follow(self) -> None:
@@ -282,12 +282,12 @@ class StreamReader:
             ):
                 # The rest was removed from the stream.
                 self._target = self.position
-        self.sources.lanes.expire(self.schedule.max_age_seconds)
+        self.sources.partitions.expire(self.schedule.max_age_seconds)
 
     async def _deliver(self, messages: list[StreamMessage]) -> None:
         at = 0
         while at < len(messages):
-            async with self.sources.turn:
+            async with self.sources.delivery:
                 ends = time.monotonic() + SLICE_SECONDS
                 while at < len(messages) and time.monotonic() < ends:
                     message = messages[at]
