@@ -46,10 +46,10 @@ _TRANSPORTS: Final = (Transport.NATS_CORE, Transport.JETSTREAM, Transport.GRPC)
 
 @dataclass(frozen=True, slots=True)
 class PublisherStatus:
-    """What a publisher says of itself."""
+    """Status of a publisher."""
 
     connected: bool
-    """Whether NATS, or every indexer, is there now."""
+    """True if NATS, or every indexer, is there now."""
     buffered: int
     """Batches that have not arrived everywhere."""
     buffered_bytes: int
@@ -57,14 +57,14 @@ class PublisherStatus:
     """Batches that were not sent as they are, because too many waited or one was too large: readers got the state
     instead, or without a local index see a gap."""
     states: int
-    """States sent."""
+    """Return the number of states sent."""
     last_event_id: int | None
     """None = nothing was published in this incarnation."""
     epoch: int
     history_incomplete: bool
     """The engine's own event ids had a gap: blocks from before it are not vouched for, until the cache is cleared."""
     problem: str
-    """What an operator should know; "" = nothing."""
+    """Problem for an operator; "" = none."""
 
 
 class _Outlet(Outlet, Protocol):
@@ -215,7 +215,7 @@ class KvEventPublisher:
         """Ends with what ended one of our tasks."""
 
     async def open(self) -> KvEventPublisher:
-        """Begins to publish; connections are made in the background. `async with` does it.
+        """Begin to publish; connections are made in the background. `async with` does it.
 
         Raises:
             ValueError: It was opened before: what is new is another incarnation, and another publisher's.
@@ -246,7 +246,7 @@ class KvEventPublisher:
         return self
 
     def in_thread(self) -> ThreadedKvEventPublisher:
-        """The same for engines without an event loop: any thread may publish."""
+        """Return the same for engines without an event loop: any thread may publish."""
         from kvscout_client.kv_publisher_thread import ThreadedKvEventPublisher
 
         return ThreadedKvEventPublisher(self)
@@ -264,7 +264,7 @@ class KvEventPublisher:
         mm_items: Sequence[Sequence[str]] = (),
         event_id: int | None = None,
     ) -> int | None:
-        """Tells that blocks were stored; a short one and what follows it are left out.
+        """Tell that blocks were stored; a short one and what follows it are left out.
 
         Args:
             token_ids: Tokens of all blocks, u32. Empty, and `num_block_tokens` too: the blocks are known already and
@@ -303,15 +303,15 @@ class KvEventPublisher:
     def publish_removed(
         self, block_hashes: Sequence[int], *, medium: str | None = None, event_id: int | None = None
     ) -> int | None:
-        """Tells that one physical copy of each block is gone from a medium; arguments as of `publish_stored`."""
+        """Publish that one physical copy of each block is gone from a medium; arguments as of `publish_stored`."""
         return self.publish(removed_events(block_hashes, medium=medium), event_id)
 
     def publish_cleared(self, *, event_id: int | None = None) -> int | None:
-        """Tells that the whole cache was dropped."""
+        """Publish that the whole cache was dropped."""
         return self.publish([Cleared()], event_id)
 
     def restart(self, *, epoch: int | None = None) -> None:
-        """Begins the next incarnation: the engine lost its cache, and counts from 0 again.
+        """Begin the next incarnation: the engine lost its cache, and counts from 0 again.
 
         Raises:
             ValueError: The epoch is not above the one before.
@@ -319,11 +319,11 @@ class KvEventPublisher:
         self._rank.restart(self._open_outlet(), epoch)
 
     def publish(self, events: Sequence[Event], event_id: int | None = None) -> int | None:
-        """Publishes events that were made elsewhere: what `publish_stored` and the others end in."""
+        """Publish events that were made elsewhere: what `publish_stored` and the others end in."""
         return self._rank.publish(self._open_outlet(), events, event_id)
 
     async def flush(self, timeout: float | None = None) -> bool:
-        """Waits until NATS, or every indexer, has all that was published, and the registration.
+        """Wait until NATS, or every indexer, has all that was published, and the registration.
 
         Args:
             timeout: In seconds; None = as long as it takes.
@@ -333,7 +333,7 @@ class KvEventPublisher:
 
         Raises:
             FailedPrecondition: Somebody removed the worker from the registry in NATS: nobody reads what is published.
-            KvscoutError: The connection was refused for good.
+            KvscoutError: The connection was refused permanently.
         """
         outlet, broken = self._open_outlet(), self._broken
         assert broken is not None
@@ -350,7 +350,7 @@ class KvEventPublisher:
 
     @property
     def status(self) -> PublisherStatus:
-        """How it is."""
+        """Return how it is."""
         outlet, rank = self._outlet, self._rank
         buffered, buffered_bytes = outlet.buffered if outlet is not None else (0, 0)
         broken = self._broken.exception() if self._broken is not None and self._broken.done() else None
@@ -367,7 +367,7 @@ class KvEventPublisher:
         )
 
     async def close(self, *, timeout: float = CLOSE_SECONDS) -> None:
-        """Sends what waits, for `timeout` seconds at most, and ends; a worker of one rank is deregistered.
+        """Send what waits, for `timeout` seconds at most, and ends; a worker of one rank is deregistered.
 
         Of several ranks the others may go on: then the registration ends with its lease.
         """
@@ -407,7 +407,7 @@ class KvEventPublisher:
             self._end(error)
 
     def _end(self, error: BaseException) -> None:
-        """Whoever waits, and whoever asks later, is told why nothing arrives any more."""
+        """Report to every waiter, present and later, why nothing arrives any more."""
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
             # Who never asks is not to be told at exit.

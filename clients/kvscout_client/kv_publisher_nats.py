@@ -68,7 +68,7 @@ class NatsOutlet:
         self._publication.begin(epoch, None)
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What runs while it is open, by name."""
+        """Return what runs while it is open, by name."""
         tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
             "nats": self._link.run,
             "send": lambda: self._sender.run(self._outbox),
@@ -79,32 +79,32 @@ class NatsOutlet:
 
     @property
     def connected(self) -> bool:
-        """Whether NATS is there now."""
+        """Return whether NATS is there now."""
         return self._link.connected
 
     @property
     def problem(self) -> str:
-        """What an operator should know; "" = nothing."""
+        """Return what an operator should know; "" = nothing."""
         lease = self._lease.problem if self._lease is not None else ""
         return self._link.problem or self._sender.problem or (lease and f"not registered: {lease}")
 
     @property
     def buffered(self) -> tuple[int, int]:
-        """Batches and bytes that NATS has not confirmed."""
+        """Return the batches and bytes that NATS has not confirmed."""
         return self._publication.waiting, self._outbox.buffered_bytes
 
     @property
     def dropped(self) -> int:
-        """Batches that were not sent as batches: too many waited, or one was too large."""
+        """Return the number of batches that were not sent as batches: too many waited, or one was too large."""
         return self._publication.dropped + self._publication.oversized
 
     @property
     def states(self) -> int:
-        """States sent, or begun."""
+        """Return the number of states sent, or begun."""
         return self._publication.states
 
     async def drained(self) -> None:
-        """Returns when NATS has confirmed everything, and the registration.
+        """Return when NATS has confirmed everything, and the registration.
 
         Raises:
             FailedPrecondition: Somebody removed the worker.
@@ -114,7 +114,7 @@ class NatsOutlet:
             await self._lease.until_registered()
 
     async def close(self, *, deregister: bool) -> None:
-        """Ends it, after its tasks have ended."""
+        """End it, after its tasks have ended."""
         if self._lease is not None and deregister:
             try:
                 await self._lease.remove()

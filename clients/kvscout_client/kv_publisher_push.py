@@ -39,7 +39,7 @@ OUTDATED_SECONDS: Final = 10.0
 
 
 class PushPosition:
-    """Where one indexer is, and what it is sent next. Pure.
+    """Position of one indexer, and the messages to send it next. Pure.
 
     Args:
         rank: What is published.
@@ -49,9 +49,9 @@ class PushPosition:
         self.dropped = 0
         """Batches that left the ring before they were sent."""
         self.states = 0
-        """States sent."""
+        """Return the number of states sent."""
         self.outdated = False
-        """Whether it knows a newer incarnation, and takes nothing of ours."""
+        """True if it knows a newer incarnation, and takes nothing of ours."""
         self.malformed = 0
         """Batches of this stream that it could not read."""
         self._rank = rank
@@ -66,12 +66,12 @@ class PushPosition:
         """From where it wants to have events again, and the number of that request."""
 
     def begin(self) -> None:
-        """A stream begins; what it has is not known before it answers."""
+        """Begin a stream; the indexer's position is unknown before it answers."""
         self._acked = self._resend = None
         self.outdated = False
 
     def on_answer(self, answer: indexer_pb2.PublishEventsResponse) -> None:
-        """It says how far it is."""
+        """Take an answer: the indexer's position, and its request for lost events."""
         last = answer.last_event_id if answer.HasField("last_event_id") else None
         if self._acked is None:
             self._epoch = self._rank.epoch
@@ -83,7 +83,7 @@ class PushPosition:
         self.malformed = answer.malformed
 
     async def take(self) -> Sequence[bytes]:
-        """The messages to send next; none: it has been sent everything, or has not answered yet."""
+        """Return the messages to send next; none: it has been sent everything, or has not answered yet."""
         if self._acked is None:
             return ()
         if self._epoch != self._rank.epoch:
@@ -99,19 +99,19 @@ class PushPosition:
 
     @property
     def problem(self) -> str:
-        """Why it does not take everything; "" = it does, as far as is known."""
+        """Return why it does not take everything; "" = it does, as far as is known."""
         if self.outdated:
             return f"it knows an incarnation of the engine that is newer than ours, {self._rank.epoch}"
         return f"it could not read {self.malformed} batches" if self.malformed else ""
 
     @property
     def caught_up(self) -> bool:
-        """Whether it has everything."""
+        """Return whether it has everything."""
         return self._acked == (self._rank.epoch, self._rank.last_event_id)
 
     @property
     def missing_from(self) -> int:
-        """The first event that it may not have."""
+        """Return the first event that it may not have."""
         if self._acked is None or self._acked[0] != self._rank.epoch or self._acked[1] is None:
             return 0
         return self._acked[1] + 1
@@ -166,7 +166,7 @@ class PushTarget:
         self.address = address
         self.position = PushPosition(rank)
         self.connected = False
-        """Whether it answers on its stream."""
+        """True if it answers on its stream."""
         self.moved: Callable[[], None] = lambda: None
         """Called when it has more than before."""
         self._rank = rank
@@ -187,22 +187,22 @@ class PushTarget:
 
     @property
     def problem(self) -> str:
-        """Why it gets nothing now; "" = it does."""
+        """Return why it gets nothing now; "" = it does."""
         registration = self.registration.problem if self.registration is not None else ""
         return (registration and f"not registered: {registration}") or self._problem or self.position.problem
 
     @property
     def up_to_date(self) -> bool:
-        """Whether it has everything, of a worker that it knows."""
+        """Return whether it has everything, of a worker that it knows."""
         # Who is not connected may have forgotten the worker, and with it what it said it has.
         return self.connected and self.position.caught_up
 
     def wake(self) -> None:
-        """There is something to send."""
+        """Wake the sender."""
         self._work.set()
 
     async def run(self) -> None:
-        """Keeps it up to date until cancelled."""
+        """Keep it up to date until cancelled."""
         registered = 0
         while True:
             if self.registration is not None:
@@ -227,13 +227,13 @@ class PushTarget:
             self._delay = min(2 * self._delay, MAX_RETRY_SECONDS)
 
     async def close(self, *, deregister: bool) -> None:
-        """Closes the connection, after `run` has ended."""
+        """Close the connection, after `run` has ended."""
         if self.registration is not None and deregister:
             await self.registration.remove()
         await self._channel.close()
 
     async def _session(self) -> None:
-        """One stream, to its end.
+        """Serve one stream to its end.
 
         Raises:
             KvscoutError: Why it ended.
@@ -260,7 +260,7 @@ class PushTarget:
             await asyncio.gather(answers, return_exceptions=True)
 
     async def _read(self, call: Any, status: FirstStatus) -> None:
-        """Takes the answers until there are no more."""
+        """Take the answers until there are no more."""
         try:
             async for answer in call:
                 self.position.on_answer(answer)
@@ -329,7 +329,7 @@ class PushOutlet:
         self._wake()
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What runs while it is open, by name."""
+        """Return what runs while it is open, by name."""
         tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
         for target in self.targets:
             tasks[f"push to {target.address}"] = target.run
@@ -339,17 +339,17 @@ class PushOutlet:
 
     @property
     def connected(self) -> bool:
-        """Whether every indexer answers."""
+        """Return whether every indexer answers."""
         return all(target.connected for target in self.targets)
 
     @property
     def problem(self) -> str:
-        """What an operator should know; "" = nothing."""
+        """Return what an operator should know; "" = nothing."""
         return "; ".join(f"indexer {target.address}: {target.problem}" for target in self.targets if target.problem)
 
     @property
     def buffered(self) -> tuple[int, int]:
-        """Batches and bytes in the ring that not every indexer has acknowledged."""
+        """Return the batches and bytes in the ring that not every indexer has acknowledged."""
         local = self._rank.local
         oldest = local.oldest_event_id
         if oldest is None or local.last_event_id is None:
@@ -359,22 +359,22 @@ class PushOutlet:
 
     @property
     def dropped(self) -> int:
-        """Batches that some indexer was not sent as batches: they left the ring before, or one was too large."""
+        """Return the number of batches not sent as batches to some indexer: they left the ring, or were too large."""
         return self._oversized + sum(target.position.dropped for target in self.targets)
 
     @property
     def states(self) -> int:
-        """States sent."""
+        """Return the number of states sent."""
         return sum(target.position.states for target in self.targets)
 
     async def drained(self) -> None:
-        """Returns when every indexer has everything."""
+        """Return when every indexer has everything."""
         while not all(target.up_to_date for target in self.targets):
             self._moved.clear()
             await self._moved.wait()
 
     async def close(self, *, deregister: bool) -> None:
-        """Ends it, after its tasks have ended."""
+        """End it, after its tasks have ended."""
         await asyncio.gather(*(target.close(deregister=deregister) for target in self.targets))
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""What a publisher knows of its rank: the numbers of its events, its state, and its last messages.
+"""State of a publisher's rank: event numbers, blocks, and its last messages.
 
 ::
 
@@ -28,13 +28,13 @@ from kvscout_common.hashing import MmItem, block_hashes
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 MAX_EVENT_BLOCKS: Final = 16_384
-"""Of one event: 256 KiB of hashes, half of what a message may have. More blocks become several events."""
+"""Blocks of one event: 256 KiB of hashes, half of what a message may have. More blocks become several events."""
 DEMOTED_SECONDS: Final = 120.0
-"""How long blocks whose history was lost can still be named as parents."""
+"""Seconds for which blocks whose history was lost can still be named as parents."""
 
 
 def tier_of(medium: str | None) -> Tier:
-    """The tier that an engine's name of a medium means; None = the device.
+    """Return the tier that an engine's name of a medium means; None = the device.
 
     Raises:
         ValueError: Nothing is known of that name.
@@ -59,7 +59,7 @@ def stored_events(
     cache_salt: str | None,
     mm_items: Sequence[Sequence[str]],
 ) -> list[Event]:
-    """The events that tell that blocks were stored; none where no block is full. See `KvEventPublisher.publish_stored`.
+    """Return the events of stored blocks; none where no block is full. See `KvEventPublisher.publish_stored`.
 
     Raises:
         ValueError: The arguments contradict each other.
@@ -103,7 +103,7 @@ def stored_events(
 
 
 def removed_events(hashes: Sequence[int], *, medium: str | None) -> list[Event]:
-    """The events that tell that blocks were removed.
+    """Return the events of removed blocks.
 
     Raises:
         ValueError: A hash has more than 64 bits, or the medium is unknown.
@@ -117,13 +117,13 @@ def _parts(hashes: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 class Outlet(Protocol):
-    """What brings batches to readers. Nothing of it waits for a network."""
+    """Transport of batches to readers. Nothing of it waits for a network."""
 
     def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
-        """A batch was applied to the index; it gives the message to the local index as well."""
+        """Take a batch that was applied to the index, and give its message to the local index as well."""
 
     def began(self, epoch: int) -> None:
-        """An incarnation begins: nothing of before is valid, for the local index too."""
+        """Begin an incarnation: nothing of before is valid, for the local index too."""
 
 
 class PublishedRank:
@@ -174,16 +174,16 @@ class PublishedRank:
 
     @property
     def last_event_id(self) -> int | None:
-        """Of the last batch; None = there was none in this incarnation."""
+        """Return the number of the last batch; None = there was none in this incarnation."""
         return self.local.last_event_id
 
     @property
     def is_known(self) -> bool:
-        """Whether the local index tells the state: who keeps none knows it as long as nothing has happened."""
+        """Return whether the local index tells the state: who keeps none knows it as long as nothing has happened."""
         return self.has_state or self.last_event_id is None
 
     def publish(self, outlet: Outlet, events: Sequence[Event], event_id: int | None) -> int | None:
-        """Numbers events, applies and publishes them.
+        """Number events, apply and publish them.
 
         Args:
             outlet: What takes them.
@@ -206,7 +206,7 @@ class PublishedRank:
         return self.last_event_id if events else None
 
     def restart(self, outlet: Outlet, epoch: int | None) -> None:
-        """Begins the next incarnation, which knows nothing and counts from 0.
+        """Begin the next incarnation, which knows nothing and counts from 0.
 
         Raises:
             ValueError: Its epoch is not above the one before.
@@ -219,7 +219,7 @@ class PublishedRank:
         outlet.began(self.epoch)
 
     def greeting(self, resend_id: int = 0) -> bytes:
-        """A message that names the source and says nothing, but for the request to which it is the last answer."""
+        """Return a message that names the source alone, and the request to which it is the last answer."""
         pool = self.spec.pool
         return events_pb2.KvEventBatch(
             version=VERSION,

@@ -36,23 +36,23 @@ class RpcRegistration:
         self.registered = asyncio.Event()
         """Set while it is, as far as is known."""
         self.problem = "not registered yet"
-        """Why it is not registered, or not renewed; "" = it is."""
+        """Reason for which it is not registered, or not renewed; "" = it is."""
         self._stub = stub
         self._address = address
         self._spec = spec
         self._lease_seconds = lease_seconds
         self._changed = asyncio.Event()
         self.times = 0
-        """How often this process has registered it."""
+        """Number of times that this process has registered it."""
         self._warnings = RateLimitedLog(log)
 
     def lost(self) -> None:
-        """The service does not know the worker."""
+        """Register again: the service does not know the worker."""
         self.registered.clear()
         self._changed.set()
 
     async def run(self) -> None:
-        """Keeps the registration until cancelled."""
+        """Keep the registration until cancelled."""
         while True:
             self._changed.clear()
             pause = self._lease_seconds / RENEWALS
@@ -73,7 +73,7 @@ class RpcRegistration:
                 pass  # time to renew
 
     async def remove(self) -> None:
-        """Removes it, after `run` has ended; where that fails the lease ends by itself."""
+        """Remove it, after `run` has ended; where that fails the lease ends by itself."""
         if not self.registered.is_set():
             return
         request = workers_pb2.RemoveWorkerRequest(tenant=self._spec.tenant, worker_id=self._spec.worker_id)

@@ -26,7 +26,7 @@ class ThreadedKvEventPublisher:
         self._opened = self._open = False
 
     def open(self) -> ThreadedKvEventPublisher:
-        """Begins to publish; `with` does it.
+        """Begin to publish; `with` does it.
 
         Raises:
             ValueError: It was opened before.
@@ -94,7 +94,7 @@ class ThreadedKvEventPublisher:
 
     @property
     def status(self) -> PublisherStatus:
-        """How it is."""
+        """Return how it is."""
 
         async def status() -> PublisherStatus:
             return self._publisher.status
@@ -121,7 +121,7 @@ class ThreadedKvEventPublisher:
         return self._publisher.publish(events, event_id)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs something on the loop. Waiting for it bounds what threads can have under way, and brings its errors."""
+        """Run something on the loop. Waiting for it bounds what threads can have under way, and brings its errors."""
         if not self._open:
             coroutine.close()
             raise ValueError("the publisher is not open")

@@ -37,7 +37,7 @@ class StoredBlocks(NamedTuple):
 def full_blocks(
     token_ids: Sequence[int], num_block_tokens: Sequence[int], block_hashes: Sequence[int], block_size: int
 ) -> StoredBlocks:
-    """The leading full blocks of what an engine stored; a short block, and what follows it, is no prefix of anything.
+    """Return the leading full blocks of what an engine stored, without a short block and what follows it.
 
     Args:
         token_ids: Tokens of all blocks, u32.
@@ -61,7 +61,7 @@ def full_blocks(
 
 
 def u64(block_hash: int) -> int:
-    """An engine's hash as u64; a signed one is reinterpreted bit for bit.
+    """Return an engine's hash as u64; a signed one is reinterpreted bit for bit.
 
     Raises:
         ValueError: It has more than 64 bits.
@@ -106,7 +106,7 @@ class ZmqKvEventPublisher:
         self.dp_rank = dp_rank
         self._topic = topic.encode()
         self._lock = threading.Lock()
-        """Of everything below: the sequence, the buffer, and the PUB socket, which one thread may use at a time."""
+        """Lock of everything below: the sequence, the buffer, and the PUB socket, which one thread uses at a time."""
         self._next_seq = 0
         self._recent: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._closed = False
@@ -143,7 +143,7 @@ class ZmqKvEventPublisher:
         lora_name: str | None = None,
         medium: str | None = None,
     ) -> int | None:
-        """Tells that blocks were stored; short ones are left out.
+        """Tell that blocks were stored; short ones are left out.
 
         Args:
             token_ids: Tokens of all blocks, u32.
@@ -176,15 +176,15 @@ class ZmqKvEventPublisher:
         )
 
     def publish_removed(self, block_hashes: Sequence[int], *, medium: str | None = None) -> int:
-        """Tells that one physical copy of each block is gone; returns the batch's number."""
+        """Publish that one physical copy of each block is gone; return the batch's number."""
         return self._publish({"type": "BlockRemoved", "block_hashes": tuple(map(u64, block_hashes)), "medium": medium})
 
     def publish_cleared(self) -> int:
-        """Tells that the whole cache was dropped; returns the batch's number."""
+        """Publish that the whole cache was dropped; return the batch's number."""
         return self._publish({"type": "AllBlocksCleared"})
 
     def close(self) -> None:
-        """Closes the sockets, after a second for what is on its way; publishing afterwards is an error."""
+        """Close the sockets, after a second for what is on its way; publishing afterwards is an error."""
         with self._lock:
             if self._closed:
                 return
@@ -239,7 +239,7 @@ class ZmqKvEventPublisher:
 
 
 def _open(socket: zmq.Socket[bytes], endpoint: str, dp_rank: int) -> str:
-    """Binds or connects; returns the address with its real port."""
+    """Bind or connect; return the address with its real port."""
     address, colon, port = endpoint.rpartition(":")
     if dp_rank and endpoint.startswith("tcp://") and port.isdecimal() and int(port):
         endpoint = f"{address}{colon}{int(port) + dp_rank}"

@@ -18,7 +18,7 @@ from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_blocks.source import source as source_module
 from kvscout_blocks.source.feed import HistoryBroken, NoHistory, SourceInput, SourceState
 from kvscout_blocks.source.sequence import SequencedBatch
-from kvscout_blocks.source.source import Elsewhere, Source
+from kvscout_blocks.source.source import PeerLookup, Source
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
@@ -88,7 +88,7 @@ class ScriptedFeed:
 class World:
     """A source, its index, and a clock that moves when it is told to."""
 
-    def __init__(self, feed: ScriptedFeed, *, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(self, feed: ScriptedFeed, *, peer_lookup: PeerLookup | None = None) -> None:
         self.now = 0.0
         self.index = ReferenceIndex(4)
         self.index.add_worker(RANK, WorkerOptions())
@@ -105,7 +105,7 @@ class World:
             warnings=RateLimitedLog(logging.getLogger("test")),
             incomplete=lambda incomplete: None,
             failed=self.defects.append,
-            elsewhere=elsewhere,
+            peer_lookup=peer_lookup,
         )
         self.source.open()
 
@@ -291,7 +291,7 @@ async def test_a_state_of_others_comes_first_and_the_source_confirms_it(
     go = asyncio.Event()
     found = state(4, epoch=0, last_digest=batch(4).digest)
     feed = ScriptedFeed([batch(4, epoch=0), batch(5, epoch=0)], can_replay=can_replay)
-    world = World(feed, elsewhere=lambda spec, rank: elsewhere_of(found, go))
+    world = World(feed, peer_lookup=lambda spec, rank: elsewhere_of(found, go))
     world.source.on_batch(batch(6, epoch=0))
     assert world.searching()
     assert world.source.sequence.held == 1
@@ -313,7 +313,7 @@ async def test_a_state_of_others_from_a_former_life_is_dropped(monkeypatch: pyte
     found = state(4, epoch=0, last_digest=batch(4).digest)
     lived = [batch(number, epoch=0, life="b") for number in range(7)]
     feed = ScriptedFeed([*lived[4:]], [*lived])
-    world = World(feed, elsewhere=lambda spec, rank: elsewhere_of(found, go))
+    world = World(feed, peer_lookup=lambda spec, rank: elsewhere_of(found, go))
     await world.settled()
     assert feed.asked == [4, 0]
     assert world.source.resets == 1
@@ -325,13 +325,13 @@ async def test_a_reconnect_does_not_end_the_search(monkeypatch: pytest.MonkeyPat
     go = asyncio.Event()
     asked = 0
 
-    async def elsewhere(spec: WorkerSpec, rank: WorkerRank) -> SourceState | None:
+    async def peer_lookup(spec: WorkerSpec, rank: WorkerRank) -> SourceState | None:
         nonlocal asked
         asked += 1
         return await elsewhere_of(state(4), go)
 
     feed = ScriptedFeed([batch(4), batch(5)])
-    world = World(feed, elsewhere=elsewhere)
+    world = World(feed, peer_lookup=peer_lookup)
     for _ in range(3):
         await asyncio.sleep(0)
         world.source.on_reconnect()
@@ -351,7 +351,7 @@ async def test_where_others_know_nothing_better_the_source_is_asked_from_the_sta
     go.set()
     of_others = state(4, history_incomplete=True) if found else None
     feed = ScriptedFeed([batch(number) for number in range(4)])
-    world = World(feed, elsewhere=lambda spec, rank: elsewhere_of(of_others, go))
+    world = World(feed, peer_lookup=lambda spec, rank: elsewhere_of(of_others, go))
     await world.settled()
     assert feed.asked == [0]
     assert world.cursor() == (1, 3)
@@ -362,7 +362,7 @@ async def test_a_reset_on_request_leaves_the_search_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(source_module, "CONNECT_SECONDS", 0.0)
     go = asyncio.Event()
     feed = ScriptedFeed(can_replay=False)
-    world = World(feed, elsewhere=lambda spec, rank: elsewhere_of(state(4, epoch=0), go))
+    world = World(feed, peer_lookup=lambda spec, rank: elsewhere_of(state(4, epoch=0), go))
     world.source.on_batch(batch(5, epoch=0))
     world.source.recover()
     world.source.on_batch(batch(6, epoch=0))
@@ -372,7 +372,7 @@ async def test_a_reset_on_request_leaves_the_search_alone(monkeypatch: pytest.Mo
 
 
 async def test_a_source_that_is_closed_ends_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(ScriptedFeed(), elsewhere=lambda spec, rank: elsewhere_of(None, asyncio.Event()))
+    world = World(ScriptedFeed(), peer_lookup=lambda spec, rank: elsewhere_of(None, asyncio.Event()))
     await asyncio.sleep(0)
     task = world.source.close()
     assert task is not None

@@ -1,1 +1,1 @@
-"""What bridges and publishers send on: batches, the state where these would not tell, and what readers ask for."""
+"""Publishing of events by bridges and publishers: batches, states, and answers to recovery requests."""

@@ -25,7 +25,7 @@ log = logging.getLogger("kvscout.nats")
 STREAM_MAX_AGE_SECONDS: Final = 3600.0
 """Default of --stream-max-age."""
 DUPLICATE_WINDOW_SECONDS: Final = 120.0
-"""How long the server remembers message ids; readers drop later duplicates by (epoch, event id)."""
+"""Time for which the server remembers message ids; readers drop later duplicates by (epoch, event id)."""
 MSG_ID: Final = "Nats-Msg-Id"
 
 _NAME_IN_USE: Final = 10058
@@ -41,7 +41,7 @@ async def ensure_stream(
     max_age_seconds: float = STREAM_MAX_AGE_SECONDS,
     replicas: int = 1,
 ) -> str:
-    """Makes the stream of a model's events unless it is there; a stream that is there keeps its settings.
+    """Make the stream of a model's events unless it is there; a stream that is there keeps its settings.
 
     Args:
         js: JetStream.
@@ -89,12 +89,12 @@ async def ensure_stream(
 
 
 def message_id(worker: WorkerRank, epoch: int, event_id: int) -> str:
-    """`Nats-Msg-Id` of a batch of events; unique in the stream."""
+    """Return the `Nats-Msg-Id` of a batch of events, unique in the stream."""
     return f"{encode_name(worker.worker_id)}.{worker.dp_rank}.{epoch}.{event_id}"
 
 
 def chunk_message_id(worker: WorkerRank, cut: str, index: int) -> str:
-    """`Nats-Msg-Id` of a state chunk.
+    """Return the `Nats-Msg-Id` of a state chunk.
 
     Args:
         worker: The source.

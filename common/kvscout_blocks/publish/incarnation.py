@@ -22,21 +22,21 @@ DIGESTS_KEPT: Final = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a publisher keeps of a rank beyond its own life."""
+    """Record of a rank that outlives its publisher."""
 
     epoch: int
     event_id: int | None = None
     """A batch that was published in this epoch; None = none was yet."""
     digest: int | None = None
-    """Of that batch's payload, as the engine sent it."""
+    """Digest of that batch's payload, as the engine sent it."""
 
     def encode(self) -> bytes:
-        """As it is stored."""
+        """Return a it is stored."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, value: bytes) -> Record | None:
-        """Reads a stored record; None: it is none, which is the same as if it were lost."""
+        """Read a stored record; None: it is none, which is the same as if it were lost."""
         try:
             read = cls(**json.loads(value))
         except (ValueError, TypeError):
@@ -46,14 +46,14 @@ class Record:
 
 
 class Verdict(Enum):
-    """What a comparison says."""
+    """Result of a comparison."""
 
     SAME = auto()
     OTHER = auto()
 
 
 def next_epoch(previous: int, wall_clock_seconds: float) -> int:
-    """An epoch above every one before, even where the record of them was lost: the time in milliseconds, or one more.
+    """Return an epoch above every former one, even where their record was lost: the time in milliseconds, or one more.
 
     Args:
         previous: The last epoch that is known; 0 = none.
@@ -71,20 +71,20 @@ class Comparison:
         self._restarted = False
 
     def applied(self, event_id: int, digest: int) -> None:
-        """A batch of the engine was applied."""
+        """Note that a batch of the engine was applied."""
         self._last_id = event_id
         self._digests[event_id] = digest
         if len(self._digests) > DIGESTS_KEPT:
             del self._digests[next(iter(self._digests))]
 
     def restarted(self) -> None:
-        """The engine restarted while we watched."""
+        """Note that the engine restarted while it was being read."""
         self._digests.clear()
         self._last_id = None
         self._restarted = True
 
     def judge(self, record: Record | None, *, replayed: bool) -> Verdict | None:
-        """Whether the engine is the one of the record.
+        """Return whether the engine is the one of the record.
 
         Args:
             record: None = there is none.

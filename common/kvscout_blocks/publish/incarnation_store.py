@@ -1,4 +1,4 @@
-"""Where publishers keep which incarnation of their engines they saw: a key a rank in a NATS bucket.
+"""Store of the incarnations that publishers saw of their engines: a key a rank in a NATS bucket.
 
 It works beside NATS core as well as JetStream, as long as the server has JetStream. Where it has not, nothing is kept,
 and every start of a publisher begins a new epoch: that is right, and costs each reader one recovery.
@@ -30,7 +30,7 @@ class IncarnationStore:
 
     def __init__(self, link: NatsLink, *, required: bool) -> None:
         self.kept: bool | None = None
-        """Whether records are kept; None = not known yet."""
+        """True if records are kept; None = not known yet."""
         self._link = link
         self._required = required
         self._bucket: KeyValue | None = None
@@ -57,7 +57,7 @@ class IncarnationStore:
             self.kept = True
 
     async def load(self, tenant: str, rank: WorkerRank) -> Record | None:
-        """The record of a rank; None: there is none, or it cannot be read.
+        """Return the record of a rank; None: there is none, or it cannot be read.
 
         Raises:
             nats.errors.Error, TimeoutError: NATS does not say.
@@ -71,7 +71,7 @@ class IncarnationStore:
         return Record.decode(entry.value or b"")
 
     async def save(self, tenant: str, rank: WorkerRank, record: Record) -> None:
-        """Replaces the record of a rank.
+        """Replace the record of a rank.
 
         Raises:
             nats.errors.Error, TimeoutError: It may not be kept.

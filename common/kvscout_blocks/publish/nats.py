@@ -44,10 +44,10 @@ class Way(Protocol):
     """One way through NATS."""
 
     async def prepare(self) -> None:
-        """Sets up what the server needs; may be called again."""
+        """Set up what the server needs; may be called again."""
 
     async def send(self, messages: list[Message]) -> list[bool]:
-        """Publishes messages and waits; whether each has arrived.
+        """Publish messages and waits; whether each has arrived.
 
         Raises:
             nats.errors.Error, TimeoutError: None of them may have.
@@ -67,7 +67,7 @@ class CoreWay:
         self._barrier = NatsBarrier(link.client)
 
     async def prepare(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def send(self, messages: list[Message]) -> list[bool]:
         """See `Way.send`."""
@@ -99,7 +99,7 @@ class StreamWay:
         """Names of the states that are under way, by their publication."""
 
     async def prepare(self) -> None:
-        """Makes the streams, after each connection: the server may have lost them."""
+        """Make the streams, after each connection: the server may have lost them."""
         self._made.clear()
         await self._make_streams()
 
@@ -164,7 +164,7 @@ class Sender:
 
     def __init__(self, link: NatsLink, way: Way) -> None:
         self.problem = ""
-        """Why nothing arrives now; "" = it does, as far as is known."""
+        """Reason for which nothing arrives now; "" = it does, as far as is known."""
         self._link = link
         self._way = way
         self._work = asyncio.Event()
@@ -175,7 +175,7 @@ class Sender:
         link.on_connected(self._prepare)
 
     def wake(self) -> None:
-        """There is something to send."""
+        """Wake the sender."""
         self._work.set()
 
     async def _prepare(self) -> None:
@@ -183,7 +183,7 @@ class Sender:
         self._connected.set()
 
     async def run(self, outbox: Outbox) -> None:
-        """Sends for ever."""
+        """Send until cancelled."""
         while True:
             await self._work.wait()
             self._work.clear()
@@ -198,13 +198,13 @@ class Sender:
                     await asyncio.sleep(RETRY_SECONDS)
 
     async def drained(self, outbox: Outbox) -> None:
-        """Returns when all was confirmed."""
+        """Return when all was confirmed."""
         while not outbox.empty:
             self._moved.clear()
             await self._moved.wait()
 
     async def _send(self, publications: list[Publication]) -> bool:
-        """Sends what some ranks have due; whether all of it arrived."""
+        """Send what some ranks have due; whether all of it arrived."""
         messages: list[Message] = []
         for publication in publications:
             # While the state of one before it was taken, it may have ended, or begun anew.

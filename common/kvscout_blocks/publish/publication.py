@@ -1,4 +1,4 @@
-"""What the ranks of a publisher have to send: their batches, or their state where batches would not tell.
+"""Send queues of a publisher's ranks: their batches, or their state where batches do not follow one another.
 
 ::
 
@@ -32,7 +32,7 @@ MAX_BUFFERED_BYTES: Final = 64 * 1024 * 1024
 BURST_BYTES: Final = 2 * 1024 * 1024
 """Batches of one rank taken at once: what is under way until NATS has confirmed it."""
 MESSAGE_OVERHEAD_BYTES: Final = 256
-"""What a waiting message costs beside its bytes."""
+"""Memory of a waiting message beside its bytes."""
 
 
 class Outgoing(NamedTuple):
@@ -42,11 +42,11 @@ class Outgoing(NamedTuple):
     event_id: int | None
     message: bytes
     digest: int | None
-    """Of the engine's payload; None: not known."""
+    """Digest of the engine's payload; None = not known."""
     chunk: int | None = None
     """Number of the state chunk; None: it is a batch of events."""
     last: bool = True
-    """Whether its state, or batch, is complete with it."""
+    """True if its state, or batch, is complete with it."""
 
 
 class Confirmed(NamedTuple):
@@ -72,31 +72,31 @@ class Outbox:
         self._next_number = 0
 
     def add(self, publication: Publication) -> None:
-        """Makes a rank known."""
+        """Make a rank known."""
         self._publications.append(publication)
 
     def remove(self, publication: Publication) -> None:
-        """Forgets a rank and what it has waiting."""
+        """Forget a rank and what it has waiting."""
         self._publications.remove(publication)
         publication.discard()
 
     @property
     def due(self) -> list[Publication]:
-        """Who has something to send and nothing under way."""
+        """Return the ranks that have something to send and nothing under way."""
         return [publication for publication in self._publications if publication.due]
 
     @property
     def empty(self) -> bool:
-        """Whether all was sent and confirmed."""
+        """Return whether all was sent and confirmed."""
         return not any(p.waiting or p.under_way or p.due for p in self._publications)
 
     def number(self) -> int:
-        """Numbers what waits, by age."""
+        """Number what waits, by age."""
         self._next_number += 1
         return self._next_number
 
     def account(self, size_bytes: int) -> None:
-        """Something began, or ceased, to wait; makes room where there is too much."""
+        """Account for bytes that began or ceased to wait; drop the oldest queue if there are too many."""
         self.buffered_bytes += size_bytes
         while self.buffered_bytes > self._max_bytes:
             waiting = [p for p in self._publications if p.oldest is not None]
@@ -104,8 +104,8 @@ class Outbox:
                 return
             min(waiting, key=lambda p: p.oldest or 0).overflow()
 
-    def tell_ready(self) -> None:
-        """Somebody has something to send."""
+    def report_ready(self) -> None:
+        """Report that a rank has something to send."""
         self._ready()
 
 
@@ -119,7 +119,7 @@ class _Waiting(NamedTuple):
 
 
 class Publication:
-    """What one rank has to send.
+    """Send queue of one rank.
 
     Args:
         rank: Whose.
@@ -171,26 +171,26 @@ class Publication:
 
     @property
     def due(self) -> bool:
-        """Whether there is something to send, which may be sent, and nothing under way."""
+        """Return whether there is something to send, which may be sent, and nothing under way."""
         return not self.held_back and not self.under_way and (self._state_due or bool(self._queue))
 
     @property
     def under_way(self) -> bool:
-        """Whether something is being sent, or made ready for it."""
+        """Return whether something is being sent, or made ready for it."""
         return self._state_begun or bool(self.in_flight)
 
     @property
     def waiting(self) -> int:
-        """Batches that were not confirmed yet."""
+        """Return the number of batches that are not confirmed yet."""
         return len(self._queue) + sum(w.outgoing.chunk is None for w in self.in_flight)
 
     @property
     def oldest(self) -> int | None:
-        """Age of the batch that waits longest, as a number; None: none waits."""
+        """Return the number of the oldest waiting batch; None = none waits."""
         return self._queue[0].number if self._queue else None
 
     def begin(self, epoch: int, last: Confirmed | None) -> None:
-        """An incarnation begins for readers: its state is due, and nothing of before is sent.
+        """Begin an incarnation: its state is due, and nothing of before is sent.
 
         Args:
             epoch: Of the incarnation.
@@ -202,7 +202,7 @@ class Publication:
         self.lose()
 
     def resume(self, epoch: int, published: Confirmed) -> None:
-        """An incarnation goes on whose batches up to one were published already; all that is known of it follows."""
+        """Resume an incarnation whose batches up to one were published already; all that is known of it follows."""
         self.local.restart(epoch)
         self._drop_queue()
         self._state_due = False
@@ -210,7 +210,7 @@ class Publication:
         self._last_digest = None
 
     def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
-        """The local index has applied a batch."""
+        """Queue a batch that the local index has applied."""
         local = self.local
         assert local.epoch is not None
         message: bytes | None = encode_batch(
@@ -239,27 +239,27 @@ class Publication:
         waiting = _Waiting(self._outbox.number(), Outgoing(local.epoch, batch.event_id, message, digest=batch.digest))
         self._queue.append(waiting)
         self._outbox.account(waiting.size_bytes)
-        self._outbox.tell_ready()
+        self._outbox.report_ready()
 
     def lose(self) -> None:
-        """Batches do not tell what readers must know: the state is due, and has all that waits."""
+        """Drop the queue: batches do not follow one another, and the state that is due contains them."""
         self._drop_queue()
         self._state_due = self._has_state or self.local.last_event_id is None
-        self._outbox.tell_ready()
+        self._outbox.report_ready()
 
     def overflow(self) -> None:
-        """Too much waits."""
+        """Drop the queue: too many bytes wait."""
         self.dropped += len(self._queue)
         self.lose()
 
     def discard(self) -> None:
-        """Nothing of this rank is sent any more."""
+        """Drop everything; nothing of this rank is sent any more."""
         self.held_back = True
         self._state_due = False
         self._drop_queue()
 
     async def take(self, max_bytes: int = BURST_BYTES) -> list[Outgoing]:
-        """What is to be sent next, in order; it is under way until `confirm` or `fail`.
+        """Return what is to be sent next, in order; it is under way until `confirm` or `fail`.
 
         A state is as of the call; the batches that come while it is taken are to be sent after it.
         """
@@ -293,7 +293,7 @@ class Publication:
         ]
 
     def confirm(self) -> None:
-        """All that was taken has arrived."""
+        """Note that all that was taken has arrived."""
         for waiting in self.in_flight:
             outgoing = waiting.outgoing
             if outgoing.chunk is None:
@@ -303,10 +303,10 @@ class Publication:
                 self.confirmed = Confirmed(outgoing.event_id, outgoing.digest)
         self.in_flight = []
         if self.due:
-            self._outbox.tell_ready()
+            self._outbox.report_ready()
 
     def fail(self, *, out_of_order: bool = False) -> None:
-        """What was taken may not have arrived, in whole or in part; it is sent again, where that still makes sense.
+        """Queue again what was taken and may not have arrived, where that still makes sense.
 
         Args:
             out_of_order: Later messages may have arrived without the ones before them.

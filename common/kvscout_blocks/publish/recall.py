@@ -1,4 +1,4 @@
-"""What a publisher still knows of one rank, from which readers recover: its last batches, and its state.
+"""History of one rank at its publisher, from which readers recover: its last batches, and its state.
 
 ::
 
@@ -33,7 +33,7 @@ Outcome = bridge_pb2.RecoverOutcome
 
 
 class Recovered(NamedTuple):
-    """What answers a request."""
+    """Answer to a recovery request."""
 
     outcome: bridge_pb2.RecoverOutcome.ValueType
     messages: Sequence[bytes]
@@ -77,7 +77,7 @@ class Recall:
         self._ring_bytes = 0
 
     def restart(self, epoch: int, last_event_id: int | None = None) -> None:
-        """An incarnation begins: nothing of before is valid, and the index has nothing of it.
+        """Begin an incarnation: nothing of before is valid, and the index has nothing of it.
 
         Args:
             epoch: Of the incarnation.
@@ -87,7 +87,7 @@ class Recall:
         self._clear()
 
     def add(self, event_id: int, message: bytes | None) -> None:
-        """A batch was applied; None: it cannot be sent as one message, so only the state has it."""
+        """Add the message of a batch that was applied; None = it cannot be sent as one message, only in the state."""
         if message is None or (self.last_event_id is not None and event_id != self.last_event_id + 1):
             self._clear()
         self.last_event_id = event_id
@@ -100,11 +100,11 @@ class Recall:
 
     @property
     def oldest_event_id(self) -> int | None:
-        """Of the batches in the ring; None: it is empty."""
+        """Return the number of the oldest batch in the ring; None = it is empty."""
         return self.last_event_id - len(self._ring) + 1 if self._ring and self.last_event_id is not None else None
 
     def batches(self, first_id: int, *, max_bytes: int) -> list[bytes]:
-        """Messages of consecutive batches from one that is in the ring on: as many as fit, at least one."""
+        """Return messages of consecutive batches from one in the ring on: as many as fit, at least one."""
         oldest = self.oldest_event_id
         assert oldest is not None
         assert self.last_event_id is not None
@@ -116,12 +116,12 @@ class Recall:
         return taken
 
     def bytes_from(self, first_id: int) -> int:
-        """Size of what the ring has from a batch on."""
+        """Return the size of the ring's messages from a batch on."""
         number = max(0, self.last_event_id - first_id + 1) if self.last_event_id is not None else 0
         return sum(map(len, islice(reversed(self._ring), number)))
 
     async def state(self) -> SourceState:
-        """One consistent cut, as of the call; batches may be added meanwhile.
+        """Return one consistent cut, as of the call; batches may be added meanwhile.
 
         Raises:
             Unavailable: The epoch is not known yet, or another one began meanwhile.
@@ -139,7 +139,7 @@ class Recall:
         return SourceState(epoch, last_event_id, messages, history_incomplete=incomplete)
 
     async def recover(self, first_id: int | None, last_id: int | None) -> Recovered:
-        """Answers a request for the events `first_id`..`last_id`, both inclusive; see the module.
+        """Answer a request for the events `first_id`..`last_id`, both inclusive; see the module.
 
         Args:
             first_id: None = the state.
@@ -163,7 +163,7 @@ class Recall:
         return Recovered(Outcome.RECOVER_OUTCOME_EVENTS, wanted, last)
 
     async def answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
-        """The parts of the answer to a request.
+        """Return the parts of the answer to a request.
 
         Raises:
             Unavailable, NotFound: As `state`.

@@ -1,4 +1,4 @@
-"""What a source needs of whatever brings its batches: live delivery, and the past where it can be asked for.
+"""Interfaces between a source and its event feed: live delivery, and replay where there is one.
 
 ::
 
@@ -38,11 +38,11 @@ class SourceState:
     history_incomplete: bool = False
     """Events before the cut may be missing."""
     last_digest: int | None = None
-    """Of batch `last_event_id`, in a state that is not the source's own; None = not known."""
+    """Digest of batch `last_event_id`, in a state that is not the source's own; None = not known."""
 
     @property
     def size_bytes(self) -> int:
-        """Of its messages."""
+        """Return the size of its messages."""
         return sum(map(len, self.messages))
 
 
@@ -53,11 +53,11 @@ class SourceCut(NamedTuple):
     epoch: int
     history_incomplete: bool
     last_digest: int | None
-    """Of the last batch contained; None: not known."""
+    """Digest of the last batch contained; None = not known."""
 
 
 class Cursor(NamedTuple):
-    """How far a source was applied."""
+    """Last event of a source that was applied."""
 
     epoch: int
     last_event_id: int | None
@@ -65,7 +65,7 @@ class Cursor(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a bypass did with a position that was lent to it."""
+    """Batches that a bypass applied since a position was lent to it."""
 
     last_id: int
     """Last batch applied."""
@@ -76,7 +76,7 @@ class Progress(NamedTuple):
     age_seconds: float | None
     """Since the last of them; None = there was none."""
     over_capacity: bool
-    """What the index said of the last one, see `index.Applied`."""
+    """Result of the last batch, see `index.Applied`."""
     incompatible: str
 
 
@@ -88,7 +88,7 @@ class Bypass(Protocol):
     """
 
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
-        """Lets the bypass go on from a position; False: not now.
+        """Let the bypass go on from a position; False: not now.
 
         Args:
             last_id: Last batch applied.
@@ -97,59 +97,59 @@ class Bypass(Protocol):
         """
 
     def take(self) -> Progress | None:
-        """The position back; None: it was not lent. From now on the bypass does nothing."""
+        """Return the position back; None: it was not lent. From now on the bypass does nothing."""
 
 
 class SourceInput(Protocol):
-    """What a feed tells its source, and may ask it; every call is on the event loop."""
+    """Interface of a source to its feed; every call is on the event loop."""
 
     @property
     def cursor(self) -> Cursor:
-        """How far it is."""
+        """Return how far it is."""
 
     @property
     def replaying(self) -> bool:
-        """Whether live batches wait for a history."""
+        """Return whether live batches wait for a history."""
 
     @property
     def incomplete(self) -> bool:
-        """Whether something is missing that cannot be had."""
+        """Return whether something is missing that cannot be had."""
 
     def on_batch(self, batch: SequencedBatch[DecodedBatch]) -> None:
-        """A batch came live."""
+        """Take a live batch."""
 
     def on_state(self, state: SourceState) -> None:
-        """A state came live: the publisher says that it replaces what was known."""
+        """Take a live state, which replaces what was known."""
 
     def on_reconnect(self, *, new_publisher: bool = False) -> None:
-        """The live channel was (re)connected: batches may have been lost.
+        """Note that the live channel was (re)connected: batches may have been lost.
 
         Args:
             new_publisher: For some seconds before, nobody was there who could have published.
         """
 
     def on_malformed(self, reason: str) -> None:
-        """Something came that has no place in the sequence."""
+        """Note a message that has no place in the sequence."""
 
     async def caught_up(self) -> None:
-        """Waits until nothing of what came waits for work on the whole rank."""
+        """Wait until nothing of what came waits for work on the whole rank."""
 
     async def cut(self) -> SourceCut | None:
-        """One consistent cut of the rank; None: it is not known. What comes waits while it is copied."""
+        """Return one consistent cut of the rank; None = it is not known. What arrives waits while it is copied."""
 
     def heal(self) -> None:
-        """The feed may have a whole state again: asks for it, if history is incomplete."""
+        """Request the whole state again if history is incomplete."""
 
 
 class Feed(Protocol):
-    """What brings the batches of one worker rank.
+    """Feed of one worker rank's batches.
 
     A feed is opened once and closed once, and calls its source between the two only.
     """
 
     @property
     def address(self) -> Hashable:
-        """What it reads from; a registration that changes it makes a new source."""
+        """Return what it reads from; a registration that changes it makes a new source."""
 
     @property
     def can_replay(self) -> bool:
@@ -161,27 +161,27 @@ class Feed(Protocol):
 
     @property
     def broken(self) -> str:
-        """Why nothing can be read, in one sentence; "" = it can."""
+        """Return why nothing can be read, in one sentence; "" = it can."""
 
     @property
     def outage(self) -> str:
-        """Why nothing can come at this moment, in one sentence, though all is configured well; "" = it can."""
+        """Return why nothing can come at this moment, in one sentence, though all is configured well; "" = it can."""
 
     def open(self, source: SourceInput) -> Bypass | None:
-        """Begins to deliver; what cannot be opened is shown in `broken` and tried again in `tick`, not raised.
+        """Begin to deliver; what cannot be opened is shown in `broken` and tried again in `tick`, not raised.
 
         Returns:
             What can apply batches in the source's place; None = nothing.
         """
 
     def close(self) -> None:
-        """Ends delivery."""
+        """End delivery."""
 
     def tick(self, now: float) -> None:
-        """Time passed: does what is due."""
+        """Do what is due at a time."""
 
     def history(self, first_id: int) -> AsyncGenerator[SequencedBatch[DecodedBatch] | SourceState, None]:
-        """Everything from `first_id` on, in order, as far as it is still there; ends with the newest.
+        """Return everything from `first_id` on, in order, as far as it is still there; ends with the newest.
 
         A state stands for everything up to its last event.
 

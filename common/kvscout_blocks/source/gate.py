@@ -22,8 +22,8 @@ Step = Callable[[], None]
 Then = Callable[[KvscoutError | None], None]
 """Called with why the work ended early; None: it did not, or too much waited for its end."""
 
-STEPS_A_TURN: Final = 32
-"""Steps that waited, between two turns of the event loop."""
+STEPS_PER_SLICE: Final = 32
+"""Steps that waited, between two iterations of the event loop."""
 
 
 class Gate:
@@ -31,7 +31,7 @@ class Gate:
 
     Args:
         name: Of the tasks that work.
-        failed: Told of a defect of ours.
+        failed: Called with a defect of this program.
     """
 
     def __init__(self, name: str, *, failed: Callable[[BaseException], None]) -> None:
@@ -48,16 +48,16 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether a step that comes now is done at once."""
+        """Return whether a step that comes now is done at once."""
         return self._opened.is_set()
 
     async def opened(self) -> None:
-        """Waits until it is open; it is, until the caller gives the loop away."""
+        """Wait until it is open; it is, until the caller gives the loop away."""
         while not self.is_open:
             await self._opened.wait()
 
     def do(self, step: Step, size_bytes: int = 0) -> None:
-        """Does a step, now or after what waits.
+        """Do a step, now or after what waits.
 
         Args:
             step: Must not wait for anything.
@@ -72,7 +72,7 @@ class Gate:
             self._work.cancel()
 
     def close_for(self, work: Work, then: Then, *, given_up: Step = lambda: None) -> None:
-        """Closes for work, and calls `then` before anything that waits; it may close again.
+        """Close for work, and call `then` before anything that waits; it may close again.
 
         Args:
             work: What is to be done.
@@ -84,7 +84,7 @@ class Gate:
         self._work = asyncio.get_running_loop().create_task(self._run(work, then, given_up), name=self._name)
 
     def end(self) -> asyncio.Task[None] | None:
-        """Ends the work, and forgets what waits; returns the task to wait for."""
+        """End the work, and drop what waits; return the task to wait for."""
         self._ended = True
         self._waiting.clear()
         if self._passing is not None:
@@ -115,9 +115,9 @@ class Gate:
         self._pass()
 
     def _pass(self) -> None:
-        """Does what waited, some steps a turn."""
+        """Do what waited, some steps a turn."""
         self._passing = None
-        for _ in range(STEPS_A_TURN):
+        for _ in range(STEPS_PER_SLICE):
             if self._work is not None:
                 return
             if not self._waiting:

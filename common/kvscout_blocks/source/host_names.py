@@ -14,7 +14,7 @@ _TCP: Final = "tcp://"
 
 
 def host_name(endpoint: str) -> str:
-    """The name that has to be looked up before an address can be connected to; "" = none."""
+    """Return the name that has to be looked up before an address can be connected to; "" = none."""
     if not endpoint.startswith(_TCP):
         return ""
     host = endpoint.removeprefix(_TCP).rpartition(":")[0].strip("[]")
@@ -26,7 +26,7 @@ def host_name(endpoint: str) -> str:
 
 
 async def resolved(endpoint: str) -> str:
-    """An address with an IP address in its host name's place.
+    """Return an address with an IP address in its host name's place.
 
     Raises:
         OSError: The name is unknown, or nobody answers for it.

@@ -28,10 +28,10 @@ from kvscout_common.worker import EventEndpoint, WorkerRank
 
 
 def make_intake(*, failed: Callable[[BaseException], None]) -> Intake | None:
-    """An intake on the running event loop; None where there is no extension.
+    """Return an intake on the running event loop; None where there is no extension.
 
     Args:
-        failed: Told of a defect of ours.
+        failed: Called with a defect of this program.
     """
     thread = make_intake_thread()
     return Intake(thread, failed=failed) if thread is not None else None
@@ -42,7 +42,7 @@ class Intake:
 
     Args:
         thread: It.
-        failed: Told of a defect of ours.
+        failed: Called with a defect of this program.
     """
 
     def __init__(self, thread: Any, *, failed: Callable[[BaseException], None]) -> None:
@@ -53,14 +53,14 @@ class Intake:
         self._loop.add_reader(thread.fileno(), self._drain)
 
     def close(self) -> None:
-        """Ends the thread; every subscription is closed."""
+        """End the thread; every subscription is closed."""
         self._loop.remove_reader(self._thread.fileno())
         self._thread.close()
 
     def subscribe(
         self, endpoint: EventEndpoint, rank: WorkerRank, index: BlockIndex, callbacks: Callbacks
     ) -> IntakeSubscription | None:
-        """A subscription whose usual batches are applied to `index`.
+        """Return a subscription whose usual batches are applied to `index`.
 
         Returns:
             None: the index is not native, or the address has a name that libzmq alone knows, such as an interface's.
@@ -89,7 +89,7 @@ class Intake:
         return subscription
 
     def _drain(self) -> None:
-        """Delivers a burst; the descriptor stays readable while there is more."""
+        """Deliver a burst; the descriptor stays readable while there is more."""
         notices = self._thread.take(BURST)
         for number, count in Counter(number for number, _, _ in notices).items():
             if number in self._subscriptions:
@@ -114,7 +114,7 @@ class IntakeSubscription:
 
     def __init__(self, bypass: Any, callbacks: Callbacks, close: Callable[[], None]) -> None:
         self._bypass = bypass
-        self._tell = callbacks
+        self._callbacks = callbacks
         self._close = close
         self._on_stopped: Callable[[], None] = lambda: None
         self.undelivered = 0
@@ -122,7 +122,7 @@ class IntakeSubscription:
         self._closed = False
 
     def close(self) -> None:
-        """Closes the sockets; nothing is applied and no callback comes afterwards."""
+        """Close the sockets; nothing is applied and no callback comes afterwards."""
         if not self._closed:
             self._closed = True
             self._close()
@@ -141,18 +141,18 @@ class IntakeSubscription:
         return Progress(*taken) if taken is not None else None
 
     def deliver(self, kind: str, detail: Any) -> None:
-        """Tells of one notice of the thread."""
+        """Call back for one notice of the thread."""
         self.undelivered -= 1
         match kind:
             case "message":
-                self._tell.on_message(Message(*detail))
+                self._callbacks.on_message(Message(*detail))
             case "malformed":
-                self._tell.on_malformed(str(malformed_frames(detail)))
+                self._callbacks.on_malformed(str(malformed_frames(detail)))
             case "connected":
-                self._tell.on_connected()
+                self._callbacks.on_connected()
             case "unconnected":
-                self._tell.on_unconnected()
+                self._callbacks.on_unconnected()
             case "refused":
-                self._tell.on_refused(detail)
+                self._callbacks.on_refused(detail)
             case "stopped":
                 self._on_stopped()

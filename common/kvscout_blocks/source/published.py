@@ -13,7 +13,7 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import PoolKey, WorkerRank
 
 MAX_STATE_BYTES = 1024 * 1024 * 1024
-"""Of one state, all chunks: ten million blocks of one rank are 210 MB."""
+"""Size of one state, all chunks: ten million blocks of one rank are 210 MB."""
 
 
 class PublishedReader:
@@ -38,11 +38,11 @@ class PublishedReader:
 
     @property
     def amid_state(self) -> bool:
-        """Whether chunks wait for the rest of their state."""
+        """Return whether chunks wait for the rest of their state."""
         return self._cut is not None
 
     def read(self, message: bytes) -> SequencedBatch[DecodedBatch] | SourceState | None:
-        """Takes the next message.
+        """Take the next message.
 
         Returns:
             A batch; the state, with its last chunk; None after a chunk that is not the last.
@@ -71,7 +71,7 @@ class PublishedReader:
         )
 
     def _read_other(self, message: bytes) -> SequencedBatch[DecodedBatch] | SourceState | None:
-        """What is no message of events: a state chunk, or something that cannot be read but may have a number."""
+        """Read a message that has no events: a state chunk, or one that cannot be read but may have a number."""
         parsed = parse_batch(message)
         check_version(parsed)
         self._check(*source_of(parsed))
@@ -118,7 +118,7 @@ class PublishedReader:
 
 
 def with_last_digest(message: bytes, last_digest: int) -> bytes:
-    """A serialised state chunk that also tells the digest of the last batch contained."""
+    """Return a serialised state chunk that also tells the digest of the last batch contained."""
     return message + events_pb2.KvEventBatch(last_digest=last_digest).SerializeToString()
 
 

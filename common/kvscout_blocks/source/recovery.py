@@ -36,7 +36,7 @@ log = logging.getLogger("kvscout.events")
 WINDOW: Final = 16
 """Parts under way that the reader has not read."""
 MAX_ANSWERS: Final = 8
-"""Requests of one rank answered at once; the next is told to come again."""
+"""Requests of one rank answered at once; the next is refused for now."""
 IDLE_SECONDS: Final = 5.0
 """Either end gives up when the other was silent this long."""
 
@@ -45,7 +45,7 @@ Answer = Callable[[bridge_pb2.RecoverRequest], Awaitable[Iterable[bridge_pb2.Rec
 
 
 def recover_request(tenant: str, worker: WorkerRank, first_id: int | None) -> bridge_pb2.RecoverRequest:
-    """A request for everything from `first_id` on; None = the state."""
+    """Return a request for everything from `first_id` on; None = the state."""
     rank = types_pb2.WorkerRank(worker_id=worker.worker_id, dp_rank=worker.dp_rank)
     return bridge_pb2.RecoverRequest(tenant=tenant, worker=rank, from_event_id=first_id)
 
@@ -57,7 +57,7 @@ async def recover(
     *,
     idle_seconds: float = IDLE_SECONDS,
 ) -> AsyncGenerator[bridge_pb2.RecoverResponse, None]:
-    """Asks a publisher; yields the parts of its answer in order, the last one included.
+    """Send a request to a publisher; yield the parts of its answer in order, the last one included.
 
     Args:
         client: Connected to NATS.
@@ -107,7 +107,7 @@ def _part(message: nats.aio.msg.Msg, expected: int) -> bridge_pb2.RecoverRespons
 
 
 def _nobody_there(message: nats.aio.msg.Msg) -> bool:
-    """Whether the server says that no one has subscribed to what we sent."""
+    """Return whether the server says that no one has subscribed to what we sent."""
     return not message.data and (message.headers or {}).get("Status") == "503"
 
 
@@ -124,11 +124,11 @@ class RecoveryService:
         self._subscription: Subscription | None = None
 
     async def open(self, subject: str) -> None:
-        """Subscribes; the client keeps the subscription over reconnects."""
+        """Subscribe; the client keeps the subscription over reconnects."""
         self._subscription = await self._client.subscribe(subject, cb=self._on_request)
 
     async def close(self) -> None:
-        """Ends it, and what is being answered."""
+        """End it, and what is being answered."""
         if self._subscription is not None:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._subscription.unsubscribe()
@@ -190,7 +190,7 @@ def _request(data: bytes) -> bridge_pb2.RecoverRequest:
 async def serve_recovery(
     client: nats.aio.client.Client, subject: str, answer: Answer, *, idle_seconds: float = IDLE_SECONDS
 ) -> RecoveryService:
-    """Answers requests that come to a subject until the service is closed.
+    """Answer requests that come to a subject until the service is closed.
 
     Args:
         client: Connected to NATS.

@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 
 def digest(payload: bytes) -> int:
-    """What identifies a batch beside its number: XXH3_64 of its payload."""
+    """Return what identifies a batch beside its number: XXH3_64 of its payload."""
     return xxh3_64_intdigest(payload)
 
 
@@ -105,15 +105,15 @@ class Apply(NamedTuple, Generic[T]):
 
 
 class DropReason(StrEnum):
-    """Why a batch is not applied."""
+    """Reason for not applying a batch."""
 
     DUPLICATE = "duplicate"
     STALE = "stale"
-    """Of a former incarnation, or overtaken by a restart or a Cleared."""
+    """It is of a former incarnation, or overtaken by a restart or a Cleared."""
     WRONG_RANK = "wrong_rank"
     QUARANTINED = "quarantined"
     MIXED = "mixed"
-    """Of one of two publishers at one endpoint."""
+    """It is of one of two publishers at one endpoint."""
 
 
 class Drop(NamedTuple):
@@ -137,7 +137,7 @@ class Reset(NamedTuple):
     """Drop all that is known of the worker rank."""
 
     reason: str
-    """Why, for people."""
+    """Reason, for people."""
 
 
 class Demote(NamedTuple):
@@ -169,12 +169,12 @@ class SourceSequence(Generic[T]):
         self.replaying = False
         self.history_incomplete = False
         self.missing = ""
-        """What is missing while `history_incomplete`."""
+        """Missing events, for people, while `history_incomplete`."""
         self.misconfigured = ""
-        """Why the source is refused, while its batches name another rank, an epoch that is over, or two publishers."""
+        """Reason for refusing the source: another rank, an epoch that is over, or two publishers; "" = none."""
         self.quarantined_until: float | None = None
         self.retry_at: float | None = None
-        """When to call `on_tick`, on the caller's clock; as at `quarantined_until`."""
+        """Time to call `on_tick`, on the caller's clock; as at `quarantined_until`."""
         self.attempt = 0
         """Number of the replay request that is answered now."""
         self.counters: Counter[str] = Counter()
@@ -186,17 +186,17 @@ class SourceSequence(Generic[T]):
         self._highest_held = -1
         self._failures = 0
         self._verified = True
-        """Whether the replay has shown the batch `last_id` with the digest that we know."""
-        self._asked_from: tuple[int, int | None] = (0, None)
+        """True if the replay has shown the batch `last_id` with the digest that we know."""
+        self._requested_from: tuple[int, int | None] = (0, None)
         """(epoch, last id) when the round of replies began; as long as they are the present ones it brought nothing."""
         self._answered = False
-        """Whether a reply of this round came, so that the next ones continue it."""
+        """True if a reply of this round came, so that the next ones continue it."""
         self._malformed_in_row = 0
         self._outdated_in_row = 0
         self._mixed = False
-        """Whether there are two publishers, so that nothing is applied."""
+        """True if there are two publishers, so that nothing is applied."""
         self._live_id = -1
-        """Of the last live batch."""
+        """Number of the last live batch."""
         self._falls = 0
         """Live batches whose ids did not rise, since the reconnect or since many in a row rose."""
         self._rises = 0
@@ -204,11 +204,11 @@ class SourceSequence(Generic[T]):
         self._new_publisher = False
         """Nobody published at the other end until it was connected to."""
         self.unproven_start = False
-        """Whether the publisher is taken to have begun with batch 1 although nothing shows that it had no batch 0."""
+        """True if the publisher is taken to have begun with batch 1 although nothing shows that it had no batch 0."""
         self._began_at_one = False
         """A replay from 0 on began with 1: if one that is asked for later does, nothing was dropped before it."""
         self._healing = False
-        """Whether the replay is asked for because history is incomplete, not because anything new is missing."""
+        """True if the replay is asked for because history is incomplete, not because anything new is missing."""
 
     @property
     def held(self) -> int:
@@ -222,7 +222,7 @@ class SourceSequence(Generic[T]):
 
     @property
     def quiet(self) -> bool:
-        """Whether the next batch in order would only be applied: nothing is awaited, held or doubted."""
+        """Return whether the next batch in order would only be applied: nothing is awaited, held or doubted."""
         return (
             self.last_id is not None
             and not (self.epoch or self.replaying or self._held or self.misconfigured or self._malformed_in_row)
@@ -237,7 +237,7 @@ class SourceSequence(Generic[T]):
         return list(self._digests.items())
 
     def advance(self, *, last_id: int, digests: Iterable[tuple[int, int]], applied: int) -> None:
-        """Notes that the next `applied` batches were applied elsewhere, since it was `quiet`: arguments as of then."""
+        """Note that the next `applied` batches were applied by a bypass, since it was `quiet`: arguments as of then."""
         if applied:
             self.last_id, self._digests = last_id, dict(digests)
             self._highest_live = max(self._highest_live, last_id)
@@ -245,7 +245,7 @@ class SourceSequence(Generic[T]):
             self.counters["applied"] += applied
 
     def restore(self, *, epoch: int, last_id: int | None, last_digest: int | None = None) -> None:
-        """Sets the cursor because a state was loaded that contains everything up to `last_id`."""
+        """Set the cursor because a state was loaded that contains everything up to `last_id`."""
         self.epoch, self.last_id = epoch, last_id
         self._digests.clear()
         if last_id is not None and last_digest is not None:
@@ -257,7 +257,7 @@ class SourceSequence(Generic[T]):
         self._complete()
 
     def wants_state(self, attempt: int | None, *, epoch: int, last_id: int | None) -> bool:
-        """Whether a state is newer than what was applied; then load it and call `on_state`.
+        """Return whether a state is newer than what was applied; then load it and call `on_state`.
 
         Args:
             attempt: Number of the replay request that it answers; None: it came over the live channel.
@@ -282,7 +282,7 @@ class SourceSequence(Generic[T]):
         second_hand: bool = False,
         last_digest: int | None = None,
     ) -> list[Decision[T]]:
-        """A state that `wants_state` wanted was loaded; `attempt`, `epoch` and `last_id` as there.
+        """Note that a state which `wants_state` wanted was loaded; `attempt`, `epoch` and `last_id` as there.
 
         What is held and newer is applied: at once after a live state, at the end of the replay after a replayed one.
 
@@ -315,7 +315,7 @@ class SourceSequence(Generic[T]):
         return out
 
     def expect_state(self) -> list[Decision[T]]:
-        """A state of the source is looked for elsewhere, before anything is asked of it.
+        """Wait for a state of the source from peers, before anything is requested from it.
 
         What comes live waits as in a replay, and the answer is that of a replay, even if the source itself has none.
         """
@@ -324,7 +324,7 @@ class SourceSequence(Generic[T]):
         return out
 
     def on_heal(self) -> list[Decision[T]]:
-        """Asks for everything once more: history is incomplete, and the source may have a whole state by now.
+        """Ask for everything once more: history is incomplete, and the source may have a whole state by now.
 
         A replay that fails changes nothing then, unless batch 0 has come: from there on it is one like any other.
         """
@@ -335,7 +335,7 @@ class SourceSequence(Generic[T]):
         return out
 
     def on_batch(self, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
-        """A batch came over the live channel."""
+        """Take a batch of the live channel."""
         out: list[Decision[T]] = []
         if not self._admit(batch, now, out):
             return out
@@ -363,7 +363,7 @@ class SourceSequence(Generic[T]):
         return out
 
     def on_reconnect(self, *, new_publisher: bool = False) -> list[Decision[T]]:
-        """The live channel was (re)connected: batches may have been lost, the engine may be another.
+        """Handle a (re)connected live channel: batches may have been lost, the engine may be another.
 
         Batches held until now may be of another life than what comes; if they are not, the replay has them.
 
@@ -384,7 +384,7 @@ class SourceSequence(Generic[T]):
         return out
 
     def on_replay(self, attempt: int, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
-        """A reply of the replay came."""
+        """Return a reply of the replay came."""
         out: list[Decision[T]] = []
         if not self.replaying or attempt != self.attempt or self._refuse_rank(batch, out):
             return out
@@ -427,13 +427,13 @@ class SourceSequence(Generic[T]):
             self._verified = True
             self._apply(batch, out)
         else:
-            self._ask_again(now, out)
+            self._request_again(now, out)
             return out
         self._answered = True
         return out
 
     def on_replay_end(self, attempt: int, now: float) -> list[Decision[T]]:
-        """The replay said that it is complete."""
+        """Handle the end of a complete replay."""
         out: list[Decision[T]] = []
         if not self.replaying or attempt != self.attempt:
             return out
@@ -450,24 +450,24 @@ class SourceSequence(Generic[T]):
             self._end_replay()
         elif self._answered or self._brought_something or self._healing:
             # What is missing was lost on the way, or published after the answer was given.
-            self._ask_again(now, out)
+            self._request_again(now, out)
         else:
             self._give_up("the replay ended early", out)
         return out
 
     def on_replay_failed(self, attempt: int, now: float) -> list[Decision[T]]:
-        """The replay was not answered in time, had no end, or could not be read."""
+        """Handle a replay that was not answered in time, had no end, or could not be read."""
         out: list[Decision[T]] = []
         if not self.replaying or attempt != self.attempt:
             return out
         if self._held:
             self._end_filled_replay(out)
         if self.replaying:
-            self._ask_again(now, out)
+            self._request_again(now, out)
         return out
 
     def on_no_history(self, attempt: int, reason: str) -> list[Decision[T]]:
-        """The replay's answer is that there is none, and asking again is of no use; `reason` is for people."""
+        """Return the replay's answer is that there is none, and asking again is of no use; `reason` is for people."""
         out: list[Decision[T]] = []
         if not self.replaying or attempt != self.attempt:
             return out
@@ -482,12 +482,12 @@ class SourceSequence(Generic[T]):
         return out
 
     def on_malformed(self, now: float) -> None:
-        """Something came that could not be read and has no place in the sequence."""
+        """Count a message that cannot be read and has no place in the sequence."""
         if self.quarantined_until is None or now >= self.quarantined_until:
             self._count_malformed(now, malformed=True)
 
     def on_tick(self, now: float) -> list[Decision[T]]:
-        """Time passed; asks for the replay again when it is due, and for what a quarantine dropped when that ends."""
+        """Request the replay again when it is due, and what a quarantine dropped when that ends."""
         out: list[Decision[T]] = []
         if self.quarantined_until is not None and now >= self.quarantined_until:
             self.quarantined_until = None
@@ -498,7 +498,7 @@ class SourceSequence(Generic[T]):
         return out
 
     def _admit(self, batch: SequencedBatch[T], now: float, out: list[Decision[T]]) -> bool:
-        """Whether the source may be listened to at all."""
+        """Return whether batches of the source are taken at all."""
         if self._refuse_rank(batch, out):
             return False
         if self.quarantined_until is not None and now < self.quarantined_until:
@@ -509,7 +509,7 @@ class SourceSequence(Generic[T]):
         return True
 
     def _refuse_rank(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> bool:
-        """Refuses a batch that names another rank, and all that came before it; whether it did."""
+        """Refuse a batch that names another rank, and all that came before it; whether it did."""
         if batch.dp_rank is None or batch.dp_rank == self._dp_rank:
             self.misconfigured = MIXED if self._mixed else ""
             return False
@@ -530,7 +530,7 @@ class SourceSequence(Generic[T]):
             self.quarantined_until = now + QUARANTINE_SECONDS
 
     def _accept(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
-        """A batch that is new and of this incarnation."""
+        """Take a batch that is new and of this incarnation."""
         expected = self._expected()
         if batch.cleared:
             self._drop_held(out, below=batch.event_id)
@@ -544,7 +544,7 @@ class SourceSequence(Generic[T]):
                 self._end_filled_replay(out)
         elif batch.event_id == expected:
             self._apply(batch, out)
-            self._ask_for_the_start(out)
+            self._request_start(out)
         elif self.last_id is None and batch.event_id == 1 and self._new_publisher and not self._can_replay:
             self.unproven_start = True
             self._apply(batch, out)
@@ -573,14 +573,14 @@ class SourceSequence(Generic[T]):
                 self.attempt += 1
 
     def _fill_gap(self, out: list[Decision[T]]) -> None:
-        """Asks for what is missing before the first held batch, if any is held."""
+        """Ask for what is missing before the first held batch, if any is held."""
         if self._held and self._can_replay:
             self._request(out)
         elif self._held:
             self._give_up("there is no replay", out)
 
     def _restart(self, out: list[Decision[T]], *, epoch: int, cause: SequencedBatch[T] | None = None) -> None:
-        """The engine restarted: forget everything, and learn its new life from the beginning.
+        """Forget everything after a restart of the engine, and learn its new incarnation from the beginning.
 
         Batches held so far are in that replay if they belong to the new life: it is asked for after they came.
         """
@@ -595,7 +595,7 @@ class SourceSequence(Generic[T]):
             self._request(out)
 
     def _begin_again(self, reason: str, out: list[Decision[T]]) -> None:
-        """Forgets everything, to learn it from batch 0 on."""
+        """Forget everything, to learn it from batch 0 on."""
         out.append(Reset(reason))
         self.last_id = None
         self._digests.clear()
@@ -604,7 +604,7 @@ class SourceSequence(Generic[T]):
         self._complete()
 
     def _is_mixed(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> bool:
-        """Whether there are two publishers, so that a live batch is dropped: then ids fall again and again."""
+        """Return whether there are two publishers, so that a live batch is dropped: then ids fall again and again."""
         if batch.epoch:
             return False
         if self._seen(batch):
@@ -628,7 +628,7 @@ class SourceSequence(Generic[T]):
         return mixed
 
     def _note_live(self, first_id: int, last_id: int) -> None:
-        """Notes that live batches came with these ids, one after another."""
+        """Note that live batches came with these ids, one after another."""
         if first_id <= self._live_id:
             self._falls, self._rises = self._falls + 1, last_id - first_id
         else:
@@ -637,20 +637,20 @@ class SourceSequence(Generic[T]):
         if self._rises >= ONE_AGAIN_AFTER:
             self._falls = 0
 
-    def _ask_for_the_start(self, out: list[Decision[T]]) -> None:
-        """Asks once more from 0 on, where a replay began with 1, now that more was published."""
+    def _request_start(self, out: list[Decision[T]]) -> None:
+        """Ask once more from 0 on, where a replay began with 1, now that more was published."""
         if self._began_at_one:
             self._request(out, everything=True)
             self._healing = True
 
     def on_missing_start(self) -> None:
-        """What came refers to what did not: a publisher that was taken to have begun with batch 1 had a batch 0."""
+        """Note that a publisher taken to have begun with batch 1 had a batch 0: later batches refer to it."""
         if self.unproven_start:
             self.unproven_start = False
             self.history_incomplete, self.missing = True, "0..0"
 
     def _reaches(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> bool:
-        """Whether nothing that can still be had is missing before a replayed batch."""
+        """Return whether nothing that can still be had is missing before a replayed batch."""
         if self._expected() < batch.event_id:
             # Where the replay has a hole, what came live may fill it.
             self._apply_held(out, until_gap=True, below=batch.event_id)
@@ -658,11 +658,11 @@ class SourceSequence(Generic[T]):
 
     @property
     def _brought_something(self) -> bool:
-        """Whether this round of replies moved the cursor."""
-        return self._asked_from != (self.epoch, self.last_id)
+        """Return whether this round of replies moved the cursor."""
+        return self._requested_from != (self.epoch, self.last_id)
 
-    def _ask_again(self, now: float, out: list[Decision[T]]) -> None:
-        """Ends a round that left something out, and asks for the rest: at once if it moved the cursor, or later."""
+    def _request_again(self, now: float, out: list[Decision[T]]) -> None:
+        """End an incomplete round, and request the rest: immediately if it moved the cursor, or later."""
         if self._healing:
             self.attempt += 1
             self._leave_as_it_is(out)
@@ -677,13 +677,13 @@ class SourceSequence(Generic[T]):
                 self.retry_at = now + FIRST_RETRY_SECONDS * 2 ** (self._failures - 1)
 
     def _request(self, out: list[Decision[T]], *, everything: bool = False, failures: int = 0) -> None:
-        """Begins a replay, or begins the running one again; `failures` is how many rounds in a row brought nothing."""
+        """Begin a replay, or begin the running one again; `failures` counts rounds in a row that brought nothing."""
         self.replaying = True
         self.attempt += 1
         self.counters["replays"] += 1
         self.retry_at = None
         self._failures = failures
-        self._asked_from = (self.epoch, self.last_id)
+        self._requested_from = (self.epoch, self.last_id)
         self._answered = self._healing = False
         # With epochs a restart tells itself: a source that has nothing newer than `last_id` has lost nothing.
         self._verified = self.last_id is None or self.epoch > 0
@@ -698,13 +698,13 @@ class SourceSequence(Generic[T]):
         self._failures = 0
 
     def _leave_as_it_is(self, out: list[Decision[T]]) -> None:
-        """A replay that was asked for without need is given up: what is known stays, what waits goes on from it."""
+        """Give up a replay that was not needed: known blocks stay, and held batches continue from them."""
         self._end_replay()
         self._apply_held(out, until_gap=True)
         self._fill_gap(out)
 
     def _give_up(self, reason: str, out: list[Decision[T]]) -> None:
-        """The replay cannot be verified: go on from what came live."""
+        """Give up a replay that cannot be verified, and continue from the live batches."""
         self._end_replay()
         if not self._held:
             after = f"whatever came after {self.last_id}" if self.last_id is not None else "everything until now"
@@ -712,7 +712,7 @@ class SourceSequence(Generic[T]):
         self._apply_held(out)
 
     def _apply_held(self, out: list[Decision[T]], *, until_gap: bool = False, below: int | None = None) -> None:
-        """Applies held batches in order: up to the first gap, below an id, or all of them."""
+        """Apply held batches in order: up to the first gap, below an id, or all of them."""
         for event_id in sorted(self._held):
             expected = self._expected()
             if (until_gap and event_id > expected) or (below is not None and event_id >= below):
@@ -721,7 +721,7 @@ class SourceSequence(Generic[T]):
             self._apply(self._held[event_id], out)
 
     def _check_history(self, event_id: int, out: list[Decision[T]]) -> None:
-        """Demotes what is held if batches are missing before `event_id`, or cannot be verified."""
+        """Demote what is held if batches are missing before `event_id`, or cannot be verified."""
         expected = self._expected()
         if event_id > expected:
             self._lose(f"{expected}..{event_id - 1}", out)
@@ -768,7 +768,7 @@ class SourceSequence(Generic[T]):
             self._give_up("too much came during the replay", out)
 
     def _drop_held(self, out: list[Decision[T]], *, below: int | None = None) -> None:
-        """Drops held batches, all or those below an id."""
+        """Drop held batches, all or those below an id."""
         for event_id in [i for i in self._held if below is None or i < below]:
             batch = self._held.pop(event_id)
             self._held_bytes -= batch.size_bytes
@@ -780,7 +780,7 @@ class SourceSequence(Generic[T]):
         out.append(Drop(batch.event_id, reason))
 
     def _has(self, event_id: int) -> bool:
-        """Whether the batch of this id, in this epoch, was applied or waits."""
+        """Return whether the batch of this id, in this epoch, was applied or waits."""
         return event_id in self._held or (self.last_id is not None and event_id <= self.last_id)
 
     def _seen(self, batch: SequencedBatch[T]) -> bool:
@@ -789,7 +789,7 @@ class SourceSequence(Generic[T]):
         return known == batch.digest
 
     def _expected(self) -> int:
-        """The id that continues what was applied."""
+        """Return the id that continues what was applied."""
         return self.last_id + 1 if self.last_id is not None else 0
 
     def _is_taken(self, event_id: int) -> bool:
@@ -797,7 +797,7 @@ class SourceSequence(Generic[T]):
         return self._has(event_id) or (not self._rewinds and event_id < self._highest_held)
 
     def _trim(self) -> None:
-        """Keeps the last digests, and those of replayed batches that are still to come live."""
+        """Keep the last digests, and those of replayed batches that are still to come live."""
         while len(self._digests) > DIGESTS_KEPT:
             oldest = next(iter(self._digests))
             if oldest > self._highest_live and len(self._digests) <= HELD_BATCHES:

@@ -11,7 +11,7 @@
 While a state is loaded, blocks are demoted or a cut is taken, of a rank with many blocks, the `Gate` is closed: what
 comes meanwhile waits there, in order, and nothing else does.
 
-A state that others have of the source (`Elsewhere`) is the first part of the first replay: live batches wait for it as
+A state that peers have of the source (`PeerLookup`) is the first part of the first replay: live batches wait for it as
 for any replay, what came since is asked of the source itself, and half a state is never loaded.
 """
 
@@ -48,7 +48,7 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 log = logging.getLogger("kvscout.events")
 
 YIELD_EVERY = 32
-"""Replayed batches between two turns of the event loop."""
+"""Replayed batches between two iterations of the event loop."""
 RECOVERY_INTERVAL_SECONDS = 600.0
 """A worker whose counts are impossible is recovered at most this often."""
 CONNECT_SECONDS = 1.0
@@ -57,8 +57,8 @@ CONNECT_SECONDS = 1.0
 SMALL_STATE_BYTES = 16 * 1024
 """A state of at most so many bytes is loaded at once: about 1,000 blocks."""
 
-Elsewhere = Callable[[WorkerSpec, WorkerRank], Awaitable[SourceState | None]]
-"""Looks for a rank's state elsewhere; None = there is none. Raises nothing, and ends in bounded time."""
+PeerLookup = Callable[[WorkerSpec, WorkerRank], Awaitable[SourceState | None]]
+"""Requests a rank's state from peers; None = none has it. Raises nothing, and ends in bounded time."""
 
 
 class SourceObserver(Protocol):
@@ -68,13 +68,13 @@ class SourceObserver(Protocol):
         """A batch was applied."""
 
     def reset(self) -> None:
-        """The rank starts anew: all that was known of it is dropped."""
+        """Note that the rank starts anew: all that was known of it is dropped."""
 
     def demoted(self, missing: str) -> None:
-        """History is lost; `missing` says what, for people."""
+        """Note that history is lost; `missing` says which events, for people."""
 
     def loaded(self) -> None:
-        """A state replaced what was known."""
+        """Note that a state replaced what was known."""
 
 
 class Source:
@@ -89,10 +89,10 @@ class Source:
         clock: Monotonic seconds.
         ttl_seconds: How long blocks stay predicted whose history was lost.
         warnings: Where what is wrong with an engine is logged.
-        incomplete: Told when the source's history becomes incomplete, and when it is complete again.
-        failed: Told of a defect of ours; the process then ends.
-        observer: Hears what was applied; None = nobody.
-        elsewhere: Where a state is looked for before the source is asked; None = nowhere.
+        incomplete: Called when the source's history becomes incomplete, and when it is complete again.
+        failed: Called with a defect of this program; the process then ends.
+        observer: Observes what was applied; None = nobody does.
+        peer_lookup: Requests a state from peers before the source is asked for one; None = there are none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Source:
         incomplete: Callable[[bool], None],
         failed: Callable[[BaseException], None],
         observer: SourceObserver | None = None,
-        elsewhere: Elsewhere | None = None,
+        peer_lookup: PeerLookup | None = None,
     ) -> None:
         self.spec = spec
         self.rank = rank
@@ -120,7 +120,7 @@ class Source:
         )
         self._bypass: Bypass | None = None
         self._lent = False
-        """Whether the bypass has the position of the sequence."""
+        """True if the bypass has the position of the sequence."""
         self.malformed_frames = 0
         self.faulty_events = 0
         self.resets = 0
@@ -129,41 +129,41 @@ class Source:
         self.served = 0
         """Requests that its worker is said to have served, each of which should have brought events."""
         self.opened_at = clock()
-        """When it was made, on the clock."""
+        """Time of its creation, on the clock."""
         self.received_at: float | None = None
-        """When the last batch came, on the clock, as of the last use of `sequence`; None = none yet."""
+        """Time of the last batch, on the clock, as of the last use of `sequence`; None = none yet."""
         self._recoveries = recoveries
         self._clock = clock
         self._ttl_seconds = ttl_seconds
         self._warnings = warnings
-        self._tell_incomplete = incomplete
+        self._report_incomplete = incomplete
         self._incomplete = False
         self._failed = failed
         self._observer = observer
-        self._elsewhere = elsewhere
+        self._peer_lookup = peer_lookup
         self._search: asyncio.Task[SourceState | None] | None = None
-        """Looks elsewhere; None = over, or never begun."""
+        """Requests a state from peers; None = over, or never begun."""
         self._gate = Gate(f"work on {rank.worker_id}/{rank.dp_rank}", failed=failed)
         self._connected = asyncio.Event()
         self.searched = asyncio.Event()
-        """Set once nothing is looked for elsewhere, and what was found is loaded."""
+        """Set once no state is requested from peers, and one that was found is loaded."""
         self._replay: asyncio.Task[None] | None = None
         self._over_capacity = False
         self._incompatible = False
         self._recovered_at: float | None = None
 
     def open(self) -> None:
-        """Begins to read."""
-        if self._elsewhere is None:
+        """Begin to read."""
+        if self._peer_lookup is None:
             self.searched.set()
         else:
             name = f"state {self.rank.worker_id}/{self.rank.dp_rank}"
-            self._search = asyncio.get_running_loop().create_task(self._look_elsewhere(self._elsewhere), name=name)
+            self._search = asyncio.get_running_loop().create_task(self._search_peers(self._peer_lookup), name=name)
             self._carry_out(self.sequence.expect_state())
         self._bypass = self.feed.open(self)
 
     def close(self) -> asyncio.Task[None] | None:
-        """Ends reading and a running replay; returns the task to wait for, which closes its socket as it ends."""
+        """End reading and a running replay; return the task to wait for, which closes its socket as it ends."""
         self._set_incomplete(False)
         self.searched.set()
         self.feed.close()
@@ -177,14 +177,14 @@ class Source:
 
     @property
     def sequence(self) -> SourceSequence[DecodedBatch]:
-        """The state machine. Nothing is applied from here on until the event loop gets its turn."""
+        """Return the state machine. Nothing is applied from here on until the event loop runs."""
         if self._lent:
             self._take_back()
         return self._sequence
 
     @property
     def searching(self) -> bool:
-        """Whether a state is being looked for elsewhere."""
+        """Return whether a state is requested from peers."""
         return self._search is not None
 
     @property
@@ -203,7 +203,7 @@ class Source:
         return self._sequence.history_incomplete
 
     def tick(self) -> None:
-        """Time passed: does what is due."""
+        """Do what is due at a time."""
         now = self._clock()
         # Of the sequence itself: while it is lent nothing is to be tried again.
         due = (self._sequence.retry_at, self._sequence.quarantined_until)
@@ -215,17 +215,17 @@ class Source:
         self.feed.tick(now)
 
     def _lacks_its_start(self) -> bool:
-        """Whether what came refers to blocks that did not: their batch was lost."""
+        """Return whether what came refers to blocks that did not: their batch was lost."""
         stats = self.index.worker_stats(self.rank)
         return stats is not None and (stats.orphans > 0 or self._unknown_removed() > self._unknown_before)
 
     def _unknown_removed(self) -> int:
-        """Removals of blocks that were not known, of all lives."""
+        """Return the number of removals of unknown blocks, over all incarnations."""
         stats = self.index.worker_stats(self.rank)
         return stats.ignored.get(Ignored.UNKNOWN_REMOVED, 0) if stats is not None else 0
 
     def recover(self, *, any_epoch: bool = False) -> None:
-        """Drops what is known of the rank and fetches it again, as far as it can still be had.
+        """Drop what is known of the rank and fetch it again, as far as it can still be had.
 
         Args:
             any_epoch: Go on with the epoch that comes next, even if it is lower than the present one.
@@ -291,7 +291,7 @@ class Source:
         return taken
 
     def _take_back(self) -> None:
-        """The bypass stops; what it did is noted."""
+        """Stop the bypass and note what it applied."""
         assert self._bypass is not None
         self._lent = False
         progress = self._bypass.take()
@@ -301,7 +301,7 @@ class Source:
             self._judge(Applied(0, 0, progress.over_capacity, progress.incompatible))
 
     def _lend(self) -> None:
-        """Leaves the usual to the bypass; who observes needs every batch, and so does what is wrong with a worker."""
+        """Leave usual batches to the bypass, unless an observer or a faulty worker needs every batch here."""
         if self._bypass is None or self._observer is not None or self._over_capacity or self._incompatible:
             return
         sequence = self.sequence
@@ -313,7 +313,7 @@ class Source:
     def _set_incomplete(self, incomplete: bool) -> None:
         if incomplete != self._incomplete:
             self._incomplete = incomplete
-            self._tell_incomplete(incomplete)
+            self._report_incomplete(incomplete)
 
     def _reset(self) -> None:
         self.index.reset(self.rank)
@@ -323,7 +323,7 @@ class Source:
             self._observer.reset()
 
     def _restart(self) -> None:
-        """The source begins anew."""
+        """Begin anew."""
         if self._search is not None:
             # What others have is of the life that has just ended.
             self._search.cancel()
@@ -368,7 +368,7 @@ class Source:
         self._lend()
 
     def _carry_on(self, demote: Demote, decisions: list[Decision[DecodedBatch]], _: KvscoutError | None) -> None:
-        """The rest, once a demotion is over."""
+        """Carry out the remaining decisions after a demotion."""
         self._demoted(demote)
         self._carry_out(decisions)
 
@@ -398,7 +398,7 @@ class Source:
             self._observer.applied(batch)
 
     def _judge(self, applied: Applied) -> None:
-        """Notes what the index said of a batch."""
+        """Note what the index said of a batch."""
         self._incompatible = bool(applied.incompatible)
         if self._incompatible:
             self._warnings.warning(
@@ -407,7 +407,7 @@ class Source:
         self._over_capacity = applied.over_capacity
 
     def _load_live(self, state: SourceState) -> None:
-        """Loads a state that came by itself, if the sequence wants it; one that cannot be loaded costs itself."""
+        """Load a state that came by itself, if the sequence wants it; one that cannot be loaded costs itself."""
         if not self._wants(None, state):
             return
         try:
@@ -430,7 +430,7 @@ class Source:
             self._refuse(error)
 
     async def _load(self, attempt: int, state: SourceState, *, second_hand: bool = False) -> bool:
-        """Loads a replayed state if the sequence wants it; one that cannot be loaded is told by False."""
+        """Load a replayed state if the sequence wants it; return False if it cannot be loaded."""
         await self._gate.opened()
         if not self._wants(attempt, state):
             return True
@@ -461,7 +461,7 @@ class Source:
     def _put_in_place(
         self, attempt: int | None, state: SourceState, loading: Loading, *, second_hand: bool = False
     ) -> None:
-        """A state that the sequence wants is loaded."""
+        """Replace the rank's blocks by a state that was loaded."""
         if not loading.commit():
             # Not all of it was, since too much came meanwhile, or the rank is another by now: the next batch will tell.
             return
@@ -488,7 +488,7 @@ class Source:
 
     async def _run_replay(self, request: RequestReplay) -> None:
         try:
-            await self._load_from_elsewhere(request)
+            await self._load_from_peers(request)
             broken = None
             if self.feed.can_replay:
                 async with self._recoveries:
@@ -507,16 +507,16 @@ class Source:
         except BaseException as error:
             self._failed(error)
 
-    async def _look_elsewhere(self, elsewhere: Elsewhere) -> SourceState | None:
+    async def _search_peers(self, peer_lookup: PeerLookup) -> SourceState | None:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await self._connected.wait()
         except TimeoutError:
             log.info("worker %s/%d cannot be reached yet; others are asked for its state", *self.rank)
-        return await elsewhere(self.spec, self.rank)
+        return await peer_lookup(self.spec, self.rank)
 
-    async def _load_from_elsewhere(self, request: RequestReplay) -> None:
-        """The first replay's first part; a later request that takes over waits for the same search."""
+    async def _load_from_peers(self, request: RequestReplay) -> None:
+        """Load a peer's state as the first part of the first replay; a later request waits for the same search."""
         if self._search is None:
             return
         # Shielded: a reconnect ends the replay, not the search.
@@ -528,11 +528,11 @@ class Source:
         self.searched.set()
 
     async def _read_replay(self, request: RequestReplay) -> HistoryBroken | None:
-        """Reads a replay to its end, or to where it broke, or until a later request has taken over."""
+        """Read a replay to its end, or to where it broke, or until a later request has taken over."""
         count = 0
         first_id = request.first_id
         if self.sequence.last_id is not None and not self.sequence.history_incomplete:
-            # A state from elsewhere was loaded since it was asked for.
+            # A state from a peer was loaded since it was requested.
             first_id = self.sequence.last_id
         try:
             async with aclosing(self.feed.history(first_id)) as replies:
@@ -554,5 +554,5 @@ class Source:
 
 
 async def _ended(tasks: list[asyncio.Task[Any]]) -> None:
-    """Waits for tasks that were cancelled."""
+    """Wait for tasks that were cancelled."""
     await asyncio.gather(*tasks, return_exceptions=True)

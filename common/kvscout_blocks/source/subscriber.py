@@ -42,7 +42,7 @@ REPLAY_PAUSE_SECONDS = 0.5
 def open_sockets(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: EventEndpoint
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A SUB socket on an endpoint, and the monitor that tells of its connection.
+    """Return a SUB socket on an endpoint, and the monitor that tells of its connection.
 
     Raises:
         zmq.ZMQError: The endpoint cannot be used; no socket is left open.
@@ -77,7 +77,7 @@ def open_sockets(
 
 
 def close_sockets(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-    """Closes what `open_sockets` returned."""
+    """Close what `open_sockets` returned."""
     socket.disable_monitor()
     monitor.close()
     socket.close()
@@ -85,7 +85,7 @@ def close_sockets(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What a subscription tells, in the order in which it came; each is called on the event loop and must not block."""
+    """Callbacks of a subscription, in the order of arrival; each runs on the event loop and must not block."""
 
     on_message: Callable[[Message], None]
     on_malformed: Callable[[str], None]
@@ -102,12 +102,12 @@ class Callbacks:
 class Subscription:
     """A SUB socket of libzmq on one endpoint.
 
-    A connection is told of before its first message, unless a burst of the former one is still being read: then when
+    A connection is reported before its first message, unless a burst of the former one is still being read: then when
     the socket is empty.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: EventEndpoint, callbacks: Callbacks) -> None:
-        self._tell = callbacks
+        self._callbacks = callbacks
         self._bound = endpoint.bind
         self._loop = asyncio.get_running_loop()
         self._socket, self._monitor = open_sockets(context, endpoint)
@@ -115,11 +115,11 @@ class Subscription:
         self._backlog = False
         """The socket was not read empty yet."""
         self._connected = False
-        """A handshake is still to be told."""
+        """A handshake is still to be reported."""
         self._then: int | None = None
-        """What the monitor told after it."""
+        """Last event of the monitor after the handshake."""
         self._unconnected: int | None = None
-        """What was told last of a connection that is not there."""
+        """Event that `on_unconnected` reported last."""
         self._giving_up: asyncio.TimerHandle | None = None
         """Since the connection ended, until libzmq says that it tries again."""
         self._loop.add_reader(self._socket.FD, self._drain)
@@ -128,7 +128,7 @@ class Subscription:
         self._loop.call_soon(self._drain_monitor)
 
     def close(self) -> None:
-        """Closes the sockets; no callback comes afterwards."""
+        """Close the sockets; no callback comes afterwards."""
         if self._closed:
             return
         self._closed = True
@@ -138,7 +138,7 @@ class Subscription:
         close_sockets(self._socket, self._monitor)
 
     def _drain(self) -> None:
-        """Reads a burst. The descriptor only tells of news, so a socket left unread must be visited again."""
+        """Read a burst. The descriptor only tells of news, so a socket left unread must be visited again."""
         # A handshake shows in the monitor before its first batch does in the socket.
         self._drain_monitor()
         for _ in range(BURST):
@@ -148,14 +148,14 @@ class Subscription:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 self._backlog = False
-                self._tell_connected()
+                self._report_connected()
                 return
             try:
                 message = parse_message(parts)
             except MalformedBatch as error:
-                self._tell.on_malformed(str(error))
+                self._callbacks.on_malformed(str(error))
                 continue
-            self._tell.on_message(message)
+            self._callbacks.on_message(message)
         self._backlog = True
         self._loop.call_soon(self._drain)
 
@@ -170,27 +170,27 @@ class Subscription:
             elif self._connected:
                 self._then = event["event"]
             else:
-                self._tell_unconnected(event["event"])
+                self._report_unconnected(event["event"])
         if not self._backlog:
-            self._tell_connected()
+            self._report_connected()
 
-    def _tell_connected(self) -> None:
+    def _report_connected(self) -> None:
         if self._connected and not self._closed:
             self._connected, self._unconnected = False, None
             then, self._then = self._then, None
             self._goes_on()
-            self._tell.on_connected()
+            self._callbacks.on_connected()
             if then is not None:
-                self._tell_unconnected(then)
+                self._report_unconnected(then)
 
-    def _tell_unconnected(self, event: int) -> None:
+    def _report_unconnected(self, event: int) -> None:
         # Tries that fail one after the other are told of once.
         if event != self._unconnected and not self._closed:
             self._unconnected = event
             self._goes_on()
             if event == zmq.EVENT_DISCONNECTED and not self._bound:
                 self._giving_up = self._loop.call_later(GIVEN_UP_SECONDS, self._on_given_up)
-            self._tell.on_unconnected()
+            self._callbacks.on_unconnected()
 
     def _goes_on(self) -> None:
         if self._giving_up is not None:
@@ -198,7 +198,7 @@ class Subscription:
             self._giving_up = None
 
     def _on_given_up(self) -> None:
-        self._tell.on_refused(f"a frame above {MAX_FRAME_BYTES} bytes, or one that is not ZMQ's")
+        self._callbacks.on_refused(f"a frame above {MAX_FRAME_BYTES} bytes, or one that is not ZMQ's")
 
 
 async def replay(
@@ -209,7 +209,7 @@ async def replay(
     idle_seconds: float = REPLAY_IDLE_SECONDS,
     pause_seconds: float = REPLAY_PAUSE_SECONDS,
 ) -> AsyncGenerator[Message, None]:
-    """Asks an engine's replay socket for every batch from `start` on; ends with the engine's end marker.
+    """Request every batch from `start` on from an engine's replay socket; end with the engine's end marker.
 
     Args:
         context: For its socket.
@@ -221,7 +221,7 @@ async def replay(
     Raises:
         HistoryBroken: If the engine falls silent, or sends something else.
     """
-    patience = idle_seconds
+    timeout_seconds = idle_seconds
     socket = zmq.asyncio.Context.shadow(context).socket(zmq.DEALER)
     try:
         socket.set(zmq.LINGER, 0)
@@ -233,15 +233,15 @@ async def replay(
             async with asyncio.timeout(idle_seconds):
                 await socket.send_multipart(replay_request(start))
             while True:
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout(timeout_seconds):
                     parts = await socket.recv_multipart()
                 message = parse_replay_reply(parts)
                 if message is None:
                     return
-                patience = pause_seconds
+                timeout_seconds = pause_seconds
                 yield message
         except TimeoutError as error:
-            raise HistoryBroken(f"{endpoint} was silent for {patience:g} s") from error
+            raise HistoryBroken(f"{endpoint} was silent for {timeout_seconds:g} s") from error
         except (MalformedBatch, zmq.ZMQError) as error:
             raise HistoryBroken(f"{endpoint}: {error}") from error
     finally:

@@ -30,9 +30,9 @@ NEW_AFTER_SECONDS = 3.0
 REOPEN_SECONDS = 1.0
 """Between two tries to use an endpoint: an address that is in use, such as our own of a moment ago, gets free."""
 MAX_REOPEN_SECONDS = 30.0
-"""Where each connection ends by a frame that is refused, the wait doubles up to this."""
+"""Longest wait where connection after connection ends by a refused frame; the wait doubles up to it."""
 LOOK_UP_SECONDS = 5.0
-"""How often the name of a host that does not answer is looked up anew: it may have moved."""
+"""Interval of DNS look-ups of a host that does not answer: it may have moved."""
 
 
 class ZmqFeed:
@@ -45,7 +45,7 @@ class ZmqFeed:
         context: For its sockets.
         clock: Monotonic seconds.
         warnings: Where batches that cannot be read are logged.
-        failed: Told of a defect of ours.
+        failed: Called with a defect of this program.
         intake: Reads its socket and applies what is usual; None = libzmq does, and all batches come to the source.
     """
 
@@ -80,13 +80,13 @@ class ZmqFeed:
         self._pause = REOPEN_SECONDS
         self._refused_at: float | None = None
         self._named = not endpoint.bind and bool(host_name(endpoint.endpoint))
-        """Whether a host name has to be looked up."""
+        """True if a host name has to be looked up."""
         self._looking_up: asyncio.Task[None] | None = None
         self._look_up_at = 0.0
         self._connects_to = ""
         self._subscription: Subscription | IntakeSubscription | None = None
         self._left: Progress | None = None
-        """What a bypass had done whose subscription was closed meanwhile."""
+        """Progress of a bypass whose subscription was closed meanwhile."""
 
     def open(self, source: SourceInput) -> Bypass | None:
         """See `Feed.open`."""
@@ -134,7 +134,7 @@ class ZmqFeed:
                 yield self._sequenced(message)
 
     def _begin(self) -> None:
-        """Opens the socket, or begins to look up where."""
+        """Open the socket, or begin to look up its host name."""
         self._reopen_at = None
         if not self._named:
             self._subscribe(self.address.endpoint)
@@ -149,7 +149,7 @@ class ZmqFeed:
                 self._subscribe(endpoint)
         except OSError as error:
             if self.outage or self._subscription is None:
-                self._tell_outage(f"{self.address.endpoint}: {error}")
+                self._report_outage(f"{self.address.endpoint}: {error}")
         except INTENDED:
             raise
         except BaseException as error:
@@ -190,12 +190,12 @@ class ZmqFeed:
         if self._away_since is None:
             self._away_since = self._clock()
         if self.address.bind:
-            self._tell_outage(f"nothing is connected to {endpoint}, which is bound here for the engine to connect to")
+            self._report_outage(f"nothing is connected to {endpoint}, which is bound here for the engine to connect to")
         else:
-            self._tell_outage(f"nothing answers at {endpoint}")
+            self._report_outage(f"nothing answers at {endpoint}")
 
     def _on_refused(self, reason: str) -> None:
-        """A connection was ended because of what came; where we connect, it is for us to have it made again."""
+        """Connect again, later, after a connection that was ended because of what it sent."""
         assert self._source is not None
         self._away_since = None
         reason = f"{reason}, from {self._connects_to}"
@@ -206,11 +206,11 @@ class ZmqFeed:
         again = self._refused_at is not None and now - self._refused_at < 2 * MAX_REOPEN_SECONDS
         self._pause = min(2 * self._pause, MAX_REOPEN_SECONDS) if again else REOPEN_SECONDS
         self._refused_at = now
-        self._tell_outage(f"the connection was ended by {reason}; it is made again")
+        self._report_outage(f"the connection was ended by {reason}; it is made again")
         self._unsubscribe()
         self._reopen_at = now + self._pause
 
-    def _tell_outage(self, reason: str) -> None:
+    def _report_outage(self, reason: str) -> None:
         self.outage = reason
         self._warnings.warning((self._rank, "connection"), "worker %s/%d: %s", *self._rank, reason)
 

@@ -107,7 +107,7 @@ impl Bypass {
         state.lent.take().or_else(|| state.stopped.take())
     }
 
-    /// Stops for good: whatever is offered from now on is not applied.
+    /// Stops permanently: whatever is offered from now on is not applied.
     pub fn close(&self) {
         self.state.lock().closed = true;
     }

@@ -27,13 +27,13 @@ pub enum News<'a> {
     Message(Message<'a>),
 }
 
-/// How a turn ended.
+/// How a outcome ended.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Turn {
+pub enum Outcome {
     /// Nothing is left to be done until the kernel or the clock says so.
-    Waits,
+    Idle,
     /// There may be more.
-    Goes,
+    More,
     /// Whoever takes the messages wants no more of them for now.
     Stalled,
     /// It is taken for open: nothing is wrong but that no PING was answered.
@@ -93,34 +93,38 @@ impl Connection {
         self.left.len()
     }
 
-    pub fn kernel_says(&mut self, readable: bool, writable: bool, ended: bool) {
+    pub fn on_readiness(&mut self, readable: bool, writable: bool, ended: bool) {
         self.readable |= readable || ended;
         self.writable |= writable;
         self.ended |= ended;
     }
 
     /// Reads once, tells what that brings, and answers. `tell` says whether it takes more.
-    pub fn turn(
+    pub fn drive(
         &mut self,
         scratch: &mut [u8],
         room: usize,
         now: Instant,
         mut tell: impl FnMut(News) -> bool,
-    ) -> Turn {
+    ) -> Outcome {
         if self.connecting {
             match self.stream.connected() {
-                None => return Turn::Waits,
-                Some(Err(_)) => return Turn::Ended,
-                Some(Ok(())) if self.stream.is_its_own_peer() => return Turn::Ended,
+                None => return Outcome::Idle,
+                Some(Err(_)) => return Outcome::Ended,
+                Some(Ok(())) if self.stream.is_its_own_peer() => return Outcome::Ended,
                 Some(Ok(())) => (self.connecting, self.since) = (false, now),
             }
         }
-        let turn = match self.receive(scratch, room, now, &mut tell) {
-            Ok(turn) => turn,
-            Err(refusal) => Turn::Refused(refusal),
+        let outcome = match self.receive(scratch, room, now, &mut tell) {
+            Ok(outcome) => outcome,
+            Err(refusal) => Outcome::Refused(refusal),
         };
         // An ERROR or a greeting of its own helps nobody any more.
-        if matches!(turn, Turn::Ended | Turn::Refused(_)) || self.send() { turn } else { Turn::Ended }
+        if matches!(outcome, Outcome::Ended | Outcome::Refused(_)) || self.send() {
+            outcome
+        } else {
+            Outcome::Ended
+        }
     }
 
     fn receive(
@@ -129,34 +133,34 @@ impl Connection {
         room: usize,
         now: Instant,
         tell: &mut impl FnMut(News) -> bool,
-    ) -> Result<Turn, Refusal> {
+    ) -> Result<Outcome, Refusal> {
         if self.stalled {
             // What was not read meanwhile is nobody's fault.
             (self.stalled, self.since, self.pinged) = (false, now, None);
             if !self.take_left(now, tell)? {
-                return Ok(Turn::Stalled);
+                return Ok(Outcome::Stalled);
             }
         }
         if !self.readable {
-            return Ok(Turn::Waits);
+            return Ok(Outcome::Idle);
         }
         let count = match self.stream.read(scratch) {
-            Ok(0) => return Ok(Turn::Ended),
+            Ok(0) => return Ok(Outcome::Ended),
             Ok(count) => count,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(Turn::Goes),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(Outcome::More),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 self.readable = false;
-                return Ok(Turn::Waits);
+                return Ok(Outcome::Idle);
             }
-            Err(_) => return Ok(Turn::Ended),
+            Err(_) => return Ok(Outcome::Ended),
         };
         // Less than asked for is all there is; the kernel tells when more comes, but not of an end twice.
         self.readable = count == scratch.len() || self.ended;
         self.pinged = None;
         if !self.take(&scratch[..count], room, now, tell)? {
-            return Ok(Turn::Stalled);
+            return Ok(Outcome::Stalled);
         }
-        Ok(if self.readable { Turn::Goes } else { Turn::Waits })
+        Ok(if self.readable { Outcome::More } else { Outcome::Idle })
     }
 
     /// Takes what was read: where it completes what was left over before, and then as it is. Whether `tell` takes more.
@@ -267,16 +271,16 @@ impl Connection {
     }
 
     /// Does what is due; how that ended, and when to come again.
-    pub fn tick(&mut self, now: Instant) -> (Turn, Instant) {
+    pub fn tick(&mut self, now: Instant) -> (Outcome, Instant) {
         if !self.is_open() {
             let until = self.since + STAGE;
             if until > now {
-                return (Turn::Waits, until);
+                return (Outcome::Idle, until);
             }
             return if self.session.assume_open() {
-                (Turn::Opened, self.ping_at)
+                (Outcome::Opened, self.ping_at)
             } else {
-                (Turn::Ended, until)
+                (Outcome::Ended, until)
             };
         }
         if self.ping_at <= now {
@@ -292,7 +296,7 @@ impl Connection {
                 self.pinged = self.pinged.or(Some(now));
             }
             if !self.send() {
-                return (Turn::Ended, now);
+                return (Outcome::Ended, now);
             }
         }
         let mut next = self.ping_at;
@@ -300,15 +304,15 @@ impl Connection {
             let silent = self.pinged.map(|at| at + PING_TIMEOUT);
             let begun = (!self.left.is_empty()).then(|| self.since + MESSAGE);
             if silent.is_some_and(|until| until <= now) {
-                return (Turn::Ended, now);
+                return (Outcome::Ended, now);
             }
             if begun.is_some_and(|until| until <= now) {
                 let reason = format!("a message that does not end within {} s", MESSAGE.as_secs());
-                return (Turn::Refused(Refusal(reason)), now);
+                return (Outcome::Refused(Refusal(reason)), now);
             }
             next = [silent, begun].into_iter().flatten().fold(next, Instant::min);
         }
-        (Turn::Waits, next)
+        (Outcome::Idle, next)
     }
 }
 
@@ -348,7 +352,7 @@ mod tests {
 
         fn open() -> Self {
             let mut world = Self::new();
-            assert_eq!(world.say(HANDSHAKE, 0.0), Turn::Waits);
+            assert_eq!(world.say(HANDSHAKE, 0.0), Outcome::Idle);
             assert_eq!(world.told, ["opened"]);
             world.heard();
             world
@@ -358,19 +362,19 @@ mod tests {
             self.start + Duration::from_secs_f64(seconds)
         }
 
-        fn say(&mut self, bytes: &[u8], seconds: f64) -> Turn {
+        fn say(&mut self, bytes: &[u8], seconds: f64) -> Outcome {
             self.engine.write_all(bytes).expect("a connection");
-            self.connection.kernel_says(true, true, false);
-            self.turn(seconds, UNFINISHED_IN_ALL)
+            self.connection.on_readiness(true, true, false);
+            self.drive(seconds, UNFINISHED_IN_ALL)
         }
 
-        fn turn(&mut self, seconds: f64, room: usize) -> Turn {
+        fn drive(&mut self, seconds: f64, room: usize) -> Outcome {
             let now = self.at(seconds);
             let mut scratch = vec![0; 128 * 1024];
-            let mut turn = Turn::Goes;
-            while turn == Turn::Goes {
+            let mut outcome = Outcome::More;
+            while outcome == Outcome::More {
                 let (told, takes) = (&mut self.told, &mut self.takes);
-                turn = self.connection.turn(&mut scratch, room, now, |news| {
+                outcome = self.connection.drive(&mut scratch, room, now, |news| {
                     *takes -= 1;
                     told.push(match news {
                         News::Opened => "opened".into(),
@@ -380,10 +384,10 @@ mod tests {
                     *takes > 0
                 });
             }
-            turn
+            outcome
         }
 
-        fn tick(&mut self, seconds: f64) -> Turn {
+        fn tick(&mut self, seconds: f64) -> Outcome {
             let now = self.at(seconds);
             self.connection.tick(now).0
         }
@@ -406,10 +410,10 @@ mod tests {
     #[test]
     fn an_engine_that_answers_no_ping_is_taken_for_open_after_a_while() {
         let mut world = World::new();
-        assert_eq!(world.say(&HANDSHAKE[..HANDSHAKE.len() - 7], 0.0), Turn::Waits);
-        assert_eq!(world.tick(4.9), Turn::Waits);
+        assert_eq!(world.say(&HANDSHAKE[..HANDSHAKE.len() - 7], 0.0), Outcome::Idle);
+        assert_eq!(world.tick(4.9), Outcome::Idle);
         assert!(!world.connection.is_open());
-        assert_eq!(world.tick(5.0), Turn::Opened);
+        assert_eq!(world.tick(5.0), Outcome::Opened);
         assert!(world.connection.is_open());
     }
 
@@ -417,27 +421,27 @@ mod tests {
     fn an_engine_that_accepts_and_does_not_end_its_greeting_is_given_up() {
         let mut world = World::new();
         for (count, byte) in HANDSHAKE[..40].iter().enumerate() {
-            assert_eq!(world.say(&[*byte], 0.1 * count as f64), Turn::Waits);
+            assert_eq!(world.say(&[*byte], 0.1 * count as f64), Outcome::Idle);
         }
-        assert_eq!(world.tick(4.9), Turn::Waits);
-        assert_eq!(world.tick(5.0), Turn::Ended);
+        assert_eq!(world.tick(4.9), Outcome::Idle);
+        assert_eq!(world.tick(5.0), Outcome::Ended);
     }
 
     #[test]
     fn a_silent_engine_is_pinged_and_given_up_when_nothing_comes() {
         let mut world = World::open();
         let ping = b"\x04\x07\x04PING\x01\x2c";
-        assert_eq!(world.tick(4.9), Turn::Waits);
+        assert_eq!(world.tick(4.9), Outcome::Idle);
         assert_eq!(world.heard(), b"");
-        assert_eq!(world.tick(5.0), Turn::Waits);
+        assert_eq!(world.tick(5.0), Outcome::Idle);
         assert_eq!(world.heard(), ping);
-        assert_eq!(world.say(b"\x04\x05\x04PONG", 6.0), Turn::Waits);
+        assert_eq!(world.say(b"\x04\x05\x04PONG", 6.0), Outcome::Idle);
         for seconds in [10.0, 15.0, 20.0] {
-            assert_eq!(world.tick(seconds), Turn::Waits);
+            assert_eq!(world.tick(seconds), Outcome::Idle);
             assert_eq!(world.heard(), ping);
         }
-        assert_eq!(world.tick(24.9), Turn::Waits);
-        assert_eq!(world.tick(25.0), Turn::Ended);
+        assert_eq!(world.tick(24.9), Outcome::Idle);
+        assert_eq!(world.tick(25.0), Outcome::Ended);
     }
 
     #[test]
@@ -445,34 +449,34 @@ mod tests {
         let mut world = World::new();
         let mut handshake = HANDSHAKE[..HANDSHAKE.len() - 7].to_vec();
         handshake[11] = 0;
-        assert_eq!(world.say(&handshake, 0.0), Turn::Waits);
+        assert_eq!(world.say(&handshake, 0.0), Outcome::Idle);
         assert!(world.heard().ends_with(b"\x00\x01\x01"), "a subscription is the last that it hears");
-        assert_eq!(world.tick(5.0), Turn::Opened);
+        assert_eq!(world.tick(5.0), Outcome::Opened);
         for seconds in [10.0, 20.0, 100.0, 1000.0] {
-            assert_eq!(world.tick(seconds), Turn::Waits);
+            assert_eq!(world.tick(seconds), Outcome::Idle);
             assert_eq!(world.heard(), b"");
         }
-        assert_eq!(world.say(&batch(1, 3), 1001.0), Turn::Waits);
+        assert_eq!(world.say(&batch(1, 3), 1001.0), Outcome::Idle);
         assert_eq!(world.told, ["1: 3"]);
         // One that sends PINGs knows them, whatever it greets as.
-        assert_eq!(world.say(b"\x04\x07\x04PING\x00\x00", 1002.0), Turn::Waits);
+        assert_eq!(world.say(b"\x04\x07\x04PING\x00\x00", 1002.0), Outcome::Idle);
         assert_eq!(world.heard(), b"\x04\x05\x04PONG");
-        assert_eq!(world.tick(1010.0), Turn::Waits);
+        assert_eq!(world.tick(1010.0), Outcome::Idle);
         assert_eq!(world.heard(), b"\x04\x07\x04PING\x01\x2c");
-        assert_eq!(world.tick(1025.0), Turn::Ended);
+        assert_eq!(world.tick(1025.0), Outcome::Ended);
     }
 
     #[test]
     fn an_engine_is_not_silent_while_it_is_left_unread() {
         let mut world = World::open();
         world.takes = 1;
-        assert_eq!(world.say(&[batch(1, 9), batch(2, 9)].concat(), 1.0), Turn::Stalled);
+        assert_eq!(world.say(&[batch(1, 9), batch(2, 9)].concat(), 1.0), Outcome::Stalled);
         for seconds in [6.0, 12.0, 40.0, 80.0] {
-            assert_eq!(world.tick(seconds), Turn::Waits);
+            assert_eq!(world.tick(seconds), Outcome::Idle);
         }
         world.takes = usize::MAX;
-        assert_eq!(world.turn(81.0, UNFINISHED_IN_ALL), Turn::Waits);
-        assert_eq!(world.tick(81.1), Turn::Waits);
+        assert_eq!(world.drive(81.0, UNFINISHED_IN_ALL), Outcome::Idle);
+        assert_eq!(world.tick(81.1), Outcome::Idle);
         assert_eq!(world.told, ["opened", "1: 9", "2: 9"]);
     }
 
@@ -483,12 +487,12 @@ mod tests {
         let mut seconds = 0.0;
         for (count, piece) in bytes.chunks(101).enumerate() {
             world.takes = 1 + count % 3;
-            let mut turn = world.say(piece, seconds);
-            while turn == Turn::Stalled {
+            let mut outcome = world.say(piece, seconds);
+            while outcome == Outcome::Stalled {
                 world.takes = 2;
-                turn = world.turn(seconds, UNFINISHED_IN_ALL);
+                outcome = world.drive(seconds, UNFINISHED_IN_ALL);
             }
-            assert_eq!(turn, Turn::Waits);
+            assert_eq!(outcome, Outcome::Idle);
             seconds += 0.001;
         }
         let wanted: Vec<String> = (0..60).map(|seq| format!("{seq}: {}", seq * 7)).collect();
@@ -501,28 +505,30 @@ mod tests {
         let mut world = World::open();
         let bytes = batch(1, 1000);
         for count in 0_u8..30 {
-            assert_eq!(world.say(&bytes[usize::from(count)..][..1], f64::from(count)), Turn::Waits);
-            assert_eq!(world.tick(f64::from(count)), Turn::Waits);
+            assert_eq!(world.say(&bytes[usize::from(count)..][..1], f64::from(count)), Outcome::Idle);
+            assert_eq!(world.tick(f64::from(count)), Outcome::Idle);
         }
         let reason = "a message that does not end within 30 s";
-        assert_eq!(world.tick(30.0), Turn::Refused(Refusal(reason.into())));
+        assert_eq!(world.tick(30.0), Outcome::Refused(Refusal(reason.into())));
     }
 
     #[test]
     fn what_is_announced_takes_no_memory_until_it_comes_and_no_more_than_there_is() {
         let mut world = World::open();
         let bytes = batch(1, LONGEST);
-        assert_eq!(world.say(&bytes[..100], 1.0), Turn::Waits);
+        assert_eq!(world.say(&bytes[..100], 1.0), Outcome::Idle);
         assert_eq!(world.connection.held(), 100);
         assert!(world.connection.left.capacity() < 4096);
-        let mut turn = Turn::Waits;
+        let mut outcome = Outcome::Idle;
         let mut sent = 100;
-        while turn == Turn::Waits && sent < bytes.len() {
+        while outcome == Outcome::Idle && sent < bytes.len() {
             sent += world.engine.write(&bytes[sent..]).expect("a connection");
-            world.connection.kernel_says(true, true, false);
-            turn = world.turn(1.0, 2 * UNFINISHED);
+            world.connection.on_readiness(true, true, false);
+            outcome = world.drive(1.0, 2 * UNFINISHED);
         }
-        assert!(matches!(turn, Turn::Refused(Refusal(reason)) if reason.starts_with("one of too many")));
+        assert!(
+            matches!(outcome, Outcome::Refused(Refusal(reason)) if reason.starts_with("one of too many"))
+        );
         assert!(world.connection.held() <= 2 * UNFINISHED);
     }
 
@@ -531,8 +537,8 @@ mod tests {
         let mut world = World::open();
         world.engine.write_all(&batch(1, 3)).expect("a connection");
         drop(std::mem::replace(&mut world.engine, UnixStream::pair().expect("sockets").0));
-        world.connection.kernel_says(true, true, true);
-        assert_eq!(world.turn(1.0, UNFINISHED_IN_ALL), Turn::Ended);
+        world.connection.on_readiness(true, true, true);
+        assert_eq!(world.drive(1.0, UNFINISHED_IN_ALL), Outcome::Ended);
         assert_eq!(world.told, ["opened", "1: 3"]);
     }
 }

@@ -19,7 +19,7 @@ use super::place::Place;
 use super::source::{Context, Sockets, split};
 use crate::events::Batch;
 
-/// Bytes read from one socket before the others get their turn.
+/// Bytes read from one socket before the others are read.
 const SCRATCH: usize = 256 * 1024;
 /// Pause after sockets were read empty: what comes meanwhile shares the costs of waking up.
 const PAUSE: Duration = Duration::from_micros(1000);
@@ -132,7 +132,7 @@ impl Intake {
                 let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
                 let notice = Notice::Failed(text.unwrap_or_else(|| "a panic".into()));
                 thread.shared.mailbox.push(Item { source: usize::MAX, notice });
-                thread.shared.mailbox.ring();
+                thread.shared.mailbox.notify();
             }
         };
         let thread = std::thread::Builder::new().name("ingest".into()).spawn(run)?;
@@ -170,7 +170,7 @@ impl Intake {
         Ok(number)
     }
 
-    /// Closes a source's sockets and its bypass: nothing of it is applied or told any more.
+    /// Closes a source's sockets and its bypass: nothing of it is applied or reported any more.
     pub fn remove(&self, number: usize) -> io::Result<()> {
         let Some(source) = self.sources.lock().remove(&number) else { return Ok(()) };
         source.bypass.close();
@@ -233,7 +233,7 @@ struct Thread {
     shared: Arc<Shared>,
     poll: Poll,
     registry: Registry,
-    /// What is read, by turns of everybody.
+    /// What is read, by each in its turn.
     scratch: Vec<u8>,
     batch: Batch,
     /// Bytes held of messages that are not complete.
@@ -253,7 +253,7 @@ impl Thread {
             let now = Instant::now();
             for _ in 0..self.ready.len() {
                 if let Some(number) = self.ready.pop_front() {
-                    self.turn(number, now);
+                    self.drive(number, now);
                 }
             }
             // Who has something to say has said it: silence is judged afterwards.
@@ -306,7 +306,7 @@ impl Thread {
         let (number, slot) = split(event.token());
         if let Some(watched) = self.sources.get(&number) {
             if let Some(sockets) = &mut *watched.source.sockets.lock() {
-                sockets.kernel_says(slot, event);
+                sockets.on_readiness(slot, event);
             }
             self.make_ready(number);
         }
@@ -321,12 +321,12 @@ impl Thread {
     }
 
     /// Reads a source.
-    fn turn(&mut self, number: usize, now: Instant) {
+    fn drive(&mut self, number: usize, now: Instant) {
         let Some(watched) = self.sources.get_mut(&number) else { return };
         watched.ready = false;
         let source = Arc::clone(&watched.source);
         let goes_on = self.with(number, &source, now, |sockets, context, leave| {
-            let goes_on = sockets.turn(context, &source.bypass, leave);
+            let goes_on = sockets.drive(context, &source.bypass, leave);
             (goes_on, sockets.retry_at())
         });
         let Some((goes_on, retry_at)) = goes_on else { return };
@@ -372,7 +372,7 @@ impl Thread {
         };
         let result = act(sockets.as_mut()?, &mut context, &mut leave);
         if left {
-            self.shared.mailbox.ring();
+            self.shared.mailbox.notify();
         }
         Some(result)
     }

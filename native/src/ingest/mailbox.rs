@@ -12,17 +12,17 @@ use parking_lot::Mutex;
 pub struct Mailbox<T> {
     queue: Mutex<VecDeque<T>>,
     /// The descriptor is readable, or is about to be.
-    rung: AtomicBool,
-    bell: UnixStream,
+    notified: AtomicBool,
+    notifier: UnixStream,
     listener: UnixStream,
 }
 
 impl<T> Mailbox<T> {
     pub fn new() -> io::Result<Self> {
-        let (bell, listener) = UnixStream::pair()?;
-        bell.set_nonblocking(true)?;
+        let (notifier, listener) = UnixStream::pair()?;
+        notifier.set_nonblocking(true)?;
         listener.set_nonblocking(true)?;
-        Ok(Self { queue: Mutex::default(), rung: AtomicBool::new(false), bell, listener })
+        Ok(Self { queue: Mutex::default(), notified: AtomicBool::new(false), notifier, listener })
     }
 
     /// Readable while there is something to take.
@@ -30,31 +30,31 @@ impl<T> Mailbox<T> {
         self.listener.as_raw_fd()
     }
 
-    /// Leaves something; `ring` when that was all for now.
+    /// Leaves something; `notify` when that was all for now.
     pub fn push(&self, item: T) {
         self.queue.lock().push_back(item);
     }
 
     /// Makes the descriptor readable.
-    pub fn ring(&self) {
-        if !self.rung.swap(true, Ordering::AcqRel) {
+    pub fn notify(&self) {
+        if !self.notified.swap(true, Ordering::AcqRel) {
             // Never full: a byte or two are in it.
-            let _ = (&self.bell).write(&[1]);
+            let _ = (&self.notifier).write(&[1]);
         }
     }
 
     /// The oldest, at most so many.
     pub fn take(&self, most: usize) -> Vec<T> {
-        // In this order. Who rings before the flag falls has pushed before the queue is drained; who rings later
-        // writes a byte of his own, which is still there afterwards. Were the flag to fall first, that byte could be
-        // read with the one before it, and nobody would ring again.
+        // In this order. Who notifies before the flag falls has pushed before the queue is drained; who notifies later
+        // writes another byte, which is still there afterwards. Were the flag to fall first, that byte could be
+        // read with the one before it, and nobody would notify again.
         let _ = (&self.listener).read(&mut [0; 8]);
-        self.rung.swap(false, Ordering::AcqRel);
+        self.notified.swap(false, Ordering::AcqRel);
         let mut queue = self.queue.lock();
         let count = most.min(queue.len());
         let items = queue.drain(..count).collect();
         if !queue.is_empty() {
-            self.ring();
+            self.notify();
         }
         items
     }
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_rings_is_heard() {
+    fn every_notification_wakes_the_reader() {
         const ITEMS: usize = 200_000;
         let mailbox = Mailbox::new().expect("a mailbox");
         let mut poll = Poll::new().expect("a poll");
@@ -82,13 +82,13 @@ mod tests {
             scope.spawn(|| {
                 for item in 0..ITEMS {
                     mailbox.push(item);
-                    mailbox.ring();
+                    mailbox.notify();
                 }
             });
             let mut taken = 0;
             while taken < ITEMS {
                 poll.poll(&mut events, Some(Duration::from_secs(5))).expect("a poll that polls");
-                assert!(!events.is_empty(), "nobody rang for {} items", ITEMS - taken);
+                assert!(!events.is_empty(), "no notification for {} items", ITEMS - taken);
                 let items = mailbox.take(7);
                 assert!(items.iter().copied().eq(taken..taken + items.len()));
                 taken += items.len();

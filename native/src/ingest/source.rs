@@ -7,7 +7,7 @@ use mio::{Interest, Registry, Token};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::bypass::{Bypass, Offered};
-use super::connection::{Connection, News, Turn, UNFINISHED_IN_ALL};
+use super::connection::{Connection, News, Outcome, UNFINISHED_IN_ALL};
 use super::intake::Notice;
 use super::place::{Listener, Place, keep_alive};
 use super::zmtp::Message;
@@ -33,7 +33,7 @@ fn token(number: usize, slot: usize) -> Token {
     Token(number << SLOT_BITS | slot)
 }
 
-/// What a turn of a source needs of its thread.
+/// Parts of the thread that a source needs.
 pub struct Context<'a> {
     pub registry: &'a Registry,
     pub scratch: &'a mut [u8],
@@ -58,7 +58,7 @@ pub struct Sockets {
     retry_at: Option<Instant>,
     /// Tries to connect since it last was.
     tries: u32,
-    /// It was told that there is no connection.
+    /// Whether it was reported that there is no connection.
     unconnected: bool,
 }
 
@@ -89,7 +89,7 @@ impl Sockets {
     ) -> io::Result<Self> {
         let mut listener = place.bind()?;
         registry.register(listener.source(), token(number, 0), Interest::READABLE)?;
-        // Somebody may have come before anybody listened to what the kernel says.
+        // An engine may have connected before the listener was registered.
         Ok(Self {
             listener: Some(listener),
             called: true,
@@ -107,20 +107,20 @@ impl Sockets {
         self.retry_at
     }
 
-    pub fn kernel_says(&mut self, slot: usize, event: &mio::event::Event) {
+    pub fn on_readiness(&mut self, slot: usize, event: &mio::event::Event) {
         if slot == 0 && self.listener.is_some() {
             self.called = true;
         }
         let ended = event.is_read_closed() || event.is_error();
         for (place, connection) in &mut self.connections {
             if *place == slot {
-                connection.kernel_says(event.is_readable(), event.is_writable(), ended);
+                connection.on_readiness(event.is_readable(), event.is_writable(), ended);
             }
         }
     }
 
     /// Drives every connection once; whether one may have more.
-    pub fn turn(
+    pub fn drive(
         &mut self,
         context: &mut Context<'_>,
         bypass: &Bypass,
@@ -138,14 +138,14 @@ impl Sockets {
             let (was_open, held) = (connection.is_open(), connection.held());
             let others = *context.unfinished - held;
             let room = UNFINISHED_IN_ALL.saturating_sub(others);
-            let turn = connection
-                .turn(context.scratch, room, context.now, |news| take(bypass, context.batch, leave, news));
+            let outcome = connection
+                .drive(context.scratch, room, context.now, |news| take(bypass, context.batch, leave, news));
             *context.unfinished = others + connection.held();
             if connection.is_open() && !was_open {
                 (self.tries, self.unconnected) = (0, false);
             }
-            goes_on |= turn == Turn::Goes;
-            if self.outlives(index, turn, context, leave) {
+            goes_on |= outcome == Outcome::More;
+            if self.outlives(index, outcome, context, leave) {
                 index += 1;
             }
         }
@@ -157,12 +157,12 @@ impl Sockets {
         let mut next: Option<Instant> = None;
         let mut index = 0;
         while let Some((_, connection)) = self.connections.get_mut(index) {
-            let (turn, at) = connection.tick(context.now);
-            if turn == Turn::Opened {
+            let (outcome, at) = connection.tick(context.now);
+            if outcome == Outcome::Opened {
                 (self.tries, self.unconnected) = (0, false);
                 leave(Notice::Connected);
             }
-            if self.outlives(index, turn, context, leave) {
+            if self.outlives(index, outcome, context, leave) {
                 next = Some(next.map_or(at, |next| next.min(at)));
                 index += 1;
             }
@@ -182,20 +182,20 @@ impl Sockets {
     fn outlives(
         &mut self,
         index: usize,
-        turn: Turn,
+        outcome: Outcome,
         context: &mut Context<'_>,
         leave: &mut dyn FnMut(Notice),
     ) -> bool {
-        let refusal = match turn {
-            Turn::Waits | Turn::Goes | Turn::Stalled | Turn::Opened => return true,
-            Turn::Ended => None,
-            Turn::Refused(refusal) => Some(refusal.0),
+        let refusal = match outcome {
+            Outcome::Idle | Outcome::More | Outcome::Stalled | Outcome::Opened => return true,
+            Outcome::Ended => None,
+            Outcome::Refused(refusal) => Some(refusal.0),
         };
         let (_, ended) = self.connections.swap_remove(index);
         *context.unfinished -= ended.held();
         if self.listener.is_none() {
             match refusal {
-                // Whether to try again is decided by who is told.
+                // Whether to try again is decided by who gets the notice.
                 Some(reason) => leave(Notice::Refused(reason)),
                 None => self.lost(context.now, leave),
             }

@@ -40,7 +40,7 @@ TICK_SECONDS = 0.1
 DRAIN_SECONDS = 3.0
 """Longest wait for NATS at the end: the next bridge reads again from the engine what NATS does not take."""
 RECORD_SECONDS = 1.0
-"""How often the last batch of each rank is put on record; it must still be among what the engine replays."""
+"""Interval of recording each rank's last batch, which must still be in the engine's replay buffer."""
 
 Key = tuple[str, WorkerRank]
 
@@ -67,7 +67,7 @@ class Bridge:
         self._ranks: dict[Key, BridgedRank] = {}
         self._services: dict[Key, RecoveryService] = {}
         self._read: dict[Key, Record | None] = {}
-        """What was on record before."""
+        """Record from before."""
         self._record_due = asyncio.Event()
         self._closing = Closing()
         self._defect = FirstDefect()
@@ -80,7 +80,7 @@ class Bridge:
             self.registry.register(config.worker)
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What runs beside the server, by name."""
+        """Return what runs beside the server, by name."""
         tasks: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
             "nats": self.link.run,
             "send": lambda: self.sender.run(self.outbox),
@@ -96,7 +96,7 @@ class Bridge:
         return tasks
 
     async def drain(self) -> None:
-        """Reads no more, and waits until NATS has what was read."""
+        """Stop reading, and wait until NATS has what was read."""
         for rank in self._ranks.values():
             self._closing.add(rank.close())
         try:
@@ -108,7 +108,7 @@ class Bridge:
             log.warning("the last events of the engines are not all sent and written down: %r", error)
 
     async def close(self) -> None:
-        """Closes every socket."""
+        """Close every socket."""
         for rank in self._ranks.values():
             self._closing.add(rank.close())
         await self._closing.wait()
@@ -118,7 +118,7 @@ class Bridge:
         self._context.destroy(linger=0)
 
     def warnings(self) -> list[Warned]:
-        """What an operator should know."""
+        """Return what an operator should know."""
         found: list[Warned] = [text for text in (self.link.problem, self.sender.problem) if text]
         if self.config.register_workers:
             found += self.registrations.warnings()
@@ -131,13 +131,13 @@ class Bridge:
         return found
 
     def ranks(self, tenant: str) -> Iterator[BridgedRank]:
-        """Every bridged rank of a tenant ("*" = all), in order."""
+        """Return every bridged rank of a tenant ("*" = all), in order."""
         for (owner, _), rank in sorted(self._ranks.items()):
             if tenant in (ALL_TENANTS, owner):
                 yield rank
 
     async def recover(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
-        """Answers a request for lost events.
+        """Answer a request for lost events.
 
         Raises:
             InvalidArgument: It names no worker.
@@ -154,7 +154,7 @@ class Bridge:
         return await rank.answer(request)
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """Bridges a worker's ranks, as far as they publish events."""
+        """Bridge a worker's ranks, as far as they publish events."""
         if not spec.event_endpoints:
             if not lacks_event_endpoints(spec):
                 log.warning("worker %s has no event endpoint: nothing of it is bridged", spec.worker_id)
@@ -188,14 +188,14 @@ class Bridge:
         self._record_due.set()
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """Bridges anew what is read otherwise now; readers of the rest need not hear of it."""
+        """Bridge anew what is read otherwise now; readers of the rest need not hear of it."""
         kept = {rank for rank in new.ranks if (bridged := self._ranks.get((new.tenant, rank))) and bridged.reads(new)}
         # The registration stays, and is replaced: whoever follows it would forget the worker in between.
         self._close(old, set(old.ranks) - kept)
         self.worker_added(new)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """Ends a worker's bridges."""
+        """End a worker's bridges."""
         self._close(spec, spec.ranks)
         self.registrations.remove(spec)
 
@@ -222,7 +222,7 @@ class Bridge:
                 rank.tick(time.monotonic())
 
     async def _keep_records(self) -> None:
-        """Decides which incarnation each engine is, writes it down, and answers for it from then on."""
+        """Decide which incarnation each engine is, record it, and answer requests for it from then on."""
         write_at = 0.0
         while True:
             end_if_cancelled()
@@ -263,7 +263,7 @@ class Bridge:
 
 
 def problems(rank: BridgedRank) -> list[str]:
-    """What is wrong with a rank's events, in words."""
+    """Return what is wrong with a rank's events, in words."""
     sequence, feed = rank.source.sequence, rank.source.feed
     stats = rank.index.worker_stats(rank.rank)
     incomplete = f"events are missing: {sequence.missing}" if sequence.history_incomplete else ""

@@ -1,4 +1,4 @@
-"""What the bridge can be told."""
+"""Configuration of the bridge."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class BridgeConfig:
     transport: Transport = Transport.JETSTREAM
     """NATS_CORE or JETSTREAM."""
     local_indexer: bool = True
-    """Whether requests for lost events are answered."""
+    """True if requests for lost events are answered."""
     max_buffered_bytes: int = MAX_BUFFERED_BYTES
     """Batches that wait for NATS."""
     stream_max_age_seconds: float = STREAM_MAX_AGE_SECONDS
     """Retention of a stream that is not there yet."""
     register_workers: bool = True
-    """Whether the engines are registered in NATS, and their leases kept."""
+    """True if the engines are registered in NATS, and their leases kept."""
     lease_seconds: int = LEASE_SECONDS
     """After so long without this bridge its engines are no longer registered."""
     advertised: str = ""

@@ -114,7 +114,7 @@ ENGINE = "Engine"
 @nats_flags(default=(DEFAULT_SERVER,))
 @server_flags("bridge", port=7053, metrics_port=9094, discovers=False)
 def main(**values: Any) -> None:
-    """Bring the KV events of an engine to NATS, and tell indexers what they lost of them."""
+    """Bring the KV events of an engine to NATS, and answer indexers that lost some of them."""
     try:
         nats = NatsConfig.from_flags(values)
         if nats is None:
@@ -146,7 +146,7 @@ def _advertised(address: str) -> str:
 
 
 def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
-    """The engine that the flags name; None where the workers file names them.
+    """Return the engine that the flags name; None where the workers file names them.
 
     Raises:
         ConfigError: Neither names one, a flag is missing or wrong.
@@ -189,7 +189,7 @@ def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
 
 
 async def build(config: BridgeConfig) -> App:
-    """The bridge as an app to serve."""
+    """Return the bridge as an app to serve."""
     from kvscout.v1 import bridge_pb2, bridge_pb2_grpc
     from kvscout_bridge.bridge import Bridge
     from kvscout_bridge.metrics import BridgeCollector
@@ -199,7 +199,7 @@ async def build(config: BridgeConfig) -> App:
     servicer = BridgeServicer(bridge)
 
     def bound(port: int) -> None:
-        """Others are told where the gRPC server is, if that is plain: over NATS it is reached in any case."""
+        """Advertise the address of the gRPC server, if it is known; over NATS the bridge is reached in any case."""
         if not config.advertised and config.server.host not in WILDCARDS:
             bridge.registrations.reached_at(f"{bracketed(config.server.host)}:{port}")
 

@@ -42,7 +42,7 @@ class BridgeCollector(Collector):
         self._bridge = bridge
 
     def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
+        """Return the current samples."""
         ranks = list(self._bridge.ranks(ALL_TENANTS))
         for name, (help_text, read) in _COUNTERS.items():
             counter = CounterMetricFamily(name, help_text, labels=_SOURCE)

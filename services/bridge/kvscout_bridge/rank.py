@@ -26,7 +26,7 @@ from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 HELD_BYTES: Final = 64 * 1024 * 1024
 """Batches held until it is known which incarnation they belong to; beyond, the state stands for them."""
 DEMOTED_SECONDS: Final = 120.0
-"""How long blocks whose history was lost can still be named as parents."""
+"""Seconds for which blocks whose history was lost can still be named as parents."""
 
 
 class BridgedRank:
@@ -45,7 +45,7 @@ class BridgedRank:
         clock: Monotonic seconds.
         wall_clock: Seconds since the Unix epoch.
         warnings: Where what is wrong with an engine is logged.
-        failed: Told of a defect of ours.
+        failed: Called with a defect of this program.
         changed: Called when a record is due.
         answers: Whether requests for lost events are answered.
     """
@@ -89,7 +89,7 @@ class BridgedRank:
         self.publication = Publication(rank, spec.pool, options.adapters, local, outbox)
         self.publication.held_back = True
         self.written: Record | None = None
-        """What is on record."""
+        """Stored record."""
         self._closed = False
         self._outbox = outbox
         self._wall_clock = wall_clock
@@ -103,22 +103,22 @@ class BridgedRank:
         """Every batch since the start is held."""
 
     def reads(self, spec: WorkerSpec) -> bool:
-        """Whether what it reads, and from where, is what a registration says."""
+        """Return whether what it reads, and from where, is what a registration says."""
         return self.spec.pool == spec.pool and self.endpoint == spec.event_endpoint(self.rank.dp_rank)
 
     def take(self, spec: WorkerSpec) -> None:
-        """Goes on with a registration that it `reads`."""
+        """Go on with a registration that it `reads`."""
         self.spec = self.source.spec = spec
         options = WorkerOptions.of(spec)
         self.index.add_worker(self.rank, options)
         self.publication.adapters = options.adapters
 
     def open(self) -> None:
-        """Begins to read."""
+        """Begin to read."""
         self.source.open()
 
     def close(self) -> asyncio.Task[None] | None:
-        """Ends reading, if it has not ended; returns the task to wait for. What is to be sent stays."""
+        """End reading, if it has not ended; return the task to wait for. Batches to be sent stay."""
         if self._closed:
             return None
         self._closed = True
@@ -126,11 +126,11 @@ class BridgedRank:
 
     @property
     def decided(self) -> bool:
-        """Whether the incarnation is known."""
+        """Return whether the incarnation is known."""
         return self._comparison is None
 
     def tick(self, now: float) -> None:
-        """Time passed: does what is due."""
+        """Do what is due at a time."""
         if not self._closed:
             self.source.tick()
         self.index.maintain(now=now)
@@ -166,7 +166,7 @@ class BridgedRank:
         self._lose()
 
     def decide(self, record: Record | None) -> bool:
-        """Decides which incarnation the engine is, if that can be told; whether it is decided.
+        """Decide which incarnation the engine is, if possible; return whether it is decided.
 
         Args:
             record: What was on record when this process started.
@@ -203,7 +203,7 @@ class BridgedRank:
 
     @property
     def unwritten(self) -> Record | None:
-        """What must be on record, or should be; None: it is."""
+        """Return what must be on record, or should be; None: it is."""
         epoch = self.publication.local.epoch
         if epoch is None:
             return None
@@ -213,17 +213,17 @@ class BridgedRank:
 
     @property
     def awaits_record(self) -> bool:
-        """Whether nothing can be published before the record of the epoch is written."""
+        """Return whether nothing can be published before the record of the epoch is written."""
         return self.decided and self.publication.held_back
 
     def on_written(self, record: Record) -> None:
-        """A record was written."""
+        """Note that a record was written."""
         self.written = record
         if record.epoch == self.publication.local.epoch:
             self._release()
 
     async def answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
-        """The parts of the answer to a request for lost events.
+        """Return the parts of the answer to a request for lost events.
 
         Raises:
             FailedPrecondition: This bridge keeps nothing to answer from.
@@ -242,7 +242,7 @@ class BridgedRank:
 
     def _release(self) -> None:
         self.publication.held_back = False
-        self._outbox.tell_ready()
+        self._outbox.report_ready()
 
     def _lose(self) -> None:
         if self._comparison is None:

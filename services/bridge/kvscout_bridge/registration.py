@@ -37,7 +37,7 @@ class Registrations:
         link.on_connected(self._on_connected)
 
     def warnings(self) -> list[Warned]:
-        """What an operator should know, one sentence a worker."""
+        """Return what an operator should know, one sentence a worker."""
         return [
             TenantWarning(name.tenant, f"worker {name.worker_id} is not registered: {lease.problem}")
             for name, lease in sorted(self._leases.items())
@@ -45,13 +45,13 @@ class Registrations:
         ]
 
     def reached_at(self, endpoint: str) -> None:
-        """Has the registrations say where the bridge's gRPC server is."""
+        """Have the registrations say where the bridge's gRPC server is."""
         self._bridge_endpoint = endpoint
         for lease in self._leases.values():
             lease.update(replace(lease.spec, bridge_endpoint=endpoint))
 
     def add(self, spec: WorkerSpec) -> None:
-        """Registers a worker, or replaces its registration."""
+        """Register a worker, or replace its registration."""
         advertised = replace(spec, transport=self._config.transport, bridge_endpoint=self._bridge_endpoint)
         name = WorkerName(spec.tenant, spec.worker_id)
         lease = self._leases.get(name)
@@ -62,12 +62,12 @@ class Registrations:
             self._changed.set()
 
     def remove(self, spec: WorkerSpec) -> None:
-        """Removes a registration."""
+        """Remove a registration."""
         if self._leases.pop(WorkerName(spec.tenant, spec.worker_id), None) is not None:
             self._changed.set()
 
     async def run(self) -> None:
-        """Keeps them for ever."""
+        """Keep them for ever."""
         await self._connected.wait()
         kept: dict[WorkerName, tuple[WorkerLease, asyncio.Task[None]]] = {}
         async with asyncio.TaskGroup() as group:

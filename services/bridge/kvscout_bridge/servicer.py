@@ -42,7 +42,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServicer):
 
 
 def source_status(rank: BridgedRank) -> bridge_pb2.BridgeSource:
-    """The state of one rank."""
+    """Return the state of one rank."""
     publication, stats = rank.publication, rank.index.worker_stats(rank.rank)
     confirmed = publication.confirmed
     return bridge_pb2.BridgeSource(

@@ -1,4 +1,4 @@
-"""What the indexer can be told."""
+"""Configuration of the indexer."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class IndexerConfig:
     peers: tuple[str, ...] = ()
     """host:port of other indexers, asked in this order for the state of a worker that is new here."""
     client: ClientSecurity = PLAINTEXT
-    """How peers and bridges are called."""
+    """Client security towards peers and bridges."""
     max_blocks: int = 0
     """Bound of each block index, in held blocks; 0 = none."""
     router_ttl_seconds: float = 120.0
-    """How long blocks stay predicted whose history was lost, and without events those of routed prompts."""
+    """Seconds for which blocks whose history was lost stay predicted, and without events those of routed prompts."""
     max_predicted_blocks: int = 1_048_576
     """Predictions kept in each index."""
     prune_target_ratio: float = 0.8
@@ -39,7 +39,7 @@ class IndexerConfig:
     kv_events: bool = True
     """False = no events are read: what is known of the workers is predicted from routing decisions."""
     router_predicted_ttl_seconds: float | None = None
-    """How long, beside events, blocks of routed prompts stay predicted; None = they are not."""
+    """Seconds for which, beside events, blocks of routed prompts stay predicted; None = they are not."""
     shard: Shard = WHOLE
     """The workers that are indexed; others are registered only."""
     allowed_endpoints: frozenset[Allowed] = frozenset()
@@ -47,5 +47,5 @@ class IndexerConfig:
 
     @property
     def routed_ttl_seconds(self) -> float | None:
-        """How long blocks of routed prompts stay predicted; None = they are not."""
+        """Return how long blocks of routed prompts stay predicted; None = they are not."""
         return self.router_predicted_ttl_seconds if self.kv_events else self.router_ttl_seconds

@@ -12,7 +12,7 @@ from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.index.twins import cut_messages, make_index, make_queries
 from kvscout_blocks.source.feed import Feed, SourceCut
 from kvscout_blocks.source.published import with_last_digest
-from kvscout_blocks.source.source import Elsewhere, Source
+from kvscout_blocks.source.source import PeerLookup, Source
 from kvscout_common.errors import NotFound
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import Closing, FirstDefect
@@ -38,9 +38,9 @@ log = logging.getLogger("kvscout.indexer")
 MAX_RECOVERIES = 16
 """Replays that run at once."""
 TICK_SECONDS = 0.1
-"""How often due retries are looked for: half the shortest pause between two."""
+"""Interval of looking for due retries: half the shortest pause between two."""
 MAINTAIN_BUDGET = 256
-"""Dropped blocks freed, or predictions ended, in one turn of the event loop: 0.1 and 0.7 ms."""
+"""Dropped blocks freed, or predictions ended, in one iteration of the event loop: 0.1 and 0.7 ms."""
 TRIM_BLOCKS = 65_536
 """After so many blocks were freed, their memory is given back to the system."""
 TRIM_SECONDS = 1.0
@@ -75,7 +75,7 @@ class Indexer:
         self._warnings = RateLimitedLog(log)
         self._defect = FirstDefect()
         self._trim_at: float | None = None
-        """When memory that is free is given back to the system, on the clock; None = nothing was dropped."""
+        """Time to give free memory back to the system, on the clock; None = nothing was dropped."""
         self.push = GrpcPush(self.registry, failed=self._defect.report)
         self._transports: dict[Transport, EventTransport] = {
             Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._defect.report),
@@ -133,7 +133,7 @@ class Indexer:
         )
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What runs beside the server, by name."""
+        """Return what runs beside the server, by name."""
         tasks = {**self.backends.tasks, "ingest": self._defect.watch, "ticks": self._tick, "maintain": self._maintain}
         if self._config.kv_events:
             for transport in self._transports.values():
@@ -143,14 +143,14 @@ class Indexer:
         return tasks
 
     def warnings(self) -> list[Warned]:
-        """What an operator should know, in sentences."""
+        """Return what an operator should know, in sentences."""
         nats = [f"NATS: {self.nats.problem}"] if self.nats is not None and self.nats.problem else []
         streams = self.jetstream.warnings() if self.jetstream is not None else []
         full = [warned for pool, _ in self.pools.by_key() if (warned := self._beyond_bound(pool)) is not None]
         return [*self.backends.warnings(), *self.peers.warnings(), *nats, *streams, *full]
 
     def _beyond_bound(self, pool: PoolKey) -> TenantWarning | None:
-        """That the engines of a pool have room for more than its index, if they have."""
+        """Return a warning if the engines of a pool have room for more blocks than its index."""
         capacity, most = self.pools.capacity(pool), self._config.max_blocks
         if not 0 < most < capacity:
             return None
@@ -161,7 +161,7 @@ class Indexer:
         )
 
     async def warm(self) -> None:
-        """Waits for the workers, until streams are read, and peers have told of the workers known then.
+        """Wait for the workers, until streams are read, and peers have answered for the workers known then.
 
         For each of them in bounded time; for peers `WARM_SECONDS`.
         """
@@ -173,14 +173,14 @@ class Indexer:
                 for source in list(self._sources.values()):
                     await source.searched.wait()
         except TimeoutError:
-            log.warning("serving before peers have told of every worker")
+            log.warning("serving before peers have answered for every worker")
 
     async def drain(self) -> None:
-        """Sends away who would stay: publishers that push."""
+        """End the streams of publishers that push."""
         self.push.drain()
 
     async def close(self) -> None:
-        """Ends every source and transport."""
+        """End every source and transport."""
         for source in self._sources.values():
             self._closing.add(source.close())
         await self._closing.wait()
@@ -191,13 +191,13 @@ class Indexer:
             await self.nats.close()
 
     def sources(self, tenant: str) -> Iterator[tuple[WorkerSpec, WorkerRank, Source | None]]:
-        """Every registered rank of a tenant ("*" = all) in order, and its source; None = it publishes no events."""
+        """Return every registered rank of a tenant ("*" = all) in order, and its source; None = without events."""
         for entry in self.registry.entries(tenant):
             for rank in entry.spec.ranks:
                 yield entry.spec, rank, self._sources.get((entry.spec.tenant, rank))
 
     async def dump_messages(self, spec: WorkerSpec, rank: WorkerRank) -> list[bytes]:
-        """One consistent cut of a worker rank as serialised `KvEventBatch` messages; none if it is gone."""
+        """Return one consistent cut of a worker rank as serialised `KvEventBatch` messages; none if it is gone."""
         index = self.pools.get(spec.pool)
         if index is None:
             return []
@@ -217,7 +217,7 @@ class Indexer:
         return messages
 
     def recover(self, tenant: str, worker_id: str, dp_rank: int | None) -> int:
-        """Drops and fetches again what is known of a worker; returns the number of ranks.
+        """Drop and fetch again what is known of a worker; return the number of ranks.
 
         Raises:
             NotFound: If the worker, or the rank, is unknown.
@@ -235,7 +235,7 @@ class Indexer:
         return len(ranks)
 
     def unread(self, spec: WorkerSpec) -> str:
-        """Why no events of a worker are read here, whatever its registration says; "" = they are."""
+        """Return why no events of a worker are read here, whatever its registration says; "" = they are."""
         shard = self.shard
         if not shard.has(spec.tenant, spec.worker_id):
             theirs = Shard(shard_of(spec.tenant, spec.worker_id, shard.count), shard.count)
@@ -243,7 +243,7 @@ class Indexer:
         return "" if self._config.kv_events else "no events are read (--no-kv-events): what was routed is predicted"
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """Indexes a worker and reads its events; of another shard's, only knows that it is there."""
+        """Index a worker and reads its events; of another shard's, only knows that it is there."""
         indexed = self.shard.has(spec.tenant, spec.worker_id)
         index = self.pools.add(spec, indexed=indexed)
         if not indexed:
@@ -255,7 +255,7 @@ class Indexer:
             self._open(spec, rank, self._feed(spec, rank, index), index)
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """Takes over what changed; a rank whose events come from elsewhere now starts anew."""
+        """Take over what changed; a rank whose events have another source now starts anew."""
         if old.pool != new.pool:
             self.worker_removed(old, "replaced")
             self.worker_added(new)
@@ -280,7 +280,7 @@ class Indexer:
             self._open(new, rank, feed, index)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """Forgets a worker."""
+        """Forget a worker."""
         self._trim_soon()
         for rank in spec.ranks:
             self._close(spec, rank)
@@ -306,13 +306,13 @@ class Indexer:
             warnings=self._warnings,
             incomplete=lambda incomplete: self.pools.set_incomplete(spec.pool, rank, incomplete),
             failed=self._defect.report,
-            elsewhere=self._elsewhere(spec, index),
+            peer_lookup=self._peer_lookup(spec, index),
         )
         self._sources[spec.tenant, rank] = source
         source.open()
 
-    def _elsewhere(self, spec: WorkerSpec, index: BlockIndex) -> Elsewhere | None:
-        """Where states are looked for before a source is asked: among the peers, unless snapshots are better."""
+    def _peer_lookup(self, spec: WorkerSpec, index: BlockIndex) -> PeerLookup | None:
+        """Return where states are looked for before a source is asked: among the peers, unless snapshots are better."""
         if not self._config.peers or spec.transport is Transport.JETSTREAM:
             return None
         return lambda spec, rank: self.peers.state_of(spec, rank, index)
@@ -340,7 +340,7 @@ class Indexer:
             source.tick()
 
     async def _maintain(self) -> None:
-        """Frees what was dropped, a slice a turn, so that no query waits for it."""
+        """Free what was dropped, a slice a turn, so that no query waits for it."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             await self._maintain_all()

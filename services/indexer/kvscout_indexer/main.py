@@ -121,7 +121,7 @@ def main(**values: Any) -> None:
 
 
 async def build(config: IndexerConfig) -> App:
-    """The indexer as an app to serve."""
+    """Return the indexer as an app to serve."""
     from kvscout_indexer.indexer import Indexer
     from kvscout_indexer.rpc.metrics import IndexerCollector
     from kvscout_indexer.rpc.raw_queries import SERVICE, RawQueries

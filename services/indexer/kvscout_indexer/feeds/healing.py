@@ -1,4 +1,4 @@
-"""When a source whose history is incomplete is asked for all of it again."""
+"""Schedule of requests for the whole state of a source whose history is incomplete."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Healing:
 
     def __init__(self) -> None:
         self._at: float | None = None
-        """When to try next; None = history was complete when it was last looked at."""
+        """Time of the next try; None = history was complete when it was last looked at."""
         self._seconds = HEAL_SECONDS
 
     def tick(self, source: SourceInput, now: float, *, possible: bool) -> None:
-        """Time passed: asks if it is time to, and possible now."""
+        """Request the state if that is due, and possible now."""
         if not source.incomplete:
             self._at = None
         elif self._at is None:

@@ -7,8 +7,8 @@
        └──── Recover: over NATS, else by rpc to the bridge ◀─────┘
 
 One subscription serves every worker. A message is lost where a connection is, and where this process reads more slowly
-than NATS sends (the client then drops): both are told to the sources that may have lost something, and each asks its
-publisher from its last event on.
+than NATS sends (the client then drops). Either is reported to the sources that may have lost something, and each
+requests the events after its last one from its publisher.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PENDING_MESSAGES = 65_536
 PENDING_BYTES = 64 * 1024 * 1024
 """Messages that wait to be read; the client drops what comes beyond."""
 YIELD_EVERY = 32
-"""Messages between two turns of the event loop: the client reads a backlog in one go."""
+"""Messages between two iterations of the event loop: the client reads a backlog in one go."""
 SUBSCRIBED_SECONDS = 5.0
 """Longest wait for the server to show that it has our subscription."""
 DROPPED_SECONDS = 0.25
@@ -52,7 +52,7 @@ class NatsCore:
         link: The process's connection.
         security: How bridges are called.
         warnings: Where what is wrong is logged.
-        failed: Told of a defect of ours.
+        failed: Called with a defect of this program.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class NatsCore:
     ) -> None:
         self.link = link
         self.unknown_messages = 0
-        """Of sources that nobody registered; not indexed."""
+        """Messages of sources that are not registered; not indexed."""
         self.dropped_messages = 0
         """By the client, because we read too slowly."""
         self._security = security
@@ -95,29 +95,29 @@ class NatsCore:
         )
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """None: the connection is the process's."""
+        """Return no tasks: the connection is the process's."""
         return {}
 
     async def close(self) -> None:
-        """Ends the subscription; the connection is not ours."""
+        """End the subscription; the connection is not ours."""
         if self._look is not None:
             self._look.cancel()
         if self._subscription is not None and self.link.connected:
             await self._subscription.unsubscribe()
 
     def add(self, feed: PublisherFeed) -> None:
-        """Begins to deliver to a feed."""
+        """Begin to deliver to a feed."""
         self._feeds[feed.subject] = feed
         if self._subscription is not None and self.link.connected:
             feed.on_reconnect()
 
     def remove(self, feed: PublisherFeed) -> None:
-        """Ends delivery."""
+        """End delivery."""
         if self._feeds.get(feed.subject) is feed:
             del self._feeds[feed.subject]
 
     async def _connected(self) -> None:
-        """A hook of the link: every feed asks for what it missed, once the subscription stands."""
+        """Have every feed request what it missed, once the subscription stands; a hook of the link."""
         if self._subscription is None:
             self._subscription = await self.link.client.subscribe(
                 self.link.names.all_core_events,
@@ -147,16 +147,16 @@ class NatsCore:
             await asyncio.sleep(0)
 
     def _on_slow(self, subject: str) -> None:
-        """The client dropped a message."""
+        """Note that the client dropped a message."""
         if subject not in self._feeds:
             return
         self.dropped_messages += 1
         self._dropped.add(subject)
         self._warnings.warning("slow", "events come faster than they are read; what NATS drops is asked for again")
         if self._look is None:
-            self._look = asyncio.get_running_loop().call_later(DROPPED_SECONDS, self._ask_for_dropped)
+            self._look = asyncio.get_running_loop().call_later(DROPPED_SECONDS, self._request_dropped)
 
-    def _ask_for_dropped(self) -> None:
+    def _request_dropped(self) -> None:
         self._look = None
         dropped, self._dropped = self._dropped, set()
         for subject in dropped:

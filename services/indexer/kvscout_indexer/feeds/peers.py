@@ -47,13 +47,13 @@ class Peer:
     def __init__(self, address: str, security: ClientSecurity) -> None:
         self.address = address
         self.problem = ""
-        """Why it could not be asked the last time; "" = it could."""
+        """Reason for which its last request failed; "" = it did not."""
         self.avoid_until = float("-inf")
         self._security = security
         self._channel: grpc.aio.Channel | None = None
 
     async def dump(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> SourceState | None:
-        """What it knows of a rank; None = nothing.
+        """Return what it knows of a rank; None = nothing.
 
         Raises:
             KvscoutError: It cannot be reached, or what it says cannot be read.
@@ -80,7 +80,7 @@ class Peer:
             return None
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         if self._channel is not None:
             await self._channel.close()
 
@@ -110,14 +110,14 @@ class Peers:
         self._turns = asyncio.Semaphore(MAX_DUMPS)
 
     def warnings(self) -> list[str]:
-        """What an operator should know: that a worker began without any peer."""
+        """Return what an operator should know: that a worker began without any peer."""
         problems = [f"{peer.address}: {peer.problem}" for peer in self._peers if peer.problem]
         if len(problems) < len(self._peers) or not problems:
             return []
         return [f"no peer can be reached, workers begin without their state ({'; '.join(problems)})"]
 
     async def state_of(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> SourceState | None:
-        """The state of a rank that a peer has; None = none does. Ends within `SEARCH_SECONDS`.
+        """Return the state of a rank that a peer has; None = none does. Ends within `SEARCH_SECONDS`.
 
         Args:
             spec: The worker.
@@ -129,7 +129,7 @@ class Peers:
             async with asyncio.timeout(SEARCH_SECONDS), self._turns:
                 state = await self._search(spec, rank, index)
         except TimeoutError:
-            log.warning("peers took too long to tell of worker %s/%d", *rank)
+            log.warning("peers took too long to answer for worker %s/%d", *rank)
         self.found += state is not None
         self.not_found += state is None
         return state
@@ -144,7 +144,7 @@ class Peers:
             except (KvscoutError, TimeoutError) as error:
                 peer.problem = str(error) or f"silent for {ANSWER_SECONDS:g} s"
                 peer.avoid_until = self._clock() + AVOID_SECONDS
-                log.warning("peer %s did not tell of worker %s/%d: %s", peer.address, *rank, peer.problem)
+                log.warning("peer %s has no answer for worker %s/%d: %s", peer.address, *rank, peer.problem)
                 continue
             peer.problem = ""
             if state is not None and not state.history_incomplete:
@@ -153,6 +153,6 @@ class Peers:
         return best
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Close every connection."""
         for peer in self._peers:
             await peer.close()

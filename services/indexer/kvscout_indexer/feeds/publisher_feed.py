@@ -36,17 +36,17 @@ History = AsyncGenerator[SequencedBatch[DecodedBatch] | SourceState, None]
 
 
 class Carrier(Protocol):
-    """What delivers the messages of feeds."""
+    """Transport that delivers the messages of feeds."""
 
     @property
     def link(self) -> NatsLink:
-        """The process's connection."""
+        """Return the process's connection."""
 
     def add(self, feed: Any) -> None:
-        """Begins to deliver to a feed of its own kind."""
+        """Begin to deliver to a feed of its own kind."""
 
     def remove(self, feed: Any) -> None:
-        """Ends delivery."""
+        """End delivery."""
 
 
 class PublisherFeed:
@@ -112,14 +112,14 @@ class PublisherFeed:
         self._healing.tick(self._source, now, possible=self._carrier.link.connected)
 
     def on_reconnect(self) -> None:
-        """Messages may have been lost."""
+        """Note that messages may have been lost."""
         assert self._source is not None
         # Chunks of before belong to a state that may have lost some.
         self._reader = PublishedReader(self._index, self._rank, self._spec.pool)
         self._source.on_reconnect()
 
     def receive(self, message: bytes) -> None:
-        """A message came on its subject."""
+        """Take a message of its subject."""
         assert self._source is not None
         self._received += 1
         try:
@@ -139,14 +139,14 @@ class PublisherFeed:
         """See `Feed.history`; over NATS, and where that fails by rpc."""
         parts = 0
         try:
-            async with aclosing(self._ask(self._over_nats, first_id)) as items:
+            async with aclosing(self._request(self._over_nats, first_id)) as items:
                 async for item in items:
                     parts += 1
                     yield item
         except HistoryBroken as broken:
             if self._spec.bridge_endpoint:
                 # What it repeats is dropped as any duplicate.
-                async with aclosing(self._ask(self._by_rpc, first_id)) as items:
+                async with aclosing(self._request(self._by_rpc, first_id)) as items:
                     async for item in items:
                         yield item
             else:
@@ -154,7 +154,7 @@ class PublisherFeed:
         self._unanswered = 0
 
     def _judge(self, broken: HistoryBroken, *, answered: bool) -> HistoryBroken:
-        """Whether to ask again: a publisher that sends events and never answers keeps none of them."""
+        """Return whether to ask again: a publisher that sends events and never answers keeps none of them."""
         if answered:
             self._unanswered = 0
         elif self._received > self._received_before:
@@ -166,8 +166,8 @@ class PublisherFeed:
             return NoHistory(f"its publisher keeps no history: {broken}")
         return broken
 
-    async def _ask(self, way: Callable[[int | None], AsyncGenerator[Any, None]], first_id: int) -> History:
-        """The batches and states of an answer.
+    async def _request(self, way: Callable[[int | None], AsyncGenerator[Any, None]], first_id: int) -> History:
+        """Return the batches and states of an answer.
 
         Raises:
             HistoryBroken: It ended before its end, or cannot be read.
@@ -218,7 +218,7 @@ class PublisherFeed:
 def _item(
     reader: PublishedReader, response: bridge_pb2.RecoverResponse
 ) -> SequencedBatch[DecodedBatch] | SourceState | None:
-    """What a part of an answer says, if anything yet."""
+    """Return what a part of an answer says, if anything yet."""
     if response.outcome == bridge_pb2.RECOVER_OUTCOME_INVALID_RANGE:
         raise HistoryBroken("the publisher says that the range is wrong")
     if not response.HasField("batch"):

@@ -38,7 +38,7 @@ log = logging.getLogger("kvscout.events")
 
 ACK_MESSAGES: Final = 50
 ACK_SECONDS: Final = 0.02
-"""An answer comes after so many messages, or so long after the first that is not answered yet."""
+"""An answer comes after a number of messages, or some time after the first that is not answered yet."""
 RESEND_SECONDS: Final = 5.0
 """Longest wait for something that was asked for again."""
 
@@ -67,7 +67,7 @@ class GrpcPush:
 
     Args:
         registry: The workers.
-        failed: Told of a defect of ours.
+        failed: Called with a defect of this program.
     """
 
     def __init__(self, registry: Registry, *, failed: Callable[[BaseException], None]) -> None:
@@ -80,19 +80,19 @@ class GrpcPush:
         return PushFeed(self._feeds, spec, rank, index)
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """None."""
+        """Return no tasks."""
         return {}
 
     def drain(self) -> None:
-        """Ends every stream: publishers find another indexer sooner than this one would let them go."""
+        """End every stream: publishers find another indexer sooner than this one would let them go."""
         for feed in self._feeds.values():
             feed.end_stream(Draining("the indexer shuts down"))
 
     async def close(self) -> None:
-        """Nothing is held: streams end with their server."""
+        """Do nothing: streams end with their server."""
 
     async def publish(self, messages: AsyncIterator[bytes]) -> AsyncGenerator[Answer, None]:
-        """Serves one stream: takes its messages and yields answers until it ends.
+        """Serve one stream: takes its messages and yields answers until it ends.
 
         Args:
             messages: Serialised `KvEventBatch`es; read only as fast as they are applied.
@@ -120,7 +120,7 @@ class GrpcPush:
                 self._failed(outcome)
 
     def _feed_of(self, first: bytes) -> PushFeed:
-        """The feed that a stream is for.
+        """Return the feed that a stream is for.
 
         Raises:
             KvscoutError: As `publish`.
@@ -168,7 +168,7 @@ class PushFeed:
         self.broken = ""
         self.name = f"{rank.worker_id}/{rank.dp_rank}"
         self.identity = (rank, spec.pool)
-        """What its messages name."""
+        """Worker rank and pool that its messages name."""
         self._feeds = feeds
         self._spec = spec
         self._rank = rank
@@ -184,7 +184,7 @@ class PushFeed:
 
     @property
     def source(self) -> SourceInput:
-        """Where it delivers to; it is open."""
+        """Return where it delivers to; it is open."""
         assert self._source is not None
         return self._source
 
@@ -200,7 +200,7 @@ class PushFeed:
         self.end_stream(FailedPrecondition(f"worker {self.name} was removed, or its registration replaced"))
 
     def end_stream(self, error: KvscoutError) -> None:
-        """Ends the stream that there is, if there is one; its publisher is told why."""
+        """End the stream, if there is one, with an error for its publisher."""
         if self._stream is not None:
             self._stream.end(error)
             self._stream = None
@@ -210,11 +210,11 @@ class PushFeed:
         self._healing.tick(self.source, now, possible=self._stream is not None)
 
     def reader(self) -> PublishedReader:
-        """Reads one stream's messages."""
+        """Read one stream's messages."""
         return PublishedReader(self._index, self._rank, self._spec.pool)
 
     def attach(self, stream: Stream) -> None:
-        """A stream came; one that was there ends."""
+        """Attach a new stream; a former one ends."""
         older, self._stream = self._stream, stream
         if older is not None:
             log.warning("a second publisher pushes events of worker %s: the first one's stream is ended", self.name)
@@ -230,7 +230,7 @@ class PushFeed:
             source.heal()
 
     def detach(self, stream: Stream) -> None:
-        """A stream is over."""
+        """Detach a stream that is over."""
         if self._stream is stream:
             self._stream = None
 
@@ -245,7 +245,7 @@ class PushFeed:
 
 
 async def _until_broken_off(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The messages; a call that is over is no error of ours."""
+    """Yield the messages until there are no more; a broken call is not an error of the indexer."""
     try:
         async for message in messages:
             yield message
@@ -269,7 +269,7 @@ class Stream:
         self._request: ResendRequest | None = None
         """The last request, until the publisher has gone back or refused."""
         self._request_due = False
-        """Whether the next answer carries the request."""
+        """True if the next answer carries the request."""
         self._reply: asyncio.Future[None] | None = None
         """Done when the source has what it asked for, or the publisher has no more; None = nobody waits."""
         self._silence: asyncio.Timeout | None = None

@@ -20,14 +20,14 @@ class EventTransport(Protocol):
     """One way in which events reach the indexer."""
 
     def feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
-        """What brings a rank's batches; None = the registration lacks what it takes."""
+        """Return what brings a rank's batches; None = the registration lacks what it takes."""
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What runs beside the server, by name."""
+        """Return what runs beside the server, by name."""
         ...
 
     async def close(self) -> None:
-        """Closes what it holds; every feed is closed."""
+        """Close what it holds; every feed is closed."""
 
 
 class ZmqDirect:
@@ -35,7 +35,7 @@ class ZmqDirect:
 
     Args:
         warnings: Where what is wrong with an engine is logged.
-        failed: Told of a defect of ours.
+        failed: Called with a defect of this program.
     """
 
     def __init__(self, *, warnings: RateLimitedLog, failed: Callable[[BaseException], None]) -> None:
@@ -62,11 +62,11 @@ class ZmqDirect:
         )
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """None."""
+        """Return no tasks."""
         return {}
 
     async def close(self) -> None:
-        """Closes every socket."""
+        """Close every socket."""
         if self._intake is not None:
             self._intake.close()
         self._context.destroy(linger=0)

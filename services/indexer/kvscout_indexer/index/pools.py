@@ -15,7 +15,7 @@ class Pools:
 
     Args:
         make_index: Makes an empty index.
-        queries: Told of every index and of incomplete histories; None = the extension is not there.
+        queries: Called for every index and of incomplete histories; None = the extension is not there.
     """
 
     def __init__(self, make_index: Callable[[PoolKey], BlockIndex], queries: NativeQueries | None = None) -> None:
@@ -30,7 +30,7 @@ class Pools:
         """Blocks that each worker's devices have room for, as registered, of those whose blocks are indexed."""
 
     def add(self, spec: WorkerSpec, *, indexed: bool = True) -> BlockIndex:
-        """Makes a worker's ranks known to its index, or gives them new options.
+        """Make a worker's ranks known to its index, or give them new options.
 
         Args:
             spec: The worker.
@@ -50,7 +50,7 @@ class Pools:
         return index
 
     def remove(self, spec: WorkerSpec) -> None:
-        """Drops a worker with all its ranks, and its index if it was the last one."""
+        """Drop a worker with all its ranks, and its index if it was the last one."""
         index = self._indexes[spec.pool]
         index.remove_worker(spec.worker_id)
         members = self._workers[spec.pool]
@@ -64,17 +64,17 @@ class Pools:
                 self._queries.remove_pool(spec.pool)
 
     def capacity(self, pool: PoolKey) -> int:
-        """Blocks that the devices of a pool's indexed workers have room for together, as far as they said."""
+        """Return the capacity of a pool's indexed workers together, in device blocks, as far as registered."""
         return sum(self._capacity.get(pool, {}).values())
 
     def incomplete(self, pool: PoolKey) -> frozenset[WorkerRank]:
-        """Ranks of a pool that may hold more than is known: their history is incomplete, or a limit kept blocks out."""
+        """Return the ranks of a pool that may hold more than is known: incomplete history, or blocks beyond a limit."""
         index = self._indexes.get(pool)
         limited = index.incomplete() if index is not None else frozenset()
         return limited.union(self._incomplete.get(pool, ()))
 
     def set_incomplete(self, pool: PoolKey, rank: WorkerRank, incomplete: bool) -> None:
-        """Says whether the history of a rank is incomplete."""
+        """Say whether the history of a rank is incomplete."""
         ranks = self._incomplete.setdefault(pool, set())
         (ranks.add if incomplete else ranks.discard)(rank)
         if not ranks:
@@ -83,23 +83,23 @@ class Pools:
             self._queries.set_incomplete(pool, sorted(ranks))
 
     def drop_rank(self, spec: WorkerSpec, rank: WorkerRank) -> None:
-        """Drops a rank that a worker no longer has."""
+        """Drop a rank that a worker no longer has."""
         self._indexes[spec.pool].remove_rank(rank)
 
     def by_key(self) -> list[tuple[PoolKey, BlockIndex]]:
-        """Every index, in order of its key."""
+        """Return every index, in order of its key."""
         return sorted(self._indexes.items(), key=lambda item: item[0])
 
     def get(self, pool: PoolKey) -> BlockIndex | None:
-        """The index of a pool; None if it has no worker."""
+        """Return the index of a pool; None if it has no worker."""
         return self._indexes.get(pool)
 
     def of(self, spec: WorkerSpec) -> BlockIndex:
-        """The index of a registered worker."""
+        """Return the index of a registered worker."""
         return self._indexes[spec.pool]
 
     def require_model(self, tenant: str, model: str) -> None:
-        """Refuses a model that was never seen; "" is no model, tenant "*" is any.
+        """Refuse a model that was never seen; "" is no model, tenant "*" is any.
 
         Raises:
             NotFound: If no worker of it was ever registered in this tenant.
@@ -112,7 +112,7 @@ class Pools:
     def find(
         self, tenant: str, model: str, block_size: int | None, eagle: bool | None
     ) -> tuple[PoolKey, BlockIndex] | None:
-        """The index that a query means.
+        """Return the index that a query means.
 
         Args:
             tenant: Tenant.

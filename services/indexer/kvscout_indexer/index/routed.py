@@ -1,4 +1,4 @@
-"""What is predicted from routing decisions: that a worker will soon hold the blocks of a prompt it was sent.
+"""Predictions from routing decisions: a worker will soon hold the blocks of a prompt that was routed to it.
 
 Without events (`--no-kv-events`) this is all that is known of the workers; beside events (`--router-predicted-ttl`) it
 bridges the time until the first Stored, so that prompts which belong together go together. An event that names a
@@ -24,8 +24,8 @@ from kvscout_indexer.index.pools import Pools
 
 PREDICTIONS_OFF = "predictions are off: --no-kv-events or --router-predicted-ttl turns them on"
 HASH_BYTES = 8
-BLOCKS_A_TURN = 8192
-"""Predicted between two turns of the event loop: about a millisecond, so that queries go on."""
+BLOCKS_PER_SLICE = 8192
+"""Predicted between two iterations of the event loop: about a millisecond, so that queries go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RoutedPrompt:
 
 
 class Recorded(NamedTuple):
-    """What became of a message of decisions."""
+    """Result of recording routing decisions."""
 
     blocks: int
     """Predicted now and not before."""
@@ -63,13 +63,13 @@ class RoutedPrompts:
         shard: Shard = WHOLE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Predicts nothing yet.
+        """Predict nothing yet.
 
         Args:
             registry: The workers.
             pools: Their indexes.
             ttl_seconds: How long a prediction lasts; None = prompts with hashes are refused.
-            served: Told of each prompt without hashes: the tenant and the worker rank that served it.
+            served: Called for each prompt without hashes: the tenant and the worker rank that served it.
             shard: The workers that are indexed here.
             clock: That of the indexes, in seconds.
         """
@@ -84,7 +84,7 @@ class RoutedPrompts:
         self.refused = 0
 
     async def record(self, tenant: str, model: str, prompts: Sequence[RoutedPrompt]) -> Recorded:
-        """Predicts the prompts' blocks on their workers, as far as that can be done, and passes on who served.
+        """Predict the prompts' blocks on their workers, as far as possible, and report the workers that served.
 
         Raises:
             FailedPrecondition: Predictions are off and every prompt has hashes; or none could be recorded, the first
@@ -112,7 +112,7 @@ class RoutedPrompts:
                 prompt.worker, prompt.block_hashes, ttl_seconds=ttl_seconds, now=self._clock()
             )
             blocks += len(prompt.block_hashes) // HASH_BYTES
-            if blocks >= BLOCKS_A_TURN:
+            if blocks >= BLOCKS_PER_SLICE:
                 blocks = 0
                 await asyncio.sleep(0)
         self.recorded += len(prompts) - len(refused)

@@ -51,7 +51,7 @@ class IndexerCollector(Collector):
         self._indexer = indexer
 
     def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
+        """Return the current samples."""
         statuses = [index_status(key, index) for key, index in self._indexer.pools.by_key()]
         for name, (field, help_text) in _INDEX_GAUGES.items():
             gauge = GaugeMetricFamily(name, help_text, labels=_POOL)

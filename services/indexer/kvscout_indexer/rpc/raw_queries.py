@@ -39,7 +39,7 @@ class RawQueries:
         self._servicer = servicer
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the servicer to a server, with these handlers instead of its own."""
+        """Add the servicer to a server, with these handlers instead of its own."""
         indexer_pb2_grpc.add_IndexerServicer_to_server(self._servicer, server)
         # What is traced is told of here.
         native = self._native if not tracing.enabled() else None
@@ -56,7 +56,7 @@ class RawQueries:
         server.add_registered_method_handlers(SERVICE, handlers)
 
     def find_matches(self, request: bytes) -> bytes:
-        """Answers one `FindMatchesRequest`."""
+        """Answer one `FindMatchesRequest`."""
         answer = self._find_matches(request)
         if tracing.enabled():
             tell(
@@ -75,7 +75,7 @@ class RawQueries:
         return self._servicer.find(message, message.tenant).SerializeToString()
 
     def find_many(self, request: bytes) -> bytes:
-        """Answers one `StreamFindMatchesRequest` of a stream."""
+        """Answer one `StreamFindMatchesRequest` of a stream."""
         if tracing.enabled():
             return traced_stream(request, self._find_many)
         return self._find_many(request)
@@ -89,14 +89,14 @@ class RawQueries:
         return self._servicer.find_many(message).SerializeToString()
 
     async def publish_events(self, messages: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
-        """Takes serialised `KvEventBatch`es."""
+        """Take serialised `KvEventBatch`es."""
         async with aclosing(self._servicer.publish_events(_of_own_tenant(messages), context)) as answers:
             async for answer in answers:
                 yield answer.SerializeToString()
 
 
 async def _of_own_tenant(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The messages, if the caller may send the first one; the others must name the same source."""
+    """Return the messages, if the caller may send the first one; the others must name the same source."""
     first = await anext(messages, None)
     if first is None:
         return

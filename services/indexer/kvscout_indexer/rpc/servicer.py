@@ -45,7 +45,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             yield self.find_many(message)
 
     def find_many(self, message: indexer_pb2.StreamFindMatchesRequest) -> indexer_pb2.StreamFindMatchesResponse:
-        """Answers every request of a message; one that fails has its status in its answer.
+        """Answer every request of a message; one that fails has its status in its answer.
 
         Raises:
             InvalidArgument: There are too many of them.
@@ -62,7 +62,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         return answers
 
     def find(self, request: indexer_pb2.FindMatchesRequest, tenant: str) -> indexer_pb2.FindMatchesResponse:
-        """Answers one request; "" = the default tenant.
+        """Answer one request; "" = the default tenant.
 
         Raises:
             InvalidArgument: Its fields contradict one another.
@@ -141,7 +141,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             yield events_pb2.KvEventBatch.FromString(message)
 
     async def dump_messages(self, request: indexer_pb2.DumpRequest, context: Any) -> AsyncGenerator[bytes, None]:
-        """The serialised answers of Dump, source by source.
+        """Return the serialised answers of Dump, source by source.
 
         Raises:
             InvalidArgument: A rank without its worker.
@@ -174,7 +174,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
     async def publish_events(
         self, messages: AsyncIterator[bytes], context: Any
     ) -> AsyncGenerator[indexer_pb2.PublishEventsResponse, None]:
-        """PublishEvents over serialised messages.
+        """Serve PublishEvents over serialised messages.
 
         Raises:
             KvscoutError: As `GrpcPush.publish`.
@@ -201,13 +201,13 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
 
 
 async def serialized(messages: AsyncIterator[events_pb2.KvEventBatch]) -> AsyncGenerator[bytes, None]:
-    """Each message's bytes."""
+    """Return each message's bytes."""
     async for message in messages:
         yield message.SerializeToString()
 
 
 def _hashes(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> bytes:
-    """The local hashes of a request's prompt, packed."""
+    """Return the local hashes of a request's prompt, packed."""
     if request.token_ids:
         return block_hashes_packed(
             array("I", request.token_ids).tobytes(),
@@ -224,7 +224,7 @@ def _hashes(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> bytes:
 
 
 def _usable(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> int | None:
-    """Blocks of a request's prompt that an engine takes from its cache at most; None: its length is not told."""
+    """Return the most blocks of a request's prompt that an engine takes from its cache; None = length unknown."""
     tokens = len(request.token_ids) or request.prompt_tokens
     if request.prompt_tokens and request.prompt_tokens < len(request.block_hashes) * key.block_size:
         raise InvalidArgument("fewer than the blocks of block_hashes have", field="prompt_tokens")
@@ -245,7 +245,7 @@ def _routed(prompt: indexer_pb2.RoutedPrompt) -> RoutedPrompt:
 
 
 def overlaps_to_proto(overlaps: Overlaps) -> types_pb2.Overlaps:
-    """Columns; those that equal the one before are left out."""
+    """Return overlaps as columns; those that equal the one before are left out."""
     message = types_pb2.Overlaps(
         worker_ids=[worker.worker_id for worker in overlaps.workers], device_blocks=overlaps.device
     )

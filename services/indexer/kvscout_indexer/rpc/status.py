@@ -1,4 +1,4 @@
-"""What GetStatus and the metrics tell of indexes and sources."""
+"""Status of indexes and sources, for GetStatus and the metrics."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NOTHING_HELD = WorkerStats(
     incompatible="",
     ignored={},
 )
-"""Of a worker that another indexer has."""
+"""Statistics of a worker that another indexer has."""
 
 
 def index_status(key: PoolKey, index: BlockIndex) -> indexer_pb2.IndexStatus:
-    """The state of one index."""
+    """Return the state of one index."""
     stats = index.stats()
     return indexer_pb2.IndexStatus(
         model=key.model,
@@ -53,7 +53,7 @@ def index_status(key: PoolKey, index: BlockIndex) -> indexer_pb2.IndexStatus:
 def source_state(
     spec: WorkerSpec, source: Source | None, stats: WorkerStats, unread: str = ""
 ) -> tuple[indexer_pb2.SourceState.ValueType, str]:
-    """What state a worker rank's events are in, and why it is not LIVE; `unread` as of `source_status`."""
+    """Return what state a worker rank's events are in, and why it is not LIVE; `unread` as of `source_status`."""
     if unread:
         return indexer_pb2.SOURCE_STATE_NONE, unread
     if source is None:
@@ -103,13 +103,13 @@ def source_state(
 
 
 def _limits(stats: WorkerStats) -> str:
-    """What kept blocks out; the counts are since the worker was added."""
+    """Return what kept blocks out; the counts are since the worker was added."""
     counts = (f"{kind} {count:,}" for kind, count in stats.ignored.items() if kind.is_limit)
     return f"a limit of the index left blocks out: {', '.join(counts) or 'in the state that was loaded'}"
 
 
 def _is_blind(source: Source) -> bool:
-    """Whether requests were served and nothing was ever heard of them."""
+    """Return whether requests were served and no event of them was ever received."""
     sequence = source.sequence
     heard = sequence.last_id is not None or source.received_at is not None or sequence.counters["applied"]
     return source.served > 0 and not heard
@@ -122,7 +122,7 @@ def _blindness(spec: WorkerSpec, source: Source) -> str:
 
 
 def _where(spec: WorkerSpec, source: Source) -> str:
-    """Where the engine's own events are awaited; "" = they are not."""
+    """Return where the engine's own events are awaited; "" = they are not."""
     endpoint = spec.event_endpoint(source.rank.dp_rank) if spec.transport is Transport.ZMQ else None
     return f" at {endpoint.endpoint}" if endpoint is not None else ""
 
@@ -137,7 +137,7 @@ def source_status(
     unread: str = "",
     names: NatsNames | None = None,
 ) -> indexer_pb2.SourceStatus:
-    """The state of one worker rank's events.
+    """Return the state of one worker rank's events.
 
     Args:
         spec: The worker.
@@ -188,7 +188,7 @@ def source_status(
 
 
 def _endpoints(spec: WorkerSpec, rank: WorkerRank, names: NatsNames | None) -> tuple[str, str]:
-    """Where a rank's events are read, and where lost ones are asked for, see `SourceStatus`."""
+    """Return the addresses of a rank's events and of its replay, see `SourceStatus`."""
     endpoint = spec.event_endpoint(rank.dp_rank)
     if spec.transport is Transport.ZMQ and endpoint is not None:
         return endpoint.endpoint, endpoint.replay_endpoint

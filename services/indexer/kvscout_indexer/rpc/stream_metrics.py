@@ -35,7 +35,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[StreamReader], float]]] = {
 
 
 def stream_metrics(jetstream: JetStream) -> Iterator[Metric]:
-    """Samples of now."""
+    """Return the current samples."""
     readers = sorted(jetstream.readers.items())
     for name, (text, read) in _GAUGES.items():
         gauge = GaugeMetricFamily(name, text, labels=_STREAM)

@@ -1,4 +1,4 @@
-"""What the indexer says of its answers in traces: see `kvscout_common.observability.tracing`."""
+"""Traces of the indexer's answers; see `kvscout_common.observability.tracing`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RPC = "kvscout.v1.Indexer/FindMatches"
 
 
 def traced_stream(message: bytes, answer: Callable[[bytes], bytes]) -> bytes:
-    """Answers a message of a stream; each of its requests that is part of a trace has a span of its own.
+    """Answer a message of a stream; each of its requests that is part of a trace has a span of its own.
 
     Args:
         message: A serialised `StreamFindMatchesRequest`.
@@ -48,7 +48,7 @@ def traced_stream(message: bytes, answer: Callable[[bytes], bytes]) -> bytes:
 def tell(
     span: tracing.Span, request: indexer_pb2.FindMatchesRequest, response: indexer_pb2.FindMatchesResponse
 ) -> None:
-    """The facts of an answer."""
+    """Record the attributes of an answer in its span."""
     span.tell(
         model=request.model,
         tenant=request.tenant,

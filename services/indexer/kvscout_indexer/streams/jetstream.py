@@ -103,16 +103,16 @@ class JetStream:
             return None
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What reads the streams."""
+        """Return what reads the streams."""
         return {"jetstream": self.run}
 
     async def close(self) -> None:
-        """Removes this replica's consumers."""
+        """Remove this replica's consumers."""
         for reader in self.readers.values():
             await reader.leave()
 
     async def run(self) -> None:
-        """Reads every stream of the namespace, and those of models registered later, until cancelled."""
+        """Read every stream of the namespace, and those of models registered later, until cancelled."""
         await self._connected.wait()
         await self._discover()
         async with asyncio.TaskGroup() as group:
@@ -122,7 +122,7 @@ class JetStream:
             await asyncio.Event().wait()
 
     async def warm(self) -> None:
-        """Waits until everything was read that the streams had at start, for `CATCH_UP_SECONDS` at most."""
+        """Wait until everything was read that the streams had at start, for `CATCH_UP_SECONDS` at most."""
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await self._discovered.wait()
@@ -133,7 +133,7 @@ class JetStream:
             log.warning("serving before the streams of events were read")
 
     def warnings(self) -> list[Warned]:
-        """What an operator should know, in sentences."""
+        """Return what an operator should know, in sentences."""
         if not self.link.connected:
             return []  # the link's own problem says it
         own: list[Warned] = [self._problem] if self._problem and self.readers else []
@@ -142,7 +142,7 @@ class JetStream:
         ]
 
     def reader_of(self, tenant: str, model: str) -> StreamReader:
-        """Reads the stream of a model; begun if need be."""
+        """Read the stream of a model; begun if need be."""
         reader = self.readers.get((tenant, model))
         if reader is None:
             reader = self.readers[tenant, model] = StreamReader(
@@ -163,11 +163,11 @@ class JetStream:
         return reader
 
     def add(self, feed: JetStreamFeed) -> None:
-        """Begins to deliver to a feed."""
+        """Begin to deliver to a feed."""
         self.reader_of(feed.spec.tenant, feed.spec.model).sources.attach(feed.rank, feed)
 
     def remove(self, feed: JetStreamFeed) -> None:
-        """Ends delivery; what was delivered is kept, for the worker may come back."""
+        """End delivery; what was delivered is kept, for the worker may come back."""
         self.reader_of(feed.spec.tenant, feed.spec.model).sources.detach(feed.rank, feed, feed.state)
 
     def _start(self, key: tuple[str, str]) -> None:
@@ -179,13 +179,13 @@ class JetStream:
         self._group.create_task(snapshotter.run(), name=f"snapshots {key[1]}")
 
     async def _on_connected(self) -> None:
-        """A hook of the link."""
+        """Wake the readers; a hook of the link."""
         self._connected.set()
         for reader in self.readers.values():
             reader.connected()
 
     async def _discover(self) -> None:
-        """Finds the streams of the namespace: their sources may be registered at any time, and want their past."""
+        """Find the streams of the namespace: their sources may be registered at any time, and want their past."""
         while True:
             end_if_cancelled()
             try:
@@ -206,7 +206,7 @@ class JetStream:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _streams(self) -> list[tuple[str, str]]:
-        """Tenant and model of every stream of the namespace."""
+        """Return tenant and model of every stream of the namespace."""
         js = self.link.client.jetstream()
         found: list[tuple[str, str]] = []
         offset = 0
@@ -221,7 +221,7 @@ class JetStream:
                     found.append(owner)
 
     async def _reset(self) -> None:
-        """Clears what the namespace has of before: messages, snapshots, the positions of all replicas."""
+        """Clear what the namespace has of before: messages, snapshots, the positions of all replicas."""
         js = self.link.client.jetstream()
         for tenant, model in await self._streams():
             name = self.link.names.stream(tenant, model)
@@ -305,7 +305,7 @@ class JetStreamFeed(PublisherFeed):
         return messages
 
     def state(self) -> list[bytes] | None:
-        """The state at once; None if it is too large for that."""
+        """Return the state at once; None if it is too large for that."""
         stats = self._index.worker_stats(self.rank)
         if stats is None or stats.blocks > KEEP_BLOCKS:
             return None
@@ -320,6 +320,6 @@ class JetStreamFeed(PublisherFeed):
 
 
 def replica_name() -> str:
-    """A name for this process's consumers, which no other has: a position belongs to a state, which dies with it."""
+    """Return a unique name for this process's consumers: a position belongs to a state, which dies with it."""
     host = "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:64]
     return f"indexer-{host}-{os.urandom(6).hex()}"

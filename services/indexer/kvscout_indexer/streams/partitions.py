@@ -5,8 +5,8 @@
     message ──▶ partition ── taken, live ─────────────────────▶ feed ──▶ source ──▶ index
                   └──── nobody registered it, or just now ──▶ parked: its state, then what came after it
 
-What is parked is bounded: in bytes for each partition and for all, and in time. A partition that exceeds it is forgotten, and its
-source is then verified with its publisher, or shown as incomplete, once it is registered.
+Parked messages are bounded, in bytes for each partition and for all, and in time. A partition above its bound is
+forgotten, and its source is verified with its publisher, or shown as incomplete, once it is registered.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from kvscout_blocks.source.feed import Cursor
 from kvscout_common.worker import WorkerRank
 
 PARKED_BYTES: Final = 512 * 1024 * 1024
-"""Of all partitions of a stream together: the state of 30 million blocks."""
+"""Bound of all partitions of a stream together: the state of 30 million blocks."""
 PARKED_PARTITION_BYTES: Final = 128 * 1024 * 1024
-"""Of one partition."""
+"""Bound of one partition."""
 MAX_PARTITIONS: Final = 65_536
 """Worker ranks of one model and tenant; messages of further ones are ignored until others are gone."""
 
 
 class Taker(Protocol):
-    """What a partition is delivered to: the feed of a registered worker rank."""
+    """Receiver of a partition's messages: the feed of a registered worker rank."""
 
     @property
     def settled(self) -> bool:
-        """Whether everything that was delivered is in its index, and nothing waits."""
+        """Return whether everything that was delivered is in its index, and nothing waits."""
 
     @property
     def cursor(self) -> Cursor:
-        """How far its source is."""
+        """Return the cursor of its source."""
 
     def deliver(self, data: bytes) -> None:
-        """Takes the next message; what cannot be read costs itself."""
+        """Take the next message; what cannot be read costs itself."""
 
     async def caught_up(self) -> None:
-        """Waits until nothing of what was delivered waits for work on the whole rank."""
+        """Wait until nothing of what was delivered waits for work on the whole rank."""
 
     def verify(self) -> None:
-        """Events may have been missed: asks the publisher."""
+        """Verify with the publisher that no events were missed."""
 
     async def dump(self) -> list[bytes]:
-        """The state of its source as messages; batches of its source must not be delivered meanwhile.
+        """Return the state of its source as messages; batches of its source must not be delivered meanwhile.
 
         Raises:
             NotFound: The worker was removed.
@@ -81,23 +81,23 @@ class Partition:
         """Seconds since the Unix epoch; 0 = it has a taker."""
 
     def position(self, stream_position: int) -> int:
-        """The sequence up to which a cut of this partition contains its messages."""
+        """Return the sequence up to which a cut of this partition contains its messages."""
         settled = self.taker is None or not self.live or self.taker.settled
         if settled:
             self.doubtful = False
         return max(stream_position if settled else self.contained, self.covered)
 
     def park(self, data: bytes) -> None:
-        """Keeps a message."""
+        """Keep a message."""
         self.parked.append(data)
         self.parked_bytes += len(data)
 
     def unpark(self) -> None:
-        """Drops what is parked."""
+        """Drop what is parked."""
         self.parked, self.parked_bytes = [], 0
 
     def replace(self, messages: Iterable[bytes]) -> None:
-        """Parks a whole state in place of what is parked."""
+        """Park a whole state in place of what is parked."""
         self.parked = list(messages)
         self.parked_bytes = sum(map(len, self.parked))
 
@@ -131,43 +131,43 @@ class Partitions:
         return iter([self._partitions[subject] for subject in sorted(self._partitions)])
 
     def get(self, subject: str) -> Partition | None:
-        """The partition of a subject; None if nothing came there yet."""
+        """Return the partition of a subject; None if nothing came there yet."""
         return self._partitions.get(subject)
 
     @property
     def full(self) -> bool:
-        """Whether there are as many as there may be."""
+        """Return whether there are as many as there may be."""
         return len(self._partitions) >= MAX_PARTITIONS
 
     def of(self, subject: str, worker: WorkerRank) -> Partition:
-        """The partition of a subject, made if need be, also if it is one too many."""
+        """Return the partition of a subject, made if need be, also if it is one too many."""
         partition = self._partitions.get(subject)
         if partition is None:
             partition = self._partitions[subject] = Partition(subject, worker, self._now())
         return partition
 
     def park(self, partition: Partition, data: bytes) -> None:
-        """Keeps a message until the partition is live, within the bounds."""
+        """Keep a message until the partition is live, within the bounds."""
         partition.park(data)
         self.parked_bytes += len(data)
         self._bound(partition)
 
     def load(self, partition: Partition, messages: Iterable[bytes]) -> None:
-        """Parks a state in place of what is parked, within the bounds."""
+        """Park a state in place of what is parked, within the bounds."""
         self.parked_bytes -= partition.parked_bytes
         partition.replace(messages)
         self.parked_bytes += partition.parked_bytes
         self._bound(partition)
 
     def unpark(self, partition: Partition) -> list[bytes]:
-        """Takes what is parked."""
+        """Take what is parked."""
         parked = partition.parked
         self.parked_bytes -= partition.parked_bytes
         partition.unpark()
         return parked
 
     def expire(self, max_age_seconds: float) -> None:
-        """Forgets partitions that nobody registered for as long as the stream keeps messages: their workers are gone."""
+        """Forget partitions that were not registered for as long as the stream keeps messages."""
         oldest = self._now() - max_age_seconds
         for partition in list(self._partitions.values()):
             if partition.taker is None and partition.unregistered_since < oldest:

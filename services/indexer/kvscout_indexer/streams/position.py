@@ -1,4 +1,4 @@
-"""Where a replica stands in a stream, and what follows from it; pure.
+"""Position of a replica in a stream, and what follows from it; pure.
 
 A replica's position is the last stream sequence that its state contains. It belongs to that state: it is lost with the
 process, and found again in the snapshot that is loaded, whatever the server remembers of the replica.
@@ -22,10 +22,10 @@ SNAPSHOTS_PER_AGE: Final = 4
 
 
 class StreamState(NamedTuple):
-    """What the server says of a stream."""
+    """State of a stream as the server reports it."""
 
     incarnation: int
-    """When it was made, microseconds since the Unix epoch: a stream that is made again counts from 1 again."""
+    """Time of its creation, microseconds since the Unix epoch: a stream that is made again counts from 1 again."""
     first: int
     """Sequence of its first message; the next one's, if it is empty. 0 = it never had one."""
     last: int
@@ -33,17 +33,17 @@ class StreamState(NamedTuple):
 
 
 class SnapshotId(NamedTuple):
-    """What identifies a snapshot within its stream and shard. Ordered from old to new, within an incarnation."""
+    """Key of a snapshot within its stream and shard. Ordered from old to new, within an incarnation."""
 
     incarnation: int
-    """Of the stream that it is of."""
+    """Incarnation of its stream."""
     sequence: int
     """S: last stream sequence contained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How a replica goes on."""
+    """Decision on how a replica continues."""
 
     load: SnapshotId | None
     """Snapshot to load first; None = go on with the state that is there."""
@@ -56,7 +56,7 @@ class Resume:
 
 
 def follows(stream: StreamState, incarnation: int, position: int) -> bool:
-    """Whether a replica at `position` of an incarnation can go on where it is."""
+    """Return whether a replica at `position` of an incarnation can go on where it is."""
     return stream.incarnation == incarnation and position <= stream.last and position + 1 >= stream.first
 
 
@@ -66,7 +66,7 @@ def resume(
     incarnation: int | None = None,
     position: int = 0,
 ) -> Resume:
-    """How a replica goes on that starts, was overtaken by a purge, or finds the stream made anew.
+    """Return how a replica goes on that starts, was overtaken by a purge, or finds the stream made anew.
 
     Args:
         stream: The stream now.
@@ -95,7 +95,7 @@ def resume(
 
 
 class Retention(NamedTuple):
-    """What of the snapshots and the stream is no longer needed."""
+    """Snapshots and stream messages that are no longer needed."""
 
     drop: tuple[SnapshotId, ...]
     purge_through: int
@@ -103,7 +103,7 @@ class Retention(NamedTuple):
 
 
 def retention(snapshots: Iterable[SnapshotId], incarnation: int) -> Retention:
-    """Which snapshots of one shard go, and how far all that are kept reach.
+    """Return the snapshots of one shard to delete, and how far the retained ones reach.
 
     Args:
         snapshots: Complete ones.
@@ -116,7 +116,7 @@ def retention(snapshots: Iterable[SnapshotId], incarnation: int) -> Retention:
 
 
 def superseded(snapshots: Iterable[SnapshotId], incarnation: int, purge_through: int) -> tuple[SnapshotId, ...]:
-    """Which snapshots go of a shard that there is no longer, since the number of shards is another.
+    """Return the snapshots to delete of a shard that no longer exists, since the number of shards changed.
 
     Args:
         snapshots: Complete ones of that shard.
@@ -129,7 +129,7 @@ def superseded(snapshots: Iterable[SnapshotId], incarnation: int, purge_through:
 
 
 class SnapshotSchedule:
-    """When a snapshot is due: after so many messages, or before the oldest message in none of them is old.
+    """Schedule of snapshots: after a number of messages, or before the oldest message in no snapshot is old.
 
     Args:
         threshold: Messages since the last one.
@@ -145,11 +145,11 @@ class SnapshotSchedule:
         """No message in no snapshot is older, seconds since the Unix epoch; None = every message read is in one."""
 
     def restart(self, covered: int) -> None:
-        """The replica goes on from another place, which is what the newest snapshot contains, or nothing."""
+        """Continue from another place: the newest snapshot, or nothing."""
         self.covered, self._uncovered_since = covered, None
 
     def on_message(self, sequence: int, sent_at: float) -> None:
-        """A message was applied.
+        """Note that a message was applied.
 
         Args:
             sequence: Its stream sequence.
@@ -159,7 +159,7 @@ class SnapshotSchedule:
             self._uncovered_since = sent_at
 
     def on_snapshot(self, sequence: int, cut_at: float, position: int) -> None:
-        """A snapshot is there, whoever took it.
+        """Note a snapshot of any replica.
 
         Args:
             sequence: Its S.
@@ -172,7 +172,7 @@ class SnapshotSchedule:
         self._uncovered_since = cut_at if position > sequence else None
 
     def due(self, position: int, now: float) -> bool:
-        """Whether a snapshot should be taken.
+        """Return whether a snapshot should be taken.
 
         Args:
             position: Where this replica is.

@@ -39,11 +39,11 @@ class StreamMessage(NamedTuple):
     sequence: int
     """In the stream, from 1."""
     sent_at: float
-    """When the server took it, seconds since the Unix epoch."""
+    """Time at which the server took it, seconds since the Unix epoch."""
     subject: str
     data: bytes
     reply: str
-    """Where to acknowledge it."""
+    """Subject for its acknowledgement."""
 
 
 class StreamPull:
@@ -77,31 +77,31 @@ class StreamPull:
         self._waiting: list[StreamMessage] = []
         self._delivered = 0
         """Consumer sequence of the last message."""
-        self._asked = 0
+        self._requested = 0
         """Messages that were asked for and have not come."""
         self._batch_bytes = BATCH_BYTES
         self._came_since_request = False
-        self._heard_at = clock()
+        self._received_at = clock()
         self._broken = ""
 
     async def open(self) -> None:
-        """Begins.
+        """Begin.
 
         Raises:
             nats.errors.Error: The server is not there.
         """
         self._subscription = await self._client.subscribe(self._inbox, cb=self._on_message)
-        self._heard_at = self._clock()
+        self._received_at = self._clock()
         await self._request()
 
     async def close(self) -> None:
-        """Ends it; what waits is dropped."""
+        """End it; what waits is dropped."""
         if self._subscription is not None:
             with contextlib.suppress(nats.errors.Error):
                 await self._subscription.unsubscribe()
 
     async def take(self) -> list[StreamMessage]:
-        """What has come, in order; asks for more where little is left to come.
+        """Return what has come, in order; asks for more where little is left to come.
 
         Raises:
             PullBroken: The consumer must be made again.
@@ -110,14 +110,14 @@ class StreamPull:
         taken, self._waiting = self._waiting, []
         if self._broken and not taken:
             raise PullBroken(self._broken)
-        if not taken and self._clock() - self._heard_at > SILENCE_SECONDS:
+        if not taken and self._clock() - self._received_at > SILENCE_SECONDS:
             raise PullBroken(f"the consumer was silent for {SILENCE_SECONDS:g} s")
-        if self._asked <= BATCH and not self._broken:
+        if self._requested <= BATCH and not self._broken:
             await self._request()
         return taken
 
     async def acknowledge(self, message: StreamMessage) -> None:
-        """Tells the server how far this reader is, for people to see; nothing depends on it.
+        """Report this reader's position to the server, for people to see; nothing depends on it.
 
         Raises:
             nats.errors.Error: The server is not there.
@@ -125,7 +125,7 @@ class StreamPull:
         await self._client.publish(message.reply, b"+ACK")
 
     async def _request(self) -> None:
-        self._asked = max(self._asked, 0) + BATCH
+        self._requested = max(self._requested, 0) + BATCH
         self._came_since_request = False
         request = {
             "batch": BATCH,
@@ -136,7 +136,7 @@ class StreamPull:
         await self._client.publish(self._next, json.dumps(request).encode(), self._inbox)
 
     async def _on_message(self, message: Msg) -> None:
-        self._heard_at = self._clock()
+        self._received_at = self._clock()
         status = (message.headers or {}).get("Status") if not message.data else None
         if status is not None:
             self._on_status(status, message)
@@ -146,33 +146,33 @@ class StreamPull:
             self._broken = f"delivery {delivered} came where {self._delivered + 1} comes next"
         elif not self._broken:
             self._delivered = delivered
-            self._asked -= 1
+            self._requested -= 1
             self._came_since_request = True
             self._waiting.append(StreamMessage(sequence, sent_at, message.subject, message.data, message.reply))
         self._arrived()
 
     def _on_status(self, status: str, message: Msg) -> None:
-        """A heartbeat, the end of a request, or of the consumer."""
+        """Handle a heartbeat, the end of a request, or of the consumer."""
         headers = message.headers or {}
         description = headers.get("Description", "")
         if status == "100":
             return
         if status == "408":
-            self._asked -= int(headers.get("Nats-Pending-Messages", BATCH))
+            self._requested -= int(headers.get("Nats-Pending-Messages", BATCH))
         elif status == "409" and "MaxBytes" in description:
-            self._asked -= int(headers.get("Nats-Pending-Messages", BATCH))
+            self._requested -= int(headers.get("Nats-Pending-Messages", BATCH))
             if not self._came_since_request:
                 self._batch_bytes = min(2 * self._batch_bytes, MAX_BATCH_BYTES)
         elif status == "409" and "Batch Completed" in description:
             # Where bytes were limited, too, the server says that all that a request asked for has come.
-            self._asked -= int(headers.get("Nats-Pending-Messages", 0))
+            self._requested -= int(headers.get("Nats-Pending-Messages", 0))
         else:
             self._broken = f"the server says {status} {description}".rstrip()
         self._arrived()
 
 
 def parse_reply(reply: str) -> tuple[int, int, float]:
-    """The stream sequence, the consumer's own sequence and the time (Unix seconds) that a reply subject tells.
+    """Return the stream sequence, the consumer's own sequence and the time (Unix seconds) that a reply subject tells.
 
     Raises:
         PullBroken: It is no reply subject of JetStream.

@@ -33,7 +33,7 @@ from kvscout_indexer.streams.sources import SLICE_SECONDS, StreamSources
 log = logging.getLogger("kvscout.jetstream")
 
 CHECK_SECONDS: Final = 1.0
-"""How often the stream is compared with the position."""
+"""Interval of comparing the stream with the position."""
 RETRY_SECONDS: Final = 0.5
 """After the server could not be asked."""
 AGAIN_SECONDS: Final = 0.05
@@ -86,7 +86,7 @@ class StreamReader:
         self.caught_up = asyncio.Event()
         """Everything was read that the stream had when reading began."""
         self.problem = ""
-        """Why it is not read now; "" = it is."""
+        """Reason for which it is not read now; "" = it is."""
         self.reloads = 0
         """Times that this replica was overtaken or found the stream made anew."""
         js = link.client.jetstream()
@@ -106,20 +106,20 @@ class StreamReader:
 
     @property
     def position(self) -> int:
-        """Last stream sequence that the state contains."""
+        """Return the last stream sequence that the state contains."""
         return self.sources.position
 
     @property
     def lag(self) -> int:
-        """Messages that the stream had when it was seen last, and that were not read."""
+        """Return the number of messages that the stream had when it was seen last, and that are not read yet."""
         return max(0, self.stream.last - self.position) if self.stream is not None else 0
 
     def connected(self) -> None:
-        """The server is there (again)."""
+        """Note that the server is connected (again)."""
         self._connected.set()
 
     async def run(self) -> None:
-        """Reads until cancelled."""
+        """Read until cancelled."""
         try:
             while True:
                 end_if_cancelled()
@@ -140,7 +140,7 @@ class StreamReader:
             self.sources.stop()
 
     async def leave(self) -> None:
-        """Removes this replica's consumer, if the server is there."""
+        """Remove this replica's consumer, if the server is there."""
         if self._link.connected:
             try:
                 await self._js.delete_consumer(self.name, self._consumer)
@@ -148,7 +148,7 @@ class StreamReader:
                 log.info("consumer %s is left to the server to forget: %r", self._consumer, error)
 
     async def state(self) -> StreamState:
-        """The stream now; made if it is not there.
+        """Return the stream now; made if it is not there.
 
         Raises:
             nats.errors.Error: The server cannot be asked.
@@ -172,7 +172,7 @@ class StreamReader:
         return StreamState(created, info.state.first_seq, info.state.last_seq)
 
     async def _place(self) -> None:
-        """Decides where to go on, and loads what is needed for it."""
+        """Decide where to continue, and load what is needed for it."""
         while True:
             end_if_cancelled()
             stream = await self.state()
@@ -207,7 +207,7 @@ class StreamReader:
             self.sources.go_on(stream, plan, snapshot)
 
     async def _follow(self) -> None:
-        """Reads on from the position, until something is wrong.
+        """Read on from the position, until something is wrong.
 
         Raises:
             PullBroken: Something is.
@@ -265,7 +265,7 @@ class StreamReader:
             pass
 
     async def _check(self) -> None:
-        """Compares the stream with the position.
+        """Compare the stream with the position.
 
         Raises:
             PullBroken: They do not fit.
@@ -299,7 +299,7 @@ class StreamReader:
             await asyncio.sleep(0)
 
     async def _check_hole(self, sequence: int) -> None:
-        """Messages before `sequence` were removed from the stream, and not because they are in a snapshot of ours.
+        """Check why messages before `sequence` were removed from the stream.
 
         Raises:
             PullBroken: A snapshot may have them: it is looked for.

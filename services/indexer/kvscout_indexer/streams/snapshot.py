@@ -27,7 +27,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_indexer.streams.position import SnapshotId
 
 VERSION: Final = 1
-"""Of the header; readers take this one and the one before."""
+"""Version of the header; readers take this one and the one before."""
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 def encode(snapshot: Snapshot) -> Iterator[bytes]:
-    """The snapshot's bytes, piece by piece."""
+    """Return the snapshot's bytes, chunk by chunk."""
     header = snapshots_pb2.SnapshotHeader(
         version=VERSION,
         stream_sequence=snapshot.id.sequence,
@@ -81,7 +81,7 @@ def encode(snapshot: Snapshot) -> Iterator[bytes]:
 
 
 def decode(data: bytes) -> Snapshot:
-    """Reads a snapshot.
+    """Read a snapshot.
 
     Raises:
         FailedPrecondition: A version that this release cannot read.

@@ -28,7 +28,7 @@ from kvscout_indexer.streams.snapshot import Snapshot, decode, encode
 log = logging.getLogger("kvscout.snapshots")
 
 CHUNK_BYTES: Final = 512 * 1024
-"""Of an object: NATS refuses messages of over 1 MiB by default."""
+"""Chunk size of an object: NATS refuses messages of over 1 MiB by default."""
 MAX_SNAPSHOT_BYTES: Final = 4 * 1024 * 1024 * 1024
 """Read at most; 200 million held blocks."""
 SWEEP_AFTER_SECONDS: Final = 600.0
@@ -59,7 +59,7 @@ class Snapshots:
         self._replicas = replicas
 
     async def complete(self) -> dict[Shard, list[SnapshotId]]:
-        """Every snapshot whose upload was completed, by shard: those of now, and former ones that have any.
+        """Return every snapshot whose upload was completed, by shard: those of now, and former ones that have any.
 
         Raises:
             nats.errors.Error: The store cannot be asked.
@@ -74,7 +74,7 @@ class Snapshots:
         return found
 
     async def read(self, snapshot: SnapshotId) -> Snapshot:
-        """Loads one.
+        """Load one.
 
         Raises:
             SnapshotBroken: It is not complete, or no longer there, or of a version that cannot be read.
@@ -96,7 +96,7 @@ class Snapshots:
             raise SnapshotBroken(f"{name} cannot be read: {error}") from error
 
     async def write(self, snapshot: Snapshot) -> int:
-        """Stores one, unless it is there; returns its bytes.
+        """Store one, unless it is there; return its size in bytes.
 
         Raises:
             nats.errors.Error: It cannot be stored.
@@ -113,7 +113,7 @@ class Snapshots:
         return info.size or 0
 
     async def drop(self, shard: Shard, snapshots: Iterable[SnapshotId]) -> None:
-        """Removes snapshots of a shard and every trace of them.
+        """Remove snapshots of a shard and every trace of them.
 
         Raises:
             nats.errors.Error: It cannot be done.
@@ -130,7 +130,7 @@ class Snapshots:
             await self._js.purge_stream(self._stream, subject=f"$O.{self._bucket}.C.{info.nuid}")
 
     async def sweep(self, now: float) -> int:
-        """Removes what is left of uploads that were broken off; returns how many.
+        """Remove the remains of uploads that were broken off; return their number.
 
         Args:
             now: Seconds since the Unix epoch.
@@ -153,7 +153,7 @@ class Snapshots:
         return swept
 
     async def clear(self) -> None:
-        """Removes every snapshot of every shard.
+        """Remove every snapshot of every shard.
 
         Raises:
             nats.errors.Error: It cannot be done.
@@ -178,7 +178,7 @@ class Snapshots:
         return list(info.state.subjects or ())
 
     async def _content(self, info: ObjectInfo) -> bytes:
-        """The chunks of an object, one request each: a store that loses them in between answers, and does not hang."""
+        """Yield the chunks of an object, one request each: a store that lost some answers, and does not hang."""
         subject, sequence = f"$O.{self._bucket}.C.{info.nuid}", 1
         if (info.size or 0) > MAX_SNAPSHOT_BYTES:
             raise SnapshotBroken(f"{info.name} has {info.size} bytes, {MAX_SNAPSHOT_BYTES} can be read")
@@ -191,22 +191,22 @@ class Snapshots:
 
 
 class _Pieces(io.BufferedIOBase):
-    """A file of pieces of bytes, read once from beginning to end."""
+    """A file of chunks of bytes, read once from beginning to end."""
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
         self._left = memoryview(b"")
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # the stub's Buffer is 3.12's
-        """Fills the buffer, but for the end of the file."""
+        """Fill the buffer, but for the end of the file."""
         filled = 0
         while filled < len(buffer):
             if not self._left:
-                self._left = memoryview(next(self._pieces, b""))
+                self._left = memoryview(next(self._chunks, b""))
                 if not self._left:
                     break
             taken = min(len(self._left), len(buffer) - filled)

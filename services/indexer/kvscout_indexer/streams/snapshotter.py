@@ -54,7 +54,7 @@ class SnapshotLock:
         self._store: KeyValue | None = None
 
     async def acquire(self) -> int | None:
-        """Takes the lock; returns its revision, None if somebody has it.
+        """Take the lock; return its revision, None if another replica has it.
 
         Raises:
             nats.errors.Error: The server cannot be asked.
@@ -69,7 +69,7 @@ class SnapshotLock:
             return None
 
     async def release(self, revision: int) -> None:
-        """Gives it back, unless it is somebody else's by now.
+        """Release the lock, unless another replica has it by now.
 
         Raises:
             nats.errors.Error: The server cannot be asked; the lock ends by itself.
@@ -115,7 +115,7 @@ class Snapshotter:
         self._lock = SnapshotLock(self._js, link.names.locks_bucket, key, holder, link.config.replicas)
 
     async def run(self) -> None:
-        """Takes snapshots until cancelled."""
+        """Take snapshots until cancelled."""
         await self._reader.caught_up.wait()
         while True:
             end_if_cancelled()
@@ -134,7 +134,7 @@ class Snapshotter:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def take(self) -> bool:
-        """Takes one, if it is still due once we have the lock; False = another replica has it, or it cannot be now.
+        """Take one, if it is still due once we have the lock; False = another replica has it, or it cannot be now.
 
         Raises:
             nats.errors.Error: The server cannot be asked.
@@ -152,7 +152,7 @@ class Snapshotter:
         return self._link.connected and self._reader.schedule.due(self._reader.position, time.time())
 
     async def _learn(self) -> None:
-        """Another replica may have taken one."""
+        """Look for a snapshot of another replica."""
         reader = self._reader
         stream = await reader.state()
         there = (await reader.snapshots.complete())[self._shard]
@@ -181,7 +181,7 @@ class Snapshotter:
         return True
 
     async def clean(self) -> None:
-        """Keeps the two newest snapshots, and purges the stream of what the older one of every shard contains.
+        """Keep the two newest snapshots, and purge the stream of what the older one of every shard contains.
 
         Snapshots of a former number of shards go once nothing of the stream follows them.
 

@@ -1,4 +1,4 @@
-"""What a stream says of its sources, partition by partition, up to a position: what every replica of it has in memory.
+"""State of a stream's sources, partition by partition, up to a position: the same in every replica's memory.
 
 ::
 
@@ -6,8 +6,8 @@
     messages ──▶   │
                    └──▶ cut ──▶ snapshot
 
-The order of everything is that of `delivery`: what is parked is delivered before what follows it, and nothing is delivered
-while a partition is cut.
+The lock `delivery` keeps the order: parked messages are delivered before those that follow them, and none while a
+partition is cut.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StreamSources:
         tenant: Tenant.
         model: Model.
         shard: Which workers are read.
-        schedule: Told of every message.
+        schedule: Called for every message.
         arrived: Called when a partition was taken; must not block.
     """
 
@@ -56,9 +56,9 @@ class StreamSources:
         arrived: Callable[[], None],
     ) -> None:
         self.position = 0
-        """Last stream sequence that the state contains."""
+        """Return the last stream sequence that the state contains."""
         self.incarnation: int | None = None
-        """Of the stream that the position is of; None = there is no state yet."""
+        """Incarnation of the stream that the position is of; None = there is no state yet."""
         self.partitions = Partitions(time.time)
         self.delivery = asyncio.Lock()
         """Held while messages are delivered, and while a partition is cut."""
@@ -74,18 +74,18 @@ class StreamSources:
         """Grows with each reload: what was cut across one is no snapshot."""
         self._taken: list[Partition] = []
         """Partitions with a new taker, not live yet."""
-        self._unasked: list[Partition] = []
+        self._to_verify: list[Partition] = []
         """Live partitions whose publisher may have to be asked, once everything else was read."""
         self._past_lost = False
-        """What the stream had before reading began is in no snapshot."""
+        """True if events from before reading began are in no snapshot."""
         self._stopped = False
 
     def stop(self) -> None:
-        """Nothing is read any more: takers that leave are the end of the process."""
+        """Stop: takers that leave from now on are the end of the process."""
         self._stopped = True
 
     def attach(self, worker: WorkerRank, taker: Taker) -> None:
-        """Has the partition of a worker rank delivered to a taker, what is parked first."""
+        """Have the partition of a worker rank delivered to a taker, what is parked first."""
         subject = self._subject(worker)
         known = self.partitions.get(subject) is not None
         partition = self.partitions.of(subject, worker)
@@ -96,7 +96,7 @@ class StreamSources:
         self._arrived()
 
     def detach(self, worker: WorkerRank, taker: Taker, state: Callable[[], list[bytes] | None]) -> None:
-        """Parks a partition again.
+        """Park a partition again.
 
         Args:
             worker: Whose partition.
@@ -113,7 +113,7 @@ class StreamSources:
         partition.taker, partition.live, partition.unregistered_since = None, False, time.time()
 
     def go_on(self, stream: StreamState, plan: Resume, snapshot: Snapshot | None) -> None:
-        """Goes on elsewhere, in its turn.
+        """Continue elsewhere in the stream, holding `delivery`.
 
         Args:
             stream: The stream now.
@@ -136,7 +136,7 @@ class StreamSources:
         self._schedule.restart(plan.position if same_stream else 0)
 
     def _load(self, snapshot: Snapshot, known: set[str], *, same_stream: bool) -> set[str]:
-        """Parks the snapshot's sources, for those who take them; returns the subjects of all that it has."""
+        """Park the snapshot's sources for their feeds; return the subjects of all that it has."""
         subjects = set()
         for cut in snapshot.sources:
             subject = self._subject(cut.worker)
@@ -155,7 +155,7 @@ class StreamSources:
         return subjects
 
     def deliver(self, message: StreamMessage) -> None:
-        """Takes the next message, in its turn."""
+        """Take the next message, holding `delivery`."""
         self.position = message.sequence
         self._schedule.on_message(message.sequence, message.sent_at)
         partition = self.partitions.get(message.subject) or self._new_partition(message.subject)
@@ -201,10 +201,10 @@ class StreamSources:
     def _doubt(self, partition: Partition) -> None:
         partition.unverified = True
         if partition.live:
-            self._unasked.append(partition)
+            self._to_verify.append(partition)
 
     async def deliver_parked(self) -> None:
-        """Makes partitions live that were taken."""
+        """Make partitions live that were taken."""
         while self._taken:
             partition = self._taken.pop(0)
             async with self.delivery:
@@ -226,24 +226,24 @@ class StreamSources:
                     return
         partition.live = True
         partition.contained, partition.doubtful = self.position, not taker.settled
-        self._unasked.append(partition)
+        self._to_verify.append(partition)
 
     def verify(self) -> None:
-        """Everything was read that the stream had: has publishers asked for what it did not have."""
-        unasked, self._unasked = self._unasked, []
-        for partition in unasked:
+        """Verify doubtful partitions with their publishers, once everything in the stream was read."""
+        to_verify, self._to_verify = self._to_verify, []
+        for partition in to_verify:
             if partition.taker is not None and partition.live and partition.unverified:
                 # Until the answer is there, snapshots say that something may be missing.
                 partition.unverified, partition.doubtful = False, True
                 partition.taker.verify()
 
     def doubt_all(self) -> None:
-        """Messages of any source may have been missed."""
+        """Mark every partition for verification: messages of any source may have been missed."""
         for partition in self.partitions:
             self._doubt(partition)
 
     async def cut(self) -> Snapshot | None:
-        """The state of every source; None if the replica went on elsewhere in the meantime."""
+        """Return the state of every source; None if the replica was reloaded meanwhile."""
         generation, sequence = self._generation, self.position
         incarnation = self.incarnation
         if incarnation is None:
