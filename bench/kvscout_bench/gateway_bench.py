@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from kvscout_bench.gateway_load import CompletionClient, GrpcClient, Send, at_rate
-from kvscout_bench.gateway_stack import Engines, OurStack, Stack, envoy, smg
-from kvscout_bench.harness import Case, Goal, Row, Side, compare
+from kvscout_bench.gateway_stack import Stack, addresses_of, engines_process, envoy, our_stack, smg
+from kvscout_bench.harness import Case, Goal, Row, Side, alternating, compare
 from kvscout_bench.machine import Machine, this_machine
 from kvscout_bench.selection import Selection
 from kvscout_common.errors import InvalidArgument
@@ -198,18 +198,6 @@ CASES = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayRow(Row):
-    """A row, and what of it each process took."""
-
-    parts: Mapping[str, float]
-
-    def as_json(self) -> dict[str, Any]:
-        """See `Row`."""
-        # A base of a class with slots is not found by `super()` alone.
-        return {**Row.as_json(self), "parts": {name: round(value, 1) for name, value in self.parts.items()}}
-
-
 @dataclass(frozen=True, slots=True)
 class GatewayBench(Selection):
     """What of the rows to run. Errors as of `Selection`."""
@@ -233,7 +221,7 @@ class GatewayBench(Selection):
     @classmethod
     def our_stack(cls, engines: list[str]) -> Any:
         """What is measured, before these engines: a context manager."""
-        return OurStack(engines, "native" if native_available() else "grpcio")
+        return our_stack(engines, "native" if native_available() else "grpcio")
 
     @classmethod
     def peer_stacks(cls) -> Mapping[str, Callable[[list[str]], Any]]:
@@ -257,7 +245,7 @@ class GatewayBench(Selection):
         machine = this_machine()
         cases = [case for case in self.cases() if self.wanted(case.name)]
         with ExitStack() as running:
-            engines = running.enter_context(Engines()).addresses
+            engines = addresses_of(running.enter_context(engines_process()))
             sides: dict[str, Any] = {OURS: partial(self.our_stack, engines)}
             sides.update({peer: partial(self.peer_stacks()[peer], engines) for peer in self.peers})
             stacks: dict[str, Stack] = {}
@@ -287,8 +275,7 @@ class GatewayBench(Selection):
         costs: dict[tuple[str, str], list[Cost]] = {}
         idle = await self._idle(stacks, say)
         at_rest = {side: stack.rss_bytes() for side, stack in stacks.items()}
-        for number in range(self.rounds_to_run):
-            order = list(stacks) if number % 2 == 0 else list(stacks)[::-1]
+        for number, order in enumerate(alternating(list(stacks), self.rounds_to_run)):
             for load in loads.values():
                 for side in order:
                     client = _client(side, stacks[side], load, engine)
@@ -331,11 +318,9 @@ class GatewayBench(Selection):
 
     def _row(self, case: GatewayCase, ours: list[Cost], peer: list[Cost] | None, name: str, machine: Machine) -> Row:
         parts = {part: statistics.median(cost.parts[part] for cost in ours) for part in ours[0].parts}
-        title = f"{case.title} ({', '.join(f'{part} {value:.0f}' for part, value in parts.items())})"
-        titled = replace(case, title=f"{title}; peer {name}" if name else title)
         sides = _side(case, ours), _side(case, peer) if peer else None
-        row = compare(titled, *sides, judge=not self.quick, machine=machine)
-        return GatewayRow(**{field: getattr(row, field) for field in Row.__dataclass_fields__}, parts=parts)
+        row = compare(case, *sides, judge=not self.quick, machine=machine, parts=parts)
+        return replace(row, title=f"{row.title}; peer {name}") if name else row
 
 
 def _side(case: GatewayCase, costs: list[Cost]) -> Side:
@@ -377,7 +362,7 @@ def _client(side: str, stack: Stack, load: Load, engine: str) -> Client | None:
 
 
 _PEERS: Mapping[str, Callable[[list[str]], Any]] = {
-    "grpcio": partial(OurStack, transport="grpcio"),
+    "grpcio": partial(our_stack, transport="grpcio"),
     "smg": smg,
     "envoy": envoy,
 }

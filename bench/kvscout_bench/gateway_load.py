@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from random import Random
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -101,9 +100,7 @@ class GrpcClient:
         await self._channel.channel_ready()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
     async def route(self, number: int) -> None:
@@ -168,9 +165,7 @@ class CompletionClient:
         self._opened.push_async_callback(self._client.close)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._opened.aclose()
 
     def complete(self, chunks: int, gap_ms: float | None = None) -> Send:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,7 +50,9 @@ class Case:
     """In `unit`."""
     p99: Callable[[Sample], float] | None = None
     more_is_better: bool = False
-    """Where no goal says it."""
+    """Direction of cases without a goal."""
+    published: tuple[float, float] | None = None
+    """Least and largest value that a peer published, shown where no peer is run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Row:
     peer_spread: tuple[float, float] | None
     rounds: int
     machine: Machine = field(repr=False)
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Our value by process, in microseconds."""
 
     def as_json(self) -> dict[str, Any]:
         """The row as JSON values, numbers to four digits."""
@@ -113,25 +117,41 @@ class Row:
             "peer_spread": [rounded(value) for value in self.peer_spread] if self.peer_spread else None,
             "rounds": self.rounds,
             "machine": {name: getattr(self.machine, name) for name in Machine.__dataclass_fields__},
+            **({"parts": {name: round(value, 1) for name, value in self.parts.items()}} if self.parts else {}),
         }
 
 
-def compare(case: Case, ours: Side, peer: Side | None, *, judge: bool, machine: Machine) -> Row:
-    """A row of the two sides of a case.
+def compare(
+    case: Case,
+    ours: Side,
+    peer: Side | None,
+    *,
+    judge: bool,
+    machine: Machine,
+    parts: Mapping[str, float] | None = None,
+) -> Row:
+    """Return the row of the two sides of a case.
 
     Args:
-        peer: None: it has no such workload, or was not asked for.
-        judge: Whether the run was long enough to say that a goal is met or missed.
+        peer: None: it has no such workload, or was not run; the ratio is then to the best that it published.
+        judge: The run was long enough to say that a goal is met or missed.
+        parts: Our value by process.
     """
     goal = case.goal
-    ratio = None
+    title, ratio, peer_spread = case.title, None, None
+    if peer is not None:
+        peer_spread = min(peer.values), max(peer.values)
+    elif case.published is not None:
+        title, peer, peer_spread = f"{title} (peer: published)", Side(case.published[:1]), case.published
+    if parts:
+        title += f" ({', '.join(f'{part} {value:.0f}' for part, value in parts.items())})"
     if peer is not None:
         more_is_better = goal.more_is_better if goal else case.more_is_better
         better, worse = (ours.value, peer.value) if more_is_better else (peer.value, ours.value)
         ratio = better / worse if worse else None
     return Row(
         workload=case.name,
-        title=case.title,
+        title=title,
         value=ours.value,
         unit=case.unit,
         goal=goal.value if goal else None,
@@ -141,19 +161,29 @@ def compare(case: Case, ours: Side, peer: Side | None, *, judge: bool, machine: 
         p99=ours.p99,
         peer_p99=peer.p99 if peer else None,
         spread=(min(ours.values), max(ours.values)),
-        peer_spread=(min(peer.values), max(peer.values)) if peer else None,
+        peer_spread=peer_spread,
         rounds=len(ours.values),
         machine=machine,
+        parts=parts or {},
     )
 
 
+def values_of(case: Case, samples: Sequence[Any]) -> Side:
+    """Return the values of a case in its samples, one a round."""
+    p99s = tuple(case.p99(sample) for sample in samples) if case.p99 else ()
+    return Side(tuple(case.value(sample) for sample in samples), p99s)
+
+
 def side_of(case: Case, side: str, samples: Samples) -> Side | None:
-    """A side's values of a case; None: it does not have the workload."""
+    """Return a side's values of a case; None: it does not have the workload."""
     taken = samples.get((side, case.workload))
-    if not taken:
-        return None
-    values = tuple(case.value(sample) for sample in taken)
-    return Side(values, tuple(case.p99(sample) for sample in taken) if case.p99 else ())
+    return values_of(case, taken) if taken else None
+
+
+def alternating(sides: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
+    """Yield the order of the sides in each round: the one that begins alternates."""
+    for number in range(rounds):
+        yield sides if number % 2 == 0 else sides[::-1]
 
 
 def in_turns(drivers: Mapping[str, Measured], workloads: Sequence[str], *, rounds: int, seconds: float) -> Samples:
@@ -167,9 +197,7 @@ def in_turns(drivers: Mapping[str, Measured], workloads: Sequence[str], *, round
         (side, workload) → one sample a round; none for a workload that a side does not have.
     """
     samples: dict[tuple[str, str], list[Sample]] = {}
-    order = list(drivers)
-    for number in range(rounds):
-        sides = order if number % 2 == 0 else order[::-1]
+    for sides in alternating(list(drivers), rounds):
         for workload in workloads:
             for side in sides:
                 answer = drivers[side].ask("run", workload=workload, seconds=seconds)

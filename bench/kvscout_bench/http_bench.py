@@ -9,7 +9,7 @@ from typing import Any
 
 from kvscout_bench.gateway_bench import GatewayBench, GatewayCase, streams
 from kvscout_bench.gateway_stack import envoy
-from kvscout_bench.http_pump import PumpStack
+from kvscout_bench.http_pump import pump_stack
 from kvscout_common.hashing import native_available
 
 CASES = [
@@ -28,7 +28,7 @@ CASES = [
         goals_us=(550.0, 25.0),
     ),
 ]
-_PEERS: Mapping[str, Callable[[list[str]], Any]] = {"aiohttp": partial(PumpStack, transport="grpcio"), "envoy": envoy}
+_PEERS: Mapping[str, Callable[[list[str]], Any]] = {"aiohttp": partial(pump_stack, transport="grpcio"), "envoy": envoy}
 PEERS = tuple(_PEERS)
 
 
@@ -44,7 +44,7 @@ class HttpBench(GatewayBench):
     @classmethod
     def our_stack(cls, engines: list[str]) -> Any:
         """See `GatewayBench`."""
-        return PumpStack(engines, "native" if native_available() else "grpcio")
+        return pump_stack(engines, "native" if native_available() else "grpcio")
 
     @classmethod
     def peer_stacks(cls) -> Mapping[str, Callable[[list[str]], Any]]:

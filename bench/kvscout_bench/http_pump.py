@@ -7,22 +7,19 @@ engine for as many chunks as the request says, and makes pieces of what comes.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
 from kvscout.v1 import gateway_pb2
 from kvscout_bench.gateway_engines import MODEL
 from kvscout_bench.gateway_load import random_tokens
-from kvscout_bench.peer import BENCH_ENVIRONMENT, DriverFailed
-from kvscout_bench.service_process import cpu_of, rss_of
+from kvscout_bench.gateway_stack import Stack
+from kvscout_bench.peer import BENCH_ENVIRONMENT
+from kvscout_bench.service_process import ReadyProcess
 from kvscout_common.http.factory import connect, serve_http
 from kvscout_common.http.http import Form, HttpCall, HttpRequest, HttpServer
 from kvscout_common.rpc.serving import App, run
@@ -34,45 +31,20 @@ _SERVICE = "kvscout.v1.Gateway"
 _JSON = (("content-type", "application/json"),)
 
 
-class PumpStack:
-    """The process; a context manager that ends it.
+def pump_stack(engines: list[str], transport: str) -> Stack:
+    """Start the pump before the first of some engines.
 
     Args:
-        engines: Addresses; the first is used.
-        transport: What it is made of.
+        engines: Addresses.
+        transport: Carries the calls.
 
     Raises:
         DriverFailed: It does not become ready.
     """
-
-    def __init__(self, engines: list[str], transport: str) -> None:
-        command = [sys.executable, "-m", "kvscout_bench.http_pump", "--engine", engines[0], "--transport", transport]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=BENCH_ENVIRONMENT)
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.communicate()
-            raise DriverFailed("the pump ended before it was ready")
-        ready = json.loads(line)
-        self.grpc_address = f"127.0.0.1:{ready['port']}"
-        self.http_address = f"127.0.0.1:{ready['http_port']}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._process.terminate()
-        self._process.communicate()
-
-    def cpu_seconds(self) -> Mapping[str, float]:
-        """See `gateway_stack.Stack`."""
-        return {"pump": cpu_of(Path(f"/proc/{self._process.pid}/stat"))}
-
-    def rss_bytes(self) -> Mapping[str, int]:
-        """See `gateway_stack.Stack`."""
-        return {"pump": rss_of(self._process.pid)}
+    command = [sys.executable, "-m", "kvscout_bench.http_pump", "--engine", engines[0], "--transport", transport]
+    pump = ReadyProcess("pump", command, environment=BENCH_ENVIRONMENT)
+    grpc_address, http_address = (f"127.0.0.1:{pump.ready[name]}" for name in ("port", "http_port"))
+    return Stack({"pump": pump}, grpc_address=grpc_address, http_address=http_address)
 
 
 class _Pump:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -10,6 +10,7 @@ from kvscout_bench.harness import Goal, Row, Sample, Samples, Side, compare, in_
 from kvscout_bench.index_bench_cases import CASES, FIXTURES, LOAD, Fixture, IndexCase, Layer
 from kvscout_bench.machine import this_machine, usable_cores
 from kvscout_bench.peer import Driver, DriverFailed, dynamo_wheel_driver, native_driver, python_driver
+from kvscout_bench.selection import Selection
 from kvscout_common.errors import InvalidArgument
 
 OURS, PEER = "ours", "peer"
@@ -22,37 +23,27 @@ PYTHON_SURCHARGE_US = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class IndexBench:
-    """What to run.
+class IndexBench(Selection):
+    """The index benchmark. Errors as of `Selection`."""
 
-    Raises:
-        InvalidArgument: A value is out of range or names nothing.
-    """
-
-    peer: str = ""
-    """"": ours alone."""
     rounds: int = 5
     seconds: float = 0.5
     """Length of one run of one side."""
-    only: tuple[str, ...] = ()
-    """Parts of names of cases; empty: all."""
-    quick: bool = False
-    """Tiny and short: shows that everything works, judges nothing."""
 
     def __post_init__(self) -> None:
-        if self.peer not in ("", *PEERS):
-            raise InvalidArgument(f"{self.peer!r} is none of {', '.join(PEERS)}", field="peer")
-        if self.rounds < 1:
-            raise InvalidArgument("must be at least 1", field="rounds")
+        Selection.__post_init__(self)
         if not self.seconds > 0:
             raise InvalidArgument("must be above 0", field="seconds")
-        for part in self.only:
-            if not any(part in case.name for case in CASES):
-                raise InvalidArgument(f"{part!r} is in no workload's name", field="only")
 
-    def cases(self) -> list[IndexCase]:
-        """The cases chosen, in order."""
-        return [case for case in CASES if not self.only or any(part in case.name for part in self.only)]
+    @classmethod
+    def rows(cls) -> Iterable[str]:
+        """See `Selection.rows`."""
+        return [case.name for case in CASES]
+
+    @classmethod
+    def known_peers(cls) -> Sequence[str]:
+        """Return the names of the peers."""
+        return PEERS
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
         """Measures case by case; blocks. Rows come when their fixture is done.
@@ -64,7 +55,7 @@ class IndexBench:
             DriverFailed: A driver cannot be built or started, fails, or the sides' answers differ.
         """
         machine, cores = this_machine(), usable_cores()
-        cases = self.cases()
+        cases = [case for case in CASES if self.wanted(case.name)]
         if len(cores) < 2 and any(case.two_cores for case in cases):
             say("one core: reads beside a writer are left out")
             cases = [case for case in cases if not case.two_cores]
@@ -105,8 +96,7 @@ class IndexBench:
                 for driver in drivers.values():
                     driver.pin(cores[0], cores[1] if two_cores else cores[0])
                 seconds = QUICK_SECONDS if self.quick else self.seconds
-                rounds = 1 if self.quick else self.rounds
-                group = in_turns(drivers, workloads, rounds=rounds, seconds=seconds)
+                group = in_turns(drivers, workloads, rounds=self.rounds_to_run, seconds=seconds)
                 for case in chosen:
                     taken = samples if case.workload == LOAD else group
                     ours = side_of(case, OURS, taken)

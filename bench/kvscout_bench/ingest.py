@@ -13,7 +13,6 @@ from typing import Protocol
 from kvscout_bench import ingest_bridge, ingest_jetstream, ingest_zmq
 from kvscout_bench.harness import Row
 from kvscout_bench.selection import Selection
-from kvscout_common.errors import InvalidArgument
 
 
 class Part(Protocol):
@@ -48,13 +47,10 @@ PARTS: tuple[Part, ...] = (ingest_zmq, ingest_jetstream, ingest_bridge)
 class IngestBench(Selection):
     """What of the parts to run. Errors as of `Selection`."""
 
-    peer: str = ""
-    """"": ours alone."""
-
-    def __post_init__(self) -> None:
-        Selection.__post_init__(self)
-        if self.peer not in ("", *PEERS):
-            raise InvalidArgument(f"{self.peer!r} is none of {', '.join(PEERS)}", field="peer")
+    @classmethod
+    def known_peers(cls) -> Sequence[str]:
+        """Return the names of the peers."""
+        return PEERS
 
     @classmethod
     def rows(cls) -> Iterable[str]:

@@ -6,11 +6,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import yaml
 
-from kvscout_bench.harness import Case, Goal, Row, Side, compare
+from kvscout_bench.harness import Case, Goal, Row, compare, values_of
 from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess
 from kvscout_bench.ingest_zmq import PUBLISHER, QUICK_DIVISOR, Prober
 from kvscout_bench.machine import this_machine
@@ -50,8 +49,7 @@ def run(
     for transport, case in CASES.items():
         if wanted(case.name):
             samples = [_measure(transport, messages, say) for _ in range(rounds)]
-            side = Side(tuple(case.value(sample) for sample in samples))
-            yield compare(case, side, None, judge=not quick, machine=machine)
+            yield compare(case, values_of(case, samples), None, judge=not quick, machine=machine)
 
 
 def _measure(transport: str, messages: int, say: Callable[[str], None]) -> dict[str, float]:
@@ -106,8 +104,6 @@ class BridgeProcess(ServiceProcess):
         path.write_text(yaml.safe_dump({"workers": workers}))
         super().__init__("bridge", "--workers-file", str(path), "--transport", transport, "--nats-server", nats)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, traceback)
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
         self._folder.cleanup()

@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvscout.v1 import events_pb2, indexer_pb2, types_pb2, workers_pb2
-from kvscout_bench.harness import Case, Goal, Row, Side, compare
+from kvscout_bench.harness import Case, Goal, Row, compare, values_of
 from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess
 from kvscout_bench.ingest_publisher import scattered
 from kvscout_bench.machine import this_machine
@@ -76,8 +76,7 @@ def run(
         shown = Load(max(load.messages // QUICK_DIVISOR, WORKERS), load.blocks) if quick else load
         measure = _restart if load is STATE else _ingest
         samples = [measure(shown, say) for _ in range(rounds)]
-        ours = Side(tuple(case.value(sample) for sample in samples))
-        yield compare(case, ours, None, judge=not quick, machine=machine)
+        yield compare(case, values_of(case, samples), None, judge=not quick, machine=machine)
 
 
 def _ingest(load: Load, say: Callable[[str], None]) -> dict[str, float]:

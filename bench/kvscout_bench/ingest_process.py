@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 import grpc
 
@@ -24,11 +23,9 @@ class IndexerProcess(ServiceProcess):
         grpc.channel_ready_future(self._channel).result(READY_SECONDS)
         self.stub = indexer_pb2_grpc.IndexerStub(self._channel)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
-        super().__exit__(kind, error, traceback)
+        super().__exit__()
 
     def register(self, worker_id: str, endpoint: str) -> None:
         """Registers a worker of one rank that publishes at an endpoint."""

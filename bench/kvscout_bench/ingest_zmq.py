@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 import zmq
 
-from kvscout_bench.harness import Case, Goal, Row, Side, compare
+from kvscout_bench.harness import Case, Goal, Row, alternating, compare, values_of
 from kvscout_bench.ingest_process import IndexerProcess
 from kvscout_bench.ingest_publisher import BLOCK_SIZE, Engine, scattered
 from kvscout_bench.machine import Machine, this_machine
@@ -50,20 +50,12 @@ MODEST = Load(10_000, 1_000, 4, probed=True)
 QUICK_DIVISOR = 50
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IngestCase(Case):
-    """One row. Its workload is the name of a sample's key."""
-
-    peer: tuple[float, float] | None = None
-    """Least and largest of what was published of the peer, for when it is not run."""
-
-
 def _sample(key: str) -> Callable[[Any], float]:
     return lambda sample: float(sample[key])
 
 
-def _case(name: str, title: str, unit: str, goal: float | None, *, p99: str = "", **more: Any) -> IngestCase:
-    return IngestCase(
+def _case(name: str, title: str, unit: str, goal: float | None, *, p99: str = "", **more: Any) -> Case:
+    return Case(
         name=f"zmq/{name}",
         title=title,
         unit=unit,
@@ -77,8 +69,8 @@ def _case(name: str, title: str, unit: str, goal: float | None, *, p99: str = ""
 
 _MESSAGES = f"{FULL_RATE.per_second:,.0f} messages/s of 4 blocks, {ENGINES} sockets"
 CASES = {
-    FULL_RATE: (_case("message", f"CPU a message, {_MESSAGES}", "µs", 8.0, peer=(17.0, 25.0)),),
-    BATCHES: (_case("block", "CPU a block, batches of 1,024", "µs", 0.15, peer=(0.54, 0.68)),),
+    FULL_RATE: (_case("message", f"CPU a message, {_MESSAGES}", "µs", 8.0, published=(17.0, 25.0)),),
+    BATCHES: (_case("block", "CPU a block, batches of 1,024", "µs", 0.15, published=(0.54, 0.68)),),
     FLOOD: (
         _case("flood", "blocks a second, batches of 1,024 as fast as they come", "1/s", None, more_is_better=True),
         _case("find", "FindMatches meanwhile, median", "ms", None, p99="find_p99"),
@@ -132,32 +124,19 @@ def run(
 
 
 def _in_turns(peer: str, rounds: int, measure: Callable[[str], dict[str, float]]) -> Samples:
-    """Each side's samples, who begins alternating from round to round."""
-    sides = [OURS, *([peer] if peer else [])]
-    samples: dict[str, list[Any]] = {side: [] for side in sides}
-    for number in range(rounds):
-        for side in sides if number % 2 == 0 else sides[::-1]:
+    """Measure each side in turns; return the samples by side."""
+    samples: dict[str, list[Any]] = {OURS: [], **({peer: []} if peer else {})}
+    for sides in alternating(list(samples), rounds):
+        for side in sides:
             samples[side].append(measure(side))
     return samples
 
 
-def _rows(cases: Sequence[IngestCase], samples: Samples, quick: bool, machine: Machine) -> Iterator[Row]:
+def _rows(cases: Sequence[Case], samples: Samples, quick: bool, machine: Machine) -> Iterator[Row]:
     theirs = next((taken for side, taken in samples.items() if side != OURS), None)
     for case in cases:
-        ours = _side(case, samples[OURS])
-        if theirs is not None:
-            yield compare(case, ours, _side(case, theirs), judge=not quick, machine=machine)
-            continue
-        # The ratio is to the best that was published.
-        published = Side(case.peer[:1]) if case.peer else None
-        titled = replace(case, title=f"{case.title} (peer: published)") if case.peer else case
-        row = compare(titled, ours, published, judge=not quick, machine=machine)
-        yield replace(row, peer_spread=case.peer)
-
-
-def _side(case: IngestCase, samples: Sequence[Any]) -> Side:
-    p99s = tuple(case.p99(sample) for sample in samples) if case.p99 else ()
-    return Side(tuple(case.value(sample) for sample in samples), p99s)
+        peer = None if theirs is None else values_of(case, theirs)
+        yield compare(case, values_of(case, samples[OURS]), peer, judge=not quick, machine=machine)
 
 
 def _measure(load: Load, side: str, say: Callable[[str], None]) -> dict[str, float]:

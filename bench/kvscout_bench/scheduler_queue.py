@@ -1,4 +1,4 @@
-"""What a scheduler's line costs while it is long: the core, in this process."""
+"""Cost of a scheduler's queue while it is long: the core, in this process."""
 
 from __future__ import annotations
 
@@ -25,39 +25,37 @@ PINNED_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class TurnCost:
-    """Wall time of one turn, in microseconds."""
+class DequeueCost:
+    """Wall time of one dequeue, in microseconds."""
 
     p50: float
     p99: float
 
 
-def measure(turns: int, *, workers: int, waiting: int, seed: int) -> TurnCost:
-    """Gives turns to a line that stays as long as it is.
+def measure(dequeues: int, *, workers: int, waiting: int, seed: int) -> DequeueCost:
+    """Dequeue from a queue that stays as long as it is.
 
-    Every worker has one prompt in prefill, and none has room. A turn is three operations: the prefill that began first
-    ends, and whoever is next is booked; its request is freed; another one comes, and waits. Busy thresholds are on.
+    Every worker has one prompt in prefill, and none has room. A dequeue is three operations: the prefill that began
+    first ends, and the next request is booked; the request of that prefill is freed; another one comes, and waits. Busy
+    thresholds are on.
 
     Args:
-        turns: How many are measured.
+        dequeues: Number measured.
         workers: Of the pool.
-        waiting: In line.
+        waiting: Requests in the queue.
         seed: Of the draws.
     """
-    line = _FullLine(workers, waiting, Random(seed))
+    queue = _FullQueue(workers, waiting, Random(seed))
     taken = []
-    for _ in range(turns):
+    for _ in range(dequeues):
         began = time.perf_counter_ns()
-        line.turn()
+        queue.dequeue()
         taken.append((time.perf_counter_ns() - began) / 1e3)
     taken.sort()
-    p50, p99 = percentile(taken, 50), percentile(taken, 99)
-    assert p50 is not None
-    assert p99 is not None
-    return TurnCost(p50, p99)
+    return DequeueCost(percentile(taken, 50) or 0.0, percentile(taken, 99) or 0.0)
 
 
-class _FullLine:
+class _FullQueue:
     def __init__(self, workers: int, waiting: int, rng: Random) -> None:
         budget = BLOCKS * BLOCK_SIZE
         settings = SchedulerSettings(
@@ -75,7 +73,7 @@ class _FullLine:
         for number in range(waiting):
             self._arrive(self._names[number % workers] if number % PINNED_EVERY == 0 else "")
 
-    def turn(self) -> None:
+    def dequeue(self) -> None:
         key = self._in_prefill.popleft()
         self._scheduler.mark_prefill_complete(key)
         self._scheduler.free(key)

@@ -81,9 +81,7 @@ def measure(requests: int, per_second: float) -> Visibility:
                 process.join()
     delays = sorted(seen[name] - at for name, at in booked.items())
     took = max(booked.values()) - min(booked.values())
-    p50, p99 = percentile(delays, 50), percentile(delays, 99)
-    assert p50 is not None
-    assert p99 is not None
+    p50, p99 = percentile(delays, 50) or 0.0, percentile(delays, 99) or 0.0
     return Visibility(len(booked) / took, len(seen), p50, p99, delays[-1])
 
 

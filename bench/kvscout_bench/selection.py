@@ -1,8 +1,8 @@
-"""What of a benchmark is to be run, and how often: the options that benchmarks of services share."""
+"""Options that all benchmarks share: rows, rounds, peers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvscout_common.errors import InvalidArgument
@@ -10,7 +10,7 @@ from kvscout_common.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What to run.
+    """Rows of a benchmark, and how often they are measured.
 
     Raises:
         InvalidArgument: A value is out of range or names nothing.
@@ -21,8 +21,12 @@ class Selection:
     """Parts of names of rows; empty: all."""
     quick: bool = False
     """Short: shows that everything works, judges nothing."""
+    peer: str = ""
+    """Measured too, in turns with ours; "": ours alone."""
 
     def __post_init__(self) -> None:
+        if self.peer and self.peer not in self.known_peers():
+            raise InvalidArgument(f"{self.peer!r} is none of {', '.join(self.known_peers())}", field="peer")
         if self.rounds < 1:
             raise InvalidArgument("must be at least 1", field="rounds")
         rows = list(self.rows())
@@ -32,14 +36,19 @@ class Selection:
 
     @classmethod
     def rows(cls) -> Iterable[str]:
-        """Names of all rows that there are."""
+        """Return the names of all rows."""
+        return ()
+
+    @classmethod
+    def known_peers(cls) -> Sequence[str]:
+        """Return the names of the peers."""
         return ()
 
     @property
     def rounds_to_run(self) -> int:
-        """One, if it is to be quick."""
+        """Return the number of rounds: one in a quick run."""
         return 1 if self.quick else self.rounds
 
     def wanted(self, row: str) -> bool:
-        """Whether a row is asked for."""
+        """Return True if a row is selected."""
         return not self.only or any(part in row for part in self.only)

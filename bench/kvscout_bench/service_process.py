@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvscout_bench.peer import DriverFailed
 
@@ -32,13 +32,11 @@ class MeasuredProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Ends it, and waits for its end."""
+        """End it, and wait for its end."""
         self._process.terminate()
         try:
             self._process.communicate(timeout=END_SECONDS)
@@ -67,8 +65,40 @@ class MeasuredProcess:
         return rss_of(self._process.pid)
 
 
-class ServiceProcess(MeasuredProcess):
-    """A service on a free port; a context manager that ends it.
+class ReadyProcess(MeasuredProcess):
+    """A process that prints a line of JSON when it is ready; a context manager that ends it.
+
+    Args:
+        name: For errors.
+        command: Starts it.
+        environment: Added to this process's.
+        stderr: As of `Popen`.
+
+    Raises:
+        DriverFailed: It does not become ready.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ, **(environment or {})}
+        )
+        super().__init__(process)
+        line = process.stdout.readline() if process.stdout else ""
+        if not line:
+            process.communicate()
+            raise DriverFailed(f"the {name} ended with {process.returncode} before it was ready")
+        self.ready: dict[str, Any] = json.loads(line)
+
+
+class ServiceProcess(ReadyProcess):
+    """A service on a free port.
 
     Args:
         service: Its name, such as "indexer".
@@ -81,23 +111,17 @@ class ServiceProcess(MeasuredProcess):
 
     def __init__(self, service: str, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", f"kvscout_{service}.main", "--port", "0", "--metrics-port", "0", *flags]
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **(environment or {})},
-        )
-        super().__init__(process)
-        assert process.stdout
-        line = process.stdout.readline()
-        if not line:
-            process.communicate()
-            raise DriverFailed(f"the {service} ended with {process.returncode} before it was ready")
-        ports = json.loads(line)
-        self.address = f"127.0.0.1:{ports['port']}"
-        self.http_address = f"127.0.0.1:{ports['http_port']}" if "http_port" in ports else ""
+        super().__init__(service, command, environment=environment, stderr=subprocess.DEVNULL)
+        self.address = f"127.0.0.1:{self.ready['port']}"
+        self.http_address = f"127.0.0.1:{self.ready['http_port']}" if "http_port" in self.ready else ""
         """"" = it has no HTTP front."""
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def cpu_of(stat: Path) -> float:
