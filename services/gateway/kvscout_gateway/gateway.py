@@ -48,7 +48,7 @@ from kvscout_gateway.metrics import (
     ShadowCollector,
     StreamCollector,
 )
-from kvscout_gateway.request.attempt import Means
+from kvscout_gateway.request.attempt import AttemptContext
 from kvscout_gateway.request.exchange import MAX_TRIES, Exchanges
 from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
@@ -163,7 +163,7 @@ class Gateway:
             self.catalog, self.metrics, RateLimitedLog(log, period_seconds=10.0), conditional=config.conditional_disagg
         )
         self.exchanges = Exchanges(
-            Means(
+            AttemptContext(
                 routing=self.routing,
                 bookings=self.bookings,
                 engines=self.engines,

@@ -27,15 +27,15 @@ from kvscout_common.http.factory import connect
 from kvscout_common.http.http import HttpAnswer, Sink, SinkGone
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.engines.engine_call import Engines
-from kvscout_gateway.engines.faults import EngineFailed, Fault
+from kvscout_gateway.engines.faults import EngineFailed, Fault, failure_behind
 from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.attempt import Attempt, Means, Reply
-from kvscout_gateway.request.exchange import Exchange, Exchanges, failure_behind
+from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
+from kvscout_gateway.request.exchange import Exchange, Exchanges
 from kvscout_gateway.request.plan import Aggregated, Plan
 from kvscout_gateway.upstreams.scheduler.booking import Booking
 from kvscout_gateway.values.placement import Placement
@@ -139,7 +139,7 @@ class World:
         self.reported: list[tuple[str, Fault]] = []
         self.plan: Plan = Aggregated()
         fake = cast(Any, helpers)
-        self.means = Means(
+        self.context = AttemptContext(
             routing=fake,
             bookings=fake,
             engines=engines,
@@ -149,7 +149,7 @@ class World:
             metrics=GatewayMetrics(CollectorRegistry()),
         )
         self.exchanges = Exchanges(
-            self.means,
+            self.context,
             plan=lambda request: self.plan,
             report_failure=lambda tenant, placement, error, seconds: self.reported.append(
                 (placement.worker.worker_id, error.fault)
@@ -296,27 +296,27 @@ async def test_an_answer_that_comes_at_once_can_break_off_and_be_had_elsewhere(w
     client = await world.run(body_sent=replace(body(), whole_answer=True))
     assert client.placements == ["w0", "w1"]
     assert len(client.bodies) == 1
-    assert world.means.observations.of("default", WorkerRank("w1", 0)).reports.cached_tokens == 1
+    assert world.context.observations.of("default", WorkerRank("w1", 0)).reports.cached_tokens == 1
 
 
 async def test_an_answer_that_takes_too_long_as_a_whole_ends_there_and_is_nobodys_failure(
     world: World, serve: Any
 ) -> None:
-    world.means.engines.timeouts = EngineTimeouts(answer_seconds=0.1)
+    world.context.engines.timeouts = EngineTimeouts(answer_seconds=0.1)
     await serve(hang, answer)
     client = Client()
     with pytest.raises(DeadlineExceeded, match="not complete after"):
         await world.run(client, body_sent=replace(body(), whole_answer=True))
     assert client.placements == ["w0"], "another engine needs as long"
     assert not world.reported
-    assert world.means.observations.of("default", WorkerRank("w0", 0)).failures == 0
+    assert world.context.observations.of("default", WorkerRank("w0", 0)).failures == 0
 
 
 @pytest.mark.parametrize("whole_answer", [True, False])
 async def test_what_waits_for_an_engine_that_is_lost_is_had_elsewhere(
     world: World, serve: Any, whole_answer: bool
 ) -> None:
-    liveness = world.means.observations.of("default", WorkerRank("w0", 0)).liveness
+    liveness = world.context.observations.of("default", WorkerRank("w0", 0)).liveness
 
     async def lost(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         liveness.lose("does not answer", asyncio.get_running_loop().time())

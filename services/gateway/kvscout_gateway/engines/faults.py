@@ -170,6 +170,11 @@ def failed_everywhere(failures: Sequence[EngineFailed], suffix: str = "") -> Kvs
     return error
 
 
+def failure_behind(error: BaseException) -> EngineFailed | None:
+    """Return what an engine did that an error tells of; None = no engine is behind it."""
+    return error.__cause__ if isinstance(error.__cause__, EngineFailed) else None
+
+
 def fault_of_status(status: int, *, retry_after: bool, clients_key: bool = False) -> Fault:
     """Whose fault an HTTP status other than 200 is.
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvscout_common.http.http import Dialect, HttpRequest
-from kvscout_gateway.engines.adapter import common_headers
-from kvscout_gateway.engines.vllm import body_of, without_none
+from kvscout_gateway.engines.vllm import body_of, common_headers, without_none
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import Request
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from kvscout_common.http.http import Dialect, HttpRequest
 from kvscout_common.http.token_json import write_tokens
-from kvscout_gateway.engines.adapter import common_headers
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import Request
 
@@ -35,6 +34,14 @@ class VllmAdapter:
             headers=common_headers(to, request.request_id),
             body=await body_of("prompt", request.prompt.token_ids, rest),
         )
+
+
+def common_headers(to: Placement, request_id: str) -> list[tuple[str, str]]:
+    """Return the headers of a request to an engine of any kind, whatever its body is."""
+    headers = [("Content-Type", "application/json"), ("X-Request-Id", request_id)]
+    if to.rank_header is not None:
+        headers.append(("X-data-parallel-rank", str(to.rank_header)))
+    return headers
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.fronts.outputs import output_of
-from kvscout_gateway.tokens.estimate import CHARACTERS_A_TOKEN
-from kvscout_gateway.tokens.prompt_tokens import PromptTokens, Source
+from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, PromptTokens, Source
 from kvscout_gateway.values.prompt import Prompt, PromptTooLong
 from kvscout_gateway.values.request import Request, new_request_id
 

@@ -6,22 +6,24 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
 from kvscout_common.http.http import Dialect, HttpAnswer, Sink, SinkGone, SinkStalled, StreamReport
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.answer import account_read, answer_read
-from kvscout_gateway.engines.engine_call import EngineCall, Engines
 from kvscout_gateway.engines.faults import reported
-from kvscout_gateway.engines.health import Key, WorkerHealth
 from kvscout_gateway.engines.observation import Observations, computes_a_block, predicted_cached_tokens
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
-from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.request.routing import RoutingFlow
-from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import NO_FIELDS, EngineAdapter, Request
+
+if TYPE_CHECKING:
+    from kvscout_gateway.engines.engine_call import EngineCall, Engines
+    from kvscout_gateway.engines.health import Key, WorkerHealth
+    from kvscout_gateway.metrics import GatewayMetrics
+    from kvscout_gateway.request.routing import RoutingFlow
+    from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Of an answer that is no stream of events."""
@@ -42,7 +44,7 @@ class Reply(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class AttemptContext:
     """What attempts are run with: one for a gateway."""
 
     routing: RoutingFlow
@@ -63,23 +65,29 @@ class Attempt:
     """A request on one worker, from when it is placed; `free` it."""
 
     def __init__(
-        self, means: Means, request: Request, placement: Placement, *, started: float, on_output: Callable[[], None]
+        self,
+        context: AttemptContext,
+        request: Request,
+        placement: Placement,
+        *,
+        started: float,
+        on_output: Callable[[], None],
     ) -> None:
         """What was booked is held from now on.
 
         Args:
-            means: What it is run with.
+            context: What attempts are run with.
             request: What was asked of the worker.
             placement: Where it goes.
             started: When the client asked.
             on_output: Told of its first output.
         """
-        self._means = means
+        self._context = context
         self.request = request
         self.placement = placement
         self.key: Key = (request.tenant, placement.worker)
-        self.seen = means.observations.of(*self.key)
-        self._metrics = means.metrics.of(request.tenant, request.model)
+        self.seen = context.observations.of(*self.key)
+        self._metrics = context.metrics.of(request.tenant, request.model)
         self._on_output = on_output
         self._started = started
         self._sent_at = 0.0
@@ -95,8 +103,8 @@ class Attempt:
         self.usage: Usage | None = None
         """What its engine said of the prompt, at the end of its answer."""
         if placement.booking is not None:
-            means.bookings.add(placement.booking)
-        means.health.sent(self.key)
+            context.bookings.add(placement.booking)
+        context.health.sent(self.key)
 
     @property
     def passed(self) -> bool:
@@ -106,7 +114,7 @@ class Attempt:
     @property
     def adapter(self) -> EngineAdapter:
         """That of its engine."""
-        return self._means.adapter_of(self.placement.spec)
+        return self._context.adapter_of(self.placement.spec)
 
     @property
     def dialect(self) -> Dialect:
@@ -117,8 +125,8 @@ class Attempt:
         """It goes to its engine."""
         self.seen.requests += 1
         self.seen.prompt_tokens += self.request.prompt.isl_tokens
-        self._sent_at = self._means.clock()
-        self._means.routing.dispatched(self.placement)
+        self._sent_at = self._context.clock()
+        self._context.routing.dispatched(self.placement)
 
     async def send(self, fields: Mapping[str, Any] = NO_FIELDS, *, whole_answer: bool | None = None) -> HttpAnswer:
         """Send it to its engine; return when an answer begins.
@@ -140,7 +148,7 @@ class Attempt:
             )
         written = await body.write(self.adapter, placement, self.request, fields)
         self.sent()
-        self._call = self._means.engines.call(
+        self._call = self._context.engines.call(
             placement.endpoint,
             # What is computed elsewhere is waited for here, or computed here after all.
             uncached_tokens=self.request.prompt.isl_tokens
@@ -183,7 +191,7 @@ class Attempt:
                 on_first_output=begins,
             )
         except SinkStalled as error:
-            seconds = self._means.engines.client_write_seconds
+            seconds = self._context.engines.client_write_seconds
             raise DeadlineExceeded(f"the client has read nothing for {seconds:g} s") from error
         except (SinkGone, asyncio.CancelledError):
             # A client may leave when it has read that this was all, before the last byte of how that is framed.
@@ -212,11 +220,11 @@ class Attempt:
         if self.has_output:
             return
         self.has_output = True
-        self._means.health.ran(self.key)
+        self._context.health.ran(self.key)
         self._on_output()
-        self._metrics.first_token(self._means.clock() - self._started)
+        self._metrics.first_token(self._context.clock() - self._started)
         if not whole_answer and self.placement.booking is not None:
-            self._means.bookings.mark_prefill_complete(self.placement.booking)
+            self._context.bookings.mark_prefill_complete(self.placement.booking)
 
     def prefilled(self, usage: Usage | None) -> None:
         """The engine has computed the prompt, which was all that it was asked for.
@@ -224,7 +232,7 @@ class Attempt:
         Args:
             usage: What is said of the prompt; None = nothing.
         """
-        self._means.health.ran(self.key)
+        self._context.health.ran(self.key)
         self._on_output()
         self.ended(usage)
 
@@ -257,12 +265,12 @@ class Attempt:
         if self._freed:
             return
         self._freed = True
-        self._means.health.withdrawn(self.key)
+        self._context.health.withdrawn(self.key)
         self._end_call()
         if self._relayed is not None and (report := self._relayed.report).outputs > 1:
             self._observe_itl(report)
         if self.placement.booking is not None:
-            self._means.bookings.free(self.placement.booking, self._output_tokens)
+            self._context.bookings.free(self.placement.booking, self._output_tokens)
 
     @property
     def _output_tokens(self) -> int:
@@ -281,7 +289,7 @@ class Attempt:
         """Waits until its scheduler knows that, at most as long as one answer may take: the request id can be booked
         again then, not before."""
         if self.placement.booking is not None:
-            await self._means.bookings.freed(self.placement.booking)
+            await self._context.bookings.freed(self.placement.booking)
 
     async def _pass_whole(self, answer: HttpAnswer, sink: Sink) -> None:
         assert self._call is not None
@@ -303,7 +311,7 @@ class Attempt:
         # Only what events confirm is checked: a prediction is allowed to fail. Nor is one of other tokens.
         known = not prompt.unknown and not prompt.further_tokens and prompt.isl_tokens == isl_tokens
         checked = placement.confirmed_blocks is not None and known
-        self._means.observations.reported(
+        self._context.observations.reported(
             *self.key,
             isl_tokens=isl_tokens,
             cached=usage.cached_tokens,

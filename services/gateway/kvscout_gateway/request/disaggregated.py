@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, ResourceExhausted, Unavailable
@@ -29,6 +29,7 @@ from kvscout_common.worker import EngineKind, Role, WorkerSpec
 from kvscout_gateway.catalog import Catalog
 from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.attempt import Attempt, Reply
+from kvscout_gateway.request.plan import Handover, PrefillFailed
 from kvscout_gateway.values.output import ONE_TOKEN
 from kvscout_gateway.values.request import Request
 
@@ -62,37 +63,6 @@ class Path(StrEnum):
     """On an aggregated worker, because no prefill worker did its part."""
     REFUSED = "refused"
     """Nowhere: no decode worker takes it, or no prefill worker did its part and no other worker can."""
-
-
-class PrefillFailed(Exception):
-    """No prefill worker did its part; nothing has been passed on to the client.
-
-    Args:
-        error: What there is to be told of it.
-    """
-
-    def __init__(self, error: KvscoutError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class Handover(Protocol):
-    """What passes between a prefill and a decode engine."""
-
-    async def run(self, exchange: Exchange, prefill: Request, decode: Attempt, reply: Reply) -> None:
-        """Has the prompt computed by a prefill worker, and continued on the decode attempt, to its end.
-
-        Args:
-            exchange: The request.
-            prefill: What is asked of the prefill worker.
-            decode: The decode attempt, booked.
-            reply: The client.
-
-        Raises:
-            PrefillFailed: No prefill worker did its part.
-            EngineFailed: The decode engine did not.
-            KvscoutError: The client's or this gateway's trouble.
-        """
 
 
 def computes_here(isl_tokens: int, overlap_tokens: int) -> bool:

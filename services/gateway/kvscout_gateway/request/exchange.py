@@ -31,7 +31,7 @@ from kvscout_common.errors import (
 from kvscout_common.http.http import SinkGone
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits
 from kvscout_gateway.engines.faults import Ejection, EngineFailed, failed_everywhere
-from kvscout_gateway.request.attempt import Attempt, Means, Reply
+from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
 from kvscout_gateway.request.plan import Plan
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import Request, new_request_id
@@ -45,17 +45,12 @@ Use: TypeAlias = Callable[[Attempt], Awaitable[None]]
 ReportFailure: TypeAlias = Callable[[str, Placement, EngineFailed, float], object]
 
 
-def failure_behind(error: BaseException) -> EngineFailed | None:
-    """What an engine did that an exchange's error tells of; None = no engine is behind it."""
-    return error.__cause__ if isinstance(error.__cause__, EngineFailed) else None
-
-
 class Exchanges:
     """All exchanges of one gateway."""
 
     def __init__(
         self,
-        means: Means,
+        context: AttemptContext,
         *,
         plan: Callable[[Request], Plan],
         report_failure: ReportFailure,
@@ -68,7 +63,7 @@ class Exchanges:
         """Runs requests.
 
         Args:
-            means: What they are run with.
+            context: What attempts are run with.
             plan: How a request is to be run.
             report_failure: Told of each failure of a worker, and for how many seconds it is left out for it.
             draw_attempt: A random number, unique to a call, of `MAX_TRIES`s: a request id that is used again is another
@@ -78,7 +73,7 @@ class Exchanges:
             lease_seconds: Of bookings that have a lease.
             limits: Of each tenant; None = there are none.
         """
-        self.means = means
+        self.context = context
         self.plan = plan
         self.report_failure = report_failure
         self.draw_attempt = draw_attempt
@@ -148,7 +143,7 @@ class Exchanges:
             self.failures += 1
         elif error is not None:
             outcome = "cancelled"
-        self.means.metrics.of(tenant, model).ended(outcome)
+        self.context.metrics.of(tenant, model).ended(outcome)
 
 
 class Exchange:
@@ -157,9 +152,9 @@ class Exchange:
     def __init__(self, all_of_them: Exchanges, request: Request, admitted: AbstractContextManager[None]) -> None:
         self._all = all_of_them
         self._admitted = admitted
-        self._means = all_of_them.means
+        self._context = all_of_them.context
         self.request = request
-        self._started = self._means.clock()
+        self._started = self._context.clock()
         self._next_attempt = all_of_them.draw_attempt()
         self._attempts: list[Attempt] = []
 
@@ -219,7 +214,7 @@ class Exchange:
             KvscoutError: As `RoutingFlow.place`.
         """
         excluded = (*request.excluded, *self._ejected(request))
-        return await self._means.routing.place(replace(request, request_id="", excluded=excluded))
+        return await self._context.routing.place(replace(request, request_id="", excluded=excluded))
 
     def failed(self, attempt: Attempt, error: EngineFailed) -> None:
         """An attempt of `place` was sent and came to nothing: its worker pays, where it is at fault.
@@ -241,7 +236,7 @@ class Exchange:
         Raises:
             KvscoutError: As `run`.
         """
-        unroutable = self._means.routing.unroutable(request)
+        unroutable = self._context.routing.unroutable(request)
         tried: Tried = []
         while len(tried) <= self._all.migration_limit:
             been_at = [attempt.placement.worker.worker_id for attempt, _ in tried]
@@ -274,8 +269,8 @@ class Exchange:
         request = replace(request, attempt_id=attempt_id, owned=True, lease_seconds=self._all.lease_seconds)
         # Who is left out now is nothing that the client asked for: the attempt does not keep it.
         placed = replace(request, excluded=excluded) if excluded else request
-        placement = await self._nearest(placed) or await self._means.routing.place(placed)
-        attempt = Attempt(self._means, request, placement, started=self._started, on_output=on_output)
+        placement = await self._nearest(placed) or await self._context.routing.place(placed)
+        attempt = Attempt(self._context, request, placement, started=self._started, on_output=on_output)
         self._attempts.append(attempt)
         return attempt
 
@@ -289,22 +284,22 @@ class Exchange:
         if not preferred or request.pinned:
             return None
         try:
-            return await self._means.routing.place(replace(request, allowed=preferred))
+            return await self._context.routing.place(replace(request, allowed=preferred))
         except (Unavailable, ResourceExhausted, FailedPrecondition):
             return None
 
     def _ejected(self, request: Request, tried: Collection[str] = ()) -> set[str]:
         if request.pinned:
             return set()
-        return self._means.health.ejected(request.tenant, lambda: self._means.routing.candidates(request), tried)
+        return self._context.health.ejected(request.tenant, lambda: self._context.routing.candidates(request), tried)
 
     def _charge(self, request: Request, attempt: Attempt, failure: EngineFailed) -> None:
         """Have a worker pay for a failure, as far as it is the worker's."""
         if not attempt.passed:
-            self._means.routing.failed(attempt.placement)
+            self._context.routing.failed(attempt.placement)
         match failure.rule.ejection:
             case Ejection.BACKOFF:
-                self._means.health.overloaded(attempt.key, failure.retry_after_seconds)
+                self._context.health.overloaded(attempt.key, failure.retry_after_seconds)
             case Ejection.COUNTS:
                 self._count(request, attempt, failure)
             case Ejection.COUNTS_IF_OTHERS_RUN_IT if attempt.passed:
@@ -319,7 +314,7 @@ class Exchange:
 
     def _count(self, request: Request, attempt: Attempt, failure: EngineFailed) -> None:
         attempt.seen.failures += 1
-        ejection_seconds = self._means.health.failed(attempt.key, self._means.routing.candidates(request))
+        ejection_seconds = self._context.health.failed(attempt.key, self._context.routing.candidates(request))
         self._all.report_failure(request.tenant, attempt.placement, failure, ejection_seconds)
 
 

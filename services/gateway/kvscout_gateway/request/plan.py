@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from kvscout_gateway.request.attempt import Attempt, Reply
+from kvscout_common.errors import KvscoutError
 
 if TYPE_CHECKING:
+    from kvscout_gateway.request.attempt import Attempt, Reply
     from kvscout_gateway.request.exchange import Exchange
+    from kvscout_gateway.values.request import Request
 
 
 class Plan(Protocol):
@@ -47,3 +49,34 @@ class Aggregated:
     async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
         """See `Plan`."""
         return await exchange.place(), None
+
+
+class PrefillFailed(Exception):
+    """No prefill worker did its part; nothing has been passed on to the client.
+
+    Args:
+        error: What there is to be told of it.
+    """
+
+    def __init__(self, error: KvscoutError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Handover(Protocol):
+    """What passes between a prefill and a decode engine."""
+
+    async def run(self, exchange: Exchange, prefill: Request, decode: Attempt, reply: Reply) -> None:
+        """Has the prompt computed by a prefill worker, and continued on the decode attempt, to its end.
+
+        Args:
+            exchange: The request.
+            prefill: What is asked of the prefill worker.
+            decode: The decode attempt, booked.
+            reply: The client.
+
+        Raises:
+            PrefillFailed: No prefill worker did its part.
+            EngineFailed: The decode engine did not.
+            KvscoutError: The client's or this gateway's trouble.
+        """

@@ -16,7 +16,7 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutEr
 from kvscout_gateway.engines.faults import Ejection, EngineFailed
 from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.attempt import Attempt, Reply
-from kvscout_gateway.request.disaggregated import PrefillFailed
+from kvscout_gateway.request.plan import PrefillFailed
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import Request
 

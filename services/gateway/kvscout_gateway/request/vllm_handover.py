@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
-from kvscout_gateway.engines.faults import EngineFailed
+from kvscout_gateway.engines.faults import failure_behind
 from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.attempt import Attempt, Reply
-from kvscout_gateway.request.disaggregated import PrefillFailed
+from kvscout_gateway.request.plan import PrefillFailed
 from kvscout_gateway.values.request import Request
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class VllmHandover:
         try:
             await exchange.run_attempts(prefill, compute)
         except InvalidArgument as error:
-            if not (exchange.request.body.demands_tool_call and isinstance(error.__cause__, EngineFailed)):
+            if not (exchange.request.body.demands_tool_call and failure_behind(error) is not None):
                 raise
             # Some releases of vLLM refuse what they have put out: one token is no tool call. Decode computes the
             # prompt, and says so if it is the request that is wrong.

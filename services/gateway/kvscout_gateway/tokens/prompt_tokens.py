@@ -13,12 +13,13 @@ from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.http.json_fields import Prompts
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.conversation import NotText, conversation, template_variables
-from kvscout_gateway.tokens.estimate import CHARACTERS_A_TOKEN
 from kvscout_gateway.tokens.found_tokenizers import FoundTokenizers
 from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED, Conversation, Judge, TextTokenizer
 
 LOCAL_SECONDS: Final = 1.0
 """Longest wait for a tokenizer here: a prompt that takes longer takes its engine seconds."""
+CHARACTERS_A_TOKEN: Final = 4
+"""Characters of text that a token has, about: the length of a prompt whose tokens nobody has counted."""
 ANY_MODEL: Final = ""
 """Key of the tokenizer for models that have none of their own."""
 

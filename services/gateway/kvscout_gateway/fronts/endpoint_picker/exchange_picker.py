@@ -258,7 +258,7 @@ class ExchangePicker:
         specs = view.serving(target.model).specs
         some = self._draw.sample(specs, min(len(specs), 1 + LOOKED_AT * wanted))
         fit = eligible(request, target, Serving(tuple(some)))
-        fit = self._exchanges.means.health.well_first(request.tenant, fit, specs)
+        fit = self._exchanges.context.health.well_first(request.tenant, fit, specs)
         others = dict.fromkeys(address_of(spec.http_endpoint) for spec in fit)
         return [address for address in others if address not in ("", first)][:wanted]
 

@@ -11,7 +11,7 @@ from kvscout_common.observability.log_lines import about_request
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
-from kvscout_gateway.request.attempt import Means
+from kvscout_gateway.request.attempt import AttemptContext
 from kvscout_gateway.request.exchange import Exchanges
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import Request
@@ -31,7 +31,7 @@ async def generate(
     with exchanges.begin(request) as exchange, about_request(exchange.request_id):
         client = _Client(context, exchange.request_id, in_full=identity.role is AccessRole.ADMIN)
         with_logprobs = request.body.form is Form.BYTES
-        await exchange.run(_WithLogprobs(client, exchanges.means, request) if with_logprobs else client)
+        await exchange.run(_WithLogprobs(client, exchanges.context, request) if with_logprobs else client)
 
 
 class _Client:
@@ -60,15 +60,15 @@ class _Client:
 class _WithLogprobs:
     """See `Reply`: a client that wants log probabilities."""
 
-    def __init__(self, client: _Client, means: Means, request: Request) -> None:
+    def __init__(self, client: _Client, context: AttemptContext, request: Request) -> None:
         self._client = client
-        self._means = means
+        self._context = context
         self._body = request.body
         self._dialect = Dialect.OPENAI
 
     async def placed(self, placement: Placement) -> None:
         """See `Reply`."""
-        self._dialect = self._body.dialect(self._means.adapter_of(placement.spec))
+        self._dialect = self._body.dialect(self._context.adapter_of(placement.spec))
         await self._client.placed(placement)
 
     async def begin(self, answer: HttpAnswer) -> Sink:

@@ -10,8 +10,8 @@ from kvscout_common.errors import ResourceExhausted, Unavailable
 from kvscout_common.http.http import Dialect, Form, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
 from kvscout_common.observability import tracing
 from kvscout_common.observability.log_lines import about_request
-from kvscout_gateway.engines.adapter import common_headers
 from kvscout_gateway.engines.answer import account_read, answer_read
+from kvscout_gateway.engines.vllm import common_headers
 from kvscout_gateway.fronts.json_request import CHAT, model_of, request_of, tokens_of
 from kvscout_gateway.fronts.openai import proxied
 from kvscout_gateway.fronts.openai.access import Caller, header

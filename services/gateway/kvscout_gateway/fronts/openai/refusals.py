@@ -26,9 +26,8 @@ from kvscout_common.errors import (
 from kvscout_common.http.http import Headers, HttpRefused
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.plain_text import printable
-from kvscout_gateway.engines.faults import Payer
+from kvscout_gateway.engines.faults import Payer, failure_behind
 from kvscout_gateway.fronts.client_paths import UnknownPath
-from kvscout_gateway.request.exchange import failure_behind
 from kvscout_gateway.values.prompt import PromptTooLong
 
 log = logging.getLogger("kvscout.gateway")
