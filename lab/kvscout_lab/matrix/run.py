@@ -29,13 +29,13 @@ LEAST_REQUESTS = 100
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
-    """What is to be run."""
+    """Cells, policies and seeds of a run of the matrix."""
 
     cells: tuple[MatrixCell, ...]
     contenders: tuple[Contender, ...]
     seeds: int = 3
     scale: float = 1.0
-    """Of the requests of every cell."""
+    """Factor of the requests of every cell."""
     trace: Path | None = None
 
     def validate(self) -> MatrixPlan:
@@ -67,16 +67,16 @@ class RunKey(NamedTuple):
 
 
 Results = dict[RunKey, dict[str, Any]]
-"""What `Measures.as_json` says of each run."""
+"""`Measures.as_json` of each run."""
 
 
 def experiment_of(setup: Setup, seed: int, scale: float = 1.0, trace: Path | None = None) -> Experiment:
     """Return the experiment of a setup.
 
     Args:
-        setup: Of the matrix.
-        seed: Of workload, clients and cluster.
-        scale: Of its requests.
+        setup: A setup of the matrix.
+        seed: Seed of workload, clients and cluster.
+        scale: Factor of its requests.
         trace: The file of those that replay one; its seed makes a difference in draws of the scheduler only.
 
     Raises:
@@ -111,10 +111,10 @@ def run_matrix(
     again: Iterable[str] = (),
     on_done: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Results:
-    """Runs what is not in a file yet.
+    """Run what is not in a file yet.
 
     Args:
-        plan: What.
+        plan: Cells, policies and seeds.
         jobs: Processes.
         path: To which every run is appended, and in which runs are looked up first; None = nothing is kept. A run
             counts if its cell is still defined as it was; what the scheduler's code has become nobody knows: see
@@ -154,7 +154,7 @@ def run_matrix(
 
 
 def digest(cell: MatrixCell, scale: float) -> str:
-    """Of all that defines a cell: another one, and its earlier runs say nothing of it any more."""
+    """Return the digest of all that defines a cell: with another one, its earlier runs do not count."""
     whole = replace(cell, setup=replace(cell.setup, warm_up=cell.setup.uncounted))
     return hashlib.sha256(repr((whole, scale)).encode()).hexdigest()[:16]
 
@@ -217,7 +217,7 @@ def _all(
 
 @contextmanager
 def _appending(path: Path | None) -> Iterator[TextIO | None]:
-    """A file to append to, without what was only half written."""
+    """Return a file to append to, without what was only half written."""
     if path is None:
         yield None
         return
