@@ -15,9 +15,9 @@ from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_blocks.index.twins import apply_decoded, load_state
 from kvscout_blocks.publish.publication import Confirmed, Outbox, Outgoing, Publication
 from kvscout_blocks.publish.recall import Recall
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import SourceState
 from kvscout_blocks.source.published import PublishedReader
-from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.worker import PoolKey, WorkerRank
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))

@@ -7,8 +7,8 @@ from kvscout_blocks.bytes.codec import check_version, parse_batch, source_of
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.index.twins import decode_message
+from kvscout_blocks.source.decisions import SequencedBatch, digest
 from kvscout_blocks.source.feed import SourceState
-from kvscout_blocks.source.sequence import SequencedBatch, digest
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import PoolKey, WorkerRank
 
