@@ -24,8 +24,8 @@ from multiprocessing.connection import Connection
 import psutil
 from support.index_churn import Churn, Load, Request, Sample, requests, spread
 
+from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import IndexStats
-from kvscout_blocks.index.twins import make_index
 from kvscout_common.hashing import backend_name
 from kvscout_common.process.heap import keep_mmap_threshold
 

@@ -33,16 +33,16 @@ PEERS: Mapping[str, str] = {
     "smg": SMG.replace("==", " "),
     "envoy": ENVOY.replace("==", " "),
 }
-"""Peers, and the parts of each that are measured."""
+"""What may be measured beside us, and what of it."""
 PARTS = ("index", "rpc", "ingest", "scheduler", "gateway", "http")
 GATEWAY_SECONDS = 4.0
 INDEX_SECONDS = 0.3
-"""Length of one run of one side in a run of everything, which must end within half an hour."""
+"""Of one run of one side, in a run of everything: it must end within half an hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Result of a part."""
+    """What a part gave."""
 
     rows: tuple[Row, ...]
     failure: str
@@ -65,13 +65,13 @@ class Report:
     parts: Mapping[str, Measured]
 
     def lost(self) -> list[tuple[str, Row]]:
-        """Return rows in which a peer that was measured is better, the worst first, with their parts."""
+        """Rows in which a peer that was measured is better, the worst first, with their parts."""
         rows = [(name, row) for name, part in self.parts.items() for row in part.rows]
         worse = [(name, row) for name, row in rows if row.ratio is not None and row.ratio < 1 and is_measured(row)]
         return sorted(worse, key=lambda each: each[1].ratio or 0.0)
 
     def missed(self) -> list[tuple[str, Row]]:
-        """Return rows that miss their goals, with their parts."""
+        """Rows that miss their goals, with their parts."""
         return [(name, row) for name, part in self.parts.items() for row in part.rows if row.met is False]
 
     def as_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class AllBench:
-    """Parts, peers and rounds of a run of everything.
+    """What to run.
 
     Raises:
         InvalidArgument: A value is out of range or names nothing.
@@ -119,10 +119,10 @@ class AllBench:
                     raise InvalidArgument(f"{each!r} is none of {', '.join(known)}", field=name)
 
     def run(self, say: Callable[[str], None]) -> Report:
-        """Measure part by part; blocks. What a part cannot do is told, and the next one begins.
+        """Measures part by part; blocks. What a part cannot do is told, and the next one begins.
 
         Args:
-            say: Reports progress, a line a call.
+            say: Is told what is going on.
         """
         runs = self._runs()
         measured = {}
@@ -149,7 +149,7 @@ class AllBench:
 
 
 def is_measured(row: Row) -> bool:
-    """Return whether its peer ran beside it: else what was published of it is shown."""
+    """Whether its peer ran beside it: else what was published of it is shown."""
     return row.peer is not None and "(peer: published)" not in row.title
 
 
@@ -167,13 +167,13 @@ def _measured(rows: Iterable[Row]) -> Measured:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of the libraries that carry calls."""
+    """Of what carries us."""
     names = ("grpcio", "protobuf", "uvloop", "pyzmq")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def commit() -> str:
-    """Return the commit of the source tree, as git says; "" where there is none."""
+    """The commit of the source tree, as git says; "" where there is none."""
     git = shutil.which("git")
     if git is None or not (ROOT / ".git").exists():
         return ""

@@ -12,7 +12,7 @@ _RULE = "|---|---|---|---|---|---|---|---|"
 
 
 def markdown(report: Report) -> str:
-    """Return the whole report."""
+    """The whole report."""
     return "\n".join(_lines(report)) + "\n"
 
 

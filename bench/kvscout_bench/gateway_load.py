@@ -34,17 +34,17 @@ Send = Callable[[int], Awaitable[float | None]]
 
 @dataclass(slots=True)
 class Sent:
-    """Result of a run."""
+    """How a run went."""
 
     requests: int = 0
     seconds: list[float] = field(default_factory=list)
-    """Duration of each request, from when it was due."""
+    """How long each took, from when it was due."""
     first_seconds: list[float] = field(default_factory=list)
-    """Time to the first output of each request."""
+    """How long the first output of each took."""
 
 
 async def at_rate(send: Send, *, per_second: float, seconds: float, first: int = 0) -> Sent:
-    """Send for so long; return when all are over.
+    """Sends for so long; returns when all are over.
 
     Args:
         send: Sends one.
@@ -84,8 +84,8 @@ class GrpcClient:
     """Calls a gateway over gRPC, in bytes that were made before.
 
     Args:
-        address: Address of the gateway.
-        tokens: Tokens of each prompt.
+        address: Of the gateway.
+        tokens: Of each prompt.
         seed: Same seed, same prompts.
     """
 
@@ -104,11 +104,11 @@ class GrpcClient:
         await self._channel.close()
 
     async def route(self, number: int) -> None:
-        """Query the worker of a prompt."""
+        """Asks where a prompt would go."""
         await self._unary("Route", self._routes[number % PROMPTS])
 
     async def life(self, number: int) -> None:
-        """Book a request, report its first token, free it."""
+        """Places a request, says that its prefill is complete, frees it."""
         ref = scheduler_pb2.RequestRef(model=MODEL, request_id=f"{self._name}-{number}", attempt_id=1)
         # Messages in a row are one message.
         named = gateway_pb2.RouteRequest(request_id=ref.request_id, attempt_id=1).SerializeToString()
@@ -117,7 +117,7 @@ class GrpcClient:
         await self._unary("Free", ref.SerializeToString())
 
     def generate(self, chunks: int, gap_ms: float | None = None) -> Send:
-        """Run requests of so many chunks of output, so far apart; None = as the engine likes."""
+        """Runs requests of so many chunks of output, so far apart; None = as the engine likes."""
         limits = gateway_pb2.GenerateRequest(stop_conditions=gateway_pb2.StopConditions(max_tokens=chunks))
         if gap_ms is not None:
             limits.engine_fields = json.dumps({GAP_FIELD: gap_ms})
@@ -147,7 +147,7 @@ class CompletionClient:
 
     Args:
         address: Whom.
-        tokens: Tokens of each prompt.
+        tokens: Of each prompt.
         seed: Same seed, same prompts.
         as_text: Prompts are words, for servers that take no token ids.
     """
@@ -169,7 +169,7 @@ class CompletionClient:
         await self._opened.aclose()
 
     def complete(self, chunks: int, gap_ms: float | None = None) -> Send:
-        """Run requests of so many chunks of output, so far apart; None = as the engine likes."""
+        """Runs requests of so many chunks of output, so far apart; None = as the engine likes."""
         fields: dict[str, Any] = {"model": MODEL, "max_tokens": chunks, "stream": True}
         if gap_ms is not None:
             fields[GAP_FIELD] = gap_ms

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvscout_bench.machine import Machine
 
 Sample = Mapping[str, Any]
-"""Answer of a driver to one run."""
+"""What a driver says of one run."""
 
 Samples = Mapping[tuple[str, str], Sequence[Sample]]
 """(side, workload) → one sample a round."""
@@ -20,19 +20,19 @@ class Measured(Protocol):
     """A driver, as far as rounds need it."""
 
     def ask(self, verb: str, *, within_seconds: float = ..., **arguments: object) -> Sample:
-        """Return the answer to a command."""
+        """The answer to a command."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Goal of a value."""
+    """What a value should reach."""
 
     value: float
     more_is_better: bool = False
 
     def met(self, value: float) -> bool:
-        """Return whether a value reaches it."""
+        """Whether a value reaches it."""
         return value >= self.value if self.more_is_better else value <= self.value
 
 
@@ -45,7 +45,7 @@ class Case:
     unit: str
     goal: Goal | None
     workload: str
-    """Name by which drivers run it."""
+    """What drivers are asked to run."""
     value: Callable[[Sample], float]
     """In `unit`."""
     p99: Callable[[Sample], float] | None = None
@@ -65,12 +65,12 @@ class Side:
 
     @property
     def value(self) -> float:
-        """Return the median over the rounds."""
+        """The median over the rounds."""
         return statistics.median(self.values)
 
     @property
     def p99(self) -> float | None:
-        """Return the median over the rounds of each round's 99th percentile."""
+        """The median over the rounds of each round's 99th percentile."""
         return statistics.median(self.p99s) if self.p99s else None
 
 
@@ -89,7 +89,7 @@ class Row:
     peer: float | None
     """The peer's median; None: it was not asked for, or has no such workload."""
     ratio: float | None
-    """Factor by which ours is better than the peer; below 1 is worse."""
+    """How many times better than the peer; below 1 is worse."""
     p99: float | None
     peer_p99: float | None
     spread: tuple[float, float]
@@ -101,7 +101,7 @@ class Row:
     """Our value by process, in microseconds."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row as JSON values, numbers to four digits."""
+        """The row as JSON values, numbers to four digits."""
         return {
             "workload": self.workload,
             "title": self.title,
@@ -187,7 +187,7 @@ def alternating(sides: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
 
 
 def in_turns(drivers: Mapping[str, Measured], workloads: Sequence[str], *, rounds: int, seconds: float) -> Samples:
-    """Run of every workload, the sides taking turns, and who begins alternating from round to round.
+    """Runs of every workload, the sides taking turns, and who begins alternating from round to round.
 
     Args:
         drivers: Side → driver.
@@ -207,5 +207,5 @@ def in_turns(drivers: Mapping[str, Measured], workloads: Sequence[str], *, round
 
 
 def rounded(value: float | None) -> float | None:
-    """Return a number to four significant digits."""
+    """A number to four significant digits."""
     return None if value is None else float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""The service of `kvscout bench http`: nothing but the pump, as a process.
+"""What `kvscout bench http` measures: a service that is nothing but the pump, as a process.
 
 Over HTTP it passes every request to an engine and the answer back, byte for byte. Over gRPC its `Generate` asks an
 engine for as many chunks as the request says, and makes pieces of what comes.
@@ -60,19 +60,19 @@ class _Pump:
         self._server: HttpServer | None = None
 
     async def listen(self) -> int:
-        """Serve HTTP; return the port."""
+        """Serves HTTP; returns the port."""
         self._server = serve_http(self._pass_on)
         return await self._server.listen("127.0.0.1", 0)
 
     def add_to(self, server: Any) -> None:
-        """Serve gRPC."""
+        """Serves gRPC."""
         handler: Any = grpc.unary_stream_rpc_method_handler(self._generate)
         handlers = {"Generate": handler}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         server.add_registered_method_handlers(_SERVICE, handlers)
 
     async def close(self) -> None:
-        """End what `listen` began."""
+        """Ends what `listen` began."""
         if self._server is not None:
             await self._server.stop(0.0)
         await self._client.close()
@@ -113,7 +113,7 @@ def _build(engine: str) -> Callable[[], Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve until SIGTERM; the first line of its output has the ports."""
+    """Serves until SIGTERM; the first line of its output has the ports."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", required=True)
     parser.add_argument("--transport", choices=list(Transport), type=Transport, required=True)

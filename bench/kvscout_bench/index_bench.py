@@ -19,7 +19,7 @@ SEED = 1
 QUICK_SECONDS = 0.02
 QUICK_PROMPTS = 20
 PYTHON_SURCHARGE_US = 1.0
-"""Largest cost of a call through Python beside its work."""
+"""What a call through Python may cost besides the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class IndexBench(Selection):
         return PEERS
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
-        """Measure case by case; blocks. Rows come when their fixture is done.
+        """Measures case by case; blocks. Rows come when their fixture is done.
 
         Args:
-            say: Reports progress, a line a call.
+            say: Is told what is going on.
 
         Raises:
             DriverFailed: A driver cannot be built or started, fails, or the sides' answers differ.

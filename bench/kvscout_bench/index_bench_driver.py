@@ -9,9 +9,9 @@ from kvscout.v1 import indexer_pb2
 from kvscout_bench.index_bench_ranks import BenchedRank, RankWorkload
 from kvscout_bench.index_bench_serve import CallTimes, main
 from kvscout_blocks.bytes.events import EventBatch, Stored
+from kvscout_blocks.index.backend import make_queries
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.native import NativeIndex
-from kvscout_blocks.index.twins import make_queries
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import PoolKey, WorkerRank
 
@@ -92,7 +92,7 @@ class Kvscout:
 
 
 def _request(field: str, packed: bytes) -> bytes:
-    """Return a request with one packed field, written by hand: protobuf would make a Python integer of each element."""
+    """A request with one packed field, written by hand: protobuf would make a Python integer of each element."""
     head = bytearray([_FIELDS[field].number << 3 | 2])
     length = len(packed)
     while length >= 0x80:

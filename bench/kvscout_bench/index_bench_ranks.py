@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class RankWorkload(StrEnum):
-    """Operations on all blocks of a rank."""
+    """What is done with all blocks of the rank."""
 
     LOAD = "rank_load"
     DEMOTE = "rank_demote"
@@ -48,12 +48,13 @@ class BenchedRank:
         self.now = 0.0
         """The index's clock."""
         self._index, self._pool, self._rank = index, pool, rank
-        messages = index.dump_messages(rank, pool, history_incomplete=False)
+        cut = index.cut(rank)
+        messages = cut.messages(pool, history_incomplete=False) if cut is not None else None
         assert messages is not None
         self._messages = messages
 
     def prepare(self, workload: RankWorkload) -> Callable[[], CallTimes]:
-        """Bring the rank to where the workload begins; what it returns does the work."""
+        """Brings the rank to where the workload begins; what it returns does the work."""
         index, rank = self._index, self._rank
         if workload is RankWorkload.REPLACE:
             return self._prepare_replacing()
@@ -74,7 +75,7 @@ class BenchedRank:
         return lambda: _timed(calls())
 
     def _prepare_replacing(self) -> Callable[[], CallTimes]:
-        """Prepare the same rank in a full index of its own: as many other blocks come, an event a call."""
+        """The same rank in an index of its own that has room for no more: as many others come, an event a call."""
         known = self._index.worker_stats(self._rank)
         assert known is not None
         blocks = known.blocks
@@ -127,7 +128,7 @@ def _until_done(step: Callable[[], bool]) -> Iterator[Callable[[], object]]:
 
 
 def _timed(calls: Iterator[Callable[[], object]]) -> CallTimes:
-    """Make calls one after the other, and times each by its thread's CPU time."""
+    """Makes calls one after the other, and times each by its thread's CPU time."""
     number = longest_ns = total_ns = 0
     for call in calls:
         started = time.thread_time_ns()

@@ -84,9 +84,9 @@ class BridgeProcess(ServiceProcess):
     """A bridge of several engines of one rank. Errors as of `ServiceProcess`.
 
     Args:
-        engines: Endpoint of each, by worker id.
-        transport: Transport of its events.
-        nats: URL of the NATS server.
+        engines: Where each publishes.
+        transport: How it publishes.
+        nats: Where.
     """
 
     def __init__(self, engines: dict[str, str], transport: str, nats: str) -> None:

@@ -19,7 +19,7 @@ from kvscout_bench.ingest_publisher import scattered
 from kvscout_bench.machine import this_machine
 from kvscout_bench.nats_process import NatsProcess
 from kvscout_bench.service_process import READY_SECONDS, until
-from kvscout_blocks.bytes.codec import VERSION
+from kvscout_blocks.bytes.messages import VERSION
 from kvscout_common.nats.names import NatsNames
 from kvscout_common.worker import DEFAULT_TENANT, WorkerRank
 
@@ -34,7 +34,7 @@ FLUSH_EVERY = 512
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of published messages."""
+    """What is published."""
 
     messages: int
     blocks: int
@@ -80,7 +80,7 @@ def run(
 
 
 def _ingest(load: Load, say: Callable[[str], None]) -> dict[str, float]:
-    """Publish a load to a new indexer process; what it cost."""
+    """Publishes a load to a new indexer process; what it cost."""
     with ExitStack() as stack:
         server = stack.enter_context(NatsProcess())
         indexer = stack.enter_context(_indexer(server))
@@ -150,7 +150,7 @@ def _serving(address: str) -> bool:
 
 
 async def _publish(url: str, load: Load) -> None:
-    """Publish the load as a bridge would, but without waiting for each acknowledgement."""
+    """Publishes the load as a bridge would, but without waiting for each acknowledgement."""
     # The library of NATS is an extra: who measures something else needs none.
     import nats
 

@@ -34,7 +34,7 @@ PROBE_HASHES = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load published during a measurement."""
+    """What is published while something is measured."""
 
     messages: int
     per_second: float
@@ -88,16 +88,16 @@ class Indexer(Protocol):
     """An indexer process, ours or the peer's."""
 
     def register(self, worker_id: str, endpoint: str) -> None:
-        """Register a worker of one rank that publishes at an endpoint."""
+        """Registers a worker of one rank that publishes at an endpoint."""
 
     def until_applied(self, batches: int) -> float:
-        """Wait until so many batches were applied; return how long it took to be sure, in seconds."""
+        """Waits until so many batches were applied; returns how long it took to be sure, in seconds."""
 
     def holds(self, tokens: Sequence[int]) -> bool:
-        """Return whether any worker holds the beginning of a prompt."""
+        """Whether any worker holds the beginning of a prompt."""
 
     def cpu_ns(self) -> int:
-        """Return time on a core."""
+        """Time on a core."""
 
 
 Samples: TypeAlias = Mapping[str, Sequence[Any]]
@@ -140,7 +140,7 @@ def _rows(cases: Sequence[Case], samples: Samples, quick: bool, machine: Machine
 
 
 def _measure(load: Load, side: str, say: Callable[[str], None]) -> dict[str, float]:
-    """Publish a load to a new indexer process, and measure its cost and the queries meanwhile."""
+    """Publishes a load to a new indexer process; what it cost, and what was seen by one who asks meanwhile."""
     with ExitStack() as stack:
         publisher = stack.enter_context(Driver(PUBLISHER))
         indexer: Indexer = stack.enter_context(SIDES[side]())
@@ -189,7 +189,7 @@ class Prober:
     """An engine of its own in a thread: publishes a block from time to time and asks until it is found.
 
     Args:
-        indexer: Indexer to query.
+        indexer: Who is asked.
         register: Makes it known, by its worker id and where it publishes; None = at the indexer.
     """
 
@@ -216,13 +216,13 @@ class Prober:
         self._context.destroy(linger=0)
 
     def stop(self) -> None:
-        """End after the probe that is out."""
+        """Ends after the probe that is out."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def sample(self) -> dict[str, float]:
-        """Return milliseconds: `visible` from publishing to being found, `find` of one FindMatches."""
+        """Milliseconds: `visible` from publishing to being found, `find` of one FindMatches."""
         visible, finds = sorted(self._visible), sorted(self._finds)
         return {
             "visible": (percentile(visible, 50) or 0.0) * 1e3,

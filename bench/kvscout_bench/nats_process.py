@@ -33,7 +33,7 @@ class NatsProcess(MeasuredProcess):
 
     @property
     def url(self) -> str:
-        """Return the URL for clients."""
+        """Where clients connect to."""
         return f"nats://127.0.0.1:{self._port}"
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class DynamoService(MeasuredProcess):
             raise
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send JSON, and gives what is answered; blocks.
+        """Sends JSON, and gives what is answered; blocks.
 
         Raises:
             DriverFailed: It is refused.
@@ -64,7 +64,7 @@ class DynamoService(MeasuredProcess):
         return json.loads(text) if text else None
 
     def until_quiet(self) -> None:
-        """Wait until it has nothing to do any more; blocks.
+        """Waits until it has nothing to do any more; blocks.
 
         Raises:
             DriverFailed: It has, for long.
@@ -100,19 +100,19 @@ class DynamoIndexer(DynamoService):
         super().__exit__()
 
     def register(self, worker_id: str, endpoint: str) -> None:
-        """Register a worker of one rank that publishes at an endpoint."""
+        """Registers a worker of one rank that publishes at an endpoint."""
         number = self.worker_ids.setdefault(worker_id, len(self.worker_ids))
         worker = {"instance_id": number, "endpoint": endpoint, "model_name": MODEL, "block_size": BLOCK_SIZE}
         self.ask("POST", "/register", worker)
 
     def holds(self, tokens: Sequence[int]) -> bool:
-        """Return whether any worker holds the beginning of a prompt; over one connection, for one thread."""
+        """Whether any worker holds the beginning of a prompt; over one connection, for one thread."""
         body = json.dumps({"model_name": MODEL, "token_ids": list(tokens)})
         self._kept.request("POST", "/query", body, {"content-type": "application/json"})
         return bool(json.loads(self._kept.getresponse().read())["scores"])
 
     def until_applied(self, batches: int) -> float:
-        """Wait until it has nothing to do, since it does not tell what it applied; return how long that took."""
+        """Waits until it has nothing to do, since it does not tell what it applied; returns how long that took."""
         self.until_quiet()
         return QUIET_SECONDS
 
@@ -124,7 +124,7 @@ class DynamoSelector(DynamoService):
         super().__init__("select_service")
 
     def register(self, worker_id: str, endpoint: str) -> None:
-        """Register a worker of one rank that publishes at an endpoint."""
+        """Registers a worker of one rank that publishes at an endpoint."""
         number = self.worker_ids.setdefault(worker_id, len(self.worker_ids))
         worker = {
             "worker_id": number,
@@ -137,7 +137,7 @@ class DynamoSelector(DynamoService):
         self.ask("POST", "/workers", worker)
 
     def until_schedulable(self) -> None:
-        """Wait until every worker takes requests; blocks.
+        """Waits until every worker takes requests; blocks.
 
         Raises:
             DriverFailed: One does not.

@@ -44,7 +44,7 @@ GOALS = {
 
 
 def _workloads() -> Iterator[str]:
-    """Yield the workloads: call, tokens, workers, calls a second."""
+    """What is called, tokens, workers, calls a second."""
     everywhere = [(tokens, workers) for tokens in TOKENS for workers in WORKERS]
     for kind in ("find", "message"):
         for tokens, workers in everywhere if kind == "find" else [(tokens, FEW) for tokens in TOKENS]:
@@ -88,7 +88,7 @@ CASES = tuple(_cases())
 
 @dataclass(frozen=True, slots=True)
 class RpcBench(Selection):
-    """Rows to run. Errors as of `Selection`."""
+    """What of the rows to run. Errors as of `Selection`."""
 
     seconds: float = SECONDS
     """Length of one run of one side."""
@@ -104,10 +104,10 @@ class RpcBench(Selection):
         return [case.name for case in CASES]
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
-        """Measure all workloads, sides in turns; blocks.
+        """Measures all workloads, sides in turns; blocks.
 
         Args:
-            say: Reports progress, a line a call.
+            say: Is told what is going on.
 
         Raises:
             DriverFailed: A process cannot be started, or a call fails.

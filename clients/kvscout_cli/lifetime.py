@@ -1,4 +1,4 @@
-"""Lifetime of a command: until it is done, or until a signal cancels it and it has cleaned up."""
+"""How long a command runs: until it is done, or until a signal cancels it and it has cleaned up."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(work: Coroutine[Any, Any, T], *, until_signalled: bool = False) -> T:
-    """Run a coroutine on the main thread. Ctrl-C, SIGTERM and a closed terminal cancel it; its `finally` blocks run.
+    """Runs a coroutine on the main thread. Ctrl-C, SIGTERM and a closed terminal cancel it; its `finally` blocks run.
 
     A second signal cancels again, which cuts short graceful stops.
 
     Args:
-        work: Coroutine to run.
+        work: What to run.
         until_signalled: A signal is how this command normally ends.
 
     Exits:

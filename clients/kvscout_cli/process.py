@@ -24,7 +24,7 @@ _CHILD = Path(__file__).with_name("child.py")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Command of a process."""
+    """What to run."""
 
     name: str
     """Such as "gateway"; unique within a stack."""
@@ -61,10 +61,10 @@ class ManagedProcess:
     async def start(
         cls, program: Program, on_line: Callable[[str, str], None], environment: Mapping[str, str] | None = None
     ) -> ManagedProcess:
-        """Start a program; it is not ready yet.
+        """Starts a program; it is not ready yet.
 
         Args:
-            program: Program to run, under this interpreter.
+            program: What to run, under this interpreter.
             on_line: Called with (program name, line) for everything it writes but its ready line.
             environment: Its whole environment; None = this process's.
         """
@@ -85,7 +85,7 @@ class ManagedProcess:
         return self._process.pid
 
     async def ready(self, timeout_seconds: float) -> Mapping[str, Any]:
-        """Wait for the ready line and return it.
+        """Waits for the ready line and returns it.
 
         Raises:
             ProcessFailed: The process ended before, or took too long.
@@ -100,7 +100,7 @@ class ManagedProcess:
         raise ProcessFailed(f"{self.program.name} was not ready in time", tuple(self._tail))
 
     def failure(self) -> ProcessFailed:
-        """Return the error that a process stands for that ended unasked."""
+        """The error that a process stands for that ended unasked."""
         when = "unasked" if self._ready.done() else "before it was ready"
         code = self._process.returncode
         if code is not None and code < 0:

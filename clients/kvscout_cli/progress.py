@@ -21,11 +21,11 @@ class ReplayProgress(Protocol):
     """Shows one replay."""
 
     def status(self, text: str) -> None:
-        """Report progress while no requests are sent."""
+        """Says what is going on when no requests are."""
         ...
 
     def record(self, record: RequestRecord) -> None:
-        """Take in one more finished request; quick."""
+        """Takes in one more finished request; quick."""
         ...
 
 
@@ -39,7 +39,7 @@ class Tally:
         self._ttfts = 0
 
     def add(self, record: RequestRecord) -> None:
-        """Take in one more request."""
+        """Takes in one more request."""
         self.requests += 1
         self.errors += bool(record.error)
         if record.cached_tokens is not None:
@@ -57,7 +57,7 @@ class Tally:
 
 @contextmanager
 def replay_progress(label: str, total: int) -> Iterator[ReplayProgress]:
-    """Show a replay of `total` requests while the block runs."""
+    """Shows a replay of `total` requests while the block runs."""
     if sys.stderr.isatty():
         columns = (
             SpinnerColumn(),

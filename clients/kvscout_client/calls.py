@@ -53,7 +53,7 @@ class Calls:
         """Call a unary rpc.
 
         Args:
-            method: Method of a stub.
+            method: Of a stub.
             request: Its message.
             repeatable: Making it twice is the same as making it once.
 

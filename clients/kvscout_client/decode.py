@@ -46,7 +46,7 @@ _PHASES = {
 
 
 def active_request(message: scheduler_pb2.ActiveRequest) -> ActiveRequest:
-    """Return a request that is booked."""
+    """A request that is booked."""
     return ActiveRequest(
         request_id=message.request.request_id,
         attempt_id=message.request.attempt_id,
@@ -63,7 +63,7 @@ def active_request(message: scheduler_pb2.ActiveRequest) -> ActiveRequest:
 
 
 def decision(message: gateway_pb2.RouteResponse, *, requested: bool) -> RouteDecision:
-    """Return a routing decision.
+    """A routing decision.
 
     Args:
         message: The answer.
@@ -111,7 +111,7 @@ def _explanation(message: scheduler_pb2.Explanation) -> Explanation:
 
 
 def chunk(message: gateway_pb2.GenerateResponse) -> GenerateChunk:
-    """Return a piece of output."""
+    """A piece of output."""
     return GenerateChunk(
         token_ids=tuple(message.token_ids),
         text=message.text,
@@ -136,12 +136,12 @@ def _usage(message: gateway_pb2.Usage) -> Usage:
 
 
 def free_outcome(message: scheduler_pb2.FreeResponse) -> FreeOutcome:
-    """Outcome of a free."""
+    """What a free did."""
     return _FREE_OUTCOMES.get(message.outcome, FreeOutcome.UNKNOWN)
 
 
 def load(message: scheduler_pb2.WorkerLoad) -> WorkerLoad:
-    """Return the load of one rank."""
+    """The load of one rank."""
     return WorkerLoad(
         worker=_rank(message.worker),
         potential_prefill_tokens=message.potential_prefill_tokens,
@@ -157,7 +157,7 @@ def load(message: scheduler_pb2.WorkerLoad) -> WorkerLoad:
 
 
 def worker_record(message: workers_pb2.WorkerEntry) -> WorkerRecord:
-    """Return a registered worker."""
+    """A registered worker."""
     return WorkerRecord(
         spec=spec_from_proto(message.worker),
         source=word_of(workers_pb2.RegistrationSource, message.source),
@@ -168,7 +168,7 @@ def worker_record(message: workers_pb2.WorkerEntry) -> WorkerRecord:
 
 
 def thresholds(message: types_pb2.BusyThresholds) -> BusyThresholds:
-    """Return the thresholds of a model."""
+    """The thresholds of a model."""
     return BusyThresholds(
         model=message.model,
         tenant=message.tenant,
@@ -182,7 +182,7 @@ def thresholds(message: types_pb2.BusyThresholds) -> BusyThresholds:
 
 
 def status(message: gateway_pb2.GatewayGetStatusResponse) -> RouterStatus:
-    """Return the state of a gateway."""
+    """The state of a gateway."""
     service = message.service
     return RouterStatus(
         version=service.version,

@@ -17,11 +17,11 @@ from typing import Any, Final
 import grpc
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
-from kvscout_blocks.bytes.codec import MAX_CHUNK_BYTES
 from kvscout_blocks.bytes.events import DecodedBatch
-from kvscout_blocks.index.twins import encode_batch
+from kvscout_blocks.bytes.messages import MAX_CHUNK_BYTES
+from kvscout_blocks.index.backend import encode_batch
 from kvscout_blocks.publish.publication import BURST_BYTES
-from kvscout_blocks.source.decisions import SequencedBatch
+from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_client.kv_publisher_rank import PublishedRank
 from kvscout_client.kv_publisher_registration import RpcRegistration
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable

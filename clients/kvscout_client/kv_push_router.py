@@ -27,11 +27,11 @@ class KvPushRouter:
     """A router with Dynamo's method names. A booking made by `best_worker` is owed `free`, or ends with its lease."""
 
     def __init__(self, router: Router, *, model: str = "") -> None:
-        """Use a router, and leaves it open.
+        """Uses a router, and leaves it open.
 
         Args:
-            router: Client of the gateway.
-            model: Model of all calls; "" = the router's.
+            router: Of the gateway.
+            model: Of all calls; "" = the router's.
         """
         self._router = router
         self._model = model
@@ -47,7 +47,7 @@ class KvPushRouter:
         worker_id: WorkerId | None = None,
         dp_rank: int | None = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Route a prompt and run it; book and free by itself.
+        """Routes a prompt and runs it; books and frees by itself.
 
         Returns:
             Its pieces of output: `token_ids`, `text`, and in the last ones `finish_reason` and `usage`.
@@ -85,7 +85,7 @@ class KvPushRouter:
     async def best_worker(
         self, token_ids: Tokens, router_config_override: Options | None = None, request_id: str | None = None
     ) -> tuple[WorkerId, int, int]:
-        """Choose the worker of a prompt; with a request id it is booked there.
+        """Where a prompt should go; with a request id it is booked there.
 
         Returns:
             Worker id, data-parallel rank, leading blocks of the prompt that it has.
@@ -108,7 +108,7 @@ class KvPushRouter:
         return worker_id, overlap_blocks
 
     async def get_potential_loads(self, token_ids: Tokens) -> list[dict[str, Any]]:
-        """Return the load of each worker rank with a prompt added."""
+        """What each worker rank would have to do with a prompt added."""
         return [
             {
                 "worker_id": _number_or_text(load.worker.worker_id),
@@ -120,15 +120,15 @@ class KvPushRouter:
         ]
 
     async def mark_prefill_complete(self, request_id: str) -> None:
-        """Report the first token of a request that `best_worker` booked."""
+        """Reports the first token of a request that `best_worker` booked."""
         await self._router.mark_prefill_complete(request_id, model=self._model)
 
     async def free(self, request_id: str) -> None:
-        """End a request that `best_worker` booked."""
+        """Ends a request that `best_worker` booked."""
         await self._router.free(request_id, model=self._model)
 
     async def dump_events(self) -> str:
-        """Return the index as events that make it, as JSON. Blocks below one that is missing are left out."""
+        """The state of the index as events that make it, as JSON. Blocks below one that is missing are left out."""
         events: list[dict[str, Any]] = []
         hashes: list[int | None] = []
         async with aclosing(self._router.dump(model=self._model)) as batches:
@@ -144,10 +144,10 @@ class KvPushRouter:
 
 
 def _stored(chunk: events_pb2.StateChunk, hashes: list[int | None]) -> Iterator[dict[str, Any]]:
-    """Yield the runs of a chunk as stored blocks.
+    """The runs of a chunk as stored blocks.
 
     Args:
-        chunk: Chunk of a dump.
+        chunk: Of a dump.
         hashes: Engine hash of each position before, None where no prefix leads there; grows.
     """
     for run in chunk.runs:

@@ -1,4 +1,4 @@
-"""Results of the client."""
+"""What the client returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Candidate:
     decode_blocks: float
     cost: float
     probability: float
-    """Probability of being drawn, where the temperature is above 0."""
+    """Of being drawn, where the temperature is above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
-    """Choice of a worker for a prompt."""
+    """Where a prompt should go."""
 
     worker: WorkerRank
     http_endpoint: str
@@ -61,7 +61,7 @@ class RouteDecision:
     explanation: Explanation | None
     """Set where it was asked for."""
     confirmed_overlap_blocks: int
-    """Blocks of overlap_blocks that the worker's events confirm; the rest is predicted."""
+    """Of overlap_blocks, those that the worker's events confirm; the rest is predicted."""
     booked: bool
     """A scheduler has booked the request; False for a query, and where no scheduler answered."""
 
@@ -91,9 +91,9 @@ class TokenLogprobs:
     """Log probabilities at the place of one generated token."""
 
     logprob: float
-    """Log probability of the token itself."""
+    """Of the token itself."""
     top: Mapping[int, float]
-    """Log probabilities of the likeliest tokens there, the likeliest first."""
+    """Of the tokens that were likeliest there, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class GenerateChunk:
     engine_finish_reason: str = ""
     """With it: the engine's own word."""
     decision: RouteDecision | None = None
-    """Worker of the request: in the first chunk, and again if it had to move before its first token."""
+    """Where the request runs: in the first piece, and again if it had to move before its first token."""
     usage: Usage | None = None
     """In the last piece."""
     request_id: str = ""
@@ -117,7 +117,7 @@ class GenerateChunk:
 
 
 class FreeOutcome(StrEnum):
-    """Outcome of a free."""
+    """What a free did."""
 
     FREED = "freed"
     UNKNOWN = "unknown"
@@ -128,7 +128,7 @@ class FreeOutcome(StrEnum):
 
 
 class RequestPhase(StrEnum):
-    """Phase of an active request."""
+    """Where an active request is."""
 
     QUEUED = "queued"
     """It waits for a worker."""
@@ -148,10 +148,10 @@ class ActiveRequest:
     phase: RequestPhase | None
     """None = one that this release has no name for."""
     blocks: int
-    """Blocks of the prompt, the partial one included."""
+    """Of the prompt, the partial one included."""
     output_blocks: int
     uncached_tokens: int
-    """Prompt tokens charged as prefill."""
+    """Of the prompt, those charged."""
     age_seconds: float
     """Since it was booked."""
     phase_estimated: bool = False
@@ -191,14 +191,14 @@ class WorkerRecord:
 
     spec: WorkerSpec
     source: str
-    """Origin of the registration, such as "rpc" or "file"."""
+    """Where the registration comes from, such as "rpc" or "file"."""
     lease_remaining_seconds: float | None
     """None = no lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class BusyThresholds:
-    """Load from which the workers of a model count as busy; None = off."""
+    """When the workers of a model count as busy; None = off."""
 
     model: str
     tenant: str
@@ -223,7 +223,7 @@ class HelperState:
 
 @dataclass(frozen=True, slots=True)
 class WorkerObservation:
-    """Observations of the gateway on one worker rank."""
+    """What the gateway saw of one worker rank."""
 
     worker: WorkerRank
     requests: int
@@ -242,7 +242,7 @@ class WorkerObservation:
     problem: str = ""
     """Why it gets no requests now; "" = it does."""
     health_check_problem: str = ""
-    """Error of its last health check, once several failed; "" = none."""
+    """What was wrong with its last health check, once several failed; "" = nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class RouterStatus:
     backend: str
     """"native" with the Rust extension, "reference" without it."""
     transport: str
-    """Transport of its calls: "native" or "grpcio"; "" = a release that does not report it."""
+    """What carries its calls: "native" or "grpcio"; "" = a release that does not say."""
     draining: bool
     warnings: tuple[str, ...]
     helpers: tuple[HelperState, ...]

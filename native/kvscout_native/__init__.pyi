@@ -109,9 +109,6 @@ class BlockIndex:
     def go_on_demoting(self, worker: _Name) -> int | None:
         """Demotes a slice; how many blocks of it were not predicted before, None if nothing was left."""
 
-    def apply(self, worker: _Name, events: Iterable[Any], faults: int, epoch: int, event_id: int | None) -> _Applied:
-        """Events as those of `kvscout_blocks.bytes.events`; `faults` is their number."""
-
     def apply_payload(self, worker: _Name, payload: bytes, epoch: int, event_id: int | None) -> _Applied:
         """From an engine's bytes, without a Python object a token."""
 
@@ -215,6 +212,10 @@ class Batch:
     """
 
     def __new__(cls, payload: bytes) -> Batch: ...
+    @staticmethod
+    def of_events(events: Iterable[Any], faults: int, timestamp: float, dp_rank: int | None) -> Batch:
+        """Copy events of `kvscout_blocks.bytes.events`; `faults` is the number of others, which could not be read."""
+
     @property
     def dp_rank(self) -> int | None: ...
     @property

@@ -19,11 +19,11 @@ import zmq
 from support.engine_events import BLOCK_SIZE, CLEARED, batch, prompt, removed, stored
 
 from kvscout_blocks.bytes.events import DecodedBatch
-from kvscout_blocks.bytes.wire import Message
+from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.native import NativeIndex, make_bypass
-from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
+from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_common.hashing import native_available
@@ -183,10 +183,8 @@ class Side:
                 name: value
                 for name, value in vars(sequence).items()
                 # A Counter knows what it was asked for; digests are compared in their order.
-                if name not in ("counters", "_digests", "_held", "_replay", "_publishers")
+                if name not in ("counters", "_digests", "_held")
             },
-            "replay": vars(sequence._replay),
-            "publishers": vars(sequence._publishers),
             "counters": +sequence.counters,
             "digests": sequence.digests,
             "held": sorted(sequence._held),

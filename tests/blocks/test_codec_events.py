@@ -13,7 +13,6 @@ from kvscout_blocks.bytes.events import FAULT_LIMIT, EventBatch, FaultKind, Remo
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.index.twins import apply_decoded, decode_message
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
@@ -66,10 +65,10 @@ def test_a_reset_comes_first_and_a_wrong_event_costs_itself() -> None:
 def test_both_give_up_a_message_of_nothing_but_events_of_no_kind() -> None:
     for index in (NativeIndex(4), ReferenceIndex(4)):
         some = message(*[events_pb2.KvEvent()] * FAULT_LIMIT).SerializeToString()
-        assert len(decode_message(index, some).batch.faults) == FAULT_LIMIT
+        assert len(index.decode_message(some).batch.faults) == FAULT_LIMIT
         many = message(*[events_pb2.KvEvent()] * (FAULT_LIMIT + 2)).SerializeToString()
         with pytest.raises(InvalidArgument, match="more than 1024"):
-            decode_message(index, many)
+            index.decode_message(many)
 
 
 def random_message(rng: random.Random, known: list[int]) -> events_pb2.KvEventBatch:
@@ -108,12 +107,12 @@ def test_both_read_random_messages_to_the_same_state() -> None:
         index.add_worker(WORKER, WorkerOptions())
     for event_id in range(600):
         raw = random_message(rng, known).SerializeToString()
-        read = [decode_message(index, raw) for index in (native, reference)]
+        read = [index.decode_message(raw) for index in (native, reference)]
         assert read[0][:5] == read[1][:5], f"KVSCOUT_TEST_SEED={SEED}"
         kinds = [[str(kind) for kind, _ in one.batch.faults] for one in read]
         assert kinds[0] == kinds[1], f"KVSCOUT_TEST_SEED={SEED}"
-        apply_decoded(native, WORKER, read[0].batch, epoch=0, event_id=event_id)
-        apply_decoded(reference, WORKER, read[1].batch, epoch=0, event_id=event_id)
+        native.apply(WORKER, read[0].batch, epoch=0, event_id=event_id)
+        reference.apply(WORKER, read[1].batch, epoch=0, event_id=event_id)
         if event_id % 20 == 0:
             assert native.dump(WORKER) == reference.dump(WORKER), f"KVSCOUT_TEST_SEED={SEED}"
     native.check_invariants()
@@ -129,6 +128,6 @@ def test_damaged_messages_are_read_or_refused_by_the_native_twin() -> None:
         for _ in range(rng.randrange(1, 4)):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         try:
-            decode_message(index, bytes(damaged))
+            index.decode_message(bytes(damaged))
         except (InvalidArgument, FailedPrecondition):
             continue

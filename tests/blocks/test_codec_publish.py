@@ -13,21 +13,16 @@ import msgpack
 import pytest
 
 from kvscout_blocks.bytes.acceptance import Ignored
-from kvscout_blocks.bytes.codec import decode_events, encode_events, parse_batch
+from kvscout_blocks.bytes.codec import decode_events, encode_events
 from kvscout_blocks.bytes.dump import Copies, DumpedBlock
 from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.bytes.wire import MalformedBatch, parse_message
+from kvscout_blocks.bytes.frames import MalformedBatch, parse_message
+from kvscout_blocks.bytes.messages import parse_batch
+from kvscout_blocks.index import native as native_backend
+from kvscout_blocks.index import reference as reference_backend
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.index.twins import (
-    apply_decoded,
-    decode_for,
-    decode_message,
-    encode_batch,
-    load_state,
-    state_messages,
-)
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
@@ -36,6 +31,7 @@ SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2
 DATA = Path(__file__).parents[1] / "data"
 RANK = WorkerRank("engine.0", 3)
 ADAPTERS = {7: "sql-lora"}
+ENCODERS = {NativeIndex: native_backend.encode_batch, ReferenceIndex: reference_backend.encode_batch}
 NATIVE_ONLY = pytest.mark.skipif(not native_available(), reason="the extension is not built")
 
 
@@ -64,20 +60,27 @@ def recorded_payloads(path: Path) -> list[bytes]:
 
 def relayed(kind: type[BlockIndex], pool: PoolKey, payloads: Iterable[bytes]) -> tuple[BlockIndex, BlockIndex]:
     """An index fed with the engine's payloads, and one fed with what a publisher makes of them."""
-    direct, behind = (kind(pool.block_size, pool.eagle) for _ in range(2))  # type: ignore[call-arg]
+    direct, behind = (kind(pool.block_size, pool.eagle) for _ in range(2))
     for index in (direct, behind):
         index.add_worker(RANK, WorkerOptions(adapters=ADAPTERS))
     for event_id, payload in enumerate(payloads):
         try:
-            batch = decode_for(direct, payload)
+            batch = direct.decode(payload)
         except MalformedBatch:
             continue
-        apply_decoded(direct, RANK, batch, epoch=9, event_id=event_id)
-        message = encode_batch(RANK, pool, ADAPTERS, batch, epoch=9, event_id=event_id)
-        published = decode_message(behind, message)
+        direct.apply(RANK, batch, epoch=9, event_id=event_id)
+        message = ENCODERS[kind](RANK, pool, ADAPTERS, batch, epoch=9, event_id=event_id)
+        published = behind.decode_message(message)
         assert (published.worker, published.pool, published.epoch, published.event_id) == (RANK, pool, 9, event_id)
-        apply_decoded(behind, RANK, published.batch, epoch=9, event_id=event_id)
+        behind.apply(RANK, published.batch, epoch=9, event_id=event_id)
     return direct, behind
+
+
+def messages_of(index: BlockIndex, pool: PoolKey, *, history_incomplete: bool, epoch: int) -> list[bytes]:
+    cut = index.cut(RANK)
+    messages = cut.messages(pool, history_incomplete=history_incomplete, epoch=epoch) if cut is not None else None
+    assert messages is not None
+    return messages
 
 
 def assert_alike(direct: BlockIndex, behind: BlockIndex) -> None:
@@ -169,9 +172,11 @@ def test_random_batches_do_the_same_through_a_publisher(eagle: bool) -> None:
             behind.apply(RANK, read.batch, epoch=1, event_id=event_id)
             assert_alike(direct, behind)
             if native_available():
-                native = decode_message(NativeIndex(4, eagle), message.SerializeToString()).batch
-                again = encode_batch(RANK, pool, {}, native, epoch=1, event_id=event_id)
+                native = NativeIndex(4, eagle).decode_message(message.SerializeToString()).batch
+                again = native_backend.encode_batch(RANK, pool, {}, native, epoch=1, event_id=event_id)
                 assert parse_batch(again).events == message.events
+                ours = native_backend.encode_batch(RANK, pool, ADAPTERS, batch, epoch=1, event_id=event_id)
+                assert ours == message.SerializeToString()
 
 
 @NATIVE_ONLY
@@ -183,7 +188,7 @@ def test_both_encoders_write_the_same_bytes(eagle: bool) -> None:
         pool = PoolKey("m", "t", block_size, eagle)
         for event_id, payload in enumerate(payloads):
             messages = {
-                encode_batch(RANK, pool, ADAPTERS, decode_for(index, payload), epoch=0, event_id=event_id)
+                ENCODERS[type(index)](RANK, pool, ADAPTERS, index.decode(payload), epoch=0, event_id=event_id)
                 for index in (native, reference)
             }
             assert len(messages) == 1
@@ -206,19 +211,19 @@ def test_no_token_leaves_with_a_message(kind: type[BlockIndex]) -> None:
     tokens = list(range(1_000_000, 1_000_016))
     payload = msgpack.packb([1.0, [["BlockStored", [1, 2, 3, 4], None, tokens, 4]], None])
     for block_size in (4, 5, 16, 32):
-        index = kind(block_size)  # type: ignore[call-arg]
+        index = kind(block_size)
         pool = PoolKey("m", "t", block_size, False)
-        message = encode_batch(RANK, pool, {}, decode_for(index, payload), epoch=1, event_id=0)
+        message = ENCODERS[kind](RANK, pool, {}, index.decode(payload), epoch=1, event_id=0)
         assert not any(token.to_bytes(4, "little") in message for token in tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_carries_the_publishers_epoch(kind: type[BlockIndex]) -> None:
-    index = kind(4)  # type: ignore[call-arg]
+    index = kind(4)
     index.add_worker(RANK, WorkerOptions())
     index.apply(RANK, EventBatch((Stored((1,), None, (1, 2, 3, 4), 4),)), epoch=0, event_id=5)
     pool = PoolKey("m", "t", 4, False)
-    (message,) = state_messages(index, RANK, pool, history_incomplete=True, epoch=77)
+    (message,) = messages_of(index, pool, history_incomplete=True, epoch=77)
     batch = parse_batch(message)
     assert (batch.epoch, batch.event_id, batch.events[0].state.history_incomplete) == (77, 5, True)
 
@@ -229,9 +234,9 @@ def test_a_state_tells_that_its_worker_is_not_indexed(kind: type[BlockIndex], ot
     pool = PoolKey("m", "t", 16, False)
     payload = msgpack.packb([1.0, [["BlockStored", [1, 2], None, list(range(16)), 8]], None])
     direct, _ = relayed(kind, pool, [payload])
-    behind = other(16)  # type: ignore[call-arg]
+    behind = other(16)
     behind.add_worker(RANK, WorkerOptions())
-    load_state(behind, RANK, pool, state_messages(direct, RANK, pool, history_incomplete=False, epoch=9))
+    behind.load_messages(messages_of(direct, pool, history_incomplete=False, epoch=9))
     assert behind.dump(RANK) == direct.dump(RANK)
     stats = behind.worker_stats(RANK)
     assert stats is not None

@@ -46,6 +46,13 @@ def filled(rng: random.Random, events: int) -> NativeIndex:
     return index
 
 
+def messages_of(index: NativeIndex, history_incomplete: bool = False) -> list[bytes]:
+    cut = index.cut(WORKER)
+    messages = cut.messages(POOL, history_incomplete=history_incomplete) if cut is not None else None
+    assert messages is not None
+    return messages
+
+
 @pytest.mark.parametrize("round_", range(20))
 def test_both_write_the_same_bytes_and_each_reads_them(round_: int) -> None:
     rng = random.Random(SEED + round_)
@@ -53,8 +60,7 @@ def test_both_write_the_same_bytes_and_each_reads_them(round_: int) -> None:
     dump = source.dump(WORKER)
     assert dump is not None
     incomplete = rng.random() < 0.5
-    native = source.dump_messages(WORKER, POOL, history_incomplete=incomplete)
-    assert native is not None
+    native = messages_of(source, incomplete)
     reference = [m.SerializeToString() for m in encode_dump(POOL, dump, history_incomplete=incomplete)]
     assert native == reference, f"KVSCOUT_TEST_SEED={SEED}"
     reader = DumpReader()
@@ -63,7 +69,7 @@ def test_both_write_the_same_bytes_and_each_reads_them(round_: int) -> None:
     assert (read.dump, read.pool, read.history_incomplete) == (dump, POOL, incomplete), f"KVSCOUT_TEST_SEED={SEED}"
     loaded = NativeIndex(4)
     loaded.add_worker(WORKER, WorkerOptions())
-    assert loaded.load_messages(reference) == (WORKER, POOL, incomplete)
+    loaded.load_messages(reference)
     assert loaded.dump(WORKER) == dump, f"KVSCOUT_TEST_SEED={SEED}"
 
 
@@ -75,9 +81,8 @@ def test_large_states_are_cut_at_the_same_blocks() -> None:
     source.apply(WORKER, EventBatch((Stored(hashes, None, tuple(range(240_000)), 4),)))
     dump = source.dump(WORKER)
     assert dump is not None
-    native = source.dump_messages(WORKER, POOL, history_incomplete=False)
+    native = messages_of(source)
     assert native == [m.SerializeToString() for m in encode_dump(POOL, dump)]
-    assert native is not None
     assert len(native) > 1
     assert max(map(len, native)) <= 512 * 1024
 
@@ -110,8 +115,7 @@ def outcome(load: Callable[[], object]) -> str:
 def test_damaged_messages_never_crash_and_change_nothing_when_refused() -> None:
     rng = random.Random(SEED)
     source = filled(rng, 30)
-    messages = source.dump_messages(WORKER, POOL, history_incomplete=False)
-    assert messages is not None
+    messages = messages_of(source)
     target = NativeIndex(4)
     target.add_worker(WORKER, WorkerOptions())
     refused = 0
@@ -128,8 +132,7 @@ def test_damaged_messages_never_crash_and_change_nothing_when_refused() -> None:
 
 def test_what_is_no_dump_is_refused_with_the_field() -> None:
     source = filled(random.Random(1), 5)
-    messages = source.dump_messages(WORKER, POOL, history_incomplete=False)
-    assert messages is not None
+    messages = messages_of(source)
     batch = events_pb2.KvEventBatch.FromString(messages[0])
     target = NativeIndex(4)
     with pytest.raises(NotFound, match="worker rank 2 is not known"):

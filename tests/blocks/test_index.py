@@ -14,7 +14,7 @@ from kvscout.v1.events_pb2 import KvEventBatch
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, WorkerDump
 from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Fault, FaultKind, Removed, Stored, Tier
-from kvscout_blocks.bytes.wire import MalformedBatch
+from kvscout_blocks.bytes.frames import MalformedBatch
 from kvscout_blocks.index.block_index import (
     BATCH_LIMIT,
     GHOST_LIMIT,
@@ -25,9 +25,9 @@ from kvscout_blocks.index.block_index import (
     BlockIndex,
     WorkerOptions,
 )
-from kvscout_blocks.index.twins import state_messages
+from kvscout_blocks.index.native import NativeIndex
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.hashing import block_hashes
+from kvscout_common.hashing import block_hashes, native_available
 from kvscout_common.worker import PoolKey, WorkerRank
 
 W0 = WorkerRank("w0", 0)
@@ -227,7 +227,9 @@ def refuse(index: BlockIndex, worker: WorkerRank = W0) -> None:
 def incomplete_state(index: BlockIndex) -> bool:
     """What the messages of a worker's state say of its history."""
     pool = PoolKey("t", "m", 4, False)
-    messages = state_messages(index, W0, pool, history_incomplete=False, epoch=1)
+    cut = index.cut(W0)
+    messages = cut.messages(pool, history_incomplete=False) if cut is not None else None
+    assert messages is not None
     (told,) = {KvEventBatch.FromString(message).events[0].state.history_incomplete for message in messages}
     return told
 
@@ -532,8 +534,9 @@ def test_predictions_that_come_and_go_leave_nothing_behind(index_factory: IndexF
     assert index.stats().predictions == 0
 
 
-def test_dropped_content_is_freed_in_slices(index_factory: IndexFactory) -> None:
-    index = new(index_factory, W0, W1)
+@pytest.mark.skipif(not native_available(), reason="the extension is not built")
+def test_dropped_content_is_freed_in_slices() -> None:
+    index = new(NativeIndex, W0, W1)
     for first in range(0, 20_000, 1000):
         apply(index, run(*range(first, first + 1000)))
     index.remove_worker("w0")

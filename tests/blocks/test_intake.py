@@ -12,11 +12,11 @@ from support.free_ports import free_ports
 from support.intake_world import RANK, IntakeWorld
 from support.zmq_publisher import Publisher
 
-from kvscout_blocks.bytes.wire import Message
+from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.source.decisions import digest
 from kvscout_blocks.source.intake import IntakeSubscription
+from kvscout_blocks.source.sequence import digest
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import EventEndpoint
 

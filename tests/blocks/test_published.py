@@ -13,11 +13,10 @@ from kvscout_blocks.bytes.codec import encode_dump
 from kvscout_blocks.bytes.dump import Copies, DumpedBlock, WorkerDump
 from kvscout_blocks.bytes.events import Tier
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
-from kvscout_blocks.index.twins import load_state
 from kvscout_blocks.source import published
-from kvscout_blocks.source.decisions import SequencedBatch, digest
 from kvscout_blocks.source.feed import SourceState
 from kvscout_blocks.source.published import PublishedReader, with_last_digest
+from kvscout_blocks.source.sequence import SequencedBatch, digest
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
 from kvscout_common.worker import PoolKey, WorkerRank
 
@@ -128,7 +127,7 @@ def test_a_state_comes_with_its_last_chunk(
     assert state == SourceState(7, last, parts, incomplete)
     assert not reader.amid_state
     index.add_worker(RANK, WorkerOptions())
-    load_state(index, RANK, POOL, state.messages)
+    index.load_messages(state.messages)
     stats = index.worker_stats(RANK)
     assert stats is not None
     assert stats.blocks == 10

@@ -8,16 +8,15 @@ import random
 
 import pytest
 
-from kvscout_blocks.bytes.codec import parse_batch
 from kvscout_blocks.bytes.events import Cleared, DecodedBatch, Event, EventBatch, Stored
+from kvscout_blocks.bytes.messages import parse_batch
+from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.index.twins import apply_decoded, load_state
 from kvscout_blocks.publish.publication import Confirmed, Outbox, Outgoing, Publication
 from kvscout_blocks.publish.recall import Recall
-from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import SourceState
 from kvscout_blocks.source.published import PublishedReader
+from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.worker import PoolKey, WorkerRank
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
@@ -31,7 +30,7 @@ class Rank:
         self, outbox: Outbox, name: str = "w", *, max_message_bytes: int = 1 << 19, has_state: bool = True
     ) -> None:
         self.rank = WorkerRank(name, 0)
-        self.index = ReferenceIndex(4)
+        self.index = make_index(4)
         self.index.add_worker(self.rank, WorkerOptions())
         self.local = Recall(self.rank, POOL, self.index, history_incomplete=lambda: False)
         self.publication = Publication(
@@ -210,7 +209,7 @@ class Reader:
     """Reads what arrives, as an indexer does."""
 
     def __init__(self, rank: WorkerRank) -> None:
-        self.index = ReferenceIndex(4)
+        self.index = make_index(4)
         self.index.add_worker(rank, WorkerOptions())
         self.last: int | None = None
         self._rank = rank
@@ -220,11 +219,11 @@ class Reader:
         """A message came; NATS and its clients keep the order of what arrives."""
         item = self._reader.read(outgoing.message)
         if isinstance(item, SourceState):
-            load_state(self.index, self._rank, POOL, item.messages)
+            self.index.load_messages(item.messages)
             self.last = item.last_event_id
         elif item is not None and item.event_id > (-1 if self.last is None else self.last):
             assert item.event_id == (0 if self.last is None else self.last + 1) or item.cleared
-            apply_decoded(self.index, self._rank, item.content, epoch=0, event_id=item.event_id)
+            self.index.apply(self._rank, item.content, epoch=0, event_id=item.event_id)
             self.last = item.event_id
 
 

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from kvscout.v1 import bridge_pb2
-from kvscout_blocks.bytes.codec import parse_batch
 from kvscout_blocks.bytes.events import EventBatch, Stored
+from kvscout_blocks.bytes.messages import parse_batch
+from kvscout_blocks.index.backend import encode_batch, make_index
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
 from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.index.twins import encode_batch, make_index
 from kvscout_blocks.publish.recall import Outcome, Recall
 from kvscout_blocks.source.recovery import recover_request
 from kvscout_common.errors import Unavailable
@@ -29,7 +29,7 @@ class Local:
     """A local index with the ring of the last four batches."""
 
     def __init__(self) -> None:
-        self.index: BlockIndex = ReferenceIndex(4)
+        self.index: BlockIndex = make_index(4)
         self.index.add_worker(RANK, WorkerOptions())
         self.incomplete = False
         self.local = Recall(
@@ -131,15 +131,15 @@ def test_nothing_is_told_before_the_epoch_is_known_and_nothing_of_a_former_one()
     assert made.ask(0) == (TOO_NEW, [])
 
 
-def test_the_native_index_answers_the_same(local: Local) -> None:
-    native = make_index(4)
-    native.add_worker(RANK, WorkerOptions())
+def test_the_reference_answers_the_same(local: Local) -> None:
+    reference = ReferenceIndex(4)
+    reference.add_worker(RANK, WorkerOptions())
     dump = local.index.dump(RANK)
     assert dump is not None
-    native.load(dump)
-    twin = Recall(RANK, POOL, native, history_incomplete=lambda: False)
-    twin.restart(7, 9)
-    assert asyncio.run(twin.recover(None, None)) == asyncio.run(local.local.recover(None, None))
+    reference.load(dump)
+    other = Recall(RANK, POOL, reference, history_incomplete=lambda: False)
+    other.restart(7, 9)
+    assert asyncio.run(other.recover(None, None)) == asyncio.run(local.local.recover(None, None))
 
 
 def test_answers_are_messages_of_the_protocol(local: Local) -> None:
@@ -161,8 +161,9 @@ async def test_a_state_is_of_when_it_was_asked_for_whatever_is_applied_meanwhile
     assert len(run.local_hashes) == 10
 
 
+@pytest.mark.skipif(not native_available(), reason="the reference takes it at once")
 async def test_a_rank_that_begins_anew_has_no_state_of_before(local: Local) -> None:
-    large = tuple(range(100, 40_100))
+    large = tuple(range(100, 400_100))
     local.index.apply(RANK, EventBatch((Stored(large, None, block_size=4, local_hashes=large),)))
     asked = asyncio.create_task(local.local.state())
     await asyncio.sleep(0)
@@ -173,7 +174,7 @@ async def test_a_rank_that_begins_anew_has_no_state_of_before(local: Local) -> N
     assert (await local.local.state()).epoch == 8
 
 
-@pytest.mark.skipif(not native_available(), reason="the reference gives turns, not threads")
+@pytest.mark.skipif(not native_available(), reason="the reference takes it at once")
 async def test_the_state_of_a_large_rank_is_taken_and_encoded_beside_the_event_loop() -> None:
     index = make_index(4)
     index.add_worker(RANK, WorkerOptions())

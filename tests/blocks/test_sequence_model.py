@@ -17,8 +17,15 @@ from typing import NamedTuple
 
 import pytest
 
-from kvscout_blocks.source.decisions import Apply, Decision, Demote, RequestReplay, Reset, SequencedBatch
-from kvscout_blocks.source.sequence import SourceSequence
+from kvscout_blocks.source.sequence import (
+    Apply,
+    Decision,
+    Demote,
+    RequestReplay,
+    Reset,
+    SequencedBatch,
+    SourceSequence,
+)
 
 SEQUENCES = int(os.environ.get("KVSCOUT_SEQUENCES", "400"))
 ONE_SEED = os.environ.get("KVSCOUT_SEQUENCE_SEED")

@@ -1,6 +1,6 @@
 """Work on a whole rank in slices: what queries and other workers' events see between them, and what is left at the end.
 
-Over every implementation. `KVSCOUT_TEST_SEED` repeats a failure.
+Over the native index: the reference does such work at once. `KVSCOUT_TEST_SEED` repeats a failure.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from support.index_scenarios import IndexFactory, settle
 
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.index.block_index import SLICE, BlockIndex, Loading, WorkerOptions
-from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.index.slices import Work, at_once
+from kvscout_blocks.index.block_index import SLICE, BlockIndex, Loading, Work, WorkerOptions
+from kvscout_blocks.index.native import NativeIndex
 from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.hashing import native_available
 from kvscout_common.worker import WorkerRank
+
+pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built")
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(2**32)))
 W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
@@ -86,6 +88,12 @@ class Pair:
         return self.rng.sample(self.prompts, 12)
 
 
+@pytest.fixture
+def index_factory() -> IndexFactory:
+    """Makes an empty native index."""
+    return NativeIndex
+
+
 def pair(factory: IndexFactory, seed: int, *, prompts: int = 150, tiers: bool = False) -> Pair:
     return Pair(factory(4), random.Random(seed), prompts=prompts, tiers=tiers)
 
@@ -127,8 +135,7 @@ def test_no_step_does_more_than_a_few_slices(index_factory: IndexFactory, name: 
 
 
 def test_a_cut_of_many_blocks_takes_many_steps(index_factory: IndexFactory) -> None:
-    blocks = 512 * SLICE if index_factory is not ReferenceIndex else 64 * SLICE
-    cut = chain(index_factory, blocks).cut(W0)
+    cut = chain(index_factory, 512 * SLICE).cut(W0)
     assert cut is not None
     assert steps(cut) >= 4
 
@@ -228,7 +235,7 @@ def test_a_load_does_not_replace_what_began_after_it(index_factory: IndexFactory
         loading.step()
         begin(index)
         expected = dumped(index)
-        at_once(loading)
+        loading.finish()
         assert not loading.commit()
         assert dumped(index) == expected
         settle(index)
@@ -252,7 +259,7 @@ def test_what_cannot_be_loaded_is_told_by_a_step(index_factory: IndexFactory) ->
     ]
     for loading, error in broken:
         with pytest.raises(error):
-            at_once(loading)
+            loading.finish()
         assert not loading.commit()
     assert index.find_matches([1, 2], now=0.0).device == (2,)
 

@@ -11,19 +11,19 @@ import pytest
 from kvscout_blocks.bytes.codec import encode_dump
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Stored
-from kvscout_blocks.index.block_index import SLICE, BlockIndex, WorkerOptions
-from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.index.twins import make_index
-from kvscout_blocks.source.decisions import SequencedBatch
+from kvscout_blocks.index.backend import make_index
+from kvscout_blocks.index.block_index import SLICE, WorkerOptions
 from kvscout_blocks.source.feed import SourceInput, SourceState
-from kvscout_blocks.source.held import HELD_BYTES
+from kvscout_blocks.source.sequence import HELD_BYTES, SequencedBatch
 from kvscout_blocks.source.source import Source
+from kvscout_common.hashing import native_available
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 SPEC = WorkerSpec("w", "m", 4)
 RANK = WorkerRank("w", 0)
-BLOCKS = 64 * SLICE
+NATIVE_ONLY = pytest.mark.skipif(not native_available(), reason="the reference does all at once")
+BLOCKS = 512 * SLICE
 
 
 class Feed:
@@ -54,8 +54,8 @@ class Feed:
 class World:
     """A source of a rank, and what became of it in order."""
 
-    def __init__(self, index: BlockIndex | None = None, *, can_replay: bool = False) -> None:
-        self.index = index or ReferenceIndex(4)
+    def __init__(self, *, can_replay: bool = False) -> None:
+        self.index = make_index(4)
         self.index.add_worker(RANK, WorkerOptions())
         self.defects: list[BaseException] = []
         self.heard: list[object] = []
@@ -125,36 +125,36 @@ def state(first: int, last_id: int) -> SourceState:
 
 @pytest.mark.slow
 async def test_what_comes_while_a_live_state_is_loaded_is_applied_after_it_in_order() -> None:
-    for index in (None, make_index(4)):
-        world = World(index)
-        world.source.on_batch(batch(0, 5, 6))
-        world.source.on_state(state(100, 7))
-        for number in (8, 9, 10):
-            world.source.on_batch(batch(number, number))
-        assert world.heard == [0], "nothing overtakes it"
-        assert world.found(5, 6) == (2, 2), "what was known is answered with until then"
-        assert await world.turns_until_idle() > 1
-        assert world.heard == [0, "loaded", 8, 9, 10]
-        assert (world.found(5, 6), world.found(*many(100)[:3]), world.found(10)) == ((0, 0), (3, 3), (1, 1))
-        assert world.source.cursor == (0, 10)
+    world = World()
+    world.source.on_batch(batch(0, 5, 6))
+    world.source.on_state(state(100, 7))
+    for number in (8, 9, 10):
+        world.source.on_batch(batch(number, number))
+    assert world.heard == [0], "nothing overtakes it"
+    assert world.found(5, 6) == (2, 2), "what was known is answered with until then"
+    assert await world.turns_until_idle() > 1
+    assert world.heard == [0, "loaded", 8, 9, 10]
+    assert (world.found(5, 6), world.found(*many(100)[:3]), world.found(10)) == ((0, 0), (3, 3), (1, 1))
+    assert world.source.cursor == (0, 10)
 
 
 @pytest.mark.slow
+@NATIVE_ONLY
 async def test_a_demotion_of_many_blocks_gives_the_loop_away_and_later_batches_wait_for_it() -> None:
-    for index in (None, make_index(4)):
-        world = World(index)
-        world.source.on_batch(batch(0, *many(1)))
-        world.source.on_batch(batch(5, 7_000_000))
-        world.source.on_batch(batch(6, 7_000_001))
-        assert world.heard == [0]
-        assert world.source.incomplete
-        assert await world.turns_until_idle() > 1
-        assert world.heard == [0, "demoted", 5, 6]
-        assert world.found(*many(1)) == (0, BLOCKS)
-        assert (world.found(7_000_000), world.found(7_000_001)) == ((1, 1), (1, 1))
+    world = World()
+    world.source.on_batch(batch(0, *many(1)))
+    world.source.on_batch(batch(5, 7_000_000))
+    world.source.on_batch(batch(6, 7_000_001))
+    assert world.heard == [0]
+    assert world.source.incomplete
+    assert await world.turns_until_idle() > 1
+    assert world.heard == [0, "demoted", 5, 6]
+    assert world.found(*many(1)) == (0, BLOCKS)
+    assert (world.found(7_000_000), world.found(7_000_001)) == ((1, 1), (1, 1))
 
 
 @pytest.mark.slow
+@NATIVE_ONLY
 async def test_a_cut_of_many_blocks_is_of_its_beginning_and_later_batches_wait_for_it() -> None:
     world = World()
     world.source.on_batch(batch(0, *many(1)))
@@ -171,6 +171,7 @@ async def test_a_cut_of_many_blocks_is_of_its_beginning_and_later_batches_wait_f
 
 
 @pytest.mark.slow
+@NATIVE_ONLY
 async def test_a_source_that_is_closed_amid_work_leaves_nothing_behind() -> None:
     for what in (state(100, 7), batch(5, 1)):
         world = World()

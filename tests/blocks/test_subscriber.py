@@ -14,7 +14,7 @@ from support.recorded_engine import RecordedEngine, recorded_engine
 from support.vllm_publisher import VllmPublisher, vllm_publisher
 from support.zmq_publisher import DEADLINE_MS, Publisher
 
-from kvscout_blocks.bytes.wire import Message
+from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.source import subscriber
 from kvscout_blocks.source.feed import HistoryBroken
 from kvscout_blocks.source.subscriber import (

@@ -14,15 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvscout_blocks.bytes.events import FAULT_LIMIT, Cleared, EventBatch, FaultKind, Removed, Stored, Tier
-from kvscout_blocks.bytes.wire import (
-    MAX_PAYLOAD_BYTES,
-    MalformedBatch,
-    Message,
-    decode_batch,
-    parse_message,
-    parse_replay_reply,
-    replay_request,
-)
+from kvscout_blocks.bytes.frames import MalformedBatch, Message, parse_message, parse_replay_reply, replay_request
+from kvscout_blocks.bytes.wire import MAX_PAYLOAD_BYTES, decode_batch
 
 GOLDEN: dict[str, str] = json.loads((Path(__file__).parents[1] / "data" / "golden_payloads.json").read_text())
 

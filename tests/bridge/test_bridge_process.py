@@ -11,8 +11,8 @@ from support.process_metrics import scrape
 from support.processes import eventually
 
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc
+from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.twins import load_state, make_index
 from kvscout_blocks.source.recovery import recover_request
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.rpc.channel import open_channel, stream
@@ -74,7 +74,7 @@ async def test_it_is_asked_over_grpc_scraped_and_ended_by_a_signal_which_sends_w
         parts = [part async for part in stream(recover, recover_request("default", SPEC.ranks[0], None), timeout=10)]
         index = make_index(4)
         index.add_worker(SPEC.ranks[0], WorkerOptions())
-        load_state(index, SPEC.ranks[0], SPEC.pool, [part.batch.SerializeToString() for part in parts])
+        index.load_messages([part.batch.SerializeToString() for part in parts])
         assert index.dump(SPEC.ranks[0]) == listener.index.dump(listener.rank)
         for rank, error in ((WorkerRank("", 0), InvalidArgument), (WorkerRank("nobody", 0), NotFound)):
             with pytest.raises(error):

@@ -22,8 +22,8 @@ from support.scripted_publisher import dumped
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import Cleared, EventBatch
+from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.twins import make_index
 from kvscout_client import KvEventPublisher
 from kvscout_client.kv_publisher_rank import removed_events, stored_events
 from kvscout_common.errors import Cancelled, FailedPrecondition, InvalidArgument

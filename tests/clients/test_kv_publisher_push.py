@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvscout.v1 import events_pb2, indexer_pb2
-from kvscout_blocks.bytes.codec import parse_batch
 from kvscout_blocks.bytes.events import Cleared, Removed
+from kvscout_blocks.bytes.messages import parse_batch
 from kvscout_client.kv_publisher_push import PushOutlet, PushPosition
 from kvscout_client.kv_publisher_rank import MAX_EVENT_BLOCKS, PublishedRank, removed_events, stored_events
 from kvscout_common.hashing import block_hashes

@@ -19,6 +19,7 @@ from support.vllm_publisher import vllm_publisher
 from kvscout.v1 import indexer_pb2
 from kvscout.v1.types_pb2 import GetStatusRequest
 from kvscout.v1.workers_pb2 import EventEndpoint, RegisterWorkerRequest, Worker
+from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import TWIN_LIMIT
 from kvscout_blocks.source import subscriber
 from kvscout_indexer.config import IndexerConfig
@@ -307,8 +308,8 @@ async def test_a_replay_socket_that_stays_silent_is_given_up_after_retries(
     client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.01, "pause_seconds": 0.01})
-    monkeypatch.setattr("kvscout_blocks.source.replay.FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("kvscout_blocks.source.replay.MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("kvscout_blocks.source.sequence.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_blocks.source.sequence.MAX_ATTEMPTS", 3)
     engine.answering.clear()
     await client.register(engine)
     await engine.subscribed()
@@ -557,7 +558,7 @@ async def test_a_batch_above_the_limit_is_lost_history_and_what_follows_is_appli
     monkeypatch.setattr(subscriber, "MAX_FRAME_BYTES", 4096)
     monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.05, "pause_seconds": 0.05})
     monkeypatch.setattr("kvscout_blocks.source.zmq_feed.REOPEN_SECONDS", 0.05)
-    monkeypatch.setattr("kvscout_blocks.source.replay.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_blocks.source.sequence.FIRST_RETRY_SECONDS", 0.01)
     await connect(client, engine)
     await engine.publish(*chain(2))
     await client.until_applied(1)
@@ -784,7 +785,7 @@ def break_index(monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]) -> N
     def apply(*_: object, **__: object) -> None:
         raise kind("the index is broken")
 
-    monkeypatch.setattr("kvscout_blocks.source.source.apply_decoded", apply)
+    monkeypatch.setattr(type(make_index(1)), "apply", apply)
 
 
 async def test_predictions_of_lost_history_end_after_their_time(mute: RecordedEngine) -> None:

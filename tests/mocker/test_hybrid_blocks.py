@@ -8,8 +8,8 @@ from array import array
 
 import pytest
 
+from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.twins import make_index
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import WorkerRank
 from kvscout_mocker.config import EngineConfig, StepCost

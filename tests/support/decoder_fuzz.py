@@ -23,7 +23,8 @@ from kvscout.v1 import events_pb2, indexer_pb2
 from kvscout_blocks.bytes.codec import Dumped, DumpReader
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored
-from kvscout_blocks.bytes.wire import MalformedBatch, decode_batch, parse_message, parse_replay_reply
+from kvscout_blocks.bytes.frames import MalformedBatch, parse_message, parse_replay_reply
+from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
 from kvscout_blocks.index.native import NativeIndex, NativeQueries
 from kvscout_blocks.index.reference import ReferenceIndex

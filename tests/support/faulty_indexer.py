@@ -2,7 +2,7 @@
 
 from typing import NoReturn
 
-from kvscout_blocks.source import zmq_feed
+from kvscout_blocks.index.backend import make_index
 from kvscout_indexer.main import main
 
 
@@ -11,5 +11,5 @@ def broken(index: object, payload: bytes) -> NoReturn:
 
 
 if __name__ == "__main__":
-    zmq_feed.decode_for = broken  # type: ignore[attr-defined]  # what the module imports, replaced
+    type(make_index(1)).decode = broken  # type: ignore[assignment,method-assign]
     main()

@@ -18,11 +18,12 @@ import grpc
 import nats
 
 from kvscout.v1 import bridge_pb2_grpc, events_pb2, indexer_pb2, indexer_pb2_grpc
-from kvscout_blocks.bytes.codec import DumpReader, encode_events, parse_batch
+from kvscout_blocks.bytes.codec import DumpReader, encode_events
 from kvscout_blocks.bytes.dump import WorkerDump
+from kvscout_blocks.bytes.messages import parse_batch
 from kvscout_blocks.bytes.wire import decode_batch
+from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.index.twins import apply_decoded, decode_message, make_index
 from kvscout_blocks.publish.recall import Recall
 from kvscout_blocks.source.recovery import serve_recovery
 from kvscout_common.errors import KvscoutError
@@ -87,8 +88,8 @@ class ScriptedPublisher:
         message = encode_events(
             self.pool, self._adapters, self.rank, content, epoch=self.epoch, event_id=self.next_id
         ).SerializeToString()
-        published = decode_message(self.index, message)
-        apply_decoded(self.index, self.rank, published.batch, epoch=self.epoch, event_id=self.next_id)
+        published = self.index.decode_message(message)
+        self.index.apply(self.rank, published.batch, epoch=self.epoch, event_id=self.next_id)
         self.local.add(self.next_id, message)
         self.next_id += 1
         return message

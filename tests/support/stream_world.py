@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from kvscout.v1 import events_pb2, indexer_pb2, workers_pb2
-from kvscout_blocks.bytes.codec import VERSION
+from kvscout_blocks.bytes.messages import VERSION
 from kvscout_blocks.publish.event_stream import MSG_ID, ensure_stream, message_id
 from kvscout_common.errors import KvscoutError, Unavailable
 from kvscout_common.nats.config import NatsConfig

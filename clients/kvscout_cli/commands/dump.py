@@ -19,7 +19,7 @@ from kvscout_common.settings.flags import SectionedCommand
 
 @dataclass(slots=True)
 class _Total:
-    """Counts of one worker rank's dump."""
+    """What one worker rank's dump holds."""
 
     model: str
     last_event_id: int | None

@@ -42,7 +42,7 @@ def command(schedulers: Schedulers, *, as_json: bool) -> None:
 
 
 def _plain(answer: scheduler_pb2.GetReplicasResponse) -> dict[str, Any]:
-    """Return an answer with all its fields; numbers as numbers."""
+    """An answer with all its fields; numbers as numbers."""
     plain = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for replica in plain["replicas"]:
         for field, value in replica.items():

@@ -59,7 +59,7 @@ def list_workers(connection: Connection, model: str, as_json: bool) -> None:
 
 
 def _events(record: WorkerRecord, sources: Iterable[SourceRow]) -> list[str]:
-    """Return the states that the events of a worker's ranks are in, what is wrong first."""
+    """The states that the events of a worker's ranks are in, what is wrong first."""
     name = (record.spec.tenant, record.spec.worker_id)
     rows = [row for row in sources if (row.tenant, row.worker_id) == name]
     return list(dict.fromkeys(row.state for row in sorted(rows, key=lambda row: row.well)))

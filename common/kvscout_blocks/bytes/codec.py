@@ -1,16 +1,13 @@
-"""The one form in which index state and events leave a process: `kvscout.v1.KvEventBatch`.
+"""Events and dumps ↔ `KvEventBatch` messages, in plain Python.
 
-Used by dumps, snapshots, peers and recovery. A dump becomes a sequence of messages of at most `MAX_CHUNK_BYTES`; equal
-dumps become equal bytes. `events.proto` says what each field means.
+A dump becomes a sequence of messages of at most `MAX_CHUNK_BYTES`; equal dumps become equal bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from google.protobuf.message import DecodeError
 
 from kvscout.v1 import events_pb2, types_pb2
 from kvscout_blocks.bytes.acceptance import Ignored, judge_content, local_hashes_of
@@ -18,7 +15,6 @@ from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, DumpedW
 from kvscout_blocks.bytes.events import (
     FAULT_LIMIT,
     Cleared,
-    DecodedBatch,
     Event,
     EventBatch,
     Fault,
@@ -27,13 +23,9 @@ from kvscout_blocks.bytes.events import (
     Stored,
     Tier,
 )
-from kvscout_common.errors import FailedPrecondition, InvalidArgument
-from kvscout_common.worker import DEFAULT_TENANT, PoolKey, WorkerRank
-
-VERSION = 1
-"""Of the message; readers take this one and the one before."""
-MAX_CHUNK_BYTES = 512 * 1024
-"""NATS refuses messages of over 1 MiB by default; half of that leaves room for what a proxy adds."""
+from kvscout_blocks.bytes.messages import MAX_CHUNK_BYTES, VERSION, Published, check_version, parse_batch, source_of
+from kvscout_common.errors import InvalidArgument
+from kvscout_common.worker import PoolKey, WorkerRank
 
 _BLOCK_BYTES = 8 + 8 + 5
 """Two hashes and a count of copies."""
@@ -171,48 +163,6 @@ def _tier_from_proto(number: int) -> Tier:
 def _copies_to_proto(copies: Copies, position: int = 0) -> events_pb2.StateCopies:
     return events_pb2.StateCopies(
         position=position, tier=_tier_to_proto(copies.tier), group=copies.group, copies=copies.number
-    )
-
-
-def check_version(batch: events_pb2.KvEventBatch) -> None:
-    """Refuses a message that this release cannot read.
-
-    Raises:
-        FailedPrecondition: If its version is neither ours nor the one before.
-    """
-    if not max(1, VERSION - 1) <= batch.version <= VERSION:
-        raise FailedPrecondition(f"version {batch.version} of KvEventBatch, this release reads {VERSION}")
-
-
-class Published(NamedTuple):
-    """Events of one source, as a publisher sent them."""
-
-    worker: WorkerRank
-    pool: PoolKey
-    epoch: int
-    event_id: int | None
-    reset: bool
-    """The source starts anew: what was known of it goes first."""
-    batch: DecodedBatch
-
-
-def parse_batch(message: bytes) -> events_pb2.KvEventBatch:
-    """A serialised message.
-
-    Raises:
-        InvalidArgument: The bytes are none.
-    """
-    try:
-        return events_pb2.KvEventBatch.FromString(message)
-    except DecodeError as error:
-        raise InvalidArgument("is no message", field="batch") from error
-
-
-def source_of(message: events_pb2.KvEventBatch) -> tuple[WorkerRank, PoolKey]:
-    """Whose events or state a message carries, and of which index."""
-    return (
-        WorkerRank(message.worker_id, message.dp_rank),
-        PoolKey(message.model, message.tenant or DEFAULT_TENANT, message.block_size, message.eagle),
     )
 
 
@@ -448,6 +398,23 @@ class DumpReader:
             window_blocks=tuple(self._window_blocks),
         )
         return Dumped(source_of(header)[1], dump, history_incomplete)
+
+
+def read_dump(messages: Sequence[bytes]) -> Dumped:
+    """Read the serialised messages of a dump.
+
+    Raises:
+        FailedPrecondition: If a version cannot be read.
+        InvalidArgument: If they are not all messages of one dump, in order.
+    """
+    reader, dumped = DumpReader(), None
+    for message in messages:
+        if dumped is not None:
+            raise InvalidArgument("a message after the last one", field="state")
+        dumped = reader.feed(parse_batch(message))
+    if dumped is None:
+        raise InvalidArgument("the last message is missing", field="state")
+    return dumped
 
 
 def _identity(batch: events_pb2.KvEventBatch) -> tuple[object, ...]:

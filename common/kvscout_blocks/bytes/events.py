@@ -11,7 +11,7 @@ that only link events to blocks; the content of a block is its tokens, or the lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Final, NamedTuple, Protocol
@@ -27,6 +27,15 @@ class Tier(IntEnum):
     HOST = 1
     DISK = 2
     EXTERNAL = 3
+
+
+MEDIA: Final[Mapping[str, Tier]] = {
+    **dict.fromkeys(("GPU", "DEVICE"), Tier.DEVICE),
+    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1"), Tier.HOST),
+    **dict.fromkeys(("CPU_TIER2", "STORAGE", "DISK", "NVME", "FS"), Tier.DISK),
+    **dict.fromkeys(("EXTERNAL", "OBJ", "REMOTE", "NETWORK", "SHARED"), Tier.EXTERNAL),
+}
+"""Names of tiers in engines' events, in upper case."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,7 @@
-"""Engine bytes → events: the msgpack batches of vLLM and SGLang, and the frames around them.
+"""Engine bytes → events: the msgpack batches of vLLM and SGLang, decoded in plain Python.
 
 ::
 
-    PUB     [topic] [seq, 8 bytes big-endian] [payload]
-    replay  ask [b""] [first seq]; replies [b""] ([topic]) [seq] [payload], the end has seq ff..ff
     payload [timestamp, [event ...], rank?]  or a map of the same
     event   [tag, field ...] (vLLM ≤ 0.23, SGLang ≤ 0.5.19)  or {"type": tag, field: value ...}
 
@@ -17,12 +15,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgpack
 
 from kvscout_blocks.bytes.events import (
     FAULT_LIMIT,
+    MEDIA,
     Cleared,
     Event,
     EventBatch,
@@ -32,6 +31,7 @@ from kvscout_blocks.bytes.events import (
     Stored,
     Tier,
 )
+from kvscout_blocks.bytes.frames import MalformedBatch
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import engine_hash
 
@@ -51,13 +51,6 @@ _REASON_CHARS = 200
 SLIDING_WINDOW_KINDS: Final = frozenset({"sliding_window", "sliding_window_mla"})
 FULL_ATTENTION_KINDS: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
-MEDIA: Final[Mapping[str, Tier]] = {
-    **dict.fromkeys(("GPU", "DEVICE"), Tier.DEVICE),
-    **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1"), Tier.HOST),
-    **dict.fromkeys(("CPU_TIER2", "STORAGE", "DISK", "NVME", "FS"), Tier.DISK),
-    **dict.fromkeys(("EXTERNAL", "OBJ", "REMOTE", "NETWORK", "SHARED"), Tier.EXTERNAL),
-}
-
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
 _STORED_FIELDS = (
     "block_hashes",
@@ -76,65 +69,14 @@ _STORED_REQUIRED = _STORED_FIELDS[:4]
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _REMOVED_REQUIRED = _REMOVED_FIELDS[:1]
 
-_SEQ_BYTES = 8
-_END_OF_REPLAY = b"\xff" * _SEQ_BYTES
-
-
-class MalformedBatch(InvalidArgument):
-    """A message that is no batch of events; nothing in it can be used."""
-
 
 class _BadEvent(Exception):
     """Why one event cannot be read."""
 
 
-class Message(NamedTuple):
-    """One published or replayed message: its sequence number and its undecoded payload."""
-
-    seq: int
-    payload: bytes
-
-
 def is_full_attention(kind: str | None, group: int) -> bool:
     """Whether a cache group decides prefix hits; engines that tell no kind have only group 0."""
     return kind in FULL_ATTENTION_KINDS if kind else group == 0
-
-
-def parse_message(frames: Sequence[bytes]) -> Message:
-    """Reads the frames of a published message.
-
-    Raises:
-        MalformedBatch: They are not topic, 8 bytes of seq, payload.
-    """
-    if len(frames) != 3 or len(frames[1]) != _SEQ_BYTES:
-        raise malformed_frames([len(frame) for frame in frames])
-    return Message(int.from_bytes(frames[1], "big"), frames[2])
-
-
-def malformed_frames(lengths: Sequence[int]) -> MalformedBatch:
-    """What is wrong with a published message whose frames have these lengths, in bytes."""
-    return MalformedBatch(f"want topic, 8 bytes of seq, payload; got frames of {lengths[:8]} bytes", field="frames")
-
-
-def replay_request(first_seq: int) -> list[bytes]:
-    """The frames that ask an engine's replay socket for all it has from `first_seq` on."""
-    return [b"", first_seq.to_bytes(_SEQ_BYTES, "big")]
-
-
-def parse_replay_reply(frames: Sequence[bytes]) -> Message | None:
-    """Reads one reply of a replay socket, with or without a topic; None is the end of the replay.
-
-    Raises:
-        MalformedBatch: The last two frames are not 8 bytes of seq and a payload.
-    """
-    if not 3 <= len(frames) <= 4 or len(frames[-2]) != _SEQ_BYTES:
-        raise MalformedBatch(
-            f"want seq and payload at the end; got frames of {[len(f) for f in frames[:8]]} bytes",
-            field="frames",
-        )
-    if frames[-2] == _END_OF_REPLAY:
-        return None
-    return Message(int.from_bytes(frames[-2], "big"), frames[-1])
 
 
 def decode_batch(payload: bytes) -> EventBatch:

@@ -51,16 +51,19 @@ one slice at most of work on a whole rank (`demotion`, `cut`, `loading`).
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.dump import WorkerDump
-from kvscout_blocks.bytes.events import EventBatch
-from kvscout_blocks.index.slices import Work
-from kvscout_common.errors import InvalidArgument
-from kvscout_common.worker import CopyMode, WorkerRank, WorkerSpec
+from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.bytes.messages import Published
+from kvscout_common.errors import FailedPrecondition, InvalidArgument
+from kvscout_common.worker import CopyMode, PoolKey, WorkerRank, WorkerSpec
 
 GHOST_LIMIT = 65_536
 """Blocks that went last and are remembered, for each worker rank; one that comes back leaves its place empty."""
@@ -210,117 +213,209 @@ class IndexStats:
     """Batches for workers that were not added, since start."""
 
 
-class Cut(Work, Protocol):
-    """A cut under way."""
+class Work(ABC):
+    """Work on a whole rank: the native index does it in slices, the reference at once."""
 
+    @abstractmethod
+    def step(self) -> bool:
+        """Do a slice, in any thread; return True while more is left."""
+
+    def finish(self) -> None:
+        """Do all that is left."""
+        while self.step():
+            pass
+
+    async def run(self) -> None:
+        """Do all that is left in another thread; if cancelled, not all of it."""
+        stopped = threading.Event()
+
+        def steps() -> None:
+            while not stopped.is_set() and self.step():
+                pass
+
+        try:
+            await asyncio.to_thread(steps)
+        finally:
+            stopped.set()
+
+
+class Demotion(Work):
+    """A demotion under way: every slice counts when it is done, and the next write to the rank does the rest."""
+
+    added = 0
+    """Blocks that are predicted and were not before."""
+
+
+class Cut(Work):
+    """A copy of a rank's state as of when it was begun; the next write to the rank has the rest copied first."""
+
+    @abstractmethod
     def dump(self) -> WorkerDump | None:
-        """The dump, once, as of when the cut was begun; copies what is left. None: the worker was reset meanwhile."""
-        ...
+        """Return the state, once, copying what is left; None: the worker was reset meanwhile."""
+
+    @abstractmethod
+    def messages(self, pool: PoolKey, *, history_incomplete: bool, epoch: int | None = None) -> list[bytes] | None:
+        """Return `dump` as serialised messages, in any thread.
+
+        Args:
+            pool: The index it is from.
+            history_incomplete: Events before the cut may be missing.
+            epoch: Written in place of the index's own; None: that.
+        """
+
+    async def encode(self, pool: PoolKey, *, history_incomplete: bool, epoch: int | None = None) -> list[bytes] | None:
+        """Return `messages` without holding the event loop up."""
+        await self.run()
+        return await asyncio.to_thread(self.messages, pool, history_incomplete=history_incomplete, epoch=epoch)
 
 
-class Loading(Work, Protocol):
-    """A load under way; with an event between its begin and its `commit`, the dump replaces the event, too."""
+class Loading(Work):
+    """A load under way, whose steps raise what `BlockIndex.load` does; nothing changes before its `commit`.
 
-    def commit(self) -> bool:
-        """Puts what was loaded in place, at once; False: not all is, or the worker was reset or removed meanwhile."""
-        ...
-
-    def abandon(self) -> None:
-        """Gives it up, if it was not put in place: what was loaded is dropped."""
-        ...
-
-
-class BlockIndex(Protocol):
-    """The blocks of all worker ranks of one pool; see the module's picture and invariants.
-
-    Constructed as `Index(block_size, eagle=False, *, max_blocks=0, max_predicted_blocks=..., prune_ratio=...)`.
-    `now` is the caller's monotonic clock, in seconds; it must not go back.
+    Events between its begin and its `commit` are replaced, too.
     """
 
-    def add_worker(self, worker: WorkerRank, options: WorkerOptions) -> None:
-        """Makes a worker rank known, empty; for a known one, replaces its options and keeps its blocks.
+    @abstractmethod
+    def commit(self) -> bool:
+        """Put what was loaded in place; False: not all is, or the worker was reset or removed meanwhile."""
 
-        A changed `copies` mode applies to events from then on. O(1).
+    @abstractmethod
+    def abandon(self) -> None:
+        """Drop what was loaded, unless it was put in place."""
+
+
+class BlockIndex(ABC):
+    """The blocks of all worker ranks of one pool; see the module's picture and invariants.
+
+    `now` is the caller's monotonic clock, in seconds; it must not go back.
+
+    Args:
+        block_size: Tokens of a block.
+        eagle: Blocks are EAGLE windows.
+        max_blocks: Bound hashes and orphans of all workers; 0: no bound.
+        max_predicted_blocks: Predictions of all workers.
+        prune_ratio: Share of `max_predicted_blocks` that pruning leaves.
+
+    Raises:
+        InvalidArgument: A value is out of range.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        eagle: bool = False,
+        *,
+        max_blocks: int = 0,
+        max_predicted_blocks: int = DEFAULT_MAX_PREDICTED_BLOCKS,
+        prune_ratio: float = DEFAULT_PRUNE_RATIO,
+    ) -> None:
+        if block_size < 1:
+            raise InvalidArgument("must be at least 1 token", field="block_size")
+        if max_blocks < 0:
+            raise InvalidArgument("must not be negative", field="max_blocks")
+        if max_predicted_blocks < 1:
+            raise InvalidArgument("must be at least 1", field="max_predicted_blocks")
+        if not 0 < prune_ratio <= 1:
+            raise InvalidArgument("must be above 0 and at most 1", field="prune_ratio")
+
+    # Workers
+
+    @abstractmethod
+    def add_worker(self, worker: WorkerRank, options: WorkerOptions) -> None:
+        """Add a worker rank, empty; of a known one replace the options and keep the blocks.
+
+        A changed `copies` mode applies to events from then on.
         """
-        ...
 
     def remove_worker(self, worker_id: str) -> int:
-        """Drops all ranks of a worker and returns how many there were.
+        """Drop all ranks of a worker and return their number; their memory may be freed by later calls."""
+        return sum(self.remove_rank(worker) for worker in self.workers() if worker.worker_id == worker_id)
 
-        They are gone from answers at once; their memory is freed in slices by later calls, each of which
-        frees more blocks than it adds. O(ranks).
-        """
-        ...
-
+    @abstractmethod
     def remove_rank(self, worker: WorkerRank) -> bool:
-        """Drops one rank, like `remove_worker`; False if it was not known. O(1)."""
-        ...
+        """Drop one rank, like `remove_worker`; False if it was not known."""
 
+    @abstractmethod
     def reset(self, worker: WorkerRank) -> None:
-        """Forgets all that events said of a worker rank, cursor, groups and incompatibility included.
+        """Forget all that events said of a rank, cursor, groups and incompatibility included; counters stay."""
 
-        Unknown workers are ignored. Counters stay. O(1) for readers.
+    @abstractmethod
+    def workers(self) -> tuple[WorkerRank, ...]:
+        """Return the known worker ranks, sorted."""
+
+    @abstractmethod
+    def cursor(self, worker: WorkerRank) -> tuple[int, int | None] | None:
+        """Return (epoch, last event id) of a worker rank; None if it is not known."""
+
+    # Events
+
+    @abstractmethod
+    def decode(self, payload: bytes) -> DecodedBatch:
+        """Decode an engine's msgpack payload into the form that this index applies.
+
+        Raises:
+            MalformedBatch: The payload is no batch.
         """
-        ...
 
-    def demote(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> int:
-        """Turns what a worker holds into predictions: its history can no longer be verified.
+    @abstractmethod
+    def decode_message(self, message: bytes) -> Published:
+        """Decode a serialised `KvEventBatch` of events; one event that cannot be read costs itself.
 
-        Blocks held on the device are predicted for `ttl_seconds`. All its bound hashes stay valid as
-        parents until then, and a Removed of one ends its prediction. Orphans are dropped, ghosts stay,
-        groups stay. O(its blocks).
-
-        Returns:
-            Blocks that are predicted and were not before.
+        Raises:
+            FailedPrecondition: Its version cannot be read.
+            InvalidArgument: It is no message, has a state chunk, or a reset that does not come first.
         """
-        ...
 
-    def demotion(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> Work:
-        """`demote` in slices, which may also be left to `maintain`; a write to the worker completes it."""
-        ...
-
-    def apply(self, worker: WorkerRank, batch: EventBatch, *, epoch: int = 0, event_id: int | None = None) -> Applied:
-        """Applies one batch and moves the worker's cursor, as one step. O(blocks of the batch).
+    @abstractmethod
+    def apply(self, worker: WorkerRank, batch: DecodedBatch, *, epoch: int = 0, event_id: int | None = None) -> Applied:
+        """Apply one batch and move the worker's cursor, as one step.
 
         Stored events are judged in the order of `Ignored`. Within a chain whose parent is known, each
         block's prefix follows from the one before it, also where that one was dropped. In a chain
         whose parent is unknown, a bound engine hash is a conflict that drops the rest of the event.
 
         Args:
+            worker: The source.
+            batch: What `decode` or `decode_message` of this backend returned, or an `EventBatch`.
             epoch: Incarnation of the engine; 0: none.
             event_id: The batch's sequence number; None leaves the cursor where it is.
         """
-        ...
 
+    @abstractmethod
     def apply_payload(
         self, worker: WorkerRank, payload: bytes, *, epoch: int = 0, event_id: int | None = None
     ) -> Applied:
-        """Applies an engine's msgpack payload: `apply(worker, wire.decode_batch(payload), ...)`.
+        """Apply an engine's payload: `apply(worker, decode(payload), ...)`.
 
         Raises:
             MalformedBatch: The payload is no batch; nothing was applied, the cursor moved all the same.
         """
-        ...
 
-    def predict(
-        self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, ttl_seconds: float, now: float
-    ) -> int:
-        """Predicts that a worker will hold a prompt's blocks, until `now + ttl_seconds`.
+    def demote(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> int:
+        """Turn a worker's blocks into predictions, since its history can no longer be verified.
 
-        Blocks that it holds on the device are left alone; predicted ones are refreshed, never shortened. Any
-        Stored or Removed that names a prediction's block on this worker ends it. Above the maximum,
-        predictions are pruned, soonest to expire first, deeper ones before their parents: some at
-        once, the others by later calls. Unknown workers are ignored. O(blocks · log predictions).
+        Blocks held on the device are predicted for `ttl_seconds`. All its bound hashes stay valid as
+        parents until then, and a Removed of one ends its prediction. Orphans are dropped, ghosts and
+        groups stay.
 
         Returns:
             Blocks that are predicted and were not before.
         """
-        ...
+        demotion = self.demotion(worker, ttl_seconds=ttl_seconds, now=now)
+        demotion.finish()
+        return demotion.added
 
+    @abstractmethod
+    def demotion(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> Demotion:
+        """Begin to `demote`; `maintain` goes on with it."""
+
+    # Queries
+
+    @abstractmethod
     def find_matches(
         self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False, usable: int | None = None
     ) -> Overlaps:
-        """How many leading blocks of a prompt each worker rank holds; exact.
+        """Return the overlap of each worker rank with a prompt; exact.
 
         Args:
             block_hashes: Local hashes from block 0, as integers or as little-endian u64s.
@@ -329,84 +424,91 @@ class BlockIndex(Protocol):
             usable: Blocks that an engine takes from its cache at most, as it always computes the last token: all but
                 the last one where the prompt ends with it. min(overlap, usable) is then what an engine with sliding
                 windows takes, too. None: all.
-
-        At most O(blocks · workers/64 + rows). Changes no answer (it marks blocks as used, for the bound).
         """
-        ...
 
+    @abstractmethod
     def incomplete(self) -> frozenset[WorkerRank]:
-        """The worker ranks that may have more than is found, since a limit kept something of them out (`Ignored`).
+        """Return the ranks of which a limit kept blocks out (`Ignored.is_limit`): they may have more than is found.
 
-        Until nothing is held of them (Cleared, reset, removal), or a dump takes the place of what is. What the
-        `max_blocks` bound took out is no part of this: that comes back.
+        Until their blocks are dropped (Cleared, reset, removal) or replaced by a dump. Blocks that the `max_blocks`
+        bound dropped are no part of this: those come back.
         """
-        ...
 
+    @abstractmethod
+    def predict(
+        self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, ttl_seconds: float, now: float
+    ) -> int:
+        """Predict that a worker will hold a prompt's blocks, until `now + ttl_seconds`.
+
+        Blocks that it holds on the device are left alone; predicted ones are refreshed, never shortened. Any
+        Stored or Removed that names a prediction's block on this worker ends it. Above the maximum,
+        predictions are pruned, soonest to expire first, deeper ones before their parents. Unknown workers are ignored.
+
+        Returns:
+            Blocks that are predicted and were not before.
+        """
+
+    @abstractmethod
     def maintain(self, *, now: float, budget: int = 4096) -> bool:
-        """Goes on with demotions, ends predictions and frees memory of what was dropped, for about `budget` blocks.
+        """Go on with demotions, end predictions and free memory, for about `budget` blocks; True while more is left."""
 
-        `apply` does some of it too. Returns True while more is left.
-        """
-        ...
+    # State
 
     def dump(self, worker: WorkerRank) -> WorkerDump | None:
-        """One consistent cut of a worker rank; None if it is not known. O(its blocks · log)."""
-        ...
+        """Return one consistent cut of a worker rank; None if it is not known."""
+        cut = self.cut(worker)
+        return cut.dump() if cut is not None else None
 
+    @abstractmethod
     def cut(self, worker: WorkerRank) -> Cut | None:
-        """`dump` in slices, of what the worker holds now; a write to the worker completes it."""
-        ...
+        """Begin to `dump` what the worker holds now."""
 
     def load(self, dump: WorkerDump) -> None:
-        """Replaces all that events said of a worker rank by a dump, cursor included, as one step.
+        """Replace all that events said of a worker rank by a dump, cursor included, as one step.
 
         Raises:
             NotFound: The worker is not known.
             InvalidArgument: The dump contradicts itself; nothing changed.
             FailedPrecondition: There is no room for it; nothing changed.
         """
-        ...
+        _load(self.loading(dump))
 
+    def load_messages(self, messages: Sequence[bytes]) -> None:
+        """Load a dump from its messages.
+
+        Raises:
+            FailedPrecondition: A version that this release cannot read, or no room; nothing changed.
+            InvalidArgument: The messages are no dump, or contradict themselves; nothing changed.
+            NotFound: The worker is not known.
+        """
+        _load(self.loading_messages(messages))
+
+    @abstractmethod
     def loading(self, dump: WorkerDump) -> Loading:
-        """`load` in slices, whose `step` raises what `load` does; nothing changes before its `commit`."""
-        ...
+        """Begin to `load`."""
 
-    def workers(self) -> tuple[WorkerRank, ...]:
-        """The known worker ranks, sorted."""
-        ...
+    @abstractmethod
+    def loading_messages(self, messages: Sequence[bytes]) -> Loading:
+        """Begin to `load_messages`."""
 
-    def cursor(self, worker: WorkerRank) -> tuple[int, int | None] | None:
-        """(epoch, last event id) of a worker rank; None if it is not known."""
-        ...
-
+    @abstractmethod
     def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
-        """State of a worker rank; None if it is not known. In the reference O(its blocks) while some are hidden."""
-        ...
+        """Return the state of a worker rank; None if it is not known."""
 
+    @abstractmethod
     def stats(self) -> IndexStats:
-        """State of the index. O(workers), and O(blocks) of workers that have hidden ones."""
-        ...
+        """Return the state of the index."""
 
+    @abstractmethod
     def check_invariants(self) -> None:
-        """Verifies the module's invariants the slow way; for tests.
+        """Verify the module's invariants the slow way; for tests.
 
         Raises:
             AssertionError: Naming the first violation.
         """
-        ...
 
 
-def require_limits(block_size: int, max_blocks: int, max_predicted_blocks: int, prune_ratio: float) -> None:
-    """Checks what an index is constructed with.
-
-    Raises:
-        InvalidArgument: A value is out of range.
-    """
-    if block_size < 1:
-        raise InvalidArgument("must be at least 1 token", field="block_size")
-    if max_blocks < 0:
-        raise InvalidArgument("must not be negative", field="max_blocks")
-    if max_predicted_blocks < 1:
-        raise InvalidArgument("must be at least 1", field="max_predicted_blocks")
-    if not 0 < prune_ratio <= 1:
-        raise InvalidArgument("must be above 0 and at most 1", field="prune_ratio")
+def _load(loading: Loading) -> None:
+    loading.finish()
+    if not loading.commit():
+        raise FailedPrecondition("the worker was reset or removed meanwhile")

@@ -1,75 +1,59 @@
-"""The block index in plain Python: the reference that the native twin is compared with.
+"""The block index in plain Python: the readable, slow definition with which the native backend is compared.
 
 ::
 
-    apply ── Ingest: judge each event (the order of `Ignored`) ──▶ Holdings of the worker ──▶ PrefixTree
-    find_matches ── walk the tree, one AND a column and block ──▶ slots ──▶ worker ranks
+    apply ── Worker: judge each event (the order of `Ignored`), bind engine hashes to prefixes
+    find_matches ── the nodes of the prompt ──▶ leading ones that each worker holds
 
-A worker's content sits in one slot of the tree (`slots`), which Cleared, a reset or a load replaces by another.
-Not thread-safe: one event loop owns it.
+Not thread-safe: one event loop owns it. Work on a whole rank is done at once.
 """
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Iterator, Sequence
+import heapq
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 
 from kvscout_blocks.bytes.acceptance import Ignored
-from kvscout_blocks.bytes.dump import WorkerDump
-from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.bytes.wire import MalformedBatch, decode_batch
-from kvscout_blocks.index import bound, state_dump
+from kvscout_blocks.bytes.codec import decode_events, encode_dump, encode_events, read_dump
+from kvscout_blocks.bytes.dump import DumpedBlock, DumpedOrphan, DumpedWindowBlock, WorkerDump
+from kvscout_blocks.bytes.events import Cleared, DecodedBatch, EventBatch, Removed, Stored
+from kvscout_blocks.bytes.frames import MalformedBatch
+from kvscout_blocks.bytes.messages import Published, parse_batch
+from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.block_index import (
     BATCH_LIMIT,
     DEFAULT_MAX_PREDICTED_BLOCKS,
     DEFAULT_PRUNE_RATIO,
+    GROUP_LIMIT,
+    MAX_COPIES,
+    ORPHAN_LIMIT,
     SLICE,
-    WINDOW_LIMIT,
     Applied,
+    BlockIndex,
+    Cut,
+    Demotion,
     IndexStats,
-    Overlap,
+    Loading,
     Overlaps,
     WorkerOptions,
     WorkerStats,
-    require_limits,
 )
-from kvscout_blocks.index.holdings import Holdings
-from kvscout_blocks.index.ingest import Ingest, KnownWorker
-from kvscout_blocks.index.predictions import Predictions
-from kvscout_blocks.index.prefix_tree import PrefixTree, match
-from kvscout_blocks.index.reference_work import ReferenceCut, ReferenceDemotion, ReferenceLoading
-from kvscout_blocks.index.slices import at_once
-from kvscout_blocks.index.slots import Slots
-from kvscout_blocks.index.windows import WindowGroups, cut_rows
+from kvscout_blocks.index.reference_worker import Node, PrefixTree, Worker
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.worker import WorkerRank
-
-_DRAINED_BY_APPLY = 512
-"""Blocks of dropped content that each `apply` frees beside as many as its batch has. Whatever else fills the
-index frees as much as it fills, too: so the memory of dropped content shrinks, whatever the calls are."""
-
-_ENDED_BY_QUERY = 64
-"""Predictions that a query ends at most."""
+from kvscout_common.hashing import sequence_hashes
+from kvscout_common.worker import PoolKey, WorkerRank
 
 _NODE_BYTES = 420
 _BINDING_BYTES = 360
-"""Measured with tracemalloc on CPython 3.11, a block held by one worker and by two."""
+"""Rough, on CPython 3.11."""
 
 
-class ReferenceIndex:
-    """`index.BlockIndex` in plain Python; see there for what each method does.
-
-    Args:
-        block_size: Tokens of a block.
-        eagle: Blocks are EAGLE windows.
-        max_blocks: Bound hashes and orphans of all workers; 0: no bound.
-        max_predicted_blocks: Predictions of all workers.
-        prune_ratio: Share of `max_predicted_blocks` that pruning leaves.
-
-    Raises:
-        InvalidArgument: A value is out of range.
-    """
+class ReferenceIndex(BlockIndex):
+    """The block index in plain Python."""
 
     def __init__(
         self,
@@ -80,102 +64,75 @@ class ReferenceIndex:
         max_predicted_blocks: int = DEFAULT_MAX_PREDICTED_BLOCKS,
         prune_ratio: float = DEFAULT_PRUNE_RATIO,
     ) -> None:
-        require_limits(block_size, max_blocks, max_predicted_blocks, prune_ratio)
+        super().__init__(
+            block_size,
+            eagle,
+            max_blocks=max_blocks,
+            max_predicted_blocks=max_predicted_blocks,
+            prune_ratio=prune_ratio,
+        )
         self._block_size = block_size
+        self._eagle = eagle
         self._max_blocks = max_blocks
+        self._max_predictions = max_predicted_blocks
+        self._kept_predictions = int(max_predicted_blocks * prune_ratio)
         self._tree = PrefixTree()
-        self._predictions = Predictions(self._tree, max_blocks=max_predicted_blocks, prune_ratio=prune_ratio)
-        self._ingest = Ingest(block_size, eagle, max_blocks or WINDOW_LIMIT, self._tree, self._predictions)
-        self._workers: dict[WorkerRank, KnownWorker] = {}
-        self._slots = Slots(self._tree, self._predictions)
+        self._workers: dict[WorkerRank, Worker] = {}
+        self._expiries: list[tuple[float, int, int, Worker, Node]] = []
+        """Heap of predictions, soonest to expire first, deeper blocks before their parents. An entry whose expiry is
+        not that of its worker's prediction is stale."""
+        self._serial = count()
+        self._stored = 0
+        """Blocks stored in this round of the bound's clock."""
         self._evicted = 0
-        self._added = 0
-        """Entries that may have come in this round of the bound's clock."""
         self._queries = 0
         self._unknown_worker = 0
 
     # Workers
 
     def add_worker(self, worker: WorkerRank, options: WorkerOptions) -> None:
-        """See `BlockIndex.add_worker`."""
-        known = self._workers.get(worker)
-        if known is not None:
-            known.options = options
+        if worker in self._workers:
+            self._workers[worker].options = options
         else:
-            self._workers[worker] = KnownWorker(options, self._slots.take(worker))
+            self._workers[worker] = self._new_worker(options)
 
-    def remove_worker(self, worker_id: str) -> int:
-        """See `BlockIndex.remove_worker`."""
-        ranks = [worker for worker in self._workers if worker.worker_id == worker_id]
-        for worker in ranks:
-            self.remove_rank(worker)
-        return len(ranks)
+    def _new_worker(self, options: WorkerOptions) -> Worker:
+        return Worker(self._tree, self._block_size, self._eagle, self._max_blocks, options)
 
     def remove_rank(self, worker: WorkerRank) -> bool:
-        """See `BlockIndex.remove_rank`."""
         known = self._workers.pop(worker, None)
-        if known is None:
-            return False
-        self._slots.drop(known.holdings)
-        return True
+        if known is not None:
+            known.clear()
+        return known is not None
 
     def reset(self, worker: WorkerRank) -> None:
-        """See `BlockIndex.reset`."""
         known = self._workers.get(worker)
-        if known is None:
-            return
-        known.groups.clear()
-        known.holdings.windows = None
-        known.epoch, known.last_event_id, known.incompatible = 0, None, ""
-        known.content = object()
-        self._renew(worker, known)
+        if known is not None:
+            self._replace(worker, known, self._new_worker(known.options))
 
-    def demote(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> int:
-        """See `BlockIndex.demote`."""
-        demotion = self.demotion(worker, ttl_seconds=ttl_seconds, now=now)
-        at_once(demotion)
-        return demotion.added
-
-    def demotion(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> ReferenceDemotion:
-        """See `BlockIndex.demotion`."""
-        known = self._workers.get(worker)
-        if known is None:
-            return ReferenceDemotion(None, self._demote)
-        self._complete(known.holdings)
-        known.holdings.begin_demotion(now + ttl_seconds)
-        return ReferenceDemotion(known.holdings, self._demote)
-
-    def _demote(self, holdings: Holdings, budget: int) -> int:
-        """Demotes about so many blocks; how many were not predicted before."""
-        until = holdings.demoting_until
-        if until is None or not holdings.visible:
-            return 0
-        added = self._predictions.add(holdings, holdings.demote(budget), until)
-        self._slots.drain(added)
-        return added
-
-    def _complete(self, holdings: Holdings) -> None:
-        """Completes what is under way, since a write is to find it done."""
-        for cut in list(holdings.cuts):
-            at_once(cut)
-        while holdings.demoting_until is not None:
-            self._demote(holdings, SLICE)
+    def _replace(self, worker: WorkerRank, old: Worker, new: Worker) -> None:
+        new.ignored = old.ignored
+        self._workers[worker] = new
+        old.clear()
 
     def workers(self) -> tuple[WorkerRank, ...]:
-        """See `BlockIndex.workers`."""
         return tuple(sorted(self._workers))
 
     def cursor(self, worker: WorkerRank) -> tuple[int, int | None] | None:
-        """See `BlockIndex.cursor`."""
         known = self._workers.get(worker)
         return (known.epoch, known.last_event_id) if known is not None else None
 
     # Events
 
+    def decode(self, payload: bytes) -> EventBatch:
+        return decode_batch(payload)
+
+    def decode_message(self, message: bytes) -> Published:
+        return decode_events(parse_batch(message))
+
     def apply_payload(
         self, worker: WorkerRank, payload: bytes, *, epoch: int = 0, event_id: int | None = None
     ) -> Applied:
-        """See `BlockIndex.apply_payload`."""
         try:
             batch = decode_batch(payload)
         except MalformedBatch:
@@ -183,277 +140,339 @@ class ReferenceIndex:
             raise
         return self.apply(worker, batch, epoch=epoch, event_id=event_id)
 
-    def apply(self, worker: WorkerRank, batch: EventBatch, *, epoch: int = 0, event_id: int | None = None) -> Applied:
-        """See `BlockIndex.apply`."""
+    def apply(self, worker: WorkerRank, batch: DecodedBatch, *, epoch: int = 0, event_id: int | None = None) -> Applied:
+        assert isinstance(batch, EventBatch)
         known = self._workers.get(worker)
         if known is None:
             self._unknown_worker += 1
             return Applied(len(batch.events), len(batch.faults), False, "")
-        self._complete(known.holdings)
-        filled = 0
+        applied = 0
         for event in batch.events:
+            blocks = 0 if isinstance(event, Cleared) else len(event.engine_hashes)
             if isinstance(event, Cleared):
-                self._renew(worker, known)
-                continue
-            blocks = len(event.engine_hashes)
-            if filled + blocks > BATCH_LIMIT:
+                known.clear()
+            elif applied + blocks > BATCH_LIMIT:
                 if isinstance(event, Removed):
-                    # What it no longer has cannot be told from what it has.
-                    self._renew(worker, known)
+                    # Which of its blocks are left is unknown.
+                    known.clear()
                 known.ignore(Ignored.BATCH_LIMIT, blocks)
                 continue
-            filled += blocks
-            if known.incompatible:
+            elif known.incompatible:
                 known.ignore(Ignored.INCOMPATIBLE)
             elif isinstance(event, Stored):
-                if not self._ingest.stored(known, event):
-                    self._renew(worker, known)
+                known.store(event)
             else:
-                self._ingest.removed(known, event)
-            # Event by event, since each Cleared takes a slot.
-            self._slots.drain(blocks + 1)
-        self._ingest.settle_windows(known, batch)
+                known.remove(event)
+            applied += blocks
+        known.settle_windows(batch)
         self._move_cursor(worker, epoch, event_id)
-        self._enforce_bound(filled)
-        self._slots.drain(_DRAINED_BY_APPLY)
+        self._enforce_bound(applied)
         return Applied(len(batch.events), len(batch.faults), known.over_capacity, known.incompatible)
-
-    def _renew(self, worker: WorkerRank, known: KnownWorker) -> None:
-        """Empties a worker at once; its groups stay known."""
-        windows = known.holdings.windows
-        self._slots.drop(known.holdings)
-        known.holdings = self._slots.take(worker)
-        known.holdings.set_full_groups(known.full_groups)
-        known.holdings.windows = windows.emptied() if windows is not None else None
 
     def _move_cursor(self, worker: WorkerRank, epoch: int, event_id: int | None) -> None:
         known = self._workers.get(worker)
         if known is not None and event_id is not None:
             known.epoch, known.last_event_id = epoch, event_id
 
+    def demotion(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> Demotion:
+        known, done = self._workers.get(worker), _Demoted()
+        if known is not None:
+            done.added = self._predict(known, known.demote(now + ttl_seconds), now + ttl_seconds)
+        return done
+
+    def _enforce_bound(self, stored: int) -> None:
+        """Drop blocks above the bound, and a little more; see the invariants of `block_index`."""
+        most = self._max_blocks
+        if not most:
+            return
+        self._stored += stored
+        if self._stored >= max(most // 64, 1):
+            self._stored = 0
+            self._tree.round += 1
+        everyone = sorted(self._workers.values(), key=lambda worker: worker.entries, reverse=True)
+        entries = sum(worker.entries for worker in everyone)
+        surplus = entries - most + min(most // 64, SLICE) if entries > most else 0
+        for worker in everyone:
+            surplus -= worker.evict_unmatchable(surplus)
+        while surplus > 0:
+            largest = max(everyone, key=lambda worker: worker.entries)
+            surplus -= largest.evict(largest.bound_nodes(), surplus)
+        self._evicted += entries - sum(worker.entries for worker in everyone)
+        for _ in range(sum(len(worker.gone) for worker in everyone) - most):
+            max(everyone, key=lambda worker: len(worker.gone)).forget_oldest_ghost()
+
     # Queries
 
     def find_matches(
         self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False, usable: int | None = None
     ) -> Overlaps:
-        """See `BlockIndex.find_matches`."""
         self._queries += 1
-        self._predictions.expire(now, _ENDED_BY_QUERY)
-        hashes = list(_integers(block_hashes))
-        columns, deepest = match(self._tree, hashes, self._slots.live, early_exit)
-        self._tree.touch(deepest)
-        # A slot with a block in any column has one in `external` or in `predicted`.
-        slots = columns[Tier.EXTERNAL].keys() | columns[-1].keys()
-        rows = {slot: Overlap(*(column.get(slot, 0) for column in columns)) for slot in slots}
-        cut_rows(
-            rows,
-            {h.slot: (h.windows, not h.full_groups) for h in self._contents() if h.windows is not None},
-            hashes,
-            len(hashes) if usable is None else usable,
-        )
-        found = [(slot, row) for slot, row in sorted(rows.items()) if any(row)]
-        owners = tuple(owner for owner in (self._slots.owner(slot) for slot, _ in found) if owner is not None)
-        return Overlaps(owners, *zip(*(row for _, row in found), strict=True)) if found else Overlaps()
+        self._expire(now)
+        hashes = _integers(block_hashes)
+        path = self._tree.path(hashes)
+        if path:
+            self._tree.touch(path[-1])
+        has_windows = any(worker.windows is not None for worker in self._workers.values())
+        prefixes = sequence_hashes(hashes) if has_windows else []
+        most = len(hashes) if usable is None else usable
+        rows = {rank: worker.overlap(path, prefixes, most) for rank, worker in self._workers.items()}
+        found = {rank: row for rank, row in rows.items() if any(row)}
+        return Overlaps(tuple(found), *zip(*found.values(), strict=True)) if found else Overlaps()
 
     def incomplete(self) -> frozenset[WorkerRank]:
-        """See `BlockIndex.incomplete`."""
-        return frozenset(worker for worker, known in self._workers.items() if known.holdings.incomplete)
-
-    def _contents(self) -> Iterator[Holdings]:
-        return (known.holdings for known in self._workers.values())
+        return frozenset(rank for rank, worker in self._workers.items() if worker.incomplete)
 
     def predict(
         self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, ttl_seconds: float, now: float
     ) -> int:
-        """See `BlockIndex.predict`."""
         known = self._workers.get(worker)
         if known is None:
             return 0
-        holdings = known.holdings
-        self._complete(holdings)
-        hashes = list(_integers(block_hashes))
-        self._predictions.expire(now, len(hashes) + SLICE)
-        path = []
-        node = self._tree.root
-        for local in hashes:
-            node = self._tree.child(node, local)
-            path.append(node)
-        added = self._predictions.add(holdings, [n for n in path if not n.masks[0] & holdings.bit], now + ttl_seconds)
-        self._tree.prune(node)
-        self._slots.drain(added)
+        self._expire(now)
+        path = [self._tree.root]
+        for local in _integers(block_hashes):
+            path.append(self._tree.child(path[-1], local))
+        return self._predict(known, [node for node in path[1:] if known.levels.get(node) != 0], now + ttl_seconds)
+
+    def _predict(self, worker: Worker, nodes: Iterable[Node], expiry: float) -> int:
+        """Predict nodes for a worker or refresh them; return the number of those that were not predicted before."""
+        before = len(worker.predictions)
+        for node in nodes:
+            if worker.predictions.get(node, -math.inf) < expiry:
+                worker.predictions[node] = expiry
+                heapq.heappush(self._expiries, (expiry, -node.depth, next(self._serial), worker, node))
+        added = len(worker.predictions) - before
+        if self._predicted() > self._max_predictions:
+            while self._predicted() > self._kept_predictions:
+                self._end_soonest()
+        if len(self._expiries) > 2 * self._predicted() + 1024:
+            self._expiries = [entry for entry in self._expiries if entry[3].predictions.get(entry[4]) == entry[0]]
+            heapq.heapify(self._expiries)
         return added
+
+    def _predicted(self) -> int:
+        return sum(len(worker.predictions) for worker in self._workers.values())
+
+    def _end_soonest(self) -> None:
+        expiry, _, _, worker, node = heapq.heappop(self._expiries)
+        if worker.predictions.get(node) == expiry:
+            del worker.predictions[node]
+
+    def _expire(self, now: float) -> None:
+        while self._expiries and self._expiries[0][0] <= now:
+            self._end_soonest()
+
+    def maintain(self, *, now: float, budget: int = 4096) -> bool:
+        self._expire(now)
+        for worker in self._workers.values():
+            worker.expire_demoted(now)
+        return False
 
     # State
 
-    def dump(self, worker: WorkerRank) -> WorkerDump | None:
-        """See `BlockIndex.dump`."""
-        cut = self.cut(worker)
-        return cut.dump() if cut is not None else None
-
-    def cut(self, worker: WorkerRank) -> ReferenceCut | None:
-        """See `BlockIndex.cut`."""
+    def cut(self, worker: WorkerRank) -> Cut | None:
         known = self._workers.get(worker)
-        if known is None:
-            return None
-        if known.holdings.demoting_until is not None:
-            self._complete(known.holdings)
-        head = WorkerDump(
-            worker,
-            known.epoch,
-            known.last_event_id,
-            tuple(sorted(known.groups.items())),
-            incompatible=known.incompatible,
-            incomplete=known.holdings.incomplete,
-        )
-        return ReferenceCut(head, known.holdings)
+        return _Copied(known.dump(worker)) if known is not None else None
 
-    def load(self, dump: WorkerDump) -> None:
-        """See `BlockIndex.load`."""
-        loading = self.loading(dump)
-        at_once(loading)
-        loading.commit()
+    def loading(self, dump: WorkerDump) -> Loading:
+        return _Loading(self, lambda: dump)
 
-    def loading(self, dump: WorkerDump) -> ReferenceLoading:
-        """See `BlockIndex.loading`."""
-        return ReferenceLoading(self, dump)
+    def loading_messages(self, messages: Sequence[bytes]) -> Loading:
+        return _Loading(self, lambda: read_dump(messages).dump)
 
-    def fill(self, dump: WorkerDump, aside: list[Holdings]) -> state_dump.Slices[object]:
-        """Loads a dump into a new slot that no query sees, in slices; for whom.
-
-        Args:
-            dump: What is to be loaded.
-            aside: Gets the content, which is then the caller's.
+    def check(self, dump: WorkerDump) -> Worker:
+        """Verify that a dump can be loaded, and return the worker that it replaces.
 
         Raises:
             NotFound: The worker is not known.
-            InvalidArgument: The dump contradicts itself.
+            InvalidArgument: Naming the first entry that contradicts another.
         """
-        known = self._workers.get(dump.worker)
-        if known is None:
+        if dump.worker not in self._workers:
             raise NotFound(f"worker {dump.worker.worker_id} rank {dump.worker.dp_rank} is not known")
-        content = known.content
-        yield from state_dump.check(dump, self._block_size)
-        holdings = self._slots.take(None)
-        aside.append(holdings)
-        holdings.set_full_groups(tuple(sorted(group for group, full in dump.groups if full)))
-        holdings.incomplete = dump.incomplete
-        if dump.windows:
-            holdings.windows = WindowGroups(self._block_size, dump.windows)
-        for _ in state_dump.load_holdings(holdings, dump):
-            self._slots.drain(SLICE)
-            yield
-        return content
+        _check_dump(dump, self._block_size)
+        return self._workers[dump.worker]
 
-    def replace(self, dump: WorkerDump, holdings: Holdings, content: object) -> bool:
-        """Puts what was filled in place of a content; False: that is gone."""
-        known = self._workers.get(dump.worker)
-        if known is None or known.content is not content:
+    def replace(self, old: Worker, dump: WorkerDump) -> bool:
+        """Put a dump that was checked in place of a worker's state; False: another one began meanwhile."""
+        if self._workers.get(dump.worker) is not old:
             return False
-        self._slots.drop(known.holdings)
-        known.holdings = holdings
-        known.content = object()
-        known.epoch, known.last_event_id = dump.epoch, dump.last_event_id
-        known.incompatible = dump.incompatible
-        known.groups = dict(dump.groups)
-        self._slots.show(holdings, dump.worker)
-        self._enforce_bound(len(dump.blocks) + len(dump.orphans))
+        new = self._new_worker(old.options)
+        new.fill(dump)
+        self._replace(dump.worker, old, new)
+        self._enforce_bound(new.entries)
         return True
 
-    def drop(self, holdings: Holdings) -> None:
-        """Drops what was filled and is not put in place."""
-        self._slots.drop(holdings)
-
     def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
-        """See `BlockIndex.worker_stats`."""
         known = self._workers.get(worker)
         if known is None:
             return None
-        holdings = known.holdings
+        windows = known.windows
+        judged = windows.groups if windows is not None else {}
         return WorkerStats(
-            blocks=holdings.held,
-            hidden=holdings.hidden(),
-            orphans=len(holdings.orphans),
-            ghosts=len(holdings.gone),
-            predictions=len(holdings.predictions),
-            device_copies=holdings.device_copies,
-            window_blocks=len(holdings.windows) if holdings.windows is not None else 0,
-            unjudged_groups=[
-                group
-                for group, full in sorted(known.groups.items())
-                if not full and (holdings.windows is None or group not in holdings.windows.groups)
-            ],
+            blocks=len(known.levels),
+            hidden=known.hidden,
+            orphans=len(known.orphans),
+            ghosts=len(known.gone),
+            predictions=len(known.predictions),
+            device_copies=known.device_copies,
+            window_blocks=len(windows.blocks) if windows is not None else 0,
+            unjudged_groups=[group for group, full in sorted(known.groups.items()) if not full and group not in judged],
             over_capacity=known.over_capacity,
-            incomplete=holdings.incomplete,
+            incomplete=known.incomplete,
             incompatible=known.incompatible,
             ignored=dict(known.ignored),
         )
 
     def stats(self) -> IndexStats:
-        """See `BlockIndex.stats`."""
-        everyone = [known.holdings for known in self._workers.values()]
-        bindings = sum(len(h.blocks) + len(h.orphans) + len(h.gone) for h in everyone)
+        everyone = self._workers.values()
+        bindings = sum(worker.entries + len(worker.gone) for worker in everyone)
         return IndexStats(
-            blocks=self._tree.held,
-            memberships=sum(h.held for h in everyone),
-            workers=sum(1 for h in everyone if h.held),
-            orphans=sum(len(h.orphans) for h in everyone),
-            hidden=sum(h.hidden() for h in everyone),
-            ghosts=sum(len(h.gone) for h in everyone),
-            predictions=len(self._predictions),
-            bytes=self._tree.nodes * _NODE_BYTES + bindings * _BINDING_BYTES,
+            blocks=len({node for worker in everyone for node in worker.levels}),
+            memberships=sum(len(worker.levels) for worker in everyone),
+            workers=sum(bool(worker.levels) for worker in everyone),
+            orphans=sum(len(worker.orphans) for worker in everyone),
+            hidden=sum(worker.hidden for worker in everyone),
+            ghosts=sum(len(worker.gone) for worker in everyone),
+            predictions=self._predicted(),
+            bytes=len(self._tree) * _NODE_BYTES + bindings * _BINDING_BYTES,
             evicted=self._evicted,
             queries=self._queries,
             unknown_worker=self._unknown_worker,
         )
 
-    def maintain(self, *, now: float, budget: int = 4096) -> bool:
-        """See `BlockIndex.maintain`."""
-        waiting = self._predictions.expire(now, budget)
-        left = budget - self._slots.drain(budget)
-        for known in self._workers.values():
-            if known.holdings.demoting_until is not None:
-                left -= self._demote(known.holdings, left)
-                waiting = waiting or known.holdings.demoting_until is not None
-            left -= known.holdings.expire_demoted(now, left)
-            waiting = waiting or bool(known.holdings.demoted and now >= known.holdings.demoted_until)
-        return bool(self._slots.dropped) or waiting
-
     def check_invariants(self) -> None:
-        """See `BlockIndex.check_invariants`."""
-        visible = [known.holdings for known in self._workers.values()]
-        state_dump.check_holdings(self._tree, visible, list(self._slots.dropped))
-        for counted in (sum(h.entries for h in visible), sum(len(h.gone) for h in visible)):
-            assert not self._max_blocks or counted <= self._max_blocks, "max_blocks is kept"
-        assert len(self._predictions) == sum(len(h.predictions) for h in visible), "predictions are counted"
-        assert self._slots.live == sum(h.bit for h in visible), "live slots are those of the workers"
-        for worker, known in self._workers.items():
-            assert self._slots.owner(known.holdings.slot) == worker, "slots name their owners"
-            assert known.holdings.full_groups == known.full_groups, "holdings know the groups"
-
-    # The bound
-
-    def _enforce_bound(self, added: int) -> None:
-        """Drops what is above the bound, after at most so many entries came."""
-        if not self._max_blocks:
-            return
-        self._added += added
-        if self._added >= bound.round_length(self._max_blocks):
-            self._added = 0
-            self._tree.round += 1
-        everyone = [known.holdings for known in self._workers.values()]
-        if max(sum(h.entries for h in everyone), sum(len(h.gone) for h in everyone)) > self._max_blocks:
-            for holdings in everyone:
-                self._complete(holdings)
-            self._evicted += bound.enforce(everyone, self._max_blocks)
+        for worker in self._workers.values():
+            worker.check_invariants()
+        if self._max_blocks:
+            assert sum(worker.entries for worker in self._workers.values()) <= self._max_blocks, "blocks are bounded"
+            assert sum(len(worker.gone) for worker in self._workers.values()) <= self._max_blocks, "ghosts are bounded"
 
 
-def _integers(block_hashes: Sequence[int] | bytes) -> Iterator[int]:
-    """Hashes one by one, from either form."""
+class _Demoted(Demotion):
+    def step(self) -> bool:
+        return False
+
+
+class _Copied(Cut):
+    def __init__(self, dump: WorkerDump) -> None:
+        self._dump = dump
+
+    def step(self) -> bool:
+        return False
+
+    def dump(self) -> WorkerDump:
+        return self._dump
+
+    def messages(self, pool: PoolKey, *, history_incomplete: bool, epoch: int | None = None) -> list[bytes]:
+        dump = self._dump if epoch is None else replace(self._dump, epoch=epoch)
+        messages = encode_dump(pool, dump, history_incomplete=history_incomplete)
+        return [message.SerializeToString() for message in messages]
+
+
+class _Loading(Loading):
+    """Reads and checks a dump in its only step, and loads it with `commit`."""
+
+    def __init__(self, index: ReferenceIndex, read: Callable[[], WorkerDump]) -> None:
+        self._index = index
+        self._read = read
+        self._checked: tuple[Worker, WorkerDump] | None = None
+        self._ended = False
+
+    def step(self) -> bool:
+        if self._checked is None and not self._ended:
+            dump = self._read()
+            self._checked = self._index.check(dump), dump
+        return False
+
+    def commit(self) -> bool:
+        checked, self._checked = self._checked, None
+        self._ended = True
+        return checked is not None and self._index.replace(*checked)
+
+    def abandon(self) -> None:
+        self._checked, self._ended = None, True
+
+
+def encode_batch(
+    worker: WorkerRank,
+    pool: PoolKey,
+    adapters: Mapping[int, str],
+    batch: DecodedBatch,
+    *,
+    epoch: int,
+    event_id: int | None,
+) -> bytes:
+    """See `backend.encode_batch`."""
+    assert isinstance(batch, EventBatch)
+    return encode_events(pool, adapters, worker, batch, epoch=epoch, event_id=event_id).SerializeToString()
+
+
+def _integers(block_hashes: Sequence[int] | bytes) -> Sequence[int]:
     if not isinstance(block_hashes, bytes):
-        return iter(block_hashes)
+        return block_hashes
     if len(block_hashes) % 8:
         raise InvalidArgument("not whole 64-bit hashes", field="block_hashes")
-    hashes = array("Q", block_hashes)
-    if sys.byteorder == "big":
-        hashes.byteswap()
-    return iter(hashes)
+    return struct.unpack(f"<{len(block_hashes) // 8}Q", block_hashes)
+
+
+def _check_dump(dump: WorkerDump, block_size: int) -> None:
+    """Verify that a dump does not contradict itself, for an index with blocks of `block_size` tokens."""
+    _check_ascending("groups", [group for group, _ in dump.groups])
+    if len(dump.groups) > GROUP_LIMIT:
+        raise InvalidArgument(f"more than {GROUP_LIMIT}", field="groups")
+    full = {group for group, is_full in dump.groups if is_full}
+    hashes: set[int] = set()
+    for position, block in enumerate(dump.blocks):
+        field = f"blocks.{position}"
+        if not -1 <= block.parent < position:
+            raise InvalidArgument("its parent does not come before it", field=field)
+        if (block.engine_hash is None) != (not block.copies):
+            raise InvalidArgument("a hole has copies, or a block has none", field=field)
+        _check_entry(block, field, full, "is not full attention", hashes)
+    bound = frozenset(hashes)
+    for position, orphan in enumerate(dump.orphans):
+        field = f"orphans.{position}"
+        _check_entry(orphan, field, full, "is not full attention", hashes)
+        if not orphan.copies:
+            raise InvalidArgument("an orphan has no copies", field=field)
+        if orphan.parent_engine_hash in bound:
+            raise InvalidArgument("its parent is known", field=field)
+    if len(dump.orphans) > ORPHAN_LIMIT:
+        raise InvalidArgument(f"more than {ORPHAN_LIMIT}", field="orphans")
+    _check_ascending("windows", [group.number for group in dump.windows])
+    for position, group in enumerate(dump.windows):
+        field = f"windows.{position}"
+        if (group.number, False) not in dump.groups:
+            raise InvalidArgument("is no group that is not full attention", field=field)
+        if not group.window or not group.block_size:
+            raise InvalidArgument("has no tokens", field=field)
+        if group.block_size % block_size:
+            raise InvalidArgument(f"its blocks are no multiple of {block_size} tokens", field=field)
+    hashes = set()
+    for position, window_block in enumerate(dump.window_blocks):
+        field = f"window_blocks.{position}"
+        if not window_block.copies:
+            raise InvalidArgument("has no copies", field=field)
+        _check_entry(window_block, field, {group.number for group in dump.windows}, "has no window", hashes)
+    if dump.incompatible and (dump.blocks or dump.orphans or dump.window_blocks):
+        raise InvalidArgument("a worker that is not indexed has blocks", field="incompatible")
+
+
+def _check_ascending(field: str, numbers: Sequence[int]) -> None:
+    for position in range(1, len(numbers)):
+        if numbers[position - 1] >= numbers[position]:
+            raise InvalidArgument("does not come after the one before it", field=f"{field}.{position}")
+
+
+def _check_entry(
+    entry: DumpedBlock | DumpedOrphan | DumpedWindowBlock, field: str, groups: set[int], otherwise: str, seen: set[int]
+) -> None:
+    if entry.engine_hash is not None:
+        if entry.engine_hash in seen:
+            raise InvalidArgument("its engine hash comes twice", field=field)
+        seen.add(entry.engine_hash)
+    for group, _, number in entry.copies:
+        if group not in groups:
+            raise InvalidArgument(f"group {group} {otherwise}", field=field)
+        if not 1 <= number <= MAX_COPIES:
+            raise InvalidArgument(f"{number} copies", field=field)

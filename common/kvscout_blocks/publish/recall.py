@@ -18,9 +18,8 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from kvscout.v1 import bridge_pb2
-from kvscout_blocks.bytes.codec import parse_batch
+from kvscout_blocks.bytes.messages import parse_batch
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.index.twins import cut_messages
 from kvscout_blocks.source.feed import SourceState
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.worker import PoolKey, WorkerRank
@@ -133,7 +132,7 @@ class Recall:
         cut = self._index.cut(self._rank)
         if cut is None:
             raise NotFound(f"worker {self._rank.worker_id} rank {self._rank.dp_rank} is not known")
-        messages = await cut_messages(cut, self._pool, history_incomplete=incomplete, epoch=epoch)
+        messages = await cut.encode(self._pool, history_incomplete=incomplete, epoch=epoch)
         if messages is None:
             raise Unavailable("the rank began anew while its state was taken")
         return SourceState(epoch, last_event_id, messages, history_incomplete=incomplete)

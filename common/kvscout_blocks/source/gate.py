@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from kvscout_blocks.index.slices import Work, in_slices
-from kvscout_blocks.source.held import HELD_BATCHES, HELD_BYTES
+from kvscout_blocks.index.block_index import Work
+from kvscout_blocks.source.sequence import HELD_BATCHES, HELD_BYTES
 from kvscout_common.errors import KvscoutError
 from kvscout_common.process.endings import INTENDED
 
@@ -97,7 +97,7 @@ class Gate:
     async def _run(self, work: Work, then: Then, given_up: Step) -> None:
         ended: KvscoutError | None = None
         try:
-            await in_slices(work)
+            await work.run()
         except KvscoutError as error:
             ended = error
         except asyncio.CancelledError:

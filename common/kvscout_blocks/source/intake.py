@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvscout_blocks.bytes.wire import Message, malformed_frames
+from kvscout_blocks.bytes.frames import Message, malformed_frames
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.index.native import make_bypass, make_intake_thread
 from kvscout_blocks.source import subscriber

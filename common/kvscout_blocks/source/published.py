@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from kvscout.v1 import events_pb2
-from kvscout_blocks.bytes.codec import check_version, parse_batch, source_of
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch
+from kvscout_blocks.bytes.messages import check_version, parse_batch, source_of
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.index.twins import decode_message
-from kvscout_blocks.source.decisions import SequencedBatch, digest
 from kvscout_blocks.source.feed import SourceState
+from kvscout_blocks.source.sequence import SequencedBatch, digest
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import PoolKey, WorkerRank
 
@@ -53,7 +52,7 @@ class PublishedReader:
             InvalidArgument: It is no message, another worker's, or has no place in a sequence.
         """
         try:
-            published = decode_message(self._index, message)
+            published = self._index.decode_message(message)
         except InvalidArgument:
             return self._read_other(message)
         self._check(published.worker, published.pool)

@@ -26,13 +26,19 @@ from typing import Any, Protocol
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.index.backend import loading_state
 from kvscout_blocks.index.block_index import Applied, BlockIndex, Loading
-from kvscout_blocks.index.slices import at_once, in_slices
-from kvscout_blocks.index.twins import apply_decoded, loading_state
-from kvscout_blocks.source.decisions import Apply, Decision, Demote, RequestReplay, Reset, SequencedBatch
 from kvscout_blocks.source.feed import Bypass, Cursor, Feed, HistoryBroken, NoHistory, SourceCut, SourceState
 from kvscout_blocks.source.gate import Gate
-from kvscout_blocks.source.sequence import SourceSequence
+from kvscout_blocks.source.sequence import (
+    Apply,
+    Decision,
+    Demote,
+    RequestReplay,
+    Reset,
+    SequencedBatch,
+    SourceSequence,
+)
 from kvscout_common.errors import KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import INTENDED
@@ -355,7 +361,7 @@ class Source:
             self._warnings.warning((self.rank, "misconfigured"), "worker %s/%d is misconfigured: %s", *self.rank, wrong)
         # Only now: a recovery in the midst of decisions would have the rest of them applied twice.
         if self._over_capacity and not self.sequence.replaying and self._may_recover():
-            log.warning("worker %s/%d has more blocks than its cache: removals were lost, recovering", *self.rank)
+            log.warning("worker %s/%d has more blocks than it can: removals were lost, recovering", *self.rank)
             self.recover()
             return
         self._lend()
@@ -385,7 +391,7 @@ class Source:
                 len(faults),
                 reason,
             )
-        applied = apply_decoded(self.index, self.rank, batch.content, epoch=batch.epoch, event_id=batch.event_id)
+        applied = self.index.apply(self.rank, batch.content, epoch=batch.epoch, event_id=batch.event_id)
         self._judge(applied)
         if self._observer is not None:
             self._observer.applied(batch)
@@ -409,7 +415,7 @@ class Source:
                 then = partial(self._load_ended, state, loading)
                 self._gate.close_for(loading, then, given_up=loading.abandon)
                 return
-            at_once(loading)
+            loading.finish()
         except KvscoutError as error:
             self._refuse(error)
             return
@@ -430,7 +436,7 @@ class Source:
         try:
             loading = loading_state(self.index, self.rank, self.spec.pool, state.messages)
             try:
-                await in_slices(loading)
+                await loading.run()
             except BaseException:
                 loading.abandon()
                 raise
@@ -505,7 +511,7 @@ class Source:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await self._connected.wait()
         except TimeoutError:
-            log.info("worker %s/%d is not reachable yet; requesting its state from peers", *self.rank)
+            log.info("worker %s/%d cannot be reached yet; others are asked for its state", *self.rank)
         return await peer_lookup(self.spec, self.rank)
 
     async def _load_from_peers(self, request: RequestReplay) -> None:

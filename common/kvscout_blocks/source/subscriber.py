@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 import zmq.utils.monitor
 
-from kvscout_blocks.bytes.wire import MalformedBatch, Message, parse_message, parse_replay_reply, replay_request
+from kvscout_blocks.bytes.frames import MalformedBatch, Message, parse_message, parse_replay_reply, replay_request
 from kvscout_blocks.source.feed import HistoryBroken
 from kvscout_common.worker import EventEndpoint
 

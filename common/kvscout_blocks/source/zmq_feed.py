@@ -11,13 +11,12 @@ from dataclasses import replace
 import zmq
 
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch
-from kvscout_blocks.bytes.wire import MalformedBatch, Message
+from kvscout_blocks.bytes.frames import MalformedBatch, Message
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.index.twins import decode_for
-from kvscout_blocks.source.decisions import SequencedBatch, digest
 from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
 from kvscout_blocks.source.host_names import host_name, resolved
 from kvscout_blocks.source.intake import Intake, IntakeSubscription
+from kvscout_blocks.source.sequence import SequencedBatch, digest
 from kvscout_blocks.source.subscriber import Callbacks, Subscription, replay
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import INTENDED, guarded
@@ -165,7 +164,7 @@ class ZmqFeed:
         except (zmq.ZMQError, OSError) as error:
             reason = f"{self.address.endpoint}: {error}"
             if reason != self.broken:
-                log.error("worker %s/%d has an unreadable event endpoint: %s", *self._rank, reason)
+                log.error("worker %s/%d publishes where nothing can be read: %s", *self._rank, reason)
             self.broken = reason
             self._reopen_at = self._clock() + REOPEN_SECONDS
         else:
@@ -230,7 +229,7 @@ class ZmqFeed:
     def _sequenced(self, message: Message) -> SequencedBatch[DecodedBatch]:
         payload = message.payload
         try:
-            batch = decode_for(self._index, payload)
+            batch = self._index.decode(payload)
         except MalformedBatch as error:
             self._warnings.warning(
                 (self._rank, "batch"), "worker %s/%d: batch %d is malformed: %s", *self._rank, message.seq, error

@@ -29,13 +29,13 @@ LEAST_REQUESTS = 100
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
-    """Cells, policies and seeds of a run of the matrix."""
+    """What is to be run."""
 
     cells: tuple[MatrixCell, ...]
     contenders: tuple[Contender, ...]
     seeds: int = 3
     scale: float = 1.0
-    """Factor of the requests of every cell."""
+    """Of the requests of every cell."""
     trace: Path | None = None
 
     def validate(self) -> MatrixPlan:
@@ -67,16 +67,16 @@ class RunKey(NamedTuple):
 
 
 Results = dict[RunKey, dict[str, Any]]
-"""`Measures.as_json` of each run."""
+"""What `Measures.as_json` says of each run."""
 
 
 def experiment_of(setup: Setup, seed: int, scale: float = 1.0, trace: Path | None = None) -> Experiment:
     """Return the experiment of a setup.
 
     Args:
-        setup: A setup of the matrix.
-        seed: Seed of workload, clients and cluster.
-        scale: Factor of its requests.
+        setup: Of the matrix.
+        seed: Of workload, clients and cluster.
+        scale: Of its requests.
         trace: The file of those that replay one; its seed makes a difference in draws of the scheduler only.
 
     Raises:
@@ -111,10 +111,10 @@ def run_matrix(
     again: Iterable[str] = (),
     on_done: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Results:
-    """Run what is not in a file yet.
+    """Runs what is not in a file yet.
 
     Args:
-        plan: Cells, policies and seeds.
+        plan: What.
         jobs: Processes.
         path: To which every run is appended, and in which runs are looked up first; None = nothing is kept. A run
             counts if its cell is still defined as it was; what the scheduler's code has become nobody knows: see
@@ -154,7 +154,7 @@ def run_matrix(
 
 
 def digest(cell: MatrixCell, scale: float) -> str:
-    """Return the digest of all that defines a cell: with another one, its earlier runs do not count."""
+    """Of all that defines a cell: another one, and its earlier runs say nothing of it any more."""
     whole = replace(cell, setup=replace(cell.setup, warm_up=cell.setup.uncounted))
     return hashlib.sha256(repr((whole, scale)).encode()).hexdigest()[:16]
 
@@ -217,7 +217,7 @@ def _all(
 
 @contextmanager
 def _appending(path: Path | None) -> Iterator[TextIO | None]:
-    """Return a file to append to, without what was only half written."""
+    """A file to append to, without what was only half written."""
     if path is None:
         yield None
         return

@@ -25,12 +25,12 @@ CONVERSATIONS, AGENTS, LONG_AGENTS, SHARED, DOCUMENTS, EMBEDDINGS = GENERATED
 TRACE: Final = "trace"
 """The workload of a file in Mooncake's format, which is not part of this repository."""
 CHATS: Final = (CONVERSATIONS, AGENTS)
-"""Workloads of most setups: many turns, and many that begin alike."""
+"""What most setups are made with: many turns, and many that begin alike."""
 
 
 EIGHT: Final = Cluster(workers=8)
 PLAIN: Final = Clients()
-"""Clients with default settings."""
+"""Who ask as the laboratory always did."""
 
 
 WARM_UP: Final = {SHARED: 0.3}
@@ -83,11 +83,11 @@ class MatrixCell:
 
 
 def matrix(*, pattern: str = "*", trace: bool = False) -> list[MatrixCell]:
-    """Return the cells whose names match.
+    """The cells whose names match.
 
     Args:
         pattern: As of a shell: `*` stands for anything, `?` for one character.
-        trace: There is a trace, for the cells that need one.
+        trace: Whether there is a trace, for the cells that need one.
 
     Raises:
         ConfigError: None matches.
@@ -112,10 +112,10 @@ def _cells(setup: Setup) -> Iterator[MatrixCell]:
 
 
 def engine(name: str, kv_tokens: int = 0) -> EngineSettings:
-    """Return a known engine.
+    """A known engine.
 
     Args:
-        name: Name in `ENGINES`.
+        name: Of `ENGINES`.
         kv_tokens: 0 = what fits.
     """
     known = ENGINES[name]
@@ -123,12 +123,12 @@ def engine(name: str, kv_tokens: int = 0) -> EngineSettings:
 
 
 def with_kv(tokens: int) -> EngineSettings:
-    """Return the default engine with another cache."""
+    """The default engine with another cache."""
     return EngineSettings(kv_tokens=tokens)
 
 
 def setups() -> Iterator[Setup]:
-    """Yield every setup, group by group."""
+    """Every setup, group by group."""
     yield from _old()
     yield from _clients()
     yield from _clusters()
@@ -138,7 +138,7 @@ def setups() -> Iterator[Setup]:
 
 
 def _old() -> Iterator[Setup]:
-    """Yield the setups of workloads, numbers of workers and cache sizes."""
+    """What the laboratory always had."""
     for workload in (CONVERSATIONS, AGENTS, SHARED, TRACE):
         for workers, loads in ((4, (0.7, 0.95)), (8, (0.35, 0.5, 0.7, 0.85, 0.95))):
             requests = 2_800 if workload == SHARED else 1_400
@@ -172,7 +172,7 @@ def _old() -> Iterator[Setup]:
 
 
 def _clients() -> Iterator[Setup]:
-    """Yield the setups of client settings."""
+    """What clients bring."""
     for workload in CHATS:
         base = f"{workload}/8w"
         for what, clients in (
@@ -219,7 +219,7 @@ def _clients() -> Iterator[Setup]:
 
 
 def _clusters() -> Iterator[Setup]:
-    """Yield the setups of clusters: unequal workers, disaggregated prefill, several schedulers."""
+    """What serves: workers that are not alike, prefill apart, several schedulers."""
     half = Cluster(workers=8, prefill_speeds=(2.5,) * 4, decode_speeds=(1.6,) * 4)
     for workload in CHATS:
         yield Setup(f"mixed/{workload}-half-are-faster", workload, (0.7, 0.95), cluster=half)
@@ -238,7 +238,7 @@ def _clusters() -> Iterator[Setup]:
 
 
 def _faults() -> Iterator[Setup]:
-    """Yield the setups of faults and of cold starts."""
+    """What goes wrong, and what begins."""
     for workload in CHATS:
         base = f"{workload}/8w"
         for what, loads, cluster in (
@@ -275,7 +275,7 @@ def _engines() -> Iterator[Setup]:
 
 
 def _together() -> Iterator[Setup]:
-    """Yield the setups of all client settings at once, on known engines."""
+    """All that real clients bring at once, on real engines."""
     clients = Clients(usual_max_tokens=True, unstreamed=0.3, long_answers=0.2)
     for workload in CHATS:
         for name in ("8b-bf16-h100", "70b-fp8-tp4-h100"):

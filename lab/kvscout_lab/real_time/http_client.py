@@ -29,15 +29,15 @@ from kvscout_lab.workloads.workload import Flow, Turn, Workload
 TOKENS: Final = range(1_000, 31_000)
 """Ids that prompts are made of."""
 MAX_BOUND: Final = 4_096
-"""`max_tokens` of requests that have no limit in the workload: without one a completion ends after 16 tokens."""
+"""What requests say of which the workload knows no bound: without one a completion ends after 16 tokens."""
 
 
 def first_prompt(flow: Flow, number: int, block_size: int) -> array[int]:
-    """Return the token ids of a flow's first prompt.
+    """The token ids of a flow's first prompt.
 
     Args:
         flow: The flow.
-        number: Number of the flow; tokens after its last complete block are its own.
+        number: Of it; what follows the last complete block no other flow has.
         block_size: Tokens a block.
     """
     turn = flow.turns[0]
@@ -50,14 +50,14 @@ def first_prompt(flow: Flow, number: int, block_size: int) -> array[int]:
 
 
 def new_tokens(flow: Flow, number: int) -> Iterator[array[int]]:
-    """Yield the tokens that each later prompt of a flow adds to the one before it and its answer."""
+    """What each later prompt of a flow adds to the one before it and its answer."""
     for place, (before, turn) in enumerate(pairwise(flow.turns), 1):
         count = turn.prompt_tokens - before.prompt_tokens - before.output_tokens
         yield array("I", Random(f"turn {number} {place}").choices(TOKENS, k=count))
 
 
 def body_of(turn: Turn, model: str, prompt: array[int]) -> dict[str, Any]:
-    """Return a turn as a client asks for it.
+    """A turn as a client asks for it.
 
     Args:
         turn: The turn.
@@ -80,8 +80,8 @@ class HttpReplay:
     """One replay of a workload over HTTP. Used once.
 
     Args:
-        url: URL of the OpenAI API, up to `/v1`.
-        model: Model of the requests.
+        url: Of the OpenAI API, up to `/v1`.
+        model: Of the requests.
         timeout_seconds: Longest wait for one answer.
     """
 

@@ -1,4 +1,4 @@
-"""The cluster: workers and their speeds, gateways, replicas of the scheduler, latencies, and faults."""
+"""What serves a workload: workers and how fast they are, gateways, replicas of the scheduler, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Latencies:
     sync_ms: float = 20.0
     """From a change at one replica of the scheduler until the others know of it."""
     transfer_ms: float = 2.0
-    """Base time of each transfer of blocks from a prefill to a decode worker."""
+    """What each transfer of blocks from a prefill to a decode worker takes."""
     transfer_us_per_token: float = 5.0
-    """Time that each token of a transfer adds."""
+    """What each of its tokens adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Faults:
     retry_seconds: float = 1.0
     """After which clients ask again."""
     recover_worker: float | None = None
-    """Share at which the first worker gets its full speed."""
+    """When the first worker becomes as fast as it should be."""
     slow_speed: float = 0.2
-    """Speed of that worker until then."""
+    """Of that worker until then."""
 
     def validate(self) -> Faults:
         """Itself, if every setting is in range.
@@ -69,7 +69,7 @@ NO_FAULTS = Faults()
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Settings of a cluster."""
+    """What serves a workload."""
 
     workers: int = 16
     """Those that decode."""
@@ -77,7 +77,7 @@ class Cluster:
     """Those that only compute prompts; 0 = every worker does both."""
     engine: EngineSettings = EngineSettings()
     speeds: tuple[float, ...] = ()
-    """Speeds of the first workers, in multiples of the others' speed."""
+    """Of the first workers, in those of the others."""
     prefill_speeds: tuple[float, ...] = ()
     """In computing prompts, beside `speeds`."""
     decode_speeds: tuple[float, ...] = ()
@@ -86,12 +86,12 @@ class Cluster:
     """LoRA adapters; each is loaded on every other worker. 0 = none."""
     gateways: int = 1
     replicas: int = 1
-    """Replicas of the scheduler; gateways are spread over them."""
+    """Of the scheduler; gateways are spread over them."""
     latencies: Latencies = Latencies()
     tells_output: bool = False
-    """Gateways report the length of each output in advance."""
+    """Whether gateways say how long the output is going to be."""
     expects_max_tokens: bool = False
-    """Gateways take a client's `max_tokens` for the expected length, instead of for a limit."""
+    """Whether gateways take a client's `max_tokens` for what it expects, instead of for a bound."""
     lost_events: float = 0.0
     """Share of the batches of KV events that the index never sees."""
     faults: Faults = NO_FAULTS
@@ -128,7 +128,7 @@ class Cluster:
         return self
 
     def speeds_of(self, number: int) -> tuple[float, float]:
-        """Return the speeds of a worker, in computing prompts and in all else."""
+        """Of a worker, in computing prompts and in all else."""
         both, prefill, decode = (
             each[number] if number < len(each) else 1.0
             for each in (self.speeds, self.prefill_speeds, self.decode_speeds)

@@ -40,7 +40,7 @@ class Ask:
     role: Role
     prompt_tokens: int
     hashes: bytes
-    """Nodes of the complete blocks of its prompt, as packed u64s."""
+    """Of the complete blocks of its prompt, packed."""
     expected_output_tokens: int = 0
     priority: int = 0
     charge_prefill: bool = True
@@ -53,7 +53,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Booked:
-    """Booking in a gateway, with which it is booked again where it is not known."""
+    """What a gateway keeps of a booking, to book it again where it is not known."""
 
     ask: Ask
     decision: Decision
@@ -67,13 +67,13 @@ class Replica:
     Args:
         number: Which one.
         specs: The workers.
-        settings: Settings of the scheduler.
+        settings: Of the scheduler.
         policies: That it knows.
         now: The simulation's clock.
-        seed: Seed of its draws.
-        replicated: There are other replicas.
+        seed: Of its draws.
+        replicated: Whether there are others.
         make_load: Which twin keeps the load; None = the native one where it is built.
-        starts: Earlier starts.
+        starts: How often it has been started before.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class Replica:
         """Has a worker picked and booked, now or when it is the request's turn.
 
         Args:
-            ask: Request for a worker.
+            ask: What wants one.
             rows: Leading blocks of its prompt by worker number.
-            answer: Called with the worker or the error, once.
+            answer: Told of the worker or of the error, once.
             owner: The gateway, if it may go away.
         """
         names = self._names
@@ -149,7 +149,7 @@ class Replica:
             answer(error)
 
     def book_again(self, booked: Booked, owner: OwnerName | None = None) -> None:
-        """Book what runs already, as a gateway does that finds a scheduler that does not know it."""
+        """Books what runs already, as a gateway does that finds a scheduler that does not know it."""
         ask, decision = booked.ask, booked.decision
         key = _key(ask.request_id, ask.role)
         self.core.reserve(
@@ -182,7 +182,7 @@ class Replica:
         self.core.free(_key(request_id, role), 1, output_tokens=output_tokens)
 
     def check_idle(self) -> None:
-        """Raise AssertionError unless nothing is booked, and nothing counts as load."""
+        """Raises AssertionError unless nothing is booked, and nothing counts as load."""
         assert not len(self.core.bookings), f"{len(self.core.bookings)} bookings are left"
         self.core.check_invariants()
         for pool in self.core.workers:
@@ -191,12 +191,12 @@ class Replica:
 
 
 def number_of(rank: WorkerRank) -> int:
-    """Return the number in a worker's name."""
+    """The number in a worker's name."""
     return int(rank.worker_id[1:])
 
 
 def name_of(number: int) -> str:
-    """Return a worker's name; names are in the order of their numbers."""
+    """A worker's name; names are in the order of their numbers."""
     return f"w{number:04d}"
 
 

@@ -48,9 +48,9 @@ class Simulation(Engines):
     """One run of one policy. Used once.
 
     Args:
-        workload: Requests and their times.
-        cluster: Workers, schedulers and latencies.
-        settings: Settings of the schedulers, their policy among them.
+        workload: What is asked.
+        cluster: What serves it.
+        settings: Of the schedulers, their policy among them.
         policies: That they know.
         on_done: Called with the number of requests that have come, for progress.
         make_load: Which twin of the scheduler keeps the load; None = the native one where it is built.
@@ -105,11 +105,11 @@ class Simulation(Engines):
         """Under way."""
         self._owners: list[OwnerName | None] = [None] * cluster.gateways
         self._sessions: list[int] = []
-        """Session numbers of the gateways' streams."""
+        """Of the gateways' streams."""
         self._flushing = [False] * cluster.replicas
 
     def run(self) -> Run:
-        """Run until every request has ended."""
+        """Runs until every request has ended."""
         for number, flow in enumerate(self._workload.flows):
             self._at(picoseconds(flow.start_seconds), LATER, self._arrive, number, 0)
         self._at(self._expiry, LATER, self._expire)
@@ -129,7 +129,7 @@ class Simulation(Engines):
         return self._run
 
     def check_idle(self) -> None:
-        """Raise AssertionError unless nothing is left of any request."""
+        """Raises AssertionError unless nothing is left of any request."""
         for worker in self._workers:
             worker.check_invariants()
             assert not worker.batch, "requests are left in a batch"
@@ -139,7 +139,7 @@ class Simulation(Engines):
             replica.check_idle()
 
     def _settle(self) -> None:
-        """Deliver the messages under way."""
+        """Lets what is under way arrive."""
         until = self._now + 100 * (self._report + self._sync) + picoseconds(2 * HEARTBEAT_SECONDS)
         if self._cluster.faults.restart_gateway is not None:
             # What it had booked ends by itself.
@@ -208,7 +208,7 @@ class Simulation(Engines):
             self._place(request)
 
     def _place(self, request: _Request) -> None:
-        """Ask the scheduler of its gateway for a worker."""
+        """Asks the scheduler of its gateway for a worker."""
         assert request.asked is not None
         ask, placed = request.asked
         prompt = request.turn.nodes[: ask.prompt_tokens // self._workload.block_size]
@@ -309,7 +309,7 @@ class Simulation(Engines):
             self._changed(self._replica(request))
 
     def _tell_end(self, request: _Request, role: Role, output_tokens: int) -> None:
-        """Report the end of a request; a scheduler that is down never receives it."""
+        """What the scheduler misses while it is down it is not told later: it never hears of the request."""
         request.booked = None
         if not self._down:
             self._replica(request).ended(request.request_id, role, output_tokens)
@@ -349,7 +349,7 @@ class Simulation(Engines):
             self._at(self._now + self._expiry, LATER, self._expire)
 
     def _changed(self, replica: Replica) -> None:
-        """Plan to send the changes of a replica, a little later and together with those that come meanwhile."""
+        """What a replica did is told to the others, a little later and together with what it does meanwhile."""
         if replica.replication is None:
             return
         number = replica.number
@@ -369,7 +369,7 @@ class Simulation(Engines):
                     self._at(self._now + self._sync // 2, LATER, self._receive, other, outgoing.payload)
 
     def _receive(self, replica: Replica, payload: bytes) -> None:
-        """Deliver a message, unless the replica was replaced meanwhile."""
+        """What reaches a process that is no more reaches nobody."""
         assert replica.replication is not None
         if self.replicas[replica.number] is replica:
             replica.replication.receive(payload)

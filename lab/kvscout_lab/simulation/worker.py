@@ -37,7 +37,7 @@ COPY = 0
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of an engine; all workers of a run are alike but for their speeds."""
+    """What an engine is; all workers of a run are alike but for their speeds."""
 
     block_size: int = 64
     kv_tokens: int = 600_000
@@ -92,7 +92,7 @@ class Job:
     """Tokens that its prefill has to compute: the prompt, and after a preemption what it had generated."""
     computed: int = 0
     cached_tokens: int | None = None
-    """Prompt tokens cached when it was admitted first."""
+    """Of the prompt, when it was admitted first."""
     held: list[int] = field(default_factory=list)
     """The node of each of its first blocks, or `COPY`."""
     private: int = 0
@@ -101,11 +101,11 @@ class Job:
     life: int = 0
     """Counts its preemptions: what was planned for an earlier life is void."""
     last_token: int = 0
-    """Time of its last token, where it was preempted since."""
+    """When it got its last token, where it was preempted since."""
 
 
 class Done(NamedTuple):
-    """Result of a step for a request."""
+    """What a step brought to a request."""
 
     job: Job
     finished: bool
@@ -127,7 +127,7 @@ class Worker:
     """See the module.
 
     Args:
-        settings: Settings of the engine.
+        settings: What it is.
         prefill_speed: Divides the time of prompt tokens.
         decode_speed: Divides the time of all else.
     """
@@ -164,20 +164,20 @@ class Worker:
         self._requests = 0
         """Decoding in the step under way."""
         self.end = NEVER
-        """End of the steps under way."""
+        """When the steps under way are over."""
 
     @property
     def batch(self) -> int:
-        """Return requests in the batch."""
+        """Requests in the batch."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Return requests that are not."""
+        """Requests that are not."""
         return len(self._waiting)
 
     def submit(self, job: Job, now: int) -> None:
-        """Take a request. `end` may come nearer.
+        """Takes a request. `end` may come nearer.
 
         Raises:
             ConfigError: It fits into no empty cache.
@@ -193,7 +193,7 @@ class Worker:
             self._cut(now)
 
     def abort(self, job: Job, now: int) -> None:
-        """End a request that nobody waits for any more, at the next boundary between steps. `end` may come nearer."""
+        """Ends a request that nobody waits for any more, at the next boundary between steps. `end` may come nearer."""
         if job in self._running:
             self._aborted.append(job)
             self._cut(now)
@@ -201,18 +201,18 @@ class Worker:
             self._waiting.remove(job)
 
     def set_speeds(self, prefill_speed: float, decode_speed: float, now: int) -> None:
-        """Change its speeds from the next boundary between steps on. `end` may come nearer."""
+        """Changes its speeds from the next boundary between steps on. `end` may come nearer."""
         self._rates = self.settings.step.rates(prefill_speed, decode_speed)
         if self._steps:
             self._cut(now)
 
     def release(self, job: Job) -> None:
-        """Free the blocks that a finished request holds."""
+        """Gives back the blocks that a finished request holds."""
         self.cache.release([node for node in job.held if node != COPY], job.private)
         job.held, job.private = [], 0
 
     def begin(self, now: int) -> None:
-        """Plan what comes next, from a boundary between steps."""
+        """Plans what comes next, from a boundary between steps."""
         preempted = self._grow(now)
         chunks = self._chunks = []
         budget = self.settings.max_num_batched_tokens - len(self._decoding)
@@ -240,7 +240,7 @@ class Worker:
         self.end = now + self._length(self._steps)
 
     def finish(self) -> tuple[list[Done], Gap | None, list[tuple[int, int]]]:
-        """End the steps under way, at `end`.
+        """Ends the steps under way, at `end`.
 
         Returns:
             What they brought to requests; their lengths, if any request decoded; and (since, until) of each token that
@@ -278,7 +278,7 @@ class Worker:
         return done, gap, late
 
     def _drop(self, job: Job) -> None:
-        """End a request without its last token, if it still runs."""
+        """Ends a request without its last token, if it still runs."""
         if job in self._decoding:
             self._leave_batch(job)
         elif job in self._running:
@@ -323,7 +323,7 @@ class Worker:
             self.release(job)
 
     def _grow(self, now: int) -> bool:
-        """Assign the blocks that the next step needs; where there is none, preempt the youngest: True."""
+        """Gives blocks to whoever needs one for the next step; where there is none, the youngest is preempted: True."""
         step, grows, size = self._step + 1, self._grows, self.settings.block_size
         preempted = False
         while grows and grows[0][0] <= step:
@@ -386,7 +386,7 @@ class Worker:
         return tokens
 
     def _register(self, job: Job, tokens: int) -> None:
-        """Make the complete blocks of a request's first tokens known."""
+        """Makes the complete blocks of a request's first tokens known."""
         size, held = self.settings.block_size, job.held
         for node in job.nodes[len(held) : tokens // size]:
             if self.cache.register(node):
@@ -406,7 +406,7 @@ class Worker:
         return until - self._step
 
     def _cut(self, now: int) -> None:
-        """End the jump at the first boundary that is not before a time."""
+        """Ends the jump at the first boundary that is not before a time."""
         low, high = 1, self._steps
         while low < high:
             middle = (low + high) // 2
@@ -421,7 +421,7 @@ class Worker:
         return steps * self._first_length + self._growth * (steps * (steps - 1) // 2)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError if the structure contradicts itself."""
+        """Raises AssertionError if the structure contradicts itself."""
         self.cache.check_invariants()
         assert set(self._running) == {*self._prefills, *self._decoding}, "who runs prefills or decodes"
         assert self._offset == sum(job.target - job.born for job in self._decoding), "contexts add up"

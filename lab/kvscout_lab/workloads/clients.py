@@ -1,4 +1,4 @@
-"""Settings of clients beside prompts: output limits, answers that come as a whole, long answers among short ones.
+"""What clients bring beside prompts: bounds on outputs, answers that come as a whole, long answers among short ones.
 
 Generators and traces say what is asked and when; this says how. Each part is drawn from a seed of its own, so that a
 workload with bounds has the same prompts, outputs and times as without.
@@ -29,7 +29,7 @@ _OTHER_PROMPTS: Final = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """Settings of the clients of a workload."""
+    """How requests are made."""
 
     max_tokens: int = 0
     """That every request sets, or what it needs, rounded up to a power of two, where that is more; 0 = none."""
@@ -67,7 +67,7 @@ class Clients:
 
 
 def as_clients_ask(workload: Workload, clients: Clients) -> Workload:
-    """Return the same workload, asked by such clients.
+    """The same workload, asked by such clients.
 
     Raises:
         ConfigError: A setting is out of range; it is named.
@@ -140,7 +140,7 @@ def _with_long_answers(workload: Workload, clients: Clients) -> tuple[Flow, ...]
 
 
 def _adapted(flow: Flow, number: int) -> Flow:
-    """Return a flow on an adapter, under which no block is that of another adapter or of the model by itself."""
+    """A flow on an adapter, under which no block is that of another adapter or of the model by itself."""
     apart = 2 * (number + 1) * _OTHER_PROMPTS
 
     def change(turn: Turn) -> Turn:

@@ -29,8 +29,8 @@ def conversations(sessions: int, seed: int = 0, block_size: int = 64) -> Workloa
     """Multi-turn chats: system prompts of 16 apps, a document first, then questions.
 
     Args:
-        sessions: Number of sessions.
-        seed: Seed of all draws.
+        sessions: How many.
+        seed: Of all draws.
         block_size: Tokens a block.
     """
     parameters = MultiTurn(
@@ -99,7 +99,7 @@ class SharedPrompt:
     seed: int = 0
     block_size: int = 64
     prompt_tokens: int = 8_192
-    """Tokens of the system prompt that all share."""
+    """Of the system prompt that all share."""
     question: LogNormal = LogNormal(median=160, sigma=0.7, low=16, high=2_000)
     output: LogNormal = LogNormal(median=250, sigma=0.6, low=16, high=1_000)
 
@@ -131,7 +131,7 @@ class Documents:
     documents: int = 48
     """Each is asked about as often as any other."""
     prompt_tokens: int = 256
-    """Tokens of the system prompt that all share."""
+    """Of the system prompt that all share."""
     document: int = 1_024
     """Tokens of each."""
     question: Range = Range(32, 96)
@@ -184,8 +184,8 @@ def long_agents(sessions: int, seed: int = 0, block_size: int = 64) -> Workload:
     """Agents whose contexts have 20,000 to 120,000 tokens: code bases and long transcripts.
 
     Args:
-        sessions: Number of sessions.
-        seed: Seed of all draws.
+        sessions: How many.
+        seed: Of all draws.
         block_size: Tokens a block.
     """
     made = agents(
@@ -209,13 +209,13 @@ GENERATED: Final = ("conversations", "agents", "long-agents", "shared-prompt", "
 
 
 def generate(name: str, requests: int, seed: int = 0, shared_tokens: int = 8_192) -> Workload:
-    """Return the workload of a name, with about so many requests.
+    """The workload of a name, with about so many requests.
 
     Args:
         name: One of `GENERATED`.
         requests: Turns of all flows.
-        seed: Seed of all draws.
-        shared_tokens: Tokens of the system prompt of `shared-prompt`.
+        seed: Of all draws.
+        shared_tokens: Of the system prompt of `shared-prompt`.
 
     Raises:
         ConfigError: There is none of that name.

@@ -1,4 +1,4 @@
-"""Sessions of turns, and the generator of multi-turn conversations.
+"""What is sent and when: sessions of turns, and the generator of multi-turn conversations.
 
 A *session* is one conversation. Its first turn is due at a time fixed in advance; each later turn is due
 `think_seconds` after the answer before it was complete, and its prompt is everything said so far: the earlier
@@ -35,7 +35,7 @@ class Turn:
     """One request of a session."""
 
     new_tokens: array[int]
-    """Tokens that the prompt adds to the history, u32 token ids (`array("I")`); never empty."""
+    """What the prompt adds to the history, u32 token ids (`array("I")`); never empty."""
     max_tokens: int
     """Tokens to generate; the engine is told to go on past its end-of-sequence token."""
     think_seconds: float
@@ -48,7 +48,7 @@ class Session:
 
     session_id: str
     start_seconds: float
-    """Due time of its first turn, from the start of the run."""
+    """When its first turn is due, from the start of the run."""
     turns: tuple[Turn, ...]
 
 
@@ -138,7 +138,7 @@ class MultiTurn:
 
 
 def multi_turn(parameters: MultiTurn) -> Iterator[Session]:
-    """Yield the sessions of a parameter set, in order of their start.
+    """The sessions of a parameter set, in order of their start.
 
     Raises:
         ConfigError: A parameter is out of range.
@@ -160,7 +160,7 @@ def multi_turn(parameters: MultiTurn) -> Iterator[Session]:
 
 
 def tokens(rng: random.Random, count: int, vocab_size: int) -> array[int]:
-    """Return random token ids below `vocab_size` (at most 65,536), as `array("I")`."""
+    """Random token ids below `vocab_size` (at most 65,536), as `array("I")`."""
     return array("I", (word % vocab_size for word in memoryview(rng.randbytes(2 * count)).cast("H")))
 
 

@@ -35,7 +35,7 @@ class TraceRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """Settings of the replay of a trace."""
+    """How a trace is replayed."""
 
     limit: int = 0
     """Only the first so many requests; 0 = all."""
@@ -64,7 +64,7 @@ class TraceOptions:
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """Yield the requests of a trace file, in the order of the file, read line by line.
+    """The requests of a trace file, in the order of the file, read line by line.
 
     Raises:
         ConfigError: The file cannot be read or a line is not as described; names file and line.
@@ -79,7 +79,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 
 def trace_sessions(path: Path, options: TraceOptions) -> Iterator[Session]:
-    """Yield the sessions of a trace, made lazily: prompts exist only while they are needed.
+    """The sessions of a trace, made lazily: prompts exist only while they are needed.
 
     Raises:
         ConfigError: As `read_trace`, or an option is out of range, or timestamps go backwards.
@@ -110,7 +110,7 @@ def trace_sessions(path: Path, options: TraceOptions) -> Iterator[Session]:
 
 
 def prompt_tokens(hash_ids: Sequence[int], input_length: int, vocab_size: int) -> array[int]:
-    """Return the prompt that hash ids stand for.
+    """The prompt that hash ids stand for.
 
     Args:
         hash_ids: One id per 512 tokens, the last of them perhaps of fewer.

@@ -7,7 +7,7 @@ use pyo3::types::PyBytes;
 use super::errors;
 use super::index::BlockIndex;
 use super::{DETACH_ABOVE_BYTES, applied, fault_name};
-use crate::events::{self, Event};
+use crate::events::{self, Event, FaultKind, Removed, Stored};
 use crate::index::WorkerName;
 use crate::wire;
 
@@ -41,6 +41,24 @@ impl Batch {
         Ok(Self { batch, bytes: payload.len() })
     }
 
+    /// The events of an `EventBatch`, and how many further ones could not be read.
+    #[staticmethod]
+    fn of_events(
+        events: &Bound<'_, PyAny>,
+        faults: usize,
+        timestamp: f64,
+        dp_rank: Option<u32>,
+    ) -> PyResult<Self> {
+        let faults = vec![(FaultKind::BadEvent, String::new()); faults];
+        let mut batch = events::Batch { faults, timestamp, dp_rank, ..events::Batch::default() };
+        for event in events.try_iter()? {
+            let event = read_event(&event?, &mut batch)?;
+            batch.events.push(event);
+        }
+        let bytes = 8 * batch.hashes.len() + 4 * batch.tokens.len();
+        Ok(Self { batch, bytes })
+    }
+
     #[getter]
     fn dp_rank(&self) -> Option<u32> {
         self.batch.dp_rank
@@ -54,6 +72,38 @@ impl Batch {
     #[getter]
     fn faults(&self) -> Vec<(&'static str, &str)> {
         self.batch.faults.iter().map(|(kind, reason)| (fault_name(*kind), reason.as_str())).collect()
+    }
+}
+
+/// An event of `kvscout_blocks.bytes.events`.
+fn read_event(event: &Bound<'_, PyAny>, batch: &mut events::Batch) -> PyResult<Event> {
+    let get = |name: &str| event.getattr(name);
+    let hashes = |name: &str| get(name)?.extract::<Vec<u64>>();
+    match event.get_type().name()?.to_str()? {
+        "Cleared" => Ok(Event::Cleared),
+        "Removed" => Ok(Event::Removed(Removed {
+            engine_hashes: batch.add_hashes(&hashes("engine_hashes")?),
+            tier: get("tier")?.extract()?,
+            group: get("group")?.extract()?,
+        })),
+        _ => Ok(Event::Stored(Stored {
+            engine_hashes: batch.add_hashes(&hashes("engine_hashes")?),
+            parent: get("parent")?.extract()?,
+            tokens: batch.add_tokens(&get("tokens")?.extract::<Vec<u32>>()?),
+            block_size: get("block_size")?.extract()?,
+            tier: get("tier")?.extract()?,
+            group: get("group")?.extract()?,
+            full_attention: get("full_attention")?.extract()?,
+            window: get("window")?.extract()?,
+            lora_id: get("lora_id")?.extract()?,
+            lora_name: batch.add_text(&get("lora_name")?.extract::<String>()?),
+            cache_salt: batch.add_text(&get("cache_salt")?.extract::<String>()?),
+            mm_items: batch.add_mm_items(get("mm_items")?.extract::<Vec<Vec<String>>>()?),
+            pairs: get("pairs")?.extract()?,
+            lookahead: get("lookahead")?.extract()?,
+            local_hashes: batch.add_hashes(&hashes("local_hashes")?),
+            foreign: get("foreign")?.extract()?,
+        })),
     }
 }
 

@@ -27,7 +27,13 @@ pub fn not_found(py: Python<'_>, message: impl Into<String>) -> PyErr {
 
 /// A `MalformedBatch` that names the part at fault.
 pub fn malformed(py: Python<'_>, field: &str, message: impl Into<String>) -> PyErr {
-    raised(py, &MALFORMED_BATCH, ("kvscout_blocks.bytes.wire", "MalformedBatch"), Some(field), message.into())
+    raised(
+        py,
+        &MALFORMED_BATCH,
+        ("kvscout_blocks.bytes.frames", "MalformedBatch"),
+        Some(field),
+        message.into(),
+    )
 }
 
 /// An instance of a class of the exception tree; the import error if the class cannot be imported.

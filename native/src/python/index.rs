@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 use super::errors::{self, invalid_argument};
 use super::hashing::local_hashes;
 use super::{DETACH_ABOVE_BYTES, applied, fault_name};
-use crate::events::{Batch, Event, FaultKind, Removed, Stored};
+use crate::events::{Event, Removed, Stored};
 use crate::hashing::hashes_from_bytes;
 use crate::index::{
     self, Bounds, Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, HashedPrompt, LEVELS, LoadError, Row,
@@ -107,23 +107,6 @@ impl BlockIndex {
 
     fn go_on_demoting(&self, py: Python<'_>, worker: Name) -> Option<u64> {
         py.detach(|| self.index.go_on_demoting(worker.get()))
-    }
-
-    fn apply(
-        &self,
-        worker: Name,
-        events: &Bound<'_, PyAny>,
-        faults: usize,
-        epoch: u64,
-        event_id: Option<u64>,
-    ) -> PyResult<(usize, usize, bool, String)> {
-        let mut batch =
-            Batch { faults: vec![(FaultKind::BadEvent, String::new()); faults], ..Batch::default() };
-        for event in events.try_iter()? {
-            let event = read_event(&event?, &mut batch)?;
-            batch.events.push(event);
-        }
-        Ok(applied(self.index.apply(worker.get(), &batch, epoch, event_id)))
     }
 
     fn apply_payload(
@@ -318,38 +301,6 @@ pub fn load_error(py: Python<'_>, worker: WorkerName<'_>, error: LoadError) -> P
         }
         LoadError::Full | LoadError::Superseded => errors::failed_precondition(py, error.to_string()),
         LoadError::Contradiction { field, message } => invalid_argument(py, &field, message),
-    }
-}
-
-/// An event of `kvscout_blocks.bytes.events`.
-fn read_event(event: &Bound<'_, PyAny>, batch: &mut Batch) -> PyResult<Event> {
-    let get = |name: &str| event.getattr(name);
-    let hashes = |name: &str| get(name)?.extract::<Vec<u64>>();
-    match event.get_type().name()?.to_str()? {
-        "Cleared" => Ok(Event::Cleared),
-        "Removed" => Ok(Event::Removed(Removed {
-            engine_hashes: batch.add_hashes(&hashes("engine_hashes")?),
-            tier: get("tier")?.extract()?,
-            group: get("group")?.extract()?,
-        })),
-        _ => Ok(Event::Stored(Stored {
-            engine_hashes: batch.add_hashes(&hashes("engine_hashes")?),
-            parent: get("parent")?.extract()?,
-            tokens: batch.add_tokens(&get("tokens")?.extract::<Vec<u32>>()?),
-            block_size: get("block_size")?.extract()?,
-            tier: get("tier")?.extract()?,
-            group: get("group")?.extract()?,
-            full_attention: get("full_attention")?.extract()?,
-            window: get("window")?.extract()?,
-            lora_id: get("lora_id")?.extract()?,
-            lora_name: batch.add_text(&get("lora_name")?.extract::<String>()?),
-            cache_salt: batch.add_text(&get("cache_salt")?.extract::<String>()?),
-            mm_items: batch.add_mm_items(get("mm_items")?.extract::<Vec<Vec<String>>>()?),
-            pairs: get("pairs")?.extract()?,
-            lookahead: get("lookahead")?.extract()?,
-            local_hashes: batch.add_hashes(&hashes("local_hashes")?),
-            foreign: get("foreign")?.extract()?,
-        })),
     }
 }
 

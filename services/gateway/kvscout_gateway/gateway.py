@@ -269,7 +269,7 @@ class Gateway:
                 if self._reports:
                     await asyncio.wait(self._reports)
         except TimeoutError:
-            log.warning("stopped with requests that were not freed at any scheduler")
+            log.warning("stopped with requests that no scheduler was told to free")
         await self.tokens.close()
         await self.attachment.close()
         await self.engines.close()
@@ -366,7 +366,7 @@ class Gateway:
         self._warnings.warning((tenant, placement.worker), "worker %s failed: %s", who, error)
         if not ejection_seconds:
             return
-        log.warning("worker %s is in cool-down for %g s", who, ejection_seconds)
+        log.warning("worker %s gets no requests for %g s", who, ejection_seconds)
         if len(self._reports) >= MAX_REPORTS:
             return
         request = scheduler_pb2.ReportFailureRequest(

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
+from kvscout_blocks.index.backend import make_index, make_queries
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.index.twins import cut_messages, make_index, make_queries
 from kvscout_blocks.source.feed import Feed, SourceCut
 from kvscout_blocks.source.published import with_last_digest
 from kvscout_blocks.source.source import PeerLookup, Source
@@ -211,7 +211,7 @@ class Indexer:
         if taken is None:
             return []
         incomplete = taken.history_incomplete
-        messages = await cut_messages(taken.cut, spec.pool, history_incomplete=incomplete, epoch=None) or []
+        messages = await taken.cut.encode(spec.pool, history_incomplete=incomplete) or []
         if messages and not taken.epoch and taken.last_digest is not None:
             messages[-1] = with_last_digest(messages[-1], taken.last_digest)
         return messages

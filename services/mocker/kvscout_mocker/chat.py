@@ -50,7 +50,7 @@ def parse_chat(body: object, config: MockerConfig, tokenizer: WordTokenizer) -> 
 
 
 def parse_tokenize(body: object, config: MockerConfig, tokenizer: WordTokenizer) -> array[int]:
-    """Return the tokens of a `/tokenize` body: of its `prompt` or, through the chat template, its `messages`.
+    """The tokens of a `/tokenize` body: of its `prompt` or, through the chat template, its `messages`.
 
     Raises:
         InvalidArgument: Naming the field at fault.
@@ -67,7 +67,7 @@ def parse_tokenize(body: object, config: MockerConfig, tokenizer: WordTokenizer)
 
 
 def parse_detokenize(body: object, config: MockerConfig) -> array[int]:
-    """Return the tokens of a `/detokenize` body.
+    """The tokens of a `/detokenize` body.
 
     Raises:
         InvalidArgument: Naming the field at fault.

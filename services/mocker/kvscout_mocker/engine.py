@@ -40,7 +40,7 @@ class Finish(StrEnum):
 
 
 class RequestState(Enum):
-    """State of a request."""
+    """Where a request is in its life."""
 
     WAITING = "waiting"
     RECEIVING = "receiving"
@@ -60,7 +60,7 @@ class Request:
     report_prefix: bool = False
     """Emit a Stored event for the blocks it hits too (`kv_cache_report_mode: full`)."""
     finish: Finish = Finish.LENGTH
-    """Finish reason after `max_tokens` tokens."""
+    """What `max_tokens` tokens end it with."""
     fails_after: int | None = None
     """It fails when it has so many tokens; None: it does not."""
     receives: bool = False
@@ -81,11 +81,11 @@ class Request:
 
     @property
     def output_tokens(self) -> int:
-        """Return tokens generated so far."""
+        """Tokens generated so far."""
         return len(self.sequence) - self.prompt_tokens
 
     def next_token(self, vocab_size: int) -> int:
-        """Return the next token: a function of prompt, position and seed alone, never an end of sequence."""
+        """The next token: a function of prompt, position and seed alone, never an end of sequence."""
         key = self.prompt_digest.to_bytes(8, "little") + self.output_tokens.to_bytes(4, "little")
         return RESERVED_TOKENS + xxhash.xxh3_64_intdigest(key, self.seed) % (vocab_size - RESERVED_TOKENS)
 
@@ -98,7 +98,7 @@ class Scheduled(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Tokens that a request needs of another engine."""
+    """What a request needs of another engine."""
 
     request: Request
     tokens: int
@@ -106,7 +106,7 @@ class Pull(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Requests of one step, and its duration."""
+    """What one step computes and how long that takes."""
 
     scheduled: list[Scheduled]
     duration_seconds: float
@@ -145,9 +145,9 @@ class EngineCounters:
     finished: int = 0
     failed: int = 0
     received_tokens: int = 0
-    """Prompt tokens computed by another engine."""
+    """Of prompts, computed by another engine."""
     expected_tokens: int = 0
-    """Prompt tokens that another engine was to have computed."""
+    """Of prompts, that another engine was to have computed."""
     failed_transfers: int = 0
     expired_transfers: int = 0
     aborted: int = 0
@@ -174,12 +174,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Return requests in the batch."""
+        """Requests in the batch."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Return requests that wait for a place in the batch or for another engine, preempted ones included."""
+        """Requests that wait for a place in the batch or for another engine, preempted ones included."""
         return len(self._waiting) + len(self.receiving)
 
     def submit(self, request: Request) -> None:
@@ -212,7 +212,7 @@ class Engine:
         self._end(request)
 
     def take_pulls(self) -> list[Pull]:
-        """Return the transfers wanted since the last call; each ends with `received` or `lost`."""
+        """What has to come from other engines since the last call; each is answered by `received` or `lost`."""
         pulls, self._pulls = self._pulls, []
         return pulls
 
@@ -226,7 +226,7 @@ class Engine:
             self._waiting.appendleft(request)
 
     def lost(self, pull: Pull, *, recompute: bool) -> bool:
-        """Return the tokens do not come.
+        """The tokens do not come.
 
         Args:
             pull: Which ones.
@@ -273,7 +273,7 @@ class Engine:
         return self.blocks.reset()
 
     def take_events(self) -> list[Event]:
-        """Return the KV events since the last call, in order."""
+        """The KV events since the last call, in order."""
         return self.blocks.take_events()
 
     def begin_step(self) -> Step | None:

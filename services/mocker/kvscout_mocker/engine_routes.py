@@ -17,7 +17,7 @@ class EngineRoutes:
     """`/health`, `/metrics`, `/kv_event_sources` and `/reset_prefix_cache`.
 
     Args:
-        config: Configuration of the process.
+        config: Of the process.
         ranks: In order of their number.
     """
 

@@ -22,7 +22,7 @@ class FaultRoutes:
 
     Args:
         ranks: In order of their number.
-        faults: Faults of the process.
+        faults: Of the process.
         restart: Replaces the process; its argument says if the new one has a replay socket.
     """
 

@@ -37,11 +37,11 @@ class SglangRoutes:
     """`/generate` and its neighbours.
 
     Args:
-        config: Configuration of the process.
+        config: Of the process.
         intake: Into its engines.
         ranks: In order of their number.
-        faults: Faults of the process.
-        bootstrap_port: Port of its bootstrap server; 0: there is none.
+        faults: Of the process.
+        bootstrap_port: Of its bootstrap server; 0: there is none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SglangRoutes:
         self._running: dict[str, asyncio.Task[object]] = {}
 
     def add_to(self, app: web.Application) -> None:
-        """Add the routes to an application."""
+        """Adds the routes to an application."""
         app.add_routes(
             [
                 web.post("/generate", _sglang_errors(self.generate)),
@@ -111,7 +111,7 @@ class SglangRoutes:
         return web.Response()
 
     async def server_info(self, _: web.Request) -> web.StreamResponse:
-        """Return the server's arguments that other programs read."""
+        """What other programs read of the server's arguments."""
         config = self._config
         mode = "null" if config.role is Role.AGGREGATED else config.role.value
         return web.json_response(
@@ -128,7 +128,7 @@ class SglangRoutes:
         )
 
     def _kv_events(self) -> Document | None:
-        """Return where ranks publish: on the base port + rank. None: on other ports, as SGLang's never are."""
+        """Where ranks publish: on the base port + rank. None where the ports are others, which SGLang's never are."""
         ranks = [urlsplit(rank.publisher.endpoint) for rank in self._ranks]
         replays = [urlsplit(rank.publisher.replay_endpoint) for rank in self._ranks]
         base = _base_port(ranks)
@@ -146,7 +146,7 @@ class SglangRoutes:
         }
 
     async def model_info(self, _: web.Request) -> web.StreamResponse:
-        """Return the model."""
+        """The model."""
         return web.json_response({"model_path": self._config.model, "is_generation": True})
 
     async def health(self, _: web.Request) -> web.StreamResponse:
@@ -211,7 +211,7 @@ class _Answer:
             self._finish_reason = delta.finish_reason
 
     def document(self) -> Document:
-        """Return the answer, or what a stream's next event says."""
+        """The answer, or what a stream's next event says."""
         finish = self._finish_reason
         meta: Document = {
             "id": self._rid,
@@ -261,6 +261,6 @@ def _sglang_errors(
 
 
 def _base_port(endpoints: Sequence[SplitResult]) -> int | None:
-    """Return the port of the first, if each further one has the next; None = they have not, or there are none."""
+    """The port of the first, if each further one has the next; None = they have not, or there are none."""
     ports = [endpoint.port for endpoint in endpoints]
     return ports[0] if ports[0] and ports == list(range(ports[0], ports[0] + len(ports))) else None

@@ -30,7 +30,7 @@ from support.scripted_publisher import (
 )
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
-from kvscout_blocks.bytes.codec import parse_batch
+from kvscout_blocks.bytes.messages import parse_batch
 from kvscout_common.errors import (
     Draining,
     FailedPrecondition,
@@ -196,8 +196,8 @@ async def test_a_publisher_that_ignores_what_it_is_asked_is_given_up(
     stack: Stack, publisher: ScriptedPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(push, "RESEND_SECONDS", 0.02)
-    monkeypatch.setattr("kvscout_blocks.source.replay.FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("kvscout_blocks.source.replay.MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("kvscout_blocks.source.sequence.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_blocks.source.sequence.MAX_ATTEMPTS", 3)
     messages = [publisher.make(payload) for payload in chain(6)]
     stream = stack.push()
     await stream.send(*messages[:2], *messages[3:])

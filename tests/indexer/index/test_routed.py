@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.index.twins import make_index
 from kvscout_common.errors import FailedPrecondition, NotFound
 from kvscout_common.registry.registry import Registry
 from kvscout_common.shards import Shard

@@ -116,7 +116,7 @@ class Membership:
         for member in left:
             self._leave(member)
         for member in joined:
-            log.info("%s is available", member.name)
+            log.info("%s is there", member.name)
             self._begin(member, self._join(member), group)
 
     def _say(self, name: str, problem: str) -> None:
@@ -140,7 +140,7 @@ class Membership:
         self._tasks[member] = [group.create_task(work(), name=name) for name, work in works.items()]
 
     def _leave(self, member: Member[Any]) -> None:
-        log.info("%s is gone", member.name)
+        log.info("%s is no longer there", member.name)
         for task in self._tasks.pop(member):
             task.cancel()
         self._registration.leave(self._syncs.pop(member))

@@ -22,12 +22,12 @@ from typing import Any, Final, NamedTuple
 import grpc
 
 from kvscout.v1 import events_pb2
-from kvscout_blocks.bytes.codec import check_version, parse_batch, source_of
 from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.bytes.messages import check_version, parse_batch, source_of
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import Cursor, Feed, HistoryBroken, SourceInput, SourceState
 from kvscout_blocks.source.published import PublishedReader
+from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.errors import Draining, FailedPrecondition, InternalError, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.process.endings import INTENDED
 from kvscout_common.registry.registry import Registry
@@ -217,7 +217,7 @@ class PushFeed:
         """Attach a new stream; a former one ends."""
         older, self._stream = self._stream, stream
         if older is not None:
-            log.warning("a second publisher pushes events of worker %s: closing the first one's stream", self.name)
+            log.warning("a second publisher pushes events of worker %s: the first one's stream is ended", self.name)
             older.end(FailedPrecondition("another stream of this source took over"))
         source = self.source
         known = source.cursor.last_event_id is not None
@@ -250,7 +250,7 @@ async def _until_broken_off(messages: AsyncIterator[bytes]) -> AsyncGenerator[by
         async for message in messages:
             yield message
     except grpc.aio.BaseError as error:
-        log.info("a publisher's stream was lost: %s", error)
+        log.info("a publisher's stream broke off: %s", error)
 
 
 class Stream:

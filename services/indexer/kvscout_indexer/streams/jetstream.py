@@ -23,7 +23,6 @@ import nats.errors
 from nats.js.errors import NotFoundError
 
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.index.twins import cut_messages, state_messages
 from kvscout_blocks.source.feed import Cursor, Feed
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
@@ -99,7 +98,7 @@ class JetStream:
             self.reader_of(spec.tenant, spec.model)
             return JetStreamFeed(self, spec, rank, index, self._security)
         except InvalidArgument as error:
-            log.error("events of worker %s/%d cannot be read from NATS: %s", *rank, error)
+            log.error("worker %s/%d cannot have events in NATS: %s", *rank, error)
             return None
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
@@ -130,7 +129,7 @@ class JetStream:
                 for reader in list(self.readers.values()):
                     await reader.caught_up.wait()
         except TimeoutError:
-            log.warning("serving before the event streams were read")
+            log.warning("serving before the streams of events were read")
 
     def warnings(self) -> list[Warned]:
         """Return what an operator should know, in sentences."""
@@ -233,7 +232,7 @@ class JetStream:
                     await js.delete_consumer(name, consumer.name)
                 except NotFoundError:
                     pass
-            log.warning("stream of model %r, tenant %r: cleared by --router-reset-states", model, tenant)
+            log.warning("stream of model %r, tenant %r: cleared, as asked", model, tenant)
 
 
 class JetStreamFeed(PublisherFeed):
@@ -297,8 +296,8 @@ class JetStreamFeed(PublisherFeed):
         taken = await self._source.cut()
         messages = None
         if taken is not None:
-            messages = await cut_messages(
-                taken.cut, self.spec.pool, history_incomplete=taken.history_incomplete, epoch=taken.epoch
+            messages = await taken.cut.encode(
+                self.spec.pool, history_incomplete=taken.history_incomplete, epoch=taken.epoch
             )
         if messages is None:
             raise NotFound(f"worker {self.rank.worker_id} rank {self.rank.dp_rank} is not known")
@@ -307,16 +306,11 @@ class JetStreamFeed(PublisherFeed):
     def state(self) -> list[bytes] | None:
         """Return the state at once; None if it is too large for that."""
         stats = self._index.worker_stats(self.rank)
-        if stats is None or stats.blocks > KEEP_BLOCKS:
+        cut = self._index.cut(self.rank) if stats is not None and stats.blocks <= KEEP_BLOCKS else None
+        if cut is None:
             return None
         assert self._source is not None
-        return state_messages(
-            self._index,
-            self.rank,
-            self.spec.pool,
-            history_incomplete=self._source.incomplete,
-            epoch=self._source.cursor.epoch,
-        )
+        return cut.messages(self.spec.pool, history_incomplete=self._source.incomplete, epoch=self._source.cursor.epoch)
 
 
 def replica_name() -> str:

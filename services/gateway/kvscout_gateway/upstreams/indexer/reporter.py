@@ -220,7 +220,7 @@ class ReplicaReports:
 
     def _say(self, problem: str) -> None:
         if problem and not self.problem:
-            log.warning("routing decisions cannot be reported to %s: %s", self.member.name, problem)
+            log.warning("%s cannot be told of routing decisions: %s", self.member.name, problem)
         self.problem = problem
 
 

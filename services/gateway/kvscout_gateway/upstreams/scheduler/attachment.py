@@ -175,7 +175,7 @@ class Attachment:
         await self._rebook(member, stream)
         before, self._schedulers.primary = self._schedulers.primary, member
         if before is not member:
-            log.info("%s decides from now on, with %d requests in flight", member.name, len(listed))
+            log.info("%s decides, with %d requests in flight", member.name, len(listed))
         for other in self._schedulers.members:
             if other is not member:
                 self._leave(other)
@@ -208,7 +208,7 @@ class Attachment:
                     return better, None
         ended = member.stub.drop_stream()
         why = ended.error if ended is not None else None
-        log.warning("the stream to %s was lost: %s", member.name, why)
+        log.warning("the stream to %s broke: %s", member.name, why)
         self._unwell(member)
         # A connection that broke is made again at once; one that hangs, or a scheduler that drains, is not waited for.
         return None, None if isinstance(why, DeadlineExceeded | Draining) else member

@@ -262,7 +262,7 @@ class Bookings:
                 return
             if last or not is_member_fault(error) or self._clock() + pause > give_up_at:
                 self._metrics.unfreed.inc()
-                log.warning("%s was not freed and ends with its lease: %s", booking.ref.request_id, error)
+                log.warning("%s is left to its lease: %s", booking.ref.request_id, error)
                 return
             await self._pause(pause)
 
