@@ -1,0 +1,1 @@
+"""The HTTP port: one router, from paths to fronts."""
