@@ -20,7 +20,7 @@ from kvscout_common.identity.identity import TokenTable
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.timeouts import EngineTimeouts
-from kvscout_gateway.fronts.openai.port import OpenAiPort
+from kvscout_gateway.http.port import OpenAiPort
 from kvscout_gateway.gateway import Gateway
 from support.web_servers import web_server
 

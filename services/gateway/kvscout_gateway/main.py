@@ -270,7 +270,7 @@ async def build(config: GatewayConfig) -> App:
     from prometheus_client import CollectorRegistry
 
     from kvscout_gateway.fronts.grpc.servicer import SERVICE, GatewayServicer
-    from kvscout_gateway.fronts.openai.port import OpenAiPort
+    from kvscout_gateway.http.port import OpenAiPort
     from kvscout_gateway.gateway import Gateway
 
     metrics = CollectorRegistry()

@@ -121,7 +121,7 @@ async def test_health_needs_no_token(tokens: TokenTable) -> None:
 
 def test_every_rpc_of_every_service_is_in_some_role() -> None:
     from kvscout.v1 import bridge_pb2, gateway_pb2
-    from kvscout_gateway.fronts.openai.front import ROUTES
+    from kvscout_gateway.http.router import ROUTES
 
     granted = frozenset[str]().union(*ALLOWED.values())
     services = [

@@ -11,7 +11,7 @@ from kvscout_common.errors import InternalError
 from kvscout_common.http.http import FailureKind, HttpFailed
 from kvscout_common.transport.statuses import status_code
 from kvscout_gateway.engines.faults import RULES, EngineFailed, Fault, refused, reported, transport_failure
-from kvscout_gateway.fronts.openai.refusals import refusal_of
+from kvscout_gateway.fronts.refusals import refusal_of
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from kvscout_gateway.fronts.dashboard import viewers as viewers_module
 from kvscout_gateway.fronts.dashboard.dashboard import Dashboard
 from kvscout_gateway.fronts.dashboard.front import DashboardFront
 from kvscout_gateway.fronts.dashboard.viewers import MAX_VIEWERS, Viewers
-from kvscout_gateway.fronts.openai.front import OpenAiFront
+from kvscout_gateway.http.router import OpenAiFront
 from kvscout_gateway.fronts.openai.generation import Generation
 from kvscout_gateway.fronts.openai.passthrough import Passthrough
 from kvscout_gateway.fronts.openai.sessions import Affinity

@@ -24,10 +24,10 @@ from kvscout_common.errors import (
 )
 from kvscout_common.identity.identity import AccessRole, Identity, TokenTable, _digest
 from kvscout_gateway.engines.faults import EngineFailed, refused
-from kvscout_gateway.fronts.openai import proxied
-from kvscout_gateway.fronts.openai.access import caller_of
-from kvscout_gateway.fronts.openai.body import JsonBody
-from kvscout_gateway.fronts.openai.refusals import event_of, refusal_of
+from kvscout_gateway.fronts import headers as proxied
+from kvscout_gateway.fronts.access import caller_of
+from kvscout_gateway.fronts.body import JsonBody
+from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
 from kvscout_gateway.fronts.openai.thresholds import change_of, shown
 

@@ -9,8 +9,8 @@ from kvscout_common.http.http import HttpCall
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.fronts.dashboard.dashboard import Dashboard
 from kvscout_gateway.fronts.dashboard.page import page
-from kvscout_gateway.fronts.openai.access import Caller
-from kvscout_gateway.fronts.openai.refusals import WrongMethod
+from kvscout_gateway.fronts.access import Caller
+from kvscout_gateway.fronts.refusals import WrongMethod
 
 PAGE: Final = "/"
 EVENTS: Final = "/dashboard/events"

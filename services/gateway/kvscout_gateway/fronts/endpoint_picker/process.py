@@ -33,7 +33,7 @@ from kvscout_gateway.fronts.endpoint_picker.stream import (
     RequestStream,
     Step,
 )
-from kvscout_gateway.fronts.openai.refusals import refusal_of, refusal_of_http, shaped
+from kvscout_gateway.fronts.refusals import refusal_of, refusal_of_http, shaped
 
 TOO_LONG = 413
 FALLBACK_SECONDS = 0.5

@@ -13,10 +13,10 @@ from kvscout_common.observability.log_lines import about_request
 from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.vllm import common_headers
 from kvscout_gateway.fronts.json_request import CHAT, model_of, request_of, tokens_of
-from kvscout_gateway.fronts.openai import proxied
-from kvscout_gateway.fronts.openai.access import Caller, header
-from kvscout_gateway.fronts.openai.body import JsonBody
-from kvscout_gateway.fronts.openai.refusals import event_of, refusal_of
+from kvscout_gateway.fronts import headers as proxied
+from kvscout_gateway.fronts.access import Caller, header
+from kvscout_gateway.fronts.body import JsonBody
+from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body

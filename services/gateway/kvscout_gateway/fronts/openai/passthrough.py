@@ -13,10 +13,10 @@ from kvscout_common.http.json_fields import INLINE_BYTES
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.fronts.answering import spread_answering
-from kvscout_gateway.fronts.openai import proxied
-from kvscout_gateway.fronts.openai.access import Caller, header
-from kvscout_gateway.fronts.openai.body import JsonBody
-from kvscout_gateway.fronts.openai.client_body import ClientBody, read_body
+from kvscout_gateway.fronts import headers as proxied
+from kvscout_gateway.fronts.access import Caller, header
+from kvscout_gateway.fronts.body import JsonBody
+from kvscout_gateway.fronts.client_body import ClientBody, read_body
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway

@@ -13,7 +13,7 @@ import xxhash
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.http.http import Headers
-from kvscout_gateway.fronts.openai.access import header
+from kvscout_gateway.fronts.access import header
 
 MAX_SESSION_CHARACTERS: Final = 1024
 _HEADER: Final = "header:"

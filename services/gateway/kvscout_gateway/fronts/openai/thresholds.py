@@ -7,7 +7,7 @@ from typing import Any, Final
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_gateway.fronts.json_request import model_of
-from kvscout_gateway.fronts.openai.body import JsonBody
+from kvscout_gateway.fronts.body import JsonBody
 
 FIELDS: Final = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
 MAX_VALUE: Final = 1 << 64

@@ -19,12 +19,12 @@ from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.fronts.client_paths import HEALTH, MODELS, model_named
 from kvscout_gateway.fronts.dashboard.front import EVENTS, METHOD, PAGE, DashboardFront
 from kvscout_gateway.fronts.json_request import CHAT
-from kvscout_gateway.fronts.openai.access import Caller, caller_of, header
-from kvscout_gateway.fronts.openai.body import JsonBody, parsed
+from kvscout_gateway.fronts.access import Caller, caller_of, header
+from kvscout_gateway.fronts.body import JsonBody, parsed
 from kvscout_gateway.fronts.openai.generation import COMPLETIONS, Generation
 from kvscout_gateway.fronts.openai.models import Models
 from kvscout_gateway.fronts.openai.passthrough import Passthrough
-from kvscout_gateway.fronts.openai.refusals import JSON_HEADERS, WrongMethod, refusal_of, refusal_of_http
+from kvscout_gateway.fronts.refusals import JSON_HEADERS, WrongMethod, refusal_of, refusal_of_http
 from kvscout_gateway.fronts.openai.thresholds import change_of, shown
 from kvscout_gateway.fronts.shadow.front import ShadowFront
 

@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.http import Charge, Headers, HttpRefused
 from kvscout_common.http.json_fields import INLINE_BYTES
-from kvscout_gateway.fronts.openai.access import header
-from kvscout_gateway.fronts.openai.body import JsonBody
-from kvscout_gateway.fronts.openai.multipart import field_of_form
-from kvscout_gateway.fronts.openai.reading import read_in_thread
+from kvscout_gateway.fronts.access import header
+from kvscout_gateway.fronts.body import JsonBody
+from kvscout_gateway.fronts.multipart import field_of_form
+from kvscout_gateway.fronts.reading import read_in_thread
 from kvscout_gateway.fronts.reserved import RESERVED_FIELDS, changes_of
 
 UNSUPPORTED_MEDIA_TYPE: Final = 415

@@ -10,7 +10,7 @@ from typing import Any, Final
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.http import Charge
 from kvscout_common.http.json_fields import INLINE_BYTES, Fields
-from kvscout_gateway.fronts.openai.reading import read_in_thread
+from kvscout_gateway.fronts.reading import read_in_thread
 
 _encoder: Final = json.JSONEncoder(separators=(",", ":"))
 

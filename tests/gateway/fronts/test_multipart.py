@@ -10,8 +10,8 @@ import pytest
 from support.cpu_cost import assert_in_proportion
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_gateway.fronts.openai import multipart
-from kvscout_gateway.fronts.openai.multipart import MAX_PARTS, field_of_form
+from kvscout_gateway.fronts import multipart
+from kvscout_gateway.fronts.multipart import MAX_PARTS, field_of_form
 
 FORM = "multipart/form-data; boundary=b"
 

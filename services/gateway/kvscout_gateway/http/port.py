@@ -13,7 +13,7 @@ from kvscout_common.identity.identity import TokenTable
 from kvscout_common.rpc.serving import HttpPort
 from kvscout_gateway.fronts.dashboard.dashboard import Dashboard
 from kvscout_gateway.fronts.dashboard.front import DashboardFront
-from kvscout_gateway.fronts.openai.front import OpenAiFront
+from kvscout_gateway.http.router import OpenAiFront
 from kvscout_gateway.fronts.openai.generation import Generation
 from kvscout_gateway.fronts.openai.passthrough import Passthrough
 from kvscout_gateway.fronts.openai.sessions import Affinity

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import MAX_FIELD_BYTES, MAX_FIELD_VALUES, Prompts
-from kvscout_gateway.fronts.openai.body import JsonBody
+from kvscout_gateway.fronts.body import JsonBody
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
