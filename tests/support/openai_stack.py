@@ -20,8 +20,8 @@ from kvscout_common.identity.identity import TokenTable
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.timeouts import EngineTimeouts
-from kvscout_gateway.http.port import OpenAiPort
 from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.http.port import GatewayHttp
 from support.web_servers import web_server
 
 MODEL = "m"
@@ -125,7 +125,7 @@ async def front(*workers: WorkerSpec, tokens: TokenTable | None = None, **config
     gateway = Gateway(settings, metrics)
     for worker in workers:
         gateway.registry.register(worker)
-    port = OpenAiPort(gateway, metrics).port()
+    port = GatewayHttp(gateway, metrics).port()
     server = serve_http(port.make(tokens), port.limits)
     url = f"http://127.0.0.1:{await server.listen('127.0.0.1', 0)}"
     async with AsyncExitStack() as stack:

@@ -68,8 +68,6 @@ from kvscout_gateway.values.placement import Placement
 log = logging.getLogger("kvscout.gateway")
 _SYSTEM_RANDOM = random.SystemRandom()
 
-BODY_COPIES = 4
-"""Bytes of memory that each byte of a body over HTTP is counted as: as it came, as text, what it says, as it leaves."""
 SETTINGS_SECONDS = 5.0
 """How often the scheduler's settings are read."""
 CLOSE_SECONDS = 2.0
@@ -80,6 +78,9 @@ MAX_REPORTS = 256
 
 class Gateway:
     """One gateway: stateless but for what is in flight and what was seen of the workers."""
+
+    body_copies = 4
+    """Bytes of memory that each byte of a body over HTTP counts as: as it came, as text, what it says, as it leaves."""
 
     def __init__(self, config: GatewayConfig, metrics: CollectorRegistry) -> None:
         self.config = config
@@ -201,7 +202,7 @@ class Gateway:
 
     def charge(self, tenant: str) -> Charge:
         """What is charged for a request's body and what is made of it here; nothing yet."""
-        return self.budget.charge(tenant, BODY_COPIES)
+        return self.budget.charge(tenant, self.body_copies)
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """Nothing: observations are made when first needed."""

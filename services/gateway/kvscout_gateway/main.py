@@ -270,8 +270,8 @@ async def build(config: GatewayConfig) -> App:
     from prometheus_client import CollectorRegistry
 
     from kvscout_gateway.fronts.grpc.servicer import SERVICE, GatewayServicer
-    from kvscout_gateway.http.port import OpenAiPort
     from kvscout_gateway.gateway import Gateway
+    from kvscout_gateway.http.port import GatewayHttp
 
     metrics = CollectorRegistry()
     gateway = Gateway(config, metrics)
@@ -280,11 +280,11 @@ async def build(config: GatewayConfig) -> App:
         from kvscout_gateway.fronts.endpoint_picker.front import endpoint_picker
 
         side_ports.append(endpoint_picker(config.endpoint_picker, gateway, metrics))
-    openai = OpenAiPort(gateway, metrics)
+    http = GatewayHttp(gateway, metrics)
     return App(
         name="gateway",
         services=[(SERVICE, GatewayServicer(gateway).add_to)],
-        tasks={**gateway.tasks(), **openai.tasks()},
+        tasks={**gateway.tasks(), **http.tasks()},
         warm=gateway.warm,
         leave=gateway.leave,
         drain=gateway.drain,
@@ -293,7 +293,7 @@ async def build(config: GatewayConfig) -> App:
         limits=gateway.registry.limits,
         budget=gateway.budget,
         side_ports=side_ports,
-        http=openai.port() if config.http_port >= 0 else None,
+        http=http.port() if config.http_port >= 0 else None,
     )
 
 

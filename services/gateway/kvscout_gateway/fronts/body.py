@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.http.http import Charge
+from kvscout_common.http.http import Charge, HttpCall
 from kvscout_common.http.json_fields import INLINE_BYTES, Fields
+from kvscout_gateway.fronts.headers import JSON_HEADERS
 from kvscout_gateway.fronts.reading import read_in_thread
 
 _encoder: Final = json.JSONEncoder(separators=(",", ":"))
@@ -86,3 +87,20 @@ async def parsed(data: bytes, charge: Charge | None = None) -> JsonBody:
     read = JsonBody(data) if len(data) <= INLINE_BYTES else await read_in_thread(charge, JsonBody, data)
     read.charge = charge
     return read
+
+
+async def json_of(call: HttpCall, charge: Charge) -> JsonBody:
+    """Read the body of a request that is a JSON object.
+
+    Raises:
+        InvalidArgument: There is none, or as `JsonBody`.
+    """
+    body = await call.body(charge)
+    if not body:
+        raise InvalidArgument("must not be empty", field="body")
+    return await parsed(body, charge)
+
+
+async def respond_json(call: HttpCall, document: Any) -> None:
+    """Answer with a JSON document."""
+    await call.respond(200, JSON_HEADERS, json.dumps(document).encode())

@@ -8,6 +8,7 @@ from typing import Final
 from kvscout_common.http.http import Headers
 from kvscout_gateway.fronts.reserved import is_reserved_header
 
+JSON_HEADERS: Final = (("Content-Type", "application/json"),)
 _OF_ONE_HOP: Final = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade", "host", "content-length", "expect")

@@ -28,12 +28,12 @@ from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.plain_text import printable
 from kvscout_gateway.engines.faults import Payer, failure_behind
 from kvscout_gateway.fronts.client_paths import UnknownPath
+from kvscout_gateway.fronts.headers import JSON_HEADERS
 from kvscout_gateway.values.prompt import PromptTooLong
 
 log = logging.getLogger("kvscout.gateway")
 _defects = RateLimitedLog(log, period_seconds=10.0)
 
-JSON_HEADERS: Final = (("Content-Type", "application/json"),)
 METHOD_NOT_ALLOWED: Final = 405
 STATUSES: Final[dict[type[KvscoutError], tuple[int, str, str | None]]] = {
     InvalidArgument: (400, "invalid_request_error", None),

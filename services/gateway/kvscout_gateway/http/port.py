@@ -1,4 +1,4 @@
-"""The OpenAI front's port, put together for one gateway."""
+"""The HTTP port of one gateway: its fronts, put together."""
 
 from __future__ import annotations
 
@@ -7,64 +7,98 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
+from kvscout_common.errors import NotFound
 from kvscout_common.http.byte_budget import SHARE
-from kvscout_common.http.http import HttpHandler, HttpLimits
+from kvscout_common.http.http import HttpCall, HttpHandler, HttpLimits
+from kvscout_common.http.web_origins import WebOrigins
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.rpc.serving import HttpPort
+from kvscout_gateway.fronts.access import Caller
+from kvscout_gateway.fronts.client_paths import MODELS
 from kvscout_gateway.fronts.dashboard.dashboard import Dashboard
-from kvscout_gateway.fronts.dashboard.front import DashboardFront
-from kvscout_gateway.http.router import OpenAiFront
-from kvscout_gateway.fronts.openai.generation import Generation
+from kvscout_gateway.fronts.dashboard.front import EVENTS, DashboardFront
+from kvscout_gateway.fronts.json_request import CHAT
+from kvscout_gateway.fronts.openai.generation import COMPLETIONS, Generation
+from kvscout_gateway.fronts.openai.models import Models
 from kvscout_gateway.fronts.openai.passthrough import Passthrough
 from kvscout_gateway.fronts.openai.sessions import Affinity
+from kvscout_gateway.fronts.openai.thresholds import Thresholds
 from kvscout_gateway.fronts.shadow.front import ShadowFront
-from kvscout_gateway.gateway import BODY_COPIES
+from kvscout_gateway.http.router import METRICS, THRESHOLDS, Answer, Router, metrics_page
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
 
 
-class OpenAiPort:
-    """Makes the front once it is known who may ask."""
+class GatewayHttp:
+    """Makes the router once it is known who may ask."""
 
-    def __init__(self, gateway: Gateway, metrics: CollectorRegistry) -> None:
-        """Checks its part of the configuration.
+    def __init__(self, gateway: Gateway, metrics: CollectorRegistry, *, dashboard: Dashboard | None = None) -> None:
+        """Check its part of the configuration.
+
+        Args:
+            gateway: What it serves.
+            metrics: Shown at /metrics.
+            dashboard: In place of the one that the configuration asks for.
 
         Raises:
             ConfigError: The sessions are not where they could be.
         """
         self._gateway = gateway
         self._metrics = metrics
-        self._affinity = Affinity(gateway.config.session_affinity)
         config = gateway.config
-        self._dashboard = Dashboard(gateway) if config.dashboard and config.http_port >= 0 else None
+        self._affinity = Affinity(config.session_affinity)
+        if dashboard is None and config.dashboard and config.http_port >= 0:
+            dashboard = Dashboard(gateway)
+        self._dashboard = dashboard
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What runs beside the server, by name."""
+        """Return what runs beside the server, by name."""
         return self._dashboard.tasks() if self._dashboard is not None else {}
 
     def port(self) -> HttpPort:
-        """What is to be served."""
-        config = self._gateway.config
+        """Return what is to be served."""
+        config, budget = self._gateway.config, self._gateway.budget
         # No body is longer than what its tenant's share has room for.
-        most = min(config.server.max_message_bytes, self._gateway.budget.limit // SHARE // BODY_COPIES)
+        most = min(config.server.max_message_bytes, budget.limit // SHARE // self._gateway.body_copies)
         limits = HttpLimits(body_bytes=most, write_seconds=config.client_write_seconds)
-        return HttpPort(config.http_port, self._front, limits)
+        return HttpPort(config.http_port, self.handler, limits)
 
-    def _front(self, tokens: TokenTable | None) -> HttpHandler:
-        gateway = self._gateway
+    def handler(self, tokens: TokenTable | None) -> HttpHandler:
+        """Return what answers requests.
+
+        Args:
+            tokens: Clients' API keys; None = everybody may do everything.
+        """
+        gateway, config = self._gateway, self._gateway.config
 
         def passes_keys() -> bool:
             return tokens is None and not gateway.engine_key.headers
 
         generation = Generation(gateway, self._affinity, passes_keys=passes_keys)
-        passthrough = Passthrough(gateway, passes_keys=passes_keys)
-        dashboard = None
-        if self._dashboard is not None:
-            dashboard = DashboardFront(self._dashboard)
-        shadow = None
-        if gateway.config.shadow is not None:
-            shadow = ShadowFront(gateway, gateway.config.shadow, passes_keys=passes_keys)
-        return OpenAiFront(
-            gateway, generation, passthrough, self._metrics, tokens, dashboard=dashboard, shadow=shadow
+        dashboard = DashboardFront(self._dashboard) if self._dashboard is not None else None
+        passed_on: Answer = Passthrough(gateway, passes_keys=passes_keys).answer
+        answers: dict[str, Answer] = {
+            COMPLETIONS: generation.answer,
+            CHAT: generation.answer,
+            MODELS: Models(gateway).answer,
+            THRESHOLDS: Thresholds(gateway).answer,
+            EVENTS: dashboard.watch if dashboard is not None else _no_dashboard,
+            METRICS: metrics_page(self._metrics),
+        }
+        if config.shadow is not None:
+            passed_on = ShadowFront(gateway, config.shadow, passes_keys=passes_keys).answer
+            answers |= dict.fromkeys((COMPLETIONS, CHAT, MODELS), passed_on)
+        return Router(
+            answers,
+            passed_on=passed_on,
+            page=dashboard.show if dashboard is not None else None,
+            tokens=tokens,
+            origins=WebOrigins(guarded=tokens is not None, host=config.server.host, allowed=config.cors_origins),
+            client_paths=config.client_paths,
+            leaving=lambda: gateway.leaving,
         ).handle
+
+
+async def _no_dashboard(call: HttpCall, caller: Caller) -> None:
+    raise NotFound("there is no dashboard: the gateway runs with --no-dashboard")

@@ -24,13 +24,9 @@ from kvscout_common.transport import Transport
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.fronts.dashboard import viewers as viewers_module
 from kvscout_gateway.fronts.dashboard.dashboard import Dashboard
-from kvscout_gateway.fronts.dashboard.front import DashboardFront
 from kvscout_gateway.fronts.dashboard.viewers import MAX_VIEWERS, Viewers
-from kvscout_gateway.http.router import OpenAiFront
-from kvscout_gateway.fronts.openai.generation import Generation
-from kvscout_gateway.fronts.openai.passthrough import Passthrough
-from kvscout_gateway.fronts.openai.sessions import Affinity
 from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.http.port import GatewayHttp
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 
@@ -79,15 +75,7 @@ async def served(transport: Transport, tokens: TokenTable | None = None) -> Asyn
         gateway = Gateway(config, metrics)
         gateway.registry.register(spec("w0", ""))
         dashboard = Dashboard(gateway, look_seconds=0.05, examine_seconds=0.2, span_seconds=0.05)
-        answers = OpenAiFront(
-            gateway,
-            Generation(gateway, Affinity(""), passes_keys=lambda: False),
-            Passthrough(gateway, passes_keys=lambda: False),
-            metrics,
-            tokens,
-            dashboard=DashboardFront(dashboard),
-        )
-        server = serve_http(answers.handle)
+        server = serve_http(GatewayHttp(gateway, metrics, dashboard=dashboard).handler(tokens))
         url = f"http://127.0.0.1:{await server.listen('127.0.0.1', 0)}"
         tasks = [asyncio.create_task(run()) for run in dashboard.tasks().values()]
         try:

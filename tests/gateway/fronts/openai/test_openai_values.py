@@ -27,9 +27,9 @@ from kvscout_gateway.engines.faults import EngineFailed, refused
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import caller_of
 from kvscout_gateway.fronts.body import JsonBody
-from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
 from kvscout_gateway.fronts.openai.thresholds import change_of, shown
+from kvscout_gateway.fronts.refusals import event_of, refusal_of
 
 TOKENS = TokenTable(
     {

@@ -7,9 +7,9 @@ from typing import Final
 from kvscout_common.errors import PermissionDenied
 from kvscout_common.http.http import HttpCall
 from kvscout_common.worker import ALL_TENANTS
+from kvscout_gateway.fronts.access import Caller
 from kvscout_gateway.fronts.dashboard.dashboard import Dashboard
 from kvscout_gateway.fronts.dashboard.page import page
-from kvscout_gateway.fronts.access import Caller
 from kvscout_gateway.fronts.refusals import WrongMethod
 
 PAGE: Final = "/"

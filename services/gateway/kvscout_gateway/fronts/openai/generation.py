@@ -12,12 +12,12 @@ from kvscout_common.observability import tracing
 from kvscout_common.observability.log_lines import about_request
 from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.vllm import common_headers
-from kvscout_gateway.fronts.json_request import CHAT, model_of, request_of, tokens_of
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
-from kvscout_gateway.fronts.body import JsonBody
-from kvscout_gateway.fronts.refusals import event_of, refusal_of
+from kvscout_gateway.fronts.body import JsonBody, json_of
+from kvscout_gateway.fronts.json_request import CHAT, model_of, request_of, tokens_of
 from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
+from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body
 from kvscout_gateway.values.placement import Placement
@@ -181,13 +181,17 @@ class Generation:
         self._affinity = affinity
         self._passes_keys = passes_keys
 
-    async def run(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
-        """Answers one request, which was admitted.
+    async def answer(self, call: HttpCall, caller: Caller) -> None:
+        """Answer one request.
 
         Raises:
-            InvalidArgument: It names no model.
+            KvscoutError: It is not admitted, or cannot be read.
             SinkGone: Its client has gone.
         """
+        with self._gateway.exchanges.admit(caller.tenant):
+            await self._answer(call, caller, await json_of(call, self._gateway.charge(caller.tenant)))
+
+    async def _answer(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
         gateway, tenant, model = self._gateway, caller.tenant, model_of(body.fields)
         tokens = await tokens_of(gateway, call.path, body.fields, size=body.size, tenant=tenant, model=model)
         request = request_of(gateway, call.path, body.fields, tokens, tenant=tenant, model=model)

@@ -9,10 +9,14 @@ import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from kvscout_common.http.http import HttpFailed, HttpRequest
+from kvscout_common.errors import NotFound
+from kvscout_common.http.http import HttpCall, HttpFailed, HttpRequest
 from kvscout_common.http.json_scan import load_json
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.catalog import TenantView
+from kvscout_gateway.fronts.access import Caller
+from kvscout_gateway.fronts.body import respond_json
+from kvscout_gateway.fronts.client_paths import model_named
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -33,6 +37,17 @@ class Models:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._kept: dict[str, tuple[float, TenantView, list[dict[str, Any]]]] = {}
+
+    async def answer(self, call: HttpCall, caller: Caller) -> None:
+        """Answer with all models, or with the one that the path names."""
+        cards, name = await self.cards(caller.tenant), model_named(call.path)
+        if not name:
+            await respond_json(call, {"object": "list", "data": cards})
+            return
+        found = next((card for card in cards if card["id"] == name), None)
+        if found is None:
+            raise NotFound(f"the model {name!r} does not exist", field="model")
+        await respond_json(call, found)
 
     async def cards(self, tenant: str) -> list[dict[str, Any]]:
         """One card a model and adapter, base models first."""

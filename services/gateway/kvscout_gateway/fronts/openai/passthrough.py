@@ -12,9 +12,9 @@ from kvscout_common.http.http import Charge, Headers, HttpAnswer, HttpCall, Http
 from kvscout_common.http.json_fields import INLINE_BYTES
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.faults import EngineFailed
-from kvscout_gateway.fronts.answering import spread_answering
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
+from kvscout_gateway.fronts.answering import spread_answering
 from kvscout_gateway.fronts.body import JsonBody
 from kvscout_gateway.fronts.client_body import ClientBody, read_body
 
@@ -39,14 +39,8 @@ class Passthrough:
         self._gateway = gateway
         self._passes_keys = passes_keys
 
-    async def run(self, call: HttpCall, caller: Caller, body: bytes, charge: Charge | None = None) -> None:
-        """Answers one request, which was admitted.
-
-        Args:
-            call: Its client's.
-            caller: Who asks.
-            body: Its body.
-            charge: What is charged for that.
+    async def answer(self, call: HttpCall, caller: Caller) -> None:
+        """Answer one request.
 
         Raises:
             InvalidArgument: The body cannot be read, or names no model where it should.
@@ -54,6 +48,11 @@ class Passthrough:
             Unavailable: No worker answers.
             SinkGone: Its client has gone.
         """
+        with self._gateway.exchanges.admit(caller.tenant):
+            charge = self._gateway.charge(caller.tenant)
+            await self._answer(call, caller, await call.body(charge), charge)
+
+    async def _answer(self, call: HttpCall, caller: Caller, body: bytes, charge: Charge) -> None:
         if call.path in self._gateway.config.client_paths:
             read = await read_body(call.headers, body, max_priority=caller.identity.max_priority, charge=charge)
         else:

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.http.http import HttpCall
+from kvscout_gateway.fronts.access import Caller
+from kvscout_gateway.fronts.body import JsonBody, json_of, respond_json
 from kvscout_gateway.fronts.json_request import model_of
-from kvscout_gateway.fronts.body import JsonBody
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
 
 FIELDS: Final = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
 MAX_VALUE: Final = 1 << 64
+
+
+class Thresholds:
+    """Answers requests for /busy_threshold."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._schedulers = gateway.schedulers
+        self._fanout = gateway.fanout
+        self._charge = gateway.charge
+        self._seconds = gateway.config.scheduler_timeout_seconds
+
+    async def answer(self, call: HttpCall, caller: Caller) -> None:
+        """Answer one request."""
+        if call.method == "GET":
+            everything = types_pb2.ListBusyThresholdsRequest(tenant=caller.tenant)
+            listed, _ = await self._schedulers.call(
+                lambda stub: stub.ListBusyThresholds, everything, timeout_seconds=self._seconds
+            )
+            await respond_json(call, {"thresholds": [shown(one) for one in listed.thresholds]})
+            return
+        change = change_of(await json_of(call, self._charge(caller.tenant)), caller.tenant)
+        if isinstance(change, types_pb2.SetBusyThresholdsRequest):
+            caller.require("SetBusyThresholds")
+            await respond_json(call, shown((await self._fanout.set_busy_thresholds(change)).thresholds))
+            return
+        read, _ = await self._schedulers.call(
+            lambda stub: stub.GetBusyThresholds, change, timeout_seconds=self._seconds
+        )
+        await respond_json(call, shown(read.thresholds))
 
 
 def change_of(body: JsonBody, tenant: str) -> types_pb2.SetBusyThresholdsRequest | types_pb2.GetBusyThresholdsRequest:

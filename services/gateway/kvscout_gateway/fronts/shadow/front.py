@@ -22,11 +22,11 @@ from kvscout_common.http.http import (
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
-from kvscout_gateway.fronts.json_request import CHAT, model_of
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
 from kvscout_gateway.fronts.body import parsed
 from kvscout_gateway.fronts.client_body import read_body
+from kvscout_gateway.fronts.json_request import CHAT, model_of
 from kvscout_gateway.fronts.openai.generation import COMPLETIONS, with_usage
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
@@ -63,8 +63,8 @@ class ShadowFront:
         self._passes_keys = passes_keys
         self.scores = Scores(gateway, gateway.shadow_report)
 
-    async def run(self, call: HttpCall, caller: Caller) -> None:
-        """Answers one request.
+    async def answer(self, call: HttpCall, caller: Caller) -> None:
+        """Answer one request.
 
         Raises:
             InvalidArgument: Its path is none, or its body cannot be read.
