@@ -32,7 +32,6 @@ from kvscout_common.rpc.channel import open_channel
 from kvscout_common.rpc.guard import Guard
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.config import IndexerConfig
-from kvscout_indexer.rpc.raw_queries import RawQueries
 from kvscout_indexer.rpc.servicer import IndexerServicer
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
@@ -149,7 +148,7 @@ class World:
         config = IndexerConfig(nats=NatsConfig((self.nats.url,))) if self.nats is not None else IndexerConfig()
         async with local_indexer(config) as (client, indexer):
             server = grpc.aio.server(interceptors=(Guard(),))
-            RawQueries(indexer.queries, IndexerServicer(indexer)).add_to(server)
+            IndexerServicer(indexer, indexer.queries).add_to(server)
             address = f"127.0.0.1:{self.ports[number]}"
             assert server.add_insecure_port(address)
             await server.start()

@@ -20,7 +20,6 @@ from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
 from kvscout_common.observability.rpc_metrics import BUCKETS, RpcTimes
 from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.rpc.raw_queries import RawQueries
 from kvscout_indexer.rpc.servicer import IndexerServicer
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: Python answers all")
@@ -29,11 +28,11 @@ NOT_FOUND = grpc.StatusCode.NOT_FOUND
 TENANT = (("authorization", "Bearer secret"),)
 
 
-class Watched(RawQueries):
+class Watched(IndexerServicer):
     """Counts what comes to Python."""
 
     def __init__(self, indexer: Indexer) -> None:
-        super().__init__(indexer.queries, IndexerServicer(indexer))
+        super().__init__(indexer, indexer.queries)
         self.asked = 0
 
     def find_matches(self, request: bytes) -> bytes:

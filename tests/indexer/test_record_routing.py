@@ -20,7 +20,6 @@ from kvscout_common.rpc.channel import call
 from kvscout_common.shards import Shard
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.rpc.metrics import IndexerCollector
-from kvscout_indexer.rpc.raw_queries import RawQueries
 from kvscout_indexer.rpc.servicer import IndexerServicer
 
 WITHOUT_EVENTS = IndexerConfig(kv_events=False)
@@ -31,8 +30,7 @@ BESIDE_EVENTS = IndexerConfig(router_predicted_ttl_seconds=60.0)
 async def indexer(config: IndexerConfig) -> AsyncIterator[IndexerClient]:
     """A client of a served indexer, answering from bytes where that is built."""
     async with local_indexer(config) as (_, core):
-        servicer = IndexerServicer(core)
-        async with serving(RawQueries(core.queries, servicer).add_to) as channel:
+        async with serving(IndexerServicer(core, core.queries).add_to) as channel:
             stub = indexer_pb2_grpc.IndexerStub(channel)
 
             async def rpc(name: str, request: Any) -> Any:

@@ -120,9 +120,11 @@ class IndexerClient:
 async def local_indexer(config: IndexerConfig | None = None) -> AsyncIterator[tuple[IndexerClient, Indexer]]:
     """An indexer on the running loop with everything that runs beside its server; a crash of it fails the block."""
     indexer = Indexer(config or IndexerConfig())
-    servicer = IndexerServicer(indexer)
+    servicer = IndexerServicer(indexer, None)
 
     async def rpc(name: str, request: Any) -> Any:
+        if name == "FindMatches":
+            return servicer.find(request, request.tenant)
         return await getattr(servicer, name)(request, None)
 
     try:

@@ -35,7 +35,6 @@ from kvscout_common.rpc.guard import Guard
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey, Transport, WorkerRank, WorkerSpec
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.rpc.raw_queries import RawQueries
 from kvscout_indexer.rpc.servicer import IndexerServicer
 from support.engine_events import BLOCK_SIZE, CLEARED, batch, removed, stored
 from support.grpc_server import serving
@@ -238,7 +237,7 @@ async def served_indexer(
 ) -> AsyncIterator[tuple[IndexerClient, Indexer, indexer_pb2_grpc.IndexerStub]]:
     """An indexer on the running loop behind a real gRPC server."""
     async with local_indexer(config) as (client, indexer):
-        raw = RawQueries(indexer.queries, IndexerServicer(indexer))
+        raw = IndexerServicer(indexer, indexer.queries)
         async with serving(raw.add_to) as channel:
             yield client, indexer, indexer_pb2_grpc.IndexerStub(channel)
 
@@ -247,7 +246,7 @@ async def served_indexer(
 async def address_of(indexer: Indexer) -> AsyncIterator[str]:
     """Where other processes could call an indexer of this loop."""
     server = grpc.aio.server(interceptors=(Guard(),))
-    RawQueries(indexer.queries, IndexerServicer(indexer)).add_to(server)
+    IndexerServicer(indexer, indexer.queries).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

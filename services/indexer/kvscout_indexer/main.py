@@ -124,14 +124,12 @@ async def build(config: IndexerConfig) -> App:
     """Return the indexer as an app to serve."""
     from kvscout_indexer.indexer import Indexer
     from kvscout_indexer.rpc.metrics import IndexerCollector
-    from kvscout_indexer.rpc.raw_queries import SERVICE, RawQueries
-    from kvscout_indexer.rpc.servicer import IndexerServicer
+    from kvscout_indexer.rpc.servicer import SERVICE, IndexerServicer
 
     indexer = Indexer(config)
-    servicer = IndexerServicer(indexer)
     return App(
         name="indexer",
-        services=[(SERVICE, RawQueries(indexer.queries, servicer).add_to)],
+        services=[(SERVICE, IndexerServicer(indexer, indexer.queries).add_to)],
         tasks=indexer.tasks(),
         warm=indexer.warm,
         drain=indexer.drain,

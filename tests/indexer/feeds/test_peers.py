@@ -24,7 +24,6 @@ from kvscout_common.worker import EventEndpoint, Transport
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.feeds import peers
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.rpc.raw_queries import RawQueries
 from kvscout_indexer.rpc.servicer import IndexerServicer
 
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
@@ -43,7 +42,7 @@ class Member:
     dumps: int = 0
 
 
-class CountedDumps(RawQueries):
+class CountedDumps(IndexerServicer):
     """Counts what is asked of a peer, and fails it on demand."""
 
     member: Member
@@ -60,7 +59,7 @@ class CountedDumps(RawQueries):
     async def dump(self, request: indexer_pb2.DumpRequest, context: Any) -> AsyncIterator[bytes]:
         self.member.dumps += 1
         count = 0
-        async for message in self._servicer.dump_messages(request, context):
+        async for message in self.dump_messages(request, context):
             if count == self.breaks_after:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the peer dies")
             count += 1
@@ -72,7 +71,7 @@ async def member(*peer_addresses: str, breaks_after: int | None = None, **fields
     """An indexer that others can ask."""
     async with local_indexer(IndexerConfig(peers=peer_addresses, **fields)) as (client, indexer):
         server = grpc.aio.server()
-        raw = CountedDumps(None, IndexerServicer(indexer))
+        raw = CountedDumps(indexer, None)
         raw.breaks_after = breaks_after
         raw.member = made = Member(client, indexer, "")
         raw.add_to(server)
@@ -329,7 +328,7 @@ async def test_over_nats_core_a_peer_knows_what_an_absent_publisher_does_not_tel
             await client.until_applied(3)
             await core.recovery.close()
             port = grpc.aio.server()
-            RawQueries(None, IndexerServicer(indexer)).add_to(port)
+            IndexerServicer(indexer, None).add_to(port)
             address = f"127.0.0.1:{port.add_insecure_port('127.0.0.1:0')}"
             await port.start()
             try:

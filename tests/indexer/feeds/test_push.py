@@ -45,7 +45,6 @@ from kvscout_common.rpc.channel import to_error
 from kvscout_common.worker import Transport
 from kvscout_indexer.feeds import push
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.rpc.raw_queries import RawQueries
 from kvscout_indexer.rpc.servicer import IndexerServicer
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
@@ -426,7 +425,7 @@ async def test_a_publisher_sends_for_its_own_tenant_only(
     stack: Stack, publisher: ScriptedPublisher, tenant: str, error: type[KvscoutError] | None
 ) -> None:
     table = TokenTable({hashlib.sha256(b"secret").hexdigest(): Identity(AccessRole.WORKER, "default")})
-    raw = RawQueries(None, IndexerServicer(stack.indexer))
+    raw = IndexerServicer(stack.indexer, None)
     async with serving(raw.add_to, tokens=table) as channel:
         publish: Any = indexer_pb2_grpc.IndexerStub(channel).PublishEvents
         call = publish(metadata=(("authorization", "Bearer secret"),))

@@ -23,7 +23,6 @@ from kvscout_common.identity.identity import AccessRole, Identity, enter, leave
 from kvscout_common.rpc.channel import call
 from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.rpc.raw_queries import RawQueries
 from kvscout_indexer.rpc.servicer import IndexerServicer
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
@@ -31,7 +30,7 @@ RNG_TOKENS = 50
 
 
 def servicer_of(indexer: Indexer) -> IndexerServicer:
-    return IndexerServicer(indexer)
+    return IndexerServicer(indexer, None)
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ async def test_random_requests_get_the_plain_path_s_bytes_or_are_left_to_it(inde
         if raw is None:
             continue
         native += 1
-        plain = await servicer.FindMatches(request, None)
+        plain = servicer.find(request, request.tenant)
         answered = indexer_pb2.FindMatchesResponse.FromString(raw)
         assert _by_worker(answered) == _by_worker(plain), f"KVSCOUT_TEST_SEED={SEED}: {request}"
         assert len(raw) == plain.ByteSize(), f"KVSCOUT_TEST_SEED={SEED}: {request}"
@@ -148,7 +147,7 @@ def _by_worker(response: indexer_pb2.FindMatchesResponse) -> Any:
 
 
 async def raw_channel(indexer: Indexer) -> Any:
-    return serving(RawQueries(indexer.queries, servicer_of(indexer)).add_to)
+    return serving(IndexerServicer(indexer, indexer.queries).add_to)
 
 
 async def test_errors_are_those_of_the_plain_path(indexer: Indexer) -> None:
@@ -205,7 +204,7 @@ async def test_too_many_operations_in_a_message_are_refused(indexer: Indexer) ->
 
 async def test_a_caller_of_another_tenant_is_refused(indexer: Indexer) -> None:
     register(indexer, "w")
-    raw = RawQueries(indexer.queries, servicer_of(indexer))
+    raw = IndexerServicer(indexer, indexer.queries)
     entered = enter(Identity(AccessRole.CLIENT, "t"))
     try:
         request = indexer_pb2.FindMatchesRequest(model="m", block_hashes=[1]).SerializeToString()
@@ -217,7 +216,7 @@ async def test_a_caller_of_another_tenant_is_refused(indexer: Indexer) -> None:
 
 async def test_without_the_extension_the_plain_path_answers(indexer: Indexer) -> None:
     register(indexer, "w", block_size=BLOCK_SIZE)
-    raw = RawQueries(None, servicer_of(indexer))
+    raw = IndexerServicer(indexer, None)
     request = indexer_pb2.FindMatchesRequest(model="m", token_ids=prompt(2))
     answer = indexer_pb2.FindMatchesResponse.FromString(raw.find_matches(request.SerializeToString()))
     assert (answer.num_blocks, answer.block_size) == (2, BLOCK_SIZE)

@@ -23,8 +23,7 @@ from kvscout_indexer.rpc.servicer import IndexerServicer, overlaps_to_proto
 @pytest.fixture
 async def stub() -> AsyncIterator[indexer_pb2_grpc.IndexerStub]:
     async with local_indexer() as (_, indexer):
-        servicer = IndexerServicer(indexer)
-        async with serving(lambda s: indexer_pb2_grpc.add_IndexerServicer_to_server(servicer, s)) as channel:
+        async with serving(IndexerServicer(indexer, None).add_to) as channel:
             yield indexer_pb2_grpc.IndexerStub(channel)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,10 +14,11 @@ from kvscout.v1 import indexer_pb2
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.rpc.status import index_status, source_status
-from kvscout_indexer.rpc.stream_metrics import stream_metrics
 
 if TYPE_CHECKING:
     from kvscout_indexer.feeds.nats_core import NatsCore
+    from kvscout_indexer.streams.jetstream import JetStream
+    from kvscout_indexer.streams.reader import StreamReader
 
 _POOL = ["tenant", "model", "block_size"]
 _SOURCE = ["tenant", "model", "worker", "dp_rank"]
@@ -31,6 +32,27 @@ _INDEX_GAUGES = {
     "kvscout_index_predictions": ("predictions", "Predicted (block, worker rank) pairs"),
 }
 _EVENT_KINDS = ("applied", "dropped", "gaps", "replays", "demotions", "resets", "malformed", "states")
+_STREAM = ["tenant", "model"]
+_GAUGES: dict[str, tuple[str, Callable[[StreamReader], float]]] = {
+    "kvscout_stream_position": ("Last stream sequence that the state contains", lambda reader: reader.position),
+    "kvscout_stream_lag_messages": ("Messages of the stream that were not read yet", lambda reader: reader.lag),
+    "kvscout_stream_uncovered_messages": (
+        "Messages read that are in no snapshot",
+        lambda reader: max(0, reader.position - reader.schedule.covered),
+    ),
+    "kvscout_stream_parked_bytes": (
+        "Kept of sources that nobody registered",
+        lambda reader: reader.sources.partitions.parked_bytes,
+    ),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[StreamReader], float]]] = {
+    "kvscout_stream_reloads": ("Times that the stream no longer had what comes next", lambda reader: reader.reloads),
+    "kvscout_stream_ignored_messages": ("Of another shard, or of nobody", lambda reader: reader.sources.ignored),
+    "kvscout_stream_forgotten_sources": (
+        "Unregistered sources that became too large to be kept",
+        lambda reader: reader.sources.partitions.forgotten,
+    ),
+}
 
 
 def _core_metrics(core: NatsCore) -> Iterator[Metric]:
@@ -42,6 +64,26 @@ def _core_metrics(core: NatsCore) -> Iterator[Metric]:
         "kvscout_events_slow_consumer", "Messages on NATS core dropped because they were read too slowly",
         value=core.dropped_messages,
     )  # fmt: skip
+
+
+def _stream_metrics(jetstream: JetStream) -> Iterator[Metric]:
+    """Return the current samples."""
+    readers = sorted(jetstream.readers.items())
+    for name, (text, read) in _GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=_STREAM)
+        for key, reader in readers:
+            gauge.add_metric(list(key), read(reader))
+        yield gauge
+    for name, (text, read) in _COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=_STREAM)
+        for key, reader in readers:
+            counter.add_metric(list(key), read(reader))
+        yield counter
+    snapshots = CounterMetricFamily("kvscout_stream_snapshots", "Snapshots by this replica", labels=[*_STREAM, "kind"])
+    for key, snapshotter in sorted(jetstream.snapshotters.items()):
+        snapshots.add_metric([*key, "taken"], snapshotter.taken)
+        snapshots.add_metric([*key, "failed"], snapshotter.failed)
+    yield snapshots
 
 
 class IndexerCollector(Collector):
@@ -97,7 +139,7 @@ class IndexerCollector(Collector):
         peers.add_metric(["not_found"], self._indexer.peers.not_found)
         yield peers
         if self._indexer.jetstream is not None:
-            yield from stream_metrics(self._indexer.jetstream)
+            yield from _stream_metrics(self._indexer.jetstream)
         routed = CounterMetricFamily(
             "kvscout_routed_prompts", "Prompts reported as routed, by what became of them", labels=["outcome"]
         )

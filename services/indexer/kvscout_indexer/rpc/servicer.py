@@ -1,4 +1,9 @@
-"""The Indexer service: protobuf → one call of the core → protobuf."""
+"""The Indexer service: one call of the core an rpc.
+
+FindMatches, StreamFindMatches, Dump and PublishEvents, whose messages are large or many, are served over bytes. Usual
+requests go through the extension without becoming Python objects; those that it declines (errors, rare fields, no
+extension) are parsed and answered by `find`: same answers, byte for byte, and one place that words errors.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +13,27 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+import grpc
+
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_blocks.index.block_index import Overlaps
+from kvscout_blocks.index.native import NativeQueries
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.identity.identity import current_identity
+from kvscout_common.observability import tracing
 from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
+from kvscout_common.rpc.handlers import Synchronous
+from kvscout_common.rpc.raw_messages import parse_message
 from kvscout_common.rpc.service_info import service_info
 from kvscout_common.transport.statuses import status_code
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, PoolKey, WorkerRank
 from kvscout_indexer.index.routed import RoutedPrompt
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.rpc.status import NOTHING_HELD, index_status, source_status
+from kvscout_indexer.rpc.traces import tell, traced_stream
+
+SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
 
 HASH_BYTES = 8
 MAX_REQUESTS = 1024
@@ -27,24 +41,78 @@ MAX_REQUESTS = 1024
 
 
 class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
-    """Translates; every decision is made below."""
+    """Translates; every decision is made below.
 
-    def __init__(self, indexer: Indexer) -> None:
+    Args:
+        indexer: The core.
+        native: Answers usual queries; None = the extension is not there.
+    """
+
+    def __init__(self, indexer: Indexer, native: NativeQueries | None) -> None:
         super().__init__(indexer.registry, indexer.backends.registrar)
         self._indexer = indexer
+        self._native = native
 
-    async def FindMatches(
-        self, request: indexer_pb2.FindMatchesRequest, context: Any
-    ) -> indexer_pb2.FindMatchesResponse:
-        return self.find(request, request.tenant)
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Add the service to a server, with handlers over bytes for the hot rpcs."""
+        indexer_pb2_grpc.add_IndexerServicer_to_server(self, server)
+        # Traced requests are answered in Python, which records their spans.
+        native = self._native if not tracing.enabled() else None
+        find_matches, find_many = (native.answers, native.stream_answers) if native is not None else (None, None)
+        handlers: dict[str, grpc.RpcMethodHandler[Any, bytes]] = {
+            "FindMatches": Synchronous(self.find_matches, find_matches).one_answer(),
+            "StreamFindMatches": Synchronous(self.find_many, find_many).an_answer_each(),
+            "Dump": grpc.unary_stream_rpc_method_handler(
+                self.dump_messages, request_deserializer=indexer_pb2.DumpRequest.FromString
+            ),
+            "PublishEvents": grpc.stream_stream_rpc_method_handler(self.publish_events),
+        }
+        # A method that is registered again is taken from its last registration.
+        server.add_registered_method_handlers(SERVICE, handlers)
 
-    async def StreamFindMatches(
-        self, request_iterator: AsyncIterator[indexer_pb2.StreamFindMatchesRequest], context: Any
-    ) -> AsyncGenerator[indexer_pb2.StreamFindMatchesResponse, None]:
-        async for message in request_iterator:
-            yield self.find_many(message)
+    def _served_over_bytes(self, *_: Any) -> Any:
+        """Fail: `add_to` has a handler over bytes for the rpc, and the generated one is never called."""
+        raise NotImplementedError
 
-    def find_many(self, message: indexer_pb2.StreamFindMatchesRequest) -> indexer_pb2.StreamFindMatchesResponse:
+    FindMatches: Any = _served_over_bytes
+    StreamFindMatches: Any = _served_over_bytes
+    Dump: Any = _served_over_bytes
+    PublishEvents: Any = _served_over_bytes
+
+    def find_matches(self, request: bytes) -> bytes:
+        """Answer one `FindMatchesRequest`."""
+        answer = self._find_matches(request)
+        if tracing.enabled():
+            tell(
+                tracing.current(),
+                indexer_pb2.FindMatchesRequest.FromString(request),
+                indexer_pb2.FindMatchesResponse.FromString(answer),
+            )
+        return answer
+
+    def _find_matches(self, request: bytes) -> bytes:
+        if self._native is not None:
+            answer = self._native.answer(request, now=time.monotonic(), caller_tenant=current_identity().tenant)
+            if answer is not None:
+                return answer
+        message = parse_message(indexer_pb2.FindMatchesRequest, request)
+        return self.find(message, message.tenant).SerializeToString()
+
+    def find_many(self, request: bytes) -> bytes:
+        """Answer one `StreamFindMatchesRequest` of a stream."""
+        if tracing.enabled():
+            return traced_stream(request, self._find_many)
+        return self._find_many(request)
+
+    def _find_many(self, request: bytes) -> bytes:
+        if self._native is not None:
+            answer = self._native.answer_stream(request, now=time.monotonic(), caller_tenant=current_identity().tenant)
+            if answer is not None:
+                return answer
+        message = parse_message(indexer_pb2.StreamFindMatchesRequest, request)
+        return self.find_each(message).SerializeToString()
+
+    def find_each(self, message: indexer_pb2.StreamFindMatchesRequest) -> indexer_pb2.StreamFindMatchesResponse:
         """Answer every request of a message; one that fails has its status in its answer.
 
         Raises:
@@ -134,12 +202,6 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
                 status.sources.append(source_status(spec, rank, source, stats, now, unread=unread, names=names))
         return status
 
-    async def Dump(
-        self, request: indexer_pb2.DumpRequest, context: Any
-    ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
-        async for message in self.dump_messages(request, context):
-            yield events_pb2.KvEventBatch.FromString(message)
-
     async def dump_messages(self, request: indexer_pb2.DumpRequest, context: Any) -> AsyncGenerator[bytes, None]:
         """Return the serialised answers of Dump, source by source.
 
@@ -165,21 +227,13 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             for message in await self._indexer.dump_messages(spec, rank):
                 yield message
 
-    async def PublishEvents(
-        self, request_iterator: AsyncIterator[events_pb2.KvEventBatch], context: Any
-    ) -> AsyncGenerator[indexer_pb2.PublishEventsResponse, None]:
-        async for answer in self.publish_events(serialized(request_iterator), context):
-            yield answer
-
-    async def publish_events(
-        self, messages: AsyncIterator[bytes], context: Any
-    ) -> AsyncGenerator[indexer_pb2.PublishEventsResponse, None]:
-        """Serve PublishEvents over serialised messages.
+    async def publish_events(self, messages: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
+        """Serve PublishEvents.
 
         Raises:
             KvscoutError: As `GrpcPush.publish`.
         """
-        async with aclosing(self._indexer.push.publish(messages)) as answers:
+        async with aclosing(self._indexer.push.publish(_of_own_tenant(messages))) as answers:
             async for cursor, resend, malformed in answers:
                 yield indexer_pb2.PublishEventsResponse(
                     last_event_id=cursor.last_event_id,
@@ -187,7 +241,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
                     resend_from=resend.first_id if resend is not None else None,
                     resend_id=resend.number if resend is not None else 0,
                     malformed=malformed,
-                )
+                ).SerializeToString()
 
     async def ResetWorker(
         self, request: indexer_pb2.ResetWorkerRequest, context: Any
@@ -200,10 +254,15 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         return indexer_pb2.ResetWorkerResponse(ranks=ranks)
 
 
-async def serialized(messages: AsyncIterator[events_pb2.KvEventBatch]) -> AsyncGenerator[bytes, None]:
-    """Return each message's bytes."""
+async def _of_own_tenant(messages: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Return the messages, if the caller may send the first one; the others must name the same source."""
+    first = await anext(messages, None)
+    if first is None:
+        return
+    parse_message(events_pb2.KvEventBatch, first)
+    yield first
     async for message in messages:
-        yield message.SerializeToString()
+        yield message
 
 
 def _hashes(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> bytes:
