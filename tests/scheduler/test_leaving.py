@@ -22,10 +22,10 @@ from support.scheduler_builders import (
 
 from kvscout_common.errors import Unavailable
 from kvscout_common.worker import Role, WorkerSpec
-from kvscout_scheduler.load.workers import END_AT_ONCE
+from kvscout_scheduler.load.workers import MAX_ENDS
 from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.reservation import EndReason, Facts, FreeOutcome
+from kvscout_scheduler.values.reservation import EndReason, FreeOutcome, Reservation
 
 IDLE = (0, 0, 0)
 
@@ -114,7 +114,7 @@ def test_one_that_comes_back_with_other_blocks_is_another_worker() -> None:
     made.check_invariants()
 
 
-def rank_one(request_id: str) -> Facts:
+def rank_one(request_id: str) -> Reservation:
     return reservation(request_id, "a", 32, dp_rank=1)
 
 
@@ -191,10 +191,10 @@ def in_slices(made: Scheduler, caplog: pytest.LogCaptureFixture, already: int = 
     """Ends what is overdue slice by slice, while others go on; the only line that was logged."""
     left = MANY - already
     while left:
-        assert made.expire() == min(left, END_AT_ONCE)
-        left -= min(left, END_AT_ONCE)
+        assert made.expire() == min(left, MAX_ENDS)
+        left -= min(left, MAX_ENDS)
         assert len(made.bookings) == left
-        made.check_invariants() if left < END_AT_ONCE else None
+        made.check_invariants() if left < MAX_ENDS else None
     assert made.expire() == 0
     (line,) = caplog.messages
     return line
@@ -231,8 +231,8 @@ def test_what_an_owner_does_not_list_ends_in_slices_and_one_line(caplog: pytest.
     made, _ = with_many(ManualClock())
     with caplog.at_level(logging.WARNING):
         made.connect_owner(owner("gateway-1"), [])
-        assert len(made.bookings) == MANY - END_AT_ONCE
-        line = in_slices(made, caplog, already=END_AT_ONCE)
+        assert len(made.bookings) == MANY - MAX_ENDS
+        line = in_slices(made, caplog, already=MAX_ENDS)
     assert line.startswith("3000 bookings ended: owner_forgot, owner gateway-1")
 
 
@@ -240,7 +240,7 @@ def test_bookings_of_a_worker_that_is_removed_end_in_slices_and_one_line(caplog:
     made, _ = with_many(ManualClock())
     with caplog.at_level(logging.WARNING):
         made.workers.worker_removed(worker("a"), "removed")
-        line = in_slices(made, caplog, already=END_AT_ONCE)
+        line = in_slices(made, caplog, already=MAX_ENDS)
     assert line.startswith("3000 bookings ended: worker_removed, worker a")
     assert not list(made.workers)
 

@@ -21,7 +21,7 @@ from kvscout_scheduler.rpc.listing import list_active_requests
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.overlaps import Overlaps
 from kvscout_scheduler.values.request import Prompt, SelectionRequest, pack_hashes
-from kvscout_scheduler.values.reservation import End, Facts, OwnerName, RequestKey
+from kvscout_scheduler.values.reservation import End, OwnerName, RequestKey, Reservation
 
 PARTS = 4
 """Independent runs, which can go on side by side."""
@@ -38,19 +38,19 @@ class Listening(Kv):
         self.prefill: dict[RequestKey, float] = {}
         self.decode: dict[RequestKey, float] = {}
 
-    def booked(self, facts: Facts, now: float) -> None:
-        assert facts.key not in self.prefill
-        assert facts.key not in self.decode
-        self.prefill[facts.key] = now
+    def booked(self, reservation: Reservation, now: float) -> None:
+        assert reservation.key not in self.prefill
+        assert reservation.key not in self.decode
+        self.prefill[reservation.key] = now
 
-    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
-        assert now - self.prefill.pop(facts.key) == ttft_seconds
-        self.decode[facts.key] = now
+    def prefill_completed(self, reservation: Reservation, ttft_seconds: float, now: float) -> None:
+        assert now - self.prefill.pop(reservation.key) == ttft_seconds
+        self.decode[reservation.key] = now
 
-    def ended(self, facts: Facts, end: End, now: float) -> None:
-        if self.prefill.pop(facts.key, None) is None:
-            decode_seconds = now - self.decode.pop(facts.key)
-            assert end.decode_seconds == (0.0 if facts.running else decode_seconds)
+    def ended(self, reservation: Reservation, end: End, now: float) -> None:
+        if self.prefill.pop(reservation.key, None) is None:
+            decode_seconds = now - self.decode.pop(reservation.key)
+            assert end.decode_seconds == (0.0 if reservation.running else decode_seconds)
 
 
 class Traffic:

@@ -30,7 +30,7 @@ from kvscout_scheduler.policies import Candidates, PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.reservation import End, Facts, FreeOutcome
+from kvscout_scheduler.values.reservation import End, FreeOutcome, Reservation
 
 
 class Listening(Kv):
@@ -45,16 +45,16 @@ class Listening(Kv):
         self.told.append(("asked", candidates.now))
         return super().costs(candidates)
 
-    def booked(self, facts: Facts, now: float) -> None:
-        self.told.append(("booked", facts, now))
+    def booked(self, reservation: Reservation, now: float) -> None:
+        self.told.append(("booked", reservation, now))
 
-    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
-        self.told.append(("first token", facts.key.request_id, ttft_seconds, now))
+    def prefill_completed(self, reservation: Reservation, ttft_seconds: float, now: float) -> None:
+        self.told.append(("first token", reservation.key.request_id, ttft_seconds, now))
 
-    def ended(self, facts: Facts, end: End, now: float) -> None:
-        if facts.running:
-            self.untimed.add(facts.key.request_id)
-        self.told.append(("ended", facts.key.request_id, end, now))
+    def ended(self, reservation: Reservation, end: End, now: float) -> None:
+        if reservation.running:
+            self.untimed.add(reservation.key.request_id)
+        self.told.append(("ended", reservation.key.request_id, end, now))
 
 
 def listening(**settings: Any) -> tuple[Scheduler, Listening, ManualClock]:
@@ -73,12 +73,12 @@ def test_a_policy_sees_the_clock_and_what_becomes_of_a_request() -> None:
     clock.advance(1.0)
     assert made.free(key("r"), 7, output_tokens=5) is FreeOutcome.FREED
     assert made.free(key("r"), 7) is FreeOutcome.ALREADY_FREED
-    asked, (what, facts, booked_at), *others = policy.told
+    asked, (what, reservation, booked_at), *others = policy.told
     assert asked == ("asked", 100.0)
-    assert (what, facts.key, facts.attempt_id, booked_at) == ("booked", key("r"), 7, 100.0)
-    assert (facts.rank, facts.isl_tokens, facts.uncached_tokens) == (decision.rank, 40, 40)
-    assert facts.expected_output_tokens == 9
-    assert facts.choice == ("kv", 0, 0.0, decision.cost)
+    assert (what, reservation.key, reservation.attempt_id, booked_at) == ("booked", key("r"), 7, 100.0)
+    assert (reservation.rank, reservation.isl_tokens, reservation.uncached_tokens) == (decision.rank, 40, 40)
+    assert reservation.expected_output_tokens == 9
+    assert reservation.choice == ("kv", 0, 0.0, decision.cost)
     assert others == [("first token", "r", 0.25, 100.25), ("ended", "r", End(True, 5, 1.0), 101.25)]
     assert End(True, 5, 1.0).itl_seconds == 0.25
 
@@ -88,8 +88,8 @@ def test_a_policy_is_told_of_what_others_chose_and_of_what_ends_by_itself() -> N
     reserve(made, "r", "w", isl=10)
     clock.advance(6.0)
     assert made.expire() == 1
-    (_, facts, _), ended = policy.told
-    assert (facts.key, facts.choice) == (key("r"), None)
+    (_, reservation, _), ended = policy.told
+    assert (reservation.key, reservation.choice) == (key("r"), None)
     assert ended == ("ended", "r", End(False), 106.0)
     assert End(False).itl_seconds is None
 
@@ -109,7 +109,7 @@ def test_a_pool_tells_its_own_policies_only() -> None:
 
 def test_a_policy_that_fails_when_it_is_told_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
     class Deaf(Kv):
-        def booked(self, facts: Facts, now: float) -> None:
+        def booked(self, reservation: Reservation, now: float) -> None:
             raise RuntimeError("not listening")
 
     made = scheduler("w", policies=PolicyRegistry({"kv": Deaf}))
@@ -134,7 +134,7 @@ def test_what_ran_before_it_was_booked_here_is_no_prefill_and_teaches_nothing() 
     for name in "rs":
         made.free(key(name), output_tokens=5)
     (_, r, _), (_, s, _), *others = policy.told
-    assert [(facts.running, facts.prefilled) for facts in (r, s)] == [(True, True), (True, False)]
+    assert [(reservation.running, reservation.prefilled) for reservation in (r, s)] == [(True, True), (True, False)]
     end = End(True, 5)
     assert others == [("first token", "s", 1.0, 101.0), ("ended", "r", end, 102.0), ("ended", "s", end, 102.0)]
     assert policy.untimed == {"r", "s"}

@@ -11,7 +11,7 @@ from support.scheduler_builders import key, owner, request, reservation, schedul
 from kvscout_scheduler.policies import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.reservation import End, Facts
+from kvscout_scheduler.values.reservation import End, Reservation
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 
@@ -24,16 +24,16 @@ class Timing(Kv):
         self.ttft_seconds: dict[str, float] = {}
         self.decode_seconds: dict[str, float] = {}
 
-    def booked(self, facts: Facts, now: float) -> None:
-        self.booked_as[facts.key.request_id] = (facts.running, facts.prefilled)
+    def booked(self, reservation: Reservation, now: float) -> None:
+        self.booked_as[reservation.key.request_id] = (reservation.running, reservation.prefilled)
 
-    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
-        if not facts.running:
-            self.ttft_seconds[facts.key.request_id] = round(ttft_seconds, 2)
+    def prefill_completed(self, reservation: Reservation, ttft_seconds: float, now: float) -> None:
+        if not reservation.running:
+            self.ttft_seconds[reservation.key.request_id] = round(ttft_seconds, 2)
 
-    def ended(self, facts: Facts, end: End, now: float) -> None:
+    def ended(self, reservation: Reservation, end: End, now: float) -> None:
         if end.decode_seconds:
-            self.decode_seconds[facts.key.request_id] = end.decode_seconds
+            self.decode_seconds[reservation.key.request_id] = end.decode_seconds
 
 
 P = TypeVar("P")
@@ -148,8 +148,8 @@ def test_a_restart_with_many_in_flight_leaves_the_learned_rates_as_they_are() ->
     believed = times.prefill.slope, times.decode.slope
     in_flight = [f"r{number}" for number in range(200)]
     for number, name in enumerate(in_flight):
-        facts = reservation(name, f"w{number % 2}", 1_000 + number, attempt_id=1)
-        core.reserve(facts._replace(running=True, prefilled=number % 10 > 0))
+        booked = reservation(name, f"w{number % 2}", 1_000 + number, attempt_id=1)
+        core.reserve(booked._replace(running=True, prefilled=number % 10 > 0))
     for name in in_flight:
         core.mark_prefill_complete(key(name), 1)
     assert (times.prefill.slope, times.decode.slope) == believed

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kvscout_common.hashing import native_available
-from kvscout_scheduler.costs.cost import Lane, Question
+from kvscout_scheduler.costs.cost import BlockFormat, Question
 from kvscout_scheduler.costs.time_cost import TimeQuestion
 from kvscout_scheduler.load.active_load import ActiveLoad, Limits, ReferenceLoad, Scores, SlotLoad
 from kvscout_scheduler.values.overlaps import AnyOverlaps
@@ -76,9 +76,11 @@ class SideBySide:
         for twin in self._twins:
             twin.arrange(slot_of, order)
 
-    def add(self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0) -> Pair:
+    def add(
+        self, slot: int, block_format: BlockFormat, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
+    ) -> Pair:
         more = {"private_blocks": private_blocks, "prefill_tokens": prefill_tokens}
-        return Pair(slot, [twin.add(slot, lane, hashes, **more) for twin in self._twins])
+        return Pair(slot, [twin.add(slot, block_format, hashes, **more) for twin in self._twins])
 
     def complete_prefill(self, allocation: Pair) -> None:
         for twin, each in zip(self._twins, allocation.each, strict=True):
@@ -93,8 +95,8 @@ class SideBySide:
             twin.remove(each)
         self.at(allocation.slot)
 
-    def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
-        return self._same(lambda twin: twin.shared(lane, hashes))
+    def shared(self, block_format: BlockFormat, hashes: bytes) -> dict[int, int]:
+        return self._same(lambda twin: twin.shared(block_format, hashes))
 
     def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> Scores:
         scores = [twin.score(question, overlaps, slots) for twin in self._twins]

@@ -65,7 +65,7 @@ class Node:
     def state(self) -> dict[str, tuple[Any, ...]]:
         """Everything that replicas must agree on, request by request."""
         return {
-            b.key.request_id: (shared(b.facts), b.phase, b.output_blocks, b.owner, b.lease_seconds)
+            b.key.request_id: (shared(b.reservation), b.phase, b.output_blocks, b.owner, b.lease_seconds)
             for b in self.core.bookings
         }
 

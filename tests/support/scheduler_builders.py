@@ -14,7 +14,7 @@ from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
 from kvscout_scheduler.values.request import Prompt, SelectionRequest, Wanted, pack_hashes
-from kvscout_scheduler.values.reservation import Facts, OwnerName, RequestKey
+from kvscout_scheduler.values.reservation import OwnerName, RequestKey, Reservation
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 BLOCK = 16
@@ -114,10 +114,10 @@ def reservation(
     *,
     dp_rank: int = 0,
     cached_tokens: int = 0,
-) -> Facts:
+) -> Reservation:
     """What books a request on a worker."""
     rank = WorkerRank(worker_id, dp_rank)
-    return Facts(key(request_id), attempt_id, rank, isl, isl - cached_tokens, block_hashes=block_hashes)
+    return Reservation(key(request_id), attempt_id, rank, isl, isl - cached_tokens, block_hashes=block_hashes)
 
 
 def reserve(

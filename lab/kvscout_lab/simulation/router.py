@@ -22,7 +22,7 @@ from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
 from kvscout_scheduler.values.request import ANYONE, Prompt, SelectionRequest, Wanted
-from kvscout_scheduler.values.reservation import MAX_LEASE_SECONDS, Facts, OwnerName, RequestKey
+from kvscout_scheduler.values.reservation import MAX_LEASE_SECONDS, OwnerName, RequestKey, Reservation
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 MODEL = "model"
@@ -153,7 +153,7 @@ class Replica:
         ask, decision = booked.ask, booked.decision
         key = _key(ask.request_id, ask.role)
         self.core.reserve(
-            Facts(
+            Reservation(
                 key,
                 1,
                 decision.rank,

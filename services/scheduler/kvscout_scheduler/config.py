@@ -1,4 +1,4 @@
-"""What the scheduler can be told."""
+"""Configuration of a scheduler process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SchedulerConfig:
     """None = runs without NATS."""
     settings: SchedulerSettings = field(default_factory=SchedulerSettings)
     seed: int | None = None
-    """Of the random draws; None = from the system."""
+    """Seed of the random draws; None = from the system."""
     scrape_seconds: float = 0.0
     """Between two looks at the engines' own metrics; 0 = never."""
     replica_id: str = ""

@@ -155,7 +155,7 @@ def main(**values: Any) -> None:
 
 
 def _replica_id(values: dict[str, Any]) -> str:
-    """Name among the replicas; "" = there are none."""
+    """Return the name among the replicas; "" = there are none."""
     if not values["router_replica_sync"]:
         return ""
     if not any(values["nats_server"]):
@@ -165,10 +165,10 @@ def _replica_id(values: dict[str, Any]) -> str:
 
 
 async def build(config: SchedulerConfig) -> App:
-    """The scheduler as an app to serve."""
+    """Return the scheduler as an app to serve."""
     from kvscout_common.registry.backends import Backends
     from kvscout_common.registry.registry import Registry
-    from kvscout_scheduler.load.workers import END_AT_ONCE
+    from kvscout_scheduler.load.workers import MAX_ENDS
     from kvscout_scheduler.rpc.metrics import SchedulerCollector
     from kvscout_scheduler.rpc.servicer import SERVICE, SchedulerServicer
     from kvscout_scheduler.scheduler import Scheduler
@@ -201,7 +201,7 @@ async def build(config: SchedulerConfig) -> App:
         while True:
             ended = scheduler.expire()
             # Others go on between two slices of many.
-            await asyncio.sleep(0 if ended >= END_AT_ONCE else config.settings.expiry_seconds)
+            await asyncio.sleep(0 if ended >= MAX_ENDS else config.settings.expiry_seconds)
 
     async def warm() -> None:
         await backends.warm()

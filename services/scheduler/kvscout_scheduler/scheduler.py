@@ -30,13 +30,13 @@ from kvscout_scheduler.estimates.engine_metrics import EngineMetrics
 from kvscout_scheduler.load.active_load import MakeLoad
 from kvscout_scheduler.load.cool_downs import CoolDowns
 from kvscout_scheduler.load.pool import Pool
-from kvscout_scheduler.load.workers import END_AT_ONCE, Workers
+from kvscout_scheduler.load.workers import MAX_ENDS, Workers
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.policies.decision_feed import Watchers
 from kvscout_scheduler.policies.selection import Selected, Selector
-from kvscout_scheduler.queue.admission import Turns
-from kvscout_scheduler.queue.remote_queues import LinesElsewhere
-from kvscout_scheduler.queue.waiting import RETRY_SECONDS, Answer, Waiter, WaitingLine
+from kvscout_scheduler.queue.admission import Admission
+from kvscout_scheduler.queue.remote_queues import RemoteQueues
+from kvscout_scheduler.queue.waiting import RETRY_SECONDS, Answer, Waiter, WaitingQueues
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import (
     AddOutput,
@@ -53,12 +53,12 @@ from kvscout_scheduler.values.reservation import (
     HASH_BYTES,
     MAX_LEASE_SECONDS,
     Choice,
-    Facts,
     FreeOutcome,
     OwnerName,
     Phase,
     PoolId,
     RequestKey,
+    Reservation,
     lineage_of,
 )
 from kvscout_scheduler.values.settings import SchedulerSettings
@@ -99,7 +99,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.thresholds = ThresholdTable(settings.thresholds)
         self.bookings = Bookings(settings, self.stats, limits)
-        self.waiting = WaitingLine(settings.queue_limit)
+        self.waiting = WaitingQueues(settings.queue_limit)
         if make_load is None:
             # A caller that chooses a backend need not load the extension.
             from kvscout_scheduler.load import native
@@ -109,12 +109,12 @@ class Scheduler:
         self._selector = Selector(settings, self.policies, rng)
         self.workers = Workers(settings, self.bookings, clock, self._make_pool)
         """Give it to the registry as a listener."""
-        self.lines_elsewhere = LinesElsewhere()
-        self._turns = Turns(self.workers, self.thresholds, self.waiting, self._book_waiter, self.lines_elsewhere)
+        self.remote_queues = RemoteQueues()
+        self._admission = Admission(self.workers, self.thresholds, self.waiting, self._book_waiter, self.remote_queues)
         self.cool_downs = CoolDowns(settings, self.workers, clock, self.pump)
         self.draining = False
-        self.keeps_line = settings.queue_threshold is not None
-        """Whether requests wait while no worker has room."""
+        self.queues_requests = settings.queue_threshold is not None
+        """True: requests wait while no worker has room."""
         self.watchers = Watchers(wall_clock)
         self.clock = clock
         self.wall_clock = wall_clock
@@ -136,8 +136,8 @@ class Scheduler:
                     return self.mark_prefill_complete(key, attempt_id)
                 case Free(key, attempt_id, output_tokens):
                     return self.free(key, attempt_id, output_tokens=output_tokens)
-                case Reserve(facts, lease_seconds):
-                    return self.reserve(facts, owner=owner, lease_seconds=lease_seconds)
+                case Reserve(reservation, lease_seconds):
+                    return self.reserve(reservation, owner=owner, lease_seconds=lease_seconds)
                 case AddOutput(key, attempt_id, blocks):
                     return self.add_output(key, blocks, attempt_id)
                 case Renew(attempts, lease_seconds):
@@ -147,7 +147,7 @@ class Scheduler:
             return error
 
     def select(self, request: SelectionRequest) -> Decision:
-        """Picks a worker and books nothing.
+        """Pick a worker and books nothing.
 
         Raises:
             InvalidArgument: A field of the request is wrong; it is named.
@@ -162,7 +162,7 @@ class Scheduler:
     def select_and_reserve(
         self, request: SelectionRequest, *, owner: OwnerName | None = None, lease_seconds: float = 0.0
     ) -> Decision:
-        """Picks a worker and books the request on it, in one step.
+        """Pick a worker and books the request on it, in one step.
 
         The same attempt called again gets its first answer, without the explanation, and nothing more is booked.
 
@@ -188,7 +188,7 @@ class Scheduler:
                 raise AlreadyExists(f"request {key.request_id!r} was reserved without choosing")
             return answer
         decision, pool, slot, block_hashes = self._select(request, now, books=True)
-        facts = Facts(
+        reservation = Reservation(
             key,
             request.attempt_id,
             decision.rank,
@@ -199,18 +199,18 @@ class Scheduler:
             Choice(decision.policy, decision.overlap_blocks, decision.effective_overlap_blocks, decision.cost),
             request.max_output_tokens,
             request.output_class,
-            lineage_of(block_hashes, pool.lane_of[slot].block_size),
+            lineage_of(block_hashes, pool.format_of[slot].block_size),
             request.estimates_prefill,
         )
-        self._book(facts, block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
+        self._book(reservation, block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
         if request.charge_prefill:
-            pool.hits[slot].count(facts)
+            pool.hits[slot].count(reservation)
         return decision
 
     def reserve_or_wait(
         self, request: SelectionRequest, answer: Answer, *, owner: OwnerName | None = None, lease_seconds: float = 0.0
     ) -> Waiter | None:
-        """`select_and_reserve`, or a place in line while all workers have prefill work enough.
+        """Select and reserve as `select_and_reserve`, or queue the request while all workers have prefill work enough.
 
         Args:
             request: With a request id.
@@ -225,7 +225,7 @@ class Scheduler:
         Raises:
             KvscoutError: As `select_and_reserve`, if it is decided now; and ResourceExhausted: the line is full.
         """
-        if not self.keeps_line:
+        if not self.queues_requests:
             answer(self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds))
             return None
         self._selector.check(request)
@@ -246,8 +246,8 @@ class Scheduler:
         self.stats.queued += 1
         return waiter
 
-    def reserve(self, facts: Facts, *, owner: OwnerName | None = None, lease_seconds: float = 0.0) -> int:
-        """Books a request on a given worker, whatever its load; one that is `prefilled` begins in its decode phase.
+    def reserve(self, reservation: Reservation, *, owner: OwnerName | None = None, lease_seconds: float = 0.0) -> int:
+        """Book a request on a given worker, whatever its load; one that is `prefilled` begins in its decode phase.
 
         Args:
             facts: What to book, and where.
@@ -264,34 +264,34 @@ class Scheduler:
             AlreadyExists: The id is active under another attempt, or on another worker.
             Cancelled: This attempt was freed already.
         """
-        facts.validate()
-        key, rank = facts.key, facts.rank
-        _check_booking(key.request_id, facts.attempt_id, lease_seconds)
+        reservation.validate()
+        key, rank = reservation.key, reservation.rank
+        _check_booking(key.request_id, reservation.attempt_id, lease_seconds)
         now = self.clock()
-        active = self.bookings.admit(key, facts.attempt_id, now)
+        active = self.bookings.admit(key, reservation.attempt_id, now)
         if active is not None:
-            if active.facts.rank != rank:
+            if active.reservation.rank != rank:
                 active.answers -= 1
-                raise AlreadyExists(f"request {key.request_id!r} is active on {active.facts.rank.worker_id!r}")
-            if facts.running:
+                raise AlreadyExists(f"request {key.request_id!r} is active on {active.reservation.rank.worker_id!r}")
+            if reservation.running:
                 self.bookings.ran_before(active)
-            if facts.prefilled and self.bookings.complete_prefill(key, facts.attempt_id, now):
+            if reservation.prefilled and self.bookings.complete_prefill(key, reservation.attempt_id, now):
                 self._relieved(key, now)
-            return active.facts.uncached_tokens
+            return active.reservation.uncached_tokens
         self._require_open()
         pool = self.workers.pool(key.pool)
         home, slot = self.workers.slot(key.tenant, rank)
         if home is not pool:
             raise InvalidArgument(f"{rank.worker_id!r} is not a worker of this model and role", field="worker")
-        Prompt(facts.block_hashes).validate(facts.isl_tokens, pool.lane_of[slot].block_size)
-        lineage = lineage_of(facts.block_hashes, pool.lane_of[slot].block_size)
-        kept = facts._replace(block_hashes=b"", lineage=lineage)
-        self._book(kept, facts.block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
-        pool.hits[slot].count(facts)
-        return facts.uncached_tokens
+        Prompt(reservation.block_hashes).validate(reservation.isl_tokens, pool.format_of[slot].block_size)
+        lineage = lineage_of(reservation.block_hashes, pool.format_of[slot].block_size)
+        kept = reservation._replace(block_hashes=b"", lineage=lineage)
+        self._book(kept, reservation.block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
+        pool.hits[slot].count(reservation)
+        return reservation.uncached_tokens
 
     def mark_prefill_complete(self, key: RequestKey, attempt_id: int = 0) -> bool:
-        """The first token is out; False = it was marked before.
+        """Return the first token is out; False = it was marked before.
 
         Raises:
             NotFound: This attempt is not active.
@@ -302,7 +302,7 @@ class Scheduler:
         return changed
 
     def add_output(self, key: RequestKey, blocks: int, attempt_id: int = 0) -> int:
-        """Adds generated blocks to a request's load; returns its output blocks in all.
+        """Add generated blocks to a request's load; returns its output blocks in all.
 
         Raises:
             InvalidArgument: Blocks below 1.
@@ -314,7 +314,7 @@ class Scheduler:
         return self.bookings.add_output(key, attempt_id, blocks, self.clock())
 
     def free(self, key: RequestKey, attempt_id: int = 0, *, output_tokens: int = 0) -> FreeOutcome:
-        """Releases all that an attempt holds; implies prefill complete. Unknown or repeated: a no-op that says so.
+        """Release all that an attempt holds; implies prefill complete. Unknown or repeated: a no-op that says so.
 
         Args:
             key: The request.
@@ -322,7 +322,7 @@ class Scheduler:
             output_tokens: That it had, for policies that learn; 0 = unknown.
         """
         now = self.clock()
-        waiter = self.waiting.find(key, attempt_id) if self.keeps_line else None
+        waiter = self.waiting.find(key, attempt_id) if self.queues_requests else None
         if waiter is not None:
             self.waiting.leave(waiter)
             # There is none, and none may come.
@@ -334,7 +334,7 @@ class Scheduler:
         return outcome
 
     def renew(self, key: RequestKey, attempt_id: int = 0, *, lease_seconds: float = 0.0) -> bool:
-        """Renews a lease; False = this attempt is not active.
+        """Renew a lease; False = this attempt is not active.
 
         Raises:
             InvalidArgument: A lease out of range.
@@ -343,7 +343,7 @@ class Scheduler:
         return self.bookings.renew(key, attempt_id, self.clock(), lease_seconds)
 
     def undelivered(self, key: RequestKey, attempt_id: int = 0) -> bool:
-        """Takes back a booking whose answer the caller did not get, unless a repeated call got it."""
+        """Take back a booking whose answer the caller did not get, unless a repeated call got it."""
         now = self.clock()
         ended = self.bookings.undelivered(key, attempt_id, now)
         self._relieved(key, now)
@@ -352,7 +352,7 @@ class Scheduler:
     def begin_takeover(
         self, owner: OwnerName, in_flight: Iterable[tuple[RequestKey, int]], opened_at: int = 0
     ) -> Takeover:
-        """Opens an owner's stream, and begins to look at what it lists; see `Takeover`.
+        """Open an owner's stream, and begins to look at what it lists; see `Takeover`.
 
         Raises:
             FailedPrecondition: A stream that it opened later is open.
@@ -364,7 +364,8 @@ class Scheduler:
     def connect_owner(
         self, owner: OwnerName, in_flight: Iterable[tuple[RequestKey, int]], opened_at: int = 0
     ) -> tuple[int, list[tuple[RequestKey, int]]]:
-        """As `begin_takeover`, all in one go; the session, and the listed requests that are not the owner's here.
+        """Take over as `begin_takeover`, all in one go; return the session, and the listed requests that are not the
+        owner's here.
 
         Raises:
             FailedPrecondition: A stream that it opened later is open.
@@ -375,7 +376,7 @@ class Scheduler:
         return takeover.session, takeover.unknown
 
     def disconnect_owner(self, owner: OwnerName, session: int, *, silent_seconds: float = 0.0) -> None:
-        """Ends an owner's stream; its bookings end after the grace time unless it comes back.
+        """End an owner's stream; its bookings end after the grace time unless it comes back.
 
         Args:
             owner: Whose.
@@ -385,37 +386,38 @@ class Scheduler:
         self.bookings.owners.disconnect(owner, session, self.clock() - silent_seconds)
 
     def expire(self) -> int:
-        """Ends what is overdue, `END_AT_ONCE` bookings at most; to be called every second or so, and soon again if it
+        """End what is overdue, `MAX_ENDS` bookings at most; to be called every second or so, and soon again if it
         ended as many. Returns bookings that ended."""
         now = self.clock()
         for pool in self.workers:
             self._estimate_prefills(pool, now)
             pool.recover(now)
             pool.forget_metrics(now - self.settings.engine_metrics_seconds)
-        ended = self.bookings.expire(now, END_AT_ONCE)
-        ended += self.workers.expire(now, END_AT_ONCE - ended)
+        ended = self.bookings.expire(now, MAX_ENDS)
+        ended += self.workers.expire(now, MAX_ENDS - ended)
         self.pump()
         return ended
 
     def drain(self) -> None:
-        """Takes no more selections and bookings; what is active goes on, what waits is refused."""
+        """Take no more selections and bookings; what is active goes on, what waits is refused."""
         self.draining = True
         for waiter in list(self.waiting):
             self.waiting.leave(waiter)
             waiter.answer(Draining("the scheduler is draining"))
 
     def pump(self) -> None:
-        """Books whoever can go, after load went away by another way than a call."""
+        """Book requests that wait and have room now, after load went away by another way than a call."""
         now = self.clock()
         for pool in self.waiting.pools:
-            self._turns.give(pool, now)
+            self._admission.admit_waiting(pool, now)
 
     def resume(self) -> None:
-        """Books whoever let others go first for long enough; to be called often where there are other replicas."""
-        self._turns.resume(self.clock())
+        """Book requests that left vacancies to other replicas for long enough; to be called often where there are
+        any."""
+        self._admission.resume(self.clock())
 
     def report_metrics(self, tenant: str, rank: WorkerRank, metrics: EngineMetrics) -> None:
-        """Takes what an engine says of itself; replaces what it said before.
+        """Take what an engine says of itself; replaces what it said before.
 
         Raises:
             InvalidArgument: A value is out of range; it is named.
@@ -424,10 +426,10 @@ class Scheduler:
         pool, slot = self.workers.slot(tenant, rank)
         now = self.clock()
         pool.report(slot, metrics.validate(), now)
-        self._turns.give(pool.id, now)
+        self._admission.admit_waiting(pool.id, now)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if any structure contradicts another."""
+        """Raise AssertionError if any structure contradicts another."""
         self.bookings.check_invariants()
         for pool in self.workers:
             allocations = [booking.allocation for booking in self.bookings if booking.pool is pool]
@@ -457,7 +459,7 @@ class Scheduler:
         return selected
 
     def _must_wait(self, request: SelectionRequest, now: float) -> bool:
-        """Whether a request has to wait; one that need not takes the place of an earlier call of it.
+        """Return whether a request has to wait; one that need not takes the place of an earlier call of it.
 
         Raises:
             KvscoutError: No worker could take it at all; as `select`.
@@ -465,8 +467,8 @@ class Scheduler:
         try:
             self._require_open()
             self._estimate_prefills(self.workers.pool(request.pool), now)
-            self._turns.give(request.pool, now)
-            if self._turns.must_wait(request, now):
+            self._admission.admit_waiting(request.pool, now)
+            if self._admission.must_wait(request, now):
                 return True
         except KvscoutError as error:
             self._refused(request, error)
@@ -477,13 +479,13 @@ class Scheduler:
         return request.key in self.waiting
 
     def _estimate_prefills(self, pool: Pool, now: float) -> None:
-        """Ends the prefill phase of those that should be through with it, where nobody reports it."""
+        """End the prefill phase of those that should be through with it, where nobody reports it."""
         while pool.times.due_at <= now:
             for key in pool.times.over(now):
                 self.bookings.estimate_prefill(key, now)
 
     def _book_waiter(self, waiter: Waiter, now: float) -> None:
-        """Books one whose turn it is, and tells it."""
+        """Book a request that waited, and answer it."""
         try:
             decision = self.select_and_reserve(waiter.request, owner=waiter.owner, lease_seconds=waiter.lease_seconds)
         except KvscoutError as error:
@@ -497,9 +499,9 @@ class Scheduler:
             waiter.answer(decision)
 
     def _relieved(self, key: RequestKey, now: float) -> None:
-        """Lets those go who waited for what a request has given back."""
-        if self.keeps_line and len(self.waiting):
-            self._turns.give(key.pool, now)
+        """Book requests that waited for the room that a request has given back."""
+        if self.queues_requests and len(self.waiting):
+            self._admission.admit_waiting(key.pool, now)
 
     def _refused(self, request: SelectionRequest, error: KvscoutError) -> None:
         self.stats.refusals[type(error).__name__] += 1
@@ -511,7 +513,7 @@ class Scheduler:
 
     def _book(
         self,
-        facts: Facts,
+        reservation: Reservation,
         block_hashes: bytes,
         pool: Pool,
         slot: int,
@@ -523,9 +525,11 @@ class Scheduler:
         if self.bookings.journal.replicated:
             block_hashes = block_hashes[: MAX_HASHED_BLOCKS * HASH_BYTES]
             if pool.load.track_blocks:
-                facts = facts._replace(block_hashes=block_hashes)
-        allocation = pool.place(slot, facts, block_hashes, prefill=not facts.prefilled)
-        booking = Booking(facts, pool, allocation, now, phase=Phase.DECODE if facts.prefilled else Phase.PREFILL)
+                reservation = reservation._replace(block_hashes=block_hashes)
+        allocation = pool.place(slot, reservation, block_hashes, prefill=not reservation.prefilled)
+        booking = Booking(
+            reservation, pool, allocation, now, phase=Phase.DECODE if reservation.prefilled else Phase.PREFILL
+        )
         self.bookings.add(booking, owner=owner, lease_seconds=lease_seconds)
 
 

@@ -25,7 +25,7 @@ from kvscout_scheduler.values.reservation import PoolId
 
 log = logging.getLogger("kvscout.scheduler")
 
-SCRAPES_AT_ONCE = 32
+CONCURRENT_SCRAPES = 32
 TIMEOUT_SECONDS = 2.0
 SCRAPED = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
 
@@ -46,22 +46,22 @@ class EngineScraper:
         self._registry = registry
         self._interval_seconds = interval_seconds
         self._warnings = RateLimitedLog(log)
-        self._slots = asyncio.Semaphore(SCRAPES_AT_ONCE)
-        self._told: set[tuple[str, WorkerRank]] = set()
+        self._slots = asyncio.Semaphore(CONCURRENT_SCRAPES)
+        self._reported: set[tuple[str, WorkerRank]] = set()
         self._sums: dict[tuple[str, str], RateSums] = {}
-        """What each worker had done by the last round, of pools that have observed nothing."""
+        """Sums of each worker at the last round, of pools that have observed nothing."""
         self.failures = 0
         """Scrapes that brought nothing, since start."""
 
     async def run(self) -> None:
-        """Asks until cancelled."""
+        """Scrape until cancelled."""
         async with http_client() as http:
             while True:
                 await self.round(http, [entry.spec for entry in self._registry.entries()])
                 await asyncio.sleep(self._interval_seconds)
 
     async def round(self, http: HttpClient, specs: Iterable[WorkerSpec]) -> None:
-        """Asks every engine once."""
+        """Scrape every engine once."""
         asked = [spec for spec in specs if spec.http_endpoint and spec.engine in SCRAPED]
         told = await asyncio.gather(*(self._scrape(http, spec) for spec in asked))
         pools: dict[PoolId, RateSums] = {}
@@ -82,7 +82,7 @@ class EngineScraper:
                     pool.times.believe(rates)
 
     def _begins(self, spec: WorkerSpec) -> bool:
-        """Whether its pool has observed nothing."""
+        """Return whether its pool has observed nothing."""
         try:
             pool, _ = self._scheduler.workers.slot(spec.tenant, spec.ranks[0])
         except KvscoutError:
@@ -90,7 +90,7 @@ class EngineScraper:
         return pool.times.is_belief
 
     async def _scrape(self, http: HttpClient, spec: WorkerSpec) -> RateSums | None:
-        """Asks an engine, and answers what it has done if its pool has observed nothing."""
+        """Scrape an engine, and return its sums if its pool has observed nothing."""
         ranks = [rank.dp_rank for rank in spec.ranks]
         sums = None
         async with self._slots:
@@ -111,19 +111,19 @@ class EngineScraper:
         for rank in spec.ranks:
             reading = readings.get(rank.dp_rank)
             name = (spec.tenant, rank)
-            if reading is None and name not in self._told:
+            if reading is None and name not in self._reported:
                 continue
-            (self._told.discard if reading is None else self._told.add)(name)
+            (self._reported.discard if reading is None else self._reported.add)(name)
             try:
                 self._scheduler.report_metrics(spec.tenant, rank, reading or NO_METRICS)
             except KvscoutError:
                 # It was removed while it was asked.
-                self._told.discard(name)
+                self._reported.discard(name)
         return sums
 
 
 def _rate_sums(page: bytes) -> RateSums | None:
-    """None where they cannot be read: there is a first belief without them."""
+    """Return the sums of a page; None where they cannot be read: there is a first estimate without them."""
     try:
         return read_rate_sums(page)
     except ValueError:

@@ -299,7 +299,7 @@ def test_bookings_that_a_returning_owner_does_not_list_end() -> None:
     book(made, "b", owner=owner("gateway-1"))
     made.connect_owner(owner("gateway-1"), [(key("b"), 0)])
     assert made.stats.ended == {EndReason.OWNER_FORGOT: 1}
-    assert [active.facts.key.request_id for active in list_active_requests(made, "default")[0]] == ["b"]
+    assert [active.reservation.key.request_id for active in list_active_requests(made, "default")[0]] == ["b"]
 
 
 def test_an_owner_takes_over_listed_bookings_of_unary_callers_only() -> None:
@@ -319,7 +319,7 @@ def test_removing_a_worker_frees_its_requests() -> None:
     made = scheduler(worker("w0", dp_size=2), "w1")
     for number in range(6):
         book(made, f"r{number}")
-    on_w0 = sum(active.facts.rank.worker_id == "w0" for active in list_active_requests(made, "default")[0])
+    on_w0 = sum(active.reservation.rank.worker_id == "w0" for active in list_active_requests(made, "default")[0])
     made.workers.worker_removed(worker("w0", dp_size=2), "removed")
     assert made.stats.ended == {EndReason.WORKER_REMOVED: on_w0}
     assert len(made.bookings) == 6 - on_w0
@@ -345,11 +345,11 @@ def test_active_requests_are_listed_oldest_first() -> None:
     made.select_and_reserve(request(isl=1, request_id="b", model="n", expected_output_tokens=9), owner=owner("g"))
     made.mark_prefill_complete(key("a"), 4)
     listed, total, _ = list_active_requests(made, "default")
-    assert ([active.facts.key.request_id for active in listed], total) == (["a", "b"], 2)
-    assert (listed[0].phase, listed[0].facts.attempt_id, listed[0].age_seconds) == (Phase.DECODE, 4, 2.0)
-    assert (listed[0].prompt_blocks, listed[0].facts.uncached_tokens) == (2, 2 * BLOCK)
+    assert ([active.reservation.key.request_id for active in listed], total) == (["a", "b"], 2)
+    assert (listed[0].phase, listed[0].reservation.attempt_id, listed[0].age_seconds) == (Phase.DECODE, 4, 2.0)
+    assert (listed[0].prompt_blocks, listed[0].reservation.uncached_tokens) == (2, 2 * BLOCK)
     assert (listed[0].lease_remaining_seconds, listed[1].lease_remaining_seconds) == (300.0, None)
-    assert (listed[1].owner, listed[1].facts.expected_output_tokens) == (owner("g"), 9)
+    assert (listed[1].owner, listed[1].reservation.expected_output_tokens) == (owner("g"), 9)
     assert list_active_requests(made, "default", limit=1)[1] == 2
     assert list_active_requests(made, "default", worker_id="x")[1] == 1
     assert list_active_requests(made, "default", model="m")[1] == 1

@@ -18,13 +18,13 @@ from kvscout_common.errors import Cancelled, FailedPrecondition
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
 from kvscout_common.settings.config import ServerConfig
-from kvscout_scheduler.bookings.takeover import AT_ONCE
+from kvscout_scheduler.bookings.takeover import SLICE_REQUESTS
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.reservation import EndReason, FreeOutcome
 
 GATEWAY = owner("gateway-1")
-MANY = 20 * AT_ONCE
+MANY = 20 * SLICE_REQUESTS
 DEADLINE_SECONDS = 20.0
 
 
@@ -214,7 +214,7 @@ async def test_others_are_served_between_the_slices_of_a_long_hello(monkeypatch:
             answer = await stream.read()
         task.cancel()
         assert [each.request_id for each in answer.unknown_in_flight] == names[1::2]
-        assert slices.seen == MANY // AT_ONCE + 1
+        assert slices.seen == MANY // SLICE_REQUESTS + 1
         assert set(turns) >= set(range(1, slices.seen)), "others had a turn after each slice"
         assert len(core.bookings) == MANY // 2
         stream.cancel()
@@ -235,7 +235,7 @@ async def test_a_stream_that_ends_within_its_hello_leaves_what_it_had_for_the_gr
             stream.cancel()
             while core.bookings.owners.connected(GATEWAY, core.clock()):
                 await asyncio.sleep(0.01)
-        assert slices.seen < MANY // AT_ONCE, "it was not at its end"
+        assert slices.seen < MANY // SLICE_REQUESTS, "it was not at its end"
         assert core.expire() == 0
         assert len(core.bookings) == MANY
         clock = core.clock
@@ -255,7 +255,7 @@ async def test_an_owner_hears_of_a_drain_that_begins_within_its_hello(monkeypatc
         await stream.write(hello(names))
         async with asyncio.timeout(DEADLINE_SECONDS):
             await slices.reached.wait()
-            assert slices.seen < MANY // AT_ONCE
+            assert slices.seen < MANY // SLICE_REQUESTS
             core.drain()
             draining = asyncio.create_task(servicer.drain_streams())
             answer = await stream.read()

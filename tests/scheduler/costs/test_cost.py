@@ -12,13 +12,13 @@ from support.scheduler_builders import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_scheduler.costs.choose import choose
-from kvscout_scheduler.costs.cost import Lane, Question
+from kvscout_scheduler.costs.cost import BlockFormat, Question
 from kvscout_scheduler.costs.time_cost import TimeQuestion, TimeRow
 from kvscout_scheduler.load.active_load import ActiveLoad, Allocation, ReferenceLoad
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps, TierWeights
 from kvscout_scheduler.values.request import pack_hashes
 
-LANE = Lane(16, eagle=False)
+LANE = BlockFormat(16, eagle=False)
 IDS = ("a", "b", "c")
 
 
@@ -126,7 +126,7 @@ def test_both_twins_give_equal_numbers_whatever_is_asked() -> None:
     pair: list[ActiveLoad] = [arranged(ReferenceLoad(), 6), arranged(NativeLoad(), 6)]
     active: list[list[Allocation]] = []
     for _ in range(1500):
-        lane = Lane(rng.choice((16, 24)), eagle=rng.random() < 0.2)
+        block_format = BlockFormat(rng.choice((16, 24)), eagle=rng.random() < 0.2)
         if active and rng.random() < 0.45:
             for made, allocation in zip(pair, active.pop(rng.randrange(len(active))), strict=True):
                 made.remove(allocation)
@@ -134,10 +134,10 @@ def test_both_twins_give_equal_numbers_whatever_is_asked() -> None:
             hashes, slot = pack_hashes(rng.choices((1, 2), k=rng.randrange(9))), rng.randrange(6)
             private, prefill = rng.randrange(3), rng.randrange(500)
             active.append(
-                [made.add(slot, lane, hashes, private_blocks=private, prefill_tokens=prefill) for made in pair]
+                [made.add(slot, block_format, hashes, private_blocks=private, prefill_tokens=prefill) for made in pair]
             )
         question = Question(
-            lane,
+            block_format,
             pack_hashes(rng.choices((1, 2), k=rng.randrange(9))),
             rng.randrange(1, 300),
             rng.choice((0.0, 1.0, 0.3, 7.7)),

@@ -11,7 +11,7 @@ from support.scheduler_builders import MODEL, ManualClock, key, scheduler, test_
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.estimates.learned_times import UNHEARD, LearnedTimes
+from kvscout_scheduler.estimates.learned_times import UNREPORTED, LearnedTimes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.request import Prompt, SelectionRequest, Wanted, pack_hashes
@@ -90,7 +90,7 @@ class Engines:
 def test_a_prefill_of_whom_nobody_hears_is_over_when_it_should_be(policy: str) -> None:
     made = Engines("a", "b", policy=policy)
     whole = made.book(2_000, on="a", estimates_prefill=True)
-    heard = made.book(2_000, on="b")
+    received = made.book(2_000, on="b")
     made.clock.advance(0.1)
     made.core.expire()
     assert (made.phase(whole), made.prefill_tokens("a")) == (Phase.PREFILL, 2_000)
@@ -98,9 +98,9 @@ def test_a_prefill_of_whom_nobody_hears_is_over_when_it_should_be(policy: str) -
     made.clock.advance(0.02)
     made.core.expire()
     assert (made.phase(whole), made.prefill_tokens("a")) == (Phase.DECODE, 0)
-    assert (made.phase(heard), made.prefill_tokens("b")) == (Phase.PREFILL, 2_000), "of that one somebody will tell"
+    assert (made.phase(received), made.prefill_tokens("b")) == (Phase.PREFILL, 2_000), "of that one somebody will tell"
     made.end(whole)
-    made.end(heard)
+    made.end(received)
     made.core.check_invariants()
 
 
@@ -121,11 +121,11 @@ def test_those_behind_each_other_are_over_one_after_the_other() -> None:
 def test_a_first_token_that_is_heard_tells_of_those_before_it() -> None:
     made = Engines("a")
     whole = made.book(8_000, on="a", estimates_prefill=True)
-    heard = made.book(1_000, on="a")
+    received = made.book(1_000, on="a")
     behind = made.book(1_000, on="a", estimates_prefill=True)
     # Engines are ten times faster than is believed.
     made.clock.advance(0.045)
-    made.first_token(heard)
+    made.first_token(received)
     made.core.expire()
     assert made.phase(whole) is Phase.DECODE
     assert made.phase(behind) is Phase.PREFILL
@@ -157,14 +157,14 @@ def test_an_estimate_is_told_to_other_replicas() -> None:
 
 def test_estimates_teach_nothing_while_some_first_token_is_heard() -> None:
     made = Engines("a", "b")
-    for _ in range(3 * UNHEARD):
-        whole, heard = made.book(on="a", estimates_prefill=True), made.book(on="b")
+    for _ in range(3 * UNREPORTED):
+        whole, received = made.book(on="a", estimates_prefill=True), made.book(on="b")
         made.clock.advance(0.0612)
-        made.first_token(heard)
+        made.first_token(received)
         made.clock.advance(60.0)
         # The answer as a whole took a thousand times as long as the one that is heard.
         made.end(whole, 300)
-        made.end(heard, 1)
+        made.end(received, 1)
         made.clock.advance(1.0)
     assert made.times.prefill.at(1_024) == pytest.approx(0.0612, rel=0.2)
     assert made.times.decode.base < 0.02
@@ -173,7 +173,7 @@ def test_estimates_teach_nothing_while_some_first_token_is_heard() -> None:
 @pytest.mark.parametrize("pace", [0.125, 4.0])
 def test_where_nobody_streams_whole_answers_tell_how_fast_engines_are(pace: float) -> None:
     rng, made = Random(test_seed()), Engines("a", "b")
-    for _ in range(UNHEARD + 250):
+    for _ in range(UNREPORTED + 250):
         tokens, output = rng.randrange(500, 6_000), rng.randrange(20, 300)
         whole = made.book(tokens, estimates_prefill=True)
         made.clock.advance(pace * (0.01 + 50e-6 * tokens + output * (0.01 + 20e-9 * tokens)))

@@ -10,11 +10,11 @@ import pytest
 from support.load_twins import MakeLoad, twins
 from support.scheduler_builders import test_seed
 
-from kvscout_scheduler.costs.cost import Lane
+from kvscout_scheduler.costs.cost import BlockFormat
 from kvscout_scheduler.load.active_load import ActiveLoad, Allocation, Limits
 from kvscout_scheduler.values.request import pack_hashes
 
-LANE = Lane(16, eagle=False)
+LANE = BlockFormat(16, eagle=False)
 Load = Callable[..., ActiveLoad]
 
 
@@ -101,7 +101,7 @@ def test_untracked_blocks_are_never_counted(load: Load) -> None:
 def test_lanes_share_nothing(load: Load) -> None:
     active = load()
     active.add(0, LANE, pack_hashes([1, 2]))
-    active.add(0, Lane(32, eagle=False), pack_hashes([1, 2]))
+    active.add(0, BlockFormat(32, eagle=False), pack_hashes([1, 2]))
     assert active.decode_blocks == [4]
 
 

@@ -27,7 +27,7 @@ from kvscout_scheduler.rpc.operations import Operations
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.operations import Operation, Outcome
-from kvscout_scheduler.values.reservation import End, Facts
+from kvscout_scheduler.values.reservation import End, Reservation
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: all paths are plain")
 WORKERS = ("a", "b", "c")
@@ -41,10 +41,10 @@ class Counting(Kv):
         self.output_tokens: list[int] = []
         self.prefills = 0
 
-    def ended(self, facts: Facts, end: End, now: float) -> None:
+    def ended(self, reservation: Reservation, end: End, now: float) -> None:
         self.output_tokens.append(end.output_tokens)
 
-    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
+    def prefill_completed(self, reservation: Reservation, ttft_seconds: float, now: float) -> None:
         self.prefills += 1
 
 
@@ -71,8 +71,8 @@ class Side:
     def _told_later(self, number: int, operation: Operation, outcome: Outcome) -> None:
         self.later.MergeFromString(self.codec.write(number, operation, outcome))
 
-    def facts(self) -> list[Facts]:
-        return [each.facts for each in self.core.bookings]
+    def reservation(self) -> list[Reservation]:
+        return [each.reservation for each in self.core.bookings]
 
     def state(self) -> list[Any]:
         found = []
@@ -164,7 +164,7 @@ def test_random_operations_have_the_same_results_and_leave_the_same_load(setting
         assert packed.answer(asked) == plain.answer(asked)
         assert packed.later == plain.later
         assert packed.state() == plain.state()
-        assert packed.facts() == plain.facts()
+        assert packed.reservation() == plain.reservation()
     packed.core.check_invariants()
     assert packed.core.stats.bookings == plain.core.stats.bookings > 0
     assert packed.policy.output_tokens == plain.policy.output_tokens != []
@@ -243,7 +243,7 @@ async def test_unary_calls_as_bytes_are_answered_like_those_as_objects() -> None
             asked = random_select(rng, f"r{number % 80}", rng.randrange(2))
             answers = [await _answer(scheduler_pb2_grpc.SchedulerStub(channel), asked) for channel in (one, other)]
             assert answers[0] == answers[1]
-        bookings = [[each.facts for each in core.bookings] for core in (plain, packed)]
+        bookings = [[each.reservation for each in core.bookings] for core in (plain, packed)]
         assert bookings[0] == bookings[1] != []
         assert {each.output_class for each in bookings[0]} >= {"", "chat"}
         assert {each.estimates_prefill for each in bookings[0]} == {True, False}
@@ -290,4 +290,7 @@ def test_what_a_gateway_books_again_is_in_its_phase_and_told_of_once_more_it_tea
     changed = {answer.id: answer.prefill_complete.changed for answer in answers if answer.HasField("prefill_complete")}
     assert changed == {2: False, 4: True}
     assert side.policy.prefills == 1
-    assert {each.facts.key.request_id: each.facts.running for each in side.core.bookings} == {"r": True, "q": True}
+    assert {each.reservation.key.request_id: each.reservation.running for each in side.core.bookings} == {
+        "r": True,
+        "q": True,
+    }

@@ -16,7 +16,7 @@ from kvscout_common.worker import Adapter, WorkerRank, WorkerSpec
 from kvscout_scheduler.estimates.engine_metrics import EngineMetrics
 from kvscout_scheduler.policies import installed_policies
 from kvscout_scheduler.policies.eligibility import eligible
-from kvscout_scheduler.queue.admission import Turns
+from kvscout_scheduler.queue.admission import Admission
 from kvscout_scheduler.queue.waiting import Waiter
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
@@ -171,7 +171,7 @@ def test_room_that_an_undelivered_booking_leaves_is_given_at_once() -> None:
     assert len(told) == 1
 
 
-class BruteForce(Turns):
+class BruteForce(Admission):
     """Asks everybody who waits, in order, whatever happened."""
 
     def must_wait(self, request: SelectionRequest, now: float) -> bool:
@@ -180,7 +180,7 @@ class BruteForce(Turns):
             return True
         return self._waits(request, now)
 
-    def give(self, pool_id: PoolId, now: float) -> None:
+    def admit_waiting(self, pool_id: PoolId, now: float) -> None:
         for waiter in self._in_order(pool_id):
             try:
                 if self._waits(waiter.request, now):
@@ -217,8 +217,8 @@ class Side:
         self.waiters: dict[str, Waiter | None] = {}
         if brute:
             made = self.made
-            made._turns = BruteForce(
-                made.workers, made.thresholds, made.waiting, made._book_waiter, made.lines_elsewhere
+            made._admission = BruteForce(
+                made.workers, made.thresholds, made.waiting, made._book_waiter, made.remote_queues
             )
 
     def ask(self, wanted: SelectionRequest) -> None:
@@ -341,8 +341,8 @@ def test_random_events_give_the_same_turns_as_asking_everybody_each_time() -> No
         assert {waiter.request.key for waiter in ours.made.waiting} == {
             waiter.request.key for waiter in brute.made.waiting
         }
-        assert {booking.key: booking.facts.rank for booking in ours.made.bookings} == {
-            booking.key: booking.facts.rank for booking in brute.made.bookings
+        assert {booking.key: booking.reservation.rank for booking in ours.made.bookings} == {
+            booking.key: booking.reservation.rank for booking in brute.made.bookings
         }
     ours.made.check_invariants()
     assert ours.made.stats.queued > 100

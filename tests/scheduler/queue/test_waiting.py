@@ -209,7 +209,7 @@ def test_waiters_are_listed_as_queued() -> None:
     clock.advance(2.5)
     listed, total, _ = list_active_requests(made, "default")
     assert total == 2
-    assert [(active.facts.key.request_id, active.phase) for active in listed] == [
+    assert [(active.reservation.key.request_id, active.phase) for active in listed] == [
         ("long", Phase.PREFILL),
         ("r", Phase.QUEUED),
     ]

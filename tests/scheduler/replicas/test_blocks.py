@@ -95,7 +95,7 @@ def test_a_takeover_and_what_follows_it_leave_out_the_hashes_that_everyone_has()
     move(world, "c", names)
     world.settled()
     assert world.sent("a") + world.sent("b") + world.sent("c") < 0.3 * hashes
-    assert all(booking.facts.block_hashes for node in world.nodes.values() for booking in node.core.bookings)
+    assert all(booking.reservation.block_hashes for node in world.nodes.values() for booking in node.core.bookings)
 
 
 def test_a_joiner_gets_all_hashes_and_who_missed_something_only_what_it_missed() -> None:
@@ -160,7 +160,7 @@ def test_hashes_of_the_same_attempt_elsewhere_are_not_taken_for_its_own() -> Non
     message.known_blocks_crc ^= 1
     with pytest.raises(UnknownBlocks):
         claim_from_proto(message, find)
-    message.block_hashes = claim.facts.block_hashes
+    message.block_hashes = claim.reservation.block_hashes
     with pytest.raises(InvalidArgument, match="block_hashes"):
         claim_from_proto(message, find)
 
@@ -178,7 +178,7 @@ def test_a_replica_of_an_older_release_is_told_all_hashes() -> None:
     move(world, "c", names)
     world.start("d")
     world.settled()
-    assert all(len(booking.facts.block_hashes) == 8 * BLOCKS for booking in world["d"].core.bookings)
+    assert all(len(booking.reservation.block_hashes) == 8 * BLOCKS for booking in world["d"].core.bookings)
 
 
 def test_a_large_snapshot_takes_effect_in_slices_and_events_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,4 +321,4 @@ def test_a_reservation_of_another_attempt_tells_its_own_hashes() -> None:
     world.settled()
     booking = world["a"].core.bookings.find(key("r"))
     assert booking is not None
-    assert booking.facts.block_hashes == pack_hashes([1, 2, 3])
+    assert booking.reservation.block_hashes == pack_hashes([1, 2, 3])

@@ -13,11 +13,11 @@ from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.queue.remote_queues import YIELD_SECONDS
 from kvscout_scheduler.queue.waiting import Waiter
 from kvscout_scheduler.replicas.queues import (
-    MAX_LINES,
+    MAX_PRIORITIES,
     STALE_SECONDS,
     highest_priority,
-    lines_from_proto,
-    lines_to_proto,
+    priorities_from_proto,
+    priorities_to_proto,
 )
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.reservation import PoolId
@@ -158,7 +158,7 @@ def test_a_vacancy_that_nobody_elsewhere_fills_is_left_for_a_moment_only(monkeyp
     world = Lines("a", "b")
     world.fill("a", "r")
     world.ask("b", "high", priority=5)
-    monkeypatch.setattr(world["b"].core._turns, "give", lambda pool, now: None)
+    monkeypatch.setattr(world["b"].core._admission, "give", lambda pool, now: None)
     world.run(0.05)
     world.end("a", "r")
     for number in range(3):
@@ -186,10 +186,10 @@ def test_the_line_of_a_replica_that_is_silent_counts_no_more() -> None:
 
 
 def test_lines_that_are_told_are_bounded_and_those_of_unknown_roles_left() -> None:
-    many = {PoolId("t", f"m{number}", POOL.role): number for number in range(2 * MAX_LINES)}
-    told = lines_to_proto(many)
+    many = {PoolId("t", f"m{number}", POOL.role): number for number in range(2 * MAX_PRIORITIES)}
+    told = priorities_to_proto(many)
     told[0].role = 77  # type: ignore[assignment]
-    assert lines_from_proto(told) == dict(list(many.items())[1:MAX_LINES])
+    assert priorities_from_proto(told) == dict(list(many.items())[1:MAX_PRIORITIES])
 
 
 @pytest.mark.parametrize("run", range(3))

@@ -57,10 +57,10 @@ def test_a_call_at_another_replica_takes_the_request_over_and_the_owner_yields()
     world = World("a", "b")
     world.book("a", "r")
     world.run(0.005)
-    assert world["b"].replication.ownership.elsewhere(key("r")) == world["a"].replication.me
+    assert world["b"].replication.ownership.remote_owner(key("r")) == world["a"].replication.me
     assert world["b"].core.mark_prefill_complete(key("r"), 1)
     world.settled()
-    assert world["a"].replication.ownership.elsewhere(key("r")) == world["b"].replication.me
+    assert world["a"].replication.ownership.remote_owner(key("r")) == world["b"].replication.me
     assert decoding(world, "a", "r")
     assert world["b"].replication.ownership.taken_over_count == 1
     assert world.free("b", "r") is FreeOutcome.FREED
@@ -75,7 +75,7 @@ def test_a_request_that_two_replicas_take_over_at_once_has_one_owner_in_the_end(
     world["b"].core.mark_prefill_complete(key("r"), 1)
     world["c"].core.mark_prefill_complete(key("r"), 1)
     world.settled()
-    owners = {name: world[name].replication.ownership.elsewhere(key("r")) for name in "abc"}
+    owners = {name: world[name].replication.ownership.remote_owner(key("r")) for name in "abc"}
     # Same term: the higher replica id.
     assert owners == {"a": world["c"].replication.me, "b": world["c"].replication.me, "c": None}
 
@@ -99,7 +99,7 @@ def test_a_repeated_booking_call_at_another_replica_gets_the_first_answer_and_bo
         world.book("b", "r", worker_id="w2", attempt=2)
     world.settled()
     assert world["a"].loads()["w2"][0] == 1
-    assert world["a"].replication.ownership.elsewhere(key("r")) == world["b"].replication.me
+    assert world["a"].replication.ownership.remote_owner(key("r")) == world["b"].replication.me
 
 
 def test_a_repeated_booking_call_whose_answer_is_lost_ends_nothing_that_runs() -> None:
@@ -293,7 +293,7 @@ def test_what_a_replica_takes_over_of_an_owner_that_is_nowhere_ends_with_the_own
     # Of a call that its gateway made before it died.
     world["b"].core.mark_prefill_complete(key("r"), 1)
     world.run(1)
-    assert world["b"].replication.ownership.elsewhere(key("r")) is None
+    assert world["b"].replication.ownership.remote_owner(key("r")) is None
     world.run(world.settings.owner_grace_seconds + 1)
     world.agree()
     assert set(world["b"].loads().values()) == set(world["c"].loads().values()) == {IDLE}
@@ -311,7 +311,7 @@ def test_what_is_taken_over_of_an_owner_that_is_connected_elsewhere_goes_on_ther
     assert world["c"].state() == {}, "nothing has been heard of its owner for long"
     world.settled()
     assert set(world["c"].state()) == {"r"}
-    assert world["c"].replication.ownership.elsewhere(key("r")) == world["a"].replication.me
+    assert world["c"].replication.ownership.remote_owner(key("r")) == world["a"].replication.me
 
 
 def test_a_gateway_that_fails_over_takes_what_it_lists_along_and_what_it_does_not_list_ends() -> None:
@@ -325,7 +325,7 @@ def test_a_gateway_that_fails_over_takes_what_it_lists_along_and_what_it_does_no
     session, unknown = world["b"].core.connect_owner(owner("g"), [(key("r"), 1), (key("s"), 1), (key("never"), 1)])
     assert unknown == [(key("never"), 1)]
     world.settled()
-    assert world["b"].replication.ownership.elsewhere(key("r")) is None
+    assert world["b"].replication.ownership.remote_owner(key("r")) is None
     assert set(world["c"].state()) == {"r", "s", "t"}
     world.run(SILENT_SECONDS + 11)
     world.agree()
@@ -384,7 +384,7 @@ def test_a_request_stays_where_its_owner_is_though_an_older_claim_has_the_higher
     world["a"].core.disconnect_owner(owner("g"), session)
     world.run(1)
     world.settled()
-    assert world["b"].replication.ownership.elsewhere(key("r")) is None
+    assert world["b"].replication.ownership.remote_owner(key("r")) is None
     world.run(11)
     world.settled()
     assert set(world["a"].state()) == {"r"}
@@ -404,7 +404,7 @@ def test_a_hello_that_a_stopped_replica_reads_late_takes_nothing_from_where_the_
     assert unknown == []
     world["b"].core.disconnect_owner(owner("g"), session)
     world.settled()
-    assert world["a"].replication.ownership.elsewhere(key("r")) is None
+    assert world["a"].replication.ownership.remote_owner(key("r")) is None
     world.kill("b")
     world.run(11)
     assert set(world["a"].state()) == {"r"}
@@ -609,7 +609,7 @@ def test_a_worker_that_comes_later_here_gets_the_load_it_has_elsewhere() -> None
     world.book("a", "s")
     world.run(0.01)
     assert world["b"].state() == {}
-    assert world["b"].replication.ownership.elsewhere(key("r")) == world["a"].replication.me
+    assert world["b"].replication.ownership.remote_owner(key("r")) == world["a"].replication.me
     assert world.free("b", "s") is FreeOutcome.UNKNOWN, "nothing of it is here"
     world["b"].add_worker("w0")
     world.settled()

@@ -16,7 +16,7 @@ from kvscout_scheduler.messages.operation_messages import operation_from_proto
 from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.values.overlaps import Overlaps, TierWeights
 from kvscout_scheduler.values.request import ConfigOverride, Prompt, pack_hashes
-from kvscout_scheduler.values.reservation import Facts
+from kvscout_scheduler.values.reservation import Reservation
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 
@@ -101,7 +101,7 @@ def test_workers_of_several_block_sizes_want_the_block_size_named() -> None:
 def test_a_bad_field_of_a_reservation_is_named(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidArgument) as error:
         scheduler("w0").reserve(
-            Facts(**{"key": key("r"), "attempt_id": 0, "rank": WorkerRank("w0", 0), "isl_tokens": 32, **fields})
+            Reservation(**{"key": key("r"), "attempt_id": 0, "rank": WorkerRank("w0", 0), "isl_tokens": 32, **fields})
         )
     assert error.value.field == field
 

@@ -9,7 +9,7 @@ from kvscout_scheduler.values.reservation import RequestKey
 
 
 class Ended(Enum):
-    """How an attempt ended."""
+    """End of an attempt."""
 
     BY_CALLER = auto()
     """A Free came after its booking: a copy of the booking call that comes still later must not book again."""
@@ -34,7 +34,7 @@ class EndedAttempts:
         self._ended: OrderedDict[tuple[RequestKey, int], tuple[Ended, float]] = OrderedDict()
 
     def add(self, key: RequestKey, attempt_id: int, how: Ended, now: float) -> None:
-        """Remembers an attempt from now on."""
+        """Remember an attempt from now on."""
         name = (key, attempt_id)
         self._ended[name] = (how, now + self._seconds)
         self._ended.move_to_end(name)
@@ -42,16 +42,16 @@ class EndedAttempts:
             self._ended.popitem(last=False)
 
     def get(self, key: RequestKey, attempt_id: int, now: float) -> Ended | None:
-        """How an attempt ended, None if it did not or that is forgotten."""
+        """Return how an attempt ended, None if it did not or that is forgotten."""
         found = self._ended.get((key, attempt_id))
         return found[0] if found is not None and found[1] > now else None
 
     def forget(self, key: RequestKey, attempt_id: int) -> None:
-        """Forgets an attempt: it is active again."""
+        """Forget an attempt: it is active again."""
         self._ended.pop((key, attempt_id), None)
 
     def expire(self, now: float) -> None:
-        """Forgets what is old enough."""
+        """Forget what is old enough."""
         while self._ended:
             name = next(iter(self._ended))
             if self._ended[name][1] > now:

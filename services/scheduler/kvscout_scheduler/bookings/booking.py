@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from kvscout_scheduler.load.active_load import Allocation
 from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.reservation import Facts, OwnerName, Phase, RequestKey
+from kvscout_scheduler.values.reservation import OwnerName, Phase, RequestKey, Reservation
 
 
 @dataclass(slots=True, eq=False)
 class Booking:
     """Mutable; owned by `Bookings`. Two bookings are equal only if they are one."""
 
-    facts: Facts
+    reservation: Reservation
     pool: Pool
     allocation: Allocation
     booked_at: float
@@ -35,13 +35,13 @@ class Booking:
 
     @property
     def key(self) -> RequestKey:
-        """What names it."""
-        return self.facts.key
+        """Return its name."""
+        return self.reservation.key
 
     @property
     def answer(self) -> Decision | None:
-        """What its caller was told, for a repeated call; None for a plain reservation."""
-        facts, choice = self.facts, self.facts.choice
+        """Return the decision that its caller received, for a repeated call; None for a plain reservation."""
+        reservation, choice = self.reservation, self.reservation.choice
         if choice is None:
             return None
-        return Decision(facts.rank, self.pool.specs[self.allocation.slot], *choice, facts.uncached_tokens)
+        return Decision(reservation.rank, self.pool.specs[self.allocation.slot], *choice, reservation.uncached_tokens)

@@ -27,7 +27,7 @@ from kvscout_scheduler.bookings.leases import Leases
 from kvscout_scheduler.bookings.owners import Owners
 from kvscout_scheduler.bookings.takeover import Takeover
 from kvscout_scheduler.load.pool import Pool
-from kvscout_scheduler.load.workers import END_AT_ONCE
+from kvscout_scheduler.load.workers import MAX_ENDS
 from kvscout_scheduler.values.reservation import End, EndReason, FreeOutcome, OwnerName, Phase, RequestKey
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.stats import SchedulerStats
@@ -51,7 +51,7 @@ class Bookings:
         self.tenants = 0
         """Tenants that have workers."""
         self.journal = Journal()
-        """Told of every change."""
+        """Receives every change."""
 
     def __len__(self) -> int:
         return len(self._active)
@@ -63,11 +63,11 @@ class Bookings:
         return key in self._active
 
     def find(self, key: RequestKey) -> Booking | None:
-        """The booking of a name."""
+        """Return the booking of a name."""
         return self._active.get(key)
 
     def admit(self, key: RequestKey, attempt_id: int, now: float) -> Booking | None:
-        """Looks whether a request may be booked.
+        """Check that a request may be booked.
 
         Returns:
             The booking that this very attempt has already, its lease renewed, to be answered again; else None.
@@ -80,8 +80,10 @@ class Bookings:
         """
         active = self._active.get(key)
         if active is not None:
-            if active.facts.attempt_id != attempt_id:
-                raise AlreadyExists(f"request {key.request_id!r} is active under attempt {active.facts.attempt_id}")
+            if active.reservation.attempt_id != attempt_id:
+                raise AlreadyExists(
+                    f"request {key.request_id!r} is active under attempt {active.reservation.attempt_id}"
+                )
             self._own(active, now)
             self.owners.remember(active)
             active.answers += 1
@@ -101,7 +103,7 @@ class Bookings:
         return None
 
     def add(self, booking: Booking, *, owner: OwnerName | None = None, lease_seconds: float = 0.0) -> None:
-        """Adds a booking that `admit` let in.
+        """Add a booking that `admit` let in.
 
         Args:
             booking: Its load is in its pool already.
@@ -109,7 +111,7 @@ class Bookings:
             lease_seconds: 0 = the default.
         """
         self._put_in(booking)
-        self._attempts.forget(booking.key, booking.facts.attempt_id)
+        self._attempts.forget(booking.key, booking.reservation.attempt_id)
         booking.lease_seconds = float(lease_seconds or self._settings.lease_seconds)
         if owner is not None:
             self.owners.add(booking, owner, booking.booked_at)
@@ -119,7 +121,7 @@ class Bookings:
         self.journal.booked(booking)
 
     def complete_prefill(self, key: RequestKey, attempt_id: int, now: float) -> bool:
-        """Ends a request's prefill phase; False = it was over already.
+        """End a request's prefill phase; False = it was over already.
 
         Raises:
             NotFound: This attempt is not active.
@@ -132,29 +134,35 @@ class Bookings:
         return True
 
     def estimate_prefill(self, key: RequestKey, now: float) -> None:
-        """Ends the prefill phase of one of our bookings of which nobody reports that it is over; else a no-op."""
+        """End the prefill phase of one of our bookings of which nobody reports that it is over; else a no-op."""
         booking = self._active.get(key)
-        if booking is None or booking.mirror or booking.phase is Phase.DECODE or not booking.facts.estimates_prefill:
+        if (
+            booking is None
+            or booking.mirror
+            or booking.phase is Phase.DECODE
+            or not booking.reservation.estimates_prefill
+        ):
             return
         self.decode(booking, now)
         self.journal.changed(booking)
 
     def decode(self, booking: Booking, now: float) -> None:
-        """The first token of a booking in prefill is out, ours or a mirror; or it should be, where nobody tells."""
+        """Begin the decode phase of a booking, ours or a mirror: its first token is out, or should be, where nobody
+        reports it."""
         booking.phase = Phase.DECODE
-        booking.first_token_at = None if booking.facts.estimates_prefill else now
+        booking.first_token_at = None if booking.reservation.estimates_prefill else now
         booking.pool.complete_prefill(booking.allocation)
         for observer in booking.pool.observers:
-            observer.prefill_completed(booking.facts, now - booking.booked_at, now)
+            observer.prefill_completed(booking.reservation, now - booking.booked_at, now)
 
     def ran_before(self, booking: Booking) -> None:
-        """Notes that a booking began before we were told of it, or that we were not told in time what became of it:
+        """Note that a booking began before we were told of it, or that we were not told in time what became of it:
         nothing is to be learned from how long it takes."""
-        if not booking.facts.running:
-            booking.facts = booking.facts._replace(running=True)
+        if not booking.reservation.running:
+            booking.reservation = booking.reservation._replace(running=True)
 
     def add_output(self, key: RequestKey, attempt_id: int, blocks: int, now: float) -> int:
-        """Adds generated blocks to a request; returns its output blocks in all.
+        """Add generated blocks to a request; returns its output blocks in all.
 
         Raises:
             FailedPrecondition: Output is not tracked.
@@ -169,7 +177,7 @@ class Bookings:
         return booking.output_blocks
 
     def free(self, key: RequestKey, attempt_id: int, now: float, output_tokens: int = 0) -> FreeOutcome:
-        """Releases all that an attempt holds, whatever its phase; a no-op if it holds nothing."""
+        """Release all that an attempt holds, whatever its phase; a no-op if it holds nothing."""
         booking = self._find(key, attempt_id)
         if booking is not None:
             self._own(booking, now)
@@ -188,7 +196,7 @@ class Bookings:
         return FreeOutcome.UNKNOWN
 
     def renew(self, key: RequestKey, attempt_id: int, now: float, lease_seconds: float = 0.0) -> bool:
-        """Renews a lease, from now, for another time if one is given; False = this attempt is not active."""
+        """Renew a lease, from now, for another time if one is given; False = this attempt is not active."""
         booking = self._find(key, attempt_id)
         if booking is None:
             return False
@@ -200,7 +208,7 @@ class Bookings:
         return True
 
     def undelivered(self, key: RequestKey, attempt_id: int, now: float) -> bool:
-        """Takes back a booking whose answer was lost, unless a repeated call got it; whether the booking ended."""
+        """Take back a booking whose answer was lost, unless a repeated call got it; whether the booking ended."""
         booking = self._find(key, attempt_id)
         if booking is None or booking.mirror:
             return False
@@ -221,7 +229,7 @@ class Bookings:
         wall_now: float,
         on_end: Callable[[], None],
     ) -> Takeover:
-        """Opens a stream of an owner, who lists what it has in flight.
+        """Open a stream of an owner, who lists what it has in flight.
 
         Listed bookings of unary callers become its own, and those of other replicas ours. Those of the owner that it
         does not list end, after all that it lists.
@@ -233,7 +241,7 @@ class Bookings:
         return Takeover(self, owner, session, in_flight, on_end)
 
     def take_listed(self, key: RequestKey, attempt_id: int, owner: OwnerName, now: float) -> bool:
-        """Makes what an owner lists its own; False = it is not active, or somebody else's."""
+        """Give a request to the owner that lists it; False = it is not active, or has another owner."""
         active = self._find(key, attempt_id)
         if active is None or active.owner not in (None, owner):
             return False
@@ -250,13 +258,13 @@ class Bookings:
         return True
 
     def forget_unlisted(self, owner: OwnerName, now: float) -> None:
-        """Ends what an owner had and has not listed, `END_AT_ONCE` of it now and the rest with `expire`."""
+        """End what an owner had and has not listed, `MAX_ENDS` of it now and the rest with `expire`."""
         self.owners.forget(owner)
-        if self._expire_all(self.owners.forgotten(END_AT_ONCE), EndReason.OWNER_FORGOT, now) < END_AT_ONCE:
+        if self._expire_all(self.owners.forgotten(MAX_ENDS), EndReason.OWNER_FORGOT, now) < MAX_ENDS:
             self.end_log.flush()
 
     def expire(self, now: float, limit: int) -> int:
-        """Ends so many of the bookings whose lease or whose owner's grace time is over; forgets old attempts. Returns
+        """End so many of the bookings whose lease or whose owner's grace time is over; forgets old attempts. Returns
         bookings that ended."""
         ended = self._expire_all(self.owners.forgotten(limit), EndReason.OWNER_FORGOT, now)
         ended += self._expire_all(self._leases.expired(now, limit - ended), EndReason.LEASE, now)
@@ -265,7 +273,7 @@ class Bookings:
         return ended
 
     def drop_slot(self, pool: Pool, slot: int, reason: EndReason, now: float, limit: int) -> int:
-        """Ends bookings on a worker rank that is gone.
+        """End bookings on a worker rank that is gone.
 
         Args:
             pool: Of the worker.
@@ -287,23 +295,23 @@ class Bookings:
         return len(members)
 
     def add_mirror(self, booking: Booking) -> None:
-        """Adds a booking that another replica owns; its load is in its pool already."""
+        """Add a booking that another replica owns; its load is in its pool already."""
         booking.mirror = True
         self._put_in(booking)
 
     def remove_mirror(self, booking: Booking, now: float) -> None:
-        """Takes a mirror out, with its load."""
+        """Take a mirror out, with its load."""
         assert booking.mirror
         self._take_out(booking, now, freed=False)
 
     def give_up(self, booking: Booking) -> None:
-        """Makes a booking of ours a mirror: another replica has taken it over."""
+        """Make a booking of ours a mirror: another replica has taken it over."""
         self._leases.clear(booking)
         self.owners.drop(booking)
         booking.mirror = True
 
-    def freed_elsewhere(self, key: RequestKey, attempt_id: int, now: float) -> None:
-        """A caller freed an attempt at another replica: it ends here, and no copy of its call books any more."""
+    def freed_remotely(self, key: RequestKey, attempt_id: int, now: float) -> None:
+        """End an attempt that its caller freed at another replica; no copy of its call books any more."""
         if not attempt_id:
             return
         booking = self._find(key, attempt_id)
@@ -313,7 +321,7 @@ class Bookings:
         self._attempts.add(key, attempt_id, Ended.BY_CALLER, now)
 
     def freed_by_caller(self, key: RequestKey, attempt_id: int, now: float) -> bool:
-        """Whether an attempt was freed by its caller, here or elsewhere."""
+        """Return whether an attempt was freed by its caller, here or elsewhere."""
         return bool(attempt_id) and self._attempts.get(key, attempt_id, now) in (Ended.BY_CALLER, Ended.BEFORE_BOOKING)
 
     def flush_log(self) -> None:
@@ -321,12 +329,12 @@ class Bookings:
         self.end_log.flush()
 
     def supersede(self, booking: Booking, now: float) -> None:
-        """Ends a booking of ours, for another replica has booked or ended the request."""
+        """End a booking of ours, for another replica has booked or ended the request."""
         self._expire(booking, EndReason.SUPERSEDED, now)
         self.end_log.flush()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the structures contradict each other."""
+        """Raise AssertionError if the structures contradict each other."""
         for key, booking in self._active.items():
             assert booking.key == key
             assert booking in self._members[booking.pool, booking.allocation.slot]
@@ -339,21 +347,21 @@ class Bookings:
 
     def _find(self, key: RequestKey, attempt_id: int) -> Booking | None:
         booking = self._active.get(key)
-        return booking if booking is not None and booking.facts.attempt_id == attempt_id else None
+        return booking if booking is not None and booking.reservation.attempt_id == attempt_id else None
 
     def _called(self, key: RequestKey, attempt_id: int, now: float) -> Booking:
-        """The booking of an attempt that its caller has news of: ours from now on, its lease renewed."""
+        """Return the booking of an attempt that its caller has news of: ours from now on, its lease renewed."""
         booking = self._active.get(key)
         if booking is None:
             raise NotFound(f"request {key.request_id!r} of model {key.model!r} is not active")
-        if booking.facts.attempt_id != attempt_id:
-            raise NotFound(f"request {key.request_id!r} is active, but under attempt {booking.facts.attempt_id}")
+        if booking.reservation.attempt_id != attempt_id:
+            raise NotFound(f"request {key.request_id!r} is active, but under attempt {booking.reservation.attempt_id}")
         self._own(booking, now)
         self._renew(booking, now)
         return booking
 
     def _own(self, booking: Booking, now: float) -> None:
-        """Takes over a mirror, before it is written to. Its owner holds it; one that is not connected here counts as
+        """Take over a mirror, before it is written to. Its owner holds it; one that is not connected here counts as
         gone from now. If it is well and connected elsewhere, the replica there claims the request again."""
         if not booking.mirror:
             return
@@ -387,7 +395,7 @@ class Bookings:
         self._leases.clear(booking)
         self.owners.drop(booking)
         self._take_out(booking, now, freed=how is Ended.BY_CALLER, output_tokens=output_tokens)
-        self._attempts.add(booking.key, booking.facts.attempt_id, how, now)
+        self._attempts.add(booking.key, booking.reservation.attempt_id, how, now)
         self.journal.ended(booking, by_caller=how is Ended.BY_CALLER)
 
     def _put_in(self, booking: Booking) -> None:
@@ -396,7 +404,7 @@ class Bookings:
         self._by_tenant[key.tenant] += 1
         self._members.setdefault((booking.pool, booking.allocation.slot), {})[booking] = None
         for observer in booking.pool.observers:
-            observer.booked(booking.facts, booking.booked_at)
+            observer.booked(booking.reservation, booking.booked_at)
 
     def _take_out(self, booking: Booking, now: float, *, freed: bool, output_tokens: int = 0) -> None:
         key = booking.key
@@ -411,7 +419,7 @@ class Bookings:
             del self._members[place]
         booking.pool.release(booking.allocation)
         if booking.pool.observers:
-            since = None if booking.facts.running else booking.first_token_at
+            since = None if booking.reservation.running else booking.first_token_at
             end = End(freed, output_tokens, 0.0 if since is None else now - since)
             for observer in booking.pool.observers:
-                observer.ended(booking.facts, end, now)
+                observer.ended(booking.reservation, end, now)

@@ -21,7 +21,7 @@ class _Cause:
     count: int
     first: Booking
     age_seconds: float
-    """Of the first one."""
+    """Age of the first booking, in seconds."""
     names: list[str]
 
 
@@ -32,7 +32,7 @@ class EndLog:
         self._causes: dict[tuple[EndReason, str], _Cause] = {}
 
     def add(self, booking: Booking, reason: EndReason, now: float) -> None:
-        """Notes one."""
+        """Note one."""
         cause = self._causes.get((reason, _whose(booking, reason)))
         if cause is None:
             name = booking.key.request_id
@@ -43,7 +43,7 @@ class EndLog:
             cause.names.append(booking.key.request_id)
 
     def flush(self) -> None:
-        """Writes a line for each cause."""
+        """Write a line for each cause."""
         causes, self._causes = self._causes, {}
         for (reason, whose), cause in causes.items():
             if cause.count == 1:
@@ -52,9 +52,9 @@ class EndLog:
                     "booking of request %s (model %s, attempt %d) on %s/%d ended after %.1f s: %s",
                     booking.key.request_id,
                     booking.key.model,
-                    booking.facts.attempt_id,
-                    booking.facts.rank.worker_id,
-                    booking.facts.rank.dp_rank,
+                    booking.reservation.attempt_id,
+                    booking.reservation.rank.worker_id,
+                    booking.reservation.rank.dp_rank,
                     cause.age_seconds,
                     reason,
                 )
@@ -69,5 +69,5 @@ def _whose(booking: Booking, reason: EndReason) -> str:
     if reason in (EndReason.OWNER_GONE, EndReason.OWNER_FORGOT):
         return f", owner {booking.owner}"
     if reason in (EndReason.WORKER_GONE, EndReason.WORKER_REMOVED):
-        return f", worker {booking.facts.rank.worker_id}"
+        return f", worker {booking.reservation.rank.worker_id}"
     return ""

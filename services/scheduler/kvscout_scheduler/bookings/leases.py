@@ -15,19 +15,20 @@ class Leases:
         return sum(map(len, self._buckets.values()))
 
     def set(self, booking: Booking, expires_at: float) -> None:
-        """Starts or renews a lease; a later end is looked at when the earlier one comes."""
+        """Start or renew a lease; a later end is looked at when the earlier one comes."""
         booking.expires_at = expires_at
         if booking.lease_bucket is None or booking.lease_bucket > int(expires_at):
             self._take_out(booking)
             self._put(booking, int(expires_at))
 
     def clear(self, booking: Booking) -> None:
-        """Ends the lease: the booking is over, or its owner holds it."""
+        """End the lease: the booking is over, or its owner holds it."""
         booking.expires_at = None
         self._take_out(booking)
 
     def expired(self, now: float, limit: int) -> list[Booking]:
-        """So many of the bookings whose lease has ended, earliest first; they stay here until they are cleared."""
+        """Return bookings whose lease has ended, earliest first, `limit` at most; they stay here until they are
+        cleared."""
         due: list[Booking] = []
         for bucket in sorted(b for b in self._buckets if b <= now):
             for booking in list(self._buckets[bucket]):

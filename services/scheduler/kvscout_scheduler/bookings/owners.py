@@ -10,8 +10,8 @@ from kvscout_scheduler.bookings.booking import Booking
 from kvscout_scheduler.values.reservation import MICROSECONDS, OwnerName
 
 MAX_AHEAD_SECONDS = 1.0
-"""How far the clocks of owners may be ahead of ours. A stream from further ahead could keep its owner's later ones out:
-so it can for this long."""
+"""Seconds by which the clock of an owner may be ahead. A stream from further ahead could keep its owner's later ones
+out: so it can for this long."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Owner:
     bookings: dict[Booking, None] = field(default_factory=dict)
     """In the order in which they came; a set of objects is in that of their addresses."""
     unlisted: dict[Booking, None] = field(default_factory=dict)
-    """What it had when its newest stream began and has not listed yet, while that is looked at."""
+    """Bookings from before its newest stream that it has not listed yet, during the takeover."""
 
 
 class Owners:
@@ -44,10 +44,10 @@ class Owners:
         self._owners: dict[OwnerName, Owner] = {}
         self._sessions = 0
         self._forgotten: dict[Booking, None] = {}
-        """What its owner did not list when it came back, and that has not ended yet."""
+        """Bookings that their owner did not list when it came back, and that have not ended yet."""
 
     def connect(self, name: OwnerName, now: float, opened_at: int, wall_now: float) -> int:
-        """Opens a stream of an owner; an older one of it counts no more.
+        """Open a stream of an owner; an older one of it counts no more.
 
         Args:
             name: Whose.
@@ -76,25 +76,25 @@ class Owners:
         return self._sessions
 
     def is_newest(self, name: OwnerName, session: int) -> bool:
-        """Whether an owner has opened no stream since then."""
+        """Return whether an owner has opened no stream since then."""
         owner = self._owners.get(name)
         return owner is not None and owner.session == session
 
     def forget(self, name: OwnerName) -> None:
-        """An owner has listed all that it has: what else was its own is `forgotten`."""
+        """End the list of an owner: bookings that it did not list are `forgotten`."""
         owner = self._owners[name]
         unlisted, owner.unlisted = owner.unlisted, {}
         self._forgotten.update(dict.fromkeys(sorted(unlisted, key=lambda booking: booking.booked_at)))
 
     def remember(self, booking: Booking) -> None:
-        """The owner of a booking says that it has it, after all."""
+        """Keep a booking that its owner lists after all."""
         self._forgotten.pop(booking, None)
         owner = self._owners.get(booking.owner) if booking.owner is not None else None
         if owner is not None:
             owner.unlisted.pop(booking, None)
 
     def disconnect(self, name: OwnerName, session: int, gone_at: float) -> None:
-        """Ends a stream; the end of one that was replaced means nothing."""
+        """End a stream; the end of one that was replaced means nothing."""
         owner = self._owners.get(name)
         if owner is not None and owner.session == session:
             if owner.bookings:
@@ -103,17 +103,18 @@ class Owners:
                 del self._owners[name]
 
     def connected(self, name: OwnerName, now: float) -> float:
-        """For how many seconds an owner has had its stream open; 0 = it has none, else above 0."""
+        """Return the seconds since an owner opened its stream; 0 = it has none, else above 0."""
         owner = self._owners.get(name)
         return max(now - owner.connected_at, 1e-9) if owner is not None and owner.gone_at is None else 0.0
 
     def opened_at(self, name: OwnerName) -> int:
-        """When the owner of an open stream says that it opened it; 0 = there is none, or it did not say."""
+        """Return the time at which an owner opened its stream, by its own clock; 0 = there is none, or it did not
+        say."""
         owner = self._owners.get(name)
         return owner.opened_at if owner is not None and owner.gone_at is None else 0
 
     def add(self, booking: Booking, name: OwnerName, now: float) -> None:
-        """Gives a booking to an owner; one without a stream counts as gone from now."""
+        """Give a booking to an owner; one without a stream counts as gone from now."""
         owner = self._owners.get(name)
         if owner is None:
             owner = self._owners[name] = Owner(gone_at=now)
@@ -121,7 +122,7 @@ class Owners:
         owner.bookings[booking] = None
 
     def drop(self, booking: Booking) -> None:
-        """Takes a booking from its owner, if it has one."""
+        """Take a booking from its owner, if it has one."""
         self.remember(booking)
         name = booking.owner
         owner = self._owners.get(name) if name is not None else None
@@ -131,16 +132,16 @@ class Owners:
                 del self._owners[name]
 
     def owns(self, booking: Booking) -> bool:
-        """Whether a booking is with its owner."""
+        """Return whether a booking is with its owner."""
         owner = self._owners.get(booking.owner) if booking.owner is not None else None
         return owner is not None and booking in owner.bookings
 
     def forgotten(self, limit: int) -> list[Booking]:
-        """So many of the bookings that their owners did not list when they came back, oldest first."""
+        """Return bookings that their owners did not list when they came back, oldest first, `limit` at most."""
         return list(islice(self._forgotten, limit))
 
     def expired(self, now: float, limit: int) -> list[Booking]:
-        """So many of the bookings of owners that have been gone for too long."""
+        """Return bookings of owners that have been gone for too long, `limit` at most."""
         overdue = (
             booking
             for owner in self._owners.values()

@@ -1,4 +1,5 @@
-"""What an owner lists that opens a stream, looked at a slice at a time: thousands of requests hold nobody else up.
+"""Takeover of the requests that an owner lists when it opens a stream, a slice at a time: thousands hold nobody else
+up.
 
 ::
 
@@ -28,7 +29,7 @@ from kvscout_scheduler.values.reservation import OwnerName, RequestKey
 if TYPE_CHECKING:
     from kvscout_scheduler.bookings.bookings import Bookings
 
-AT_ONCE = 128
+SLICE_REQUESTS = 128
 """Listed requests of a slice, about five milliseconds where another replica had them."""
 
 
@@ -59,8 +60,8 @@ class Takeover:
         self._listed = iter(listed)
         self._on_end: Callable[[], None] | None = on_end
 
-    def advance(self, now: float, limit: int = AT_ONCE) -> bool:
-        """Looks at so many; True = that was all.
+    def advance(self, now: float, limit: int = SLICE_REQUESTS) -> bool:
+        """Look at `limit` listed requests; True = that was all.
 
         Raises:
             FailedPrecondition: The owner has opened a later stream.

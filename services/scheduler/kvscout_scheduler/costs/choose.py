@@ -26,20 +26,20 @@ class Ranked(Sequence[float], ABC):
 
     @abstractmethod
     def least(self) -> Sequence[int]:
-        """Indexes of the least cost, ascending."""
+        """Return the indexes of the least cost, ascending."""
 
     @abstractmethod
     def draw(self, temperature: float, uniform: float) -> int:
-        """Index of the cost that a number in 0 .. 1 draws at a temperature above 0."""
+        """Return the index of the cost that a number in 0 .. 1 draws at a temperature above 0."""
 
 
 def is_ranked(costs: Sequence[float]) -> TypeGuard[Ranked]:
-    """Whether costs find their least by themselves; what `isinstance` says, in a fifth of the time."""
+    """Return whether costs find their least by themselves; what `isinstance` says, in a fifth of the time."""
     return hasattr(costs, "least")
 
 
 def choose(costs: Sequence[float], temperature: float, rng: Random) -> int:
-    """Index of the chosen cost.
+    """Return the index of the chosen cost.
 
     Args:
         costs: At least one, none NaN. An infinite cost is chosen only if all are infinite.
@@ -56,13 +56,13 @@ def choose(costs: Sequence[float], temperature: float, rng: Random) -> int:
 
 
 def least_of(costs: Sequence[float]) -> list[int]:
-    """Indexes of the least cost, ascending."""
+    """Return the indexes of the least cost, ascending."""
     least = min(costs)
     return [index for index, cost in enumerate(costs) if cost == least]
 
 
 def probabilities(costs: Sequence[float], temperature: float) -> list[float]:
-    """Probability of each cost being drawn at a temperature above 0; equal costs are equally likely.
+    """Return the probability of each cost being drawn at a temperature above 0; equal costs are equally likely.
 
     Args:
         costs: At least one, none NaN; any magnitude.
@@ -83,7 +83,7 @@ def probabilities(costs: Sequence[float], temperature: float) -> list[float]:
 
 
 def _span(distances: list[float]) -> float:
-    """The largest of some distances that is no outlier; 0 of none.
+    """Return the largest of some distances that is no outlier; 0 of none.
 
     Args:
         distances: Above 0, ascending.

@@ -1,4 +1,4 @@
-"""What it costs to put a request on each worker of one lane, in blocks.
+"""Cost of a request on each worker of one block format, in blocks.
 
 ::
 
@@ -25,7 +25,7 @@ from kvscout_scheduler.values.overlaps import DEFAULT_TIER_WEIGHTS, Overlaps, Ti
 T = TypeVar("T", int, float)
 
 
-class Lane(NamedTuple):
+class BlockFormat(NamedTuple):
     """Workers whose block hashes are comparable."""
 
     block_size: int
@@ -35,12 +35,12 @@ class Lane(NamedTuple):
 class Question(NamedTuple):
     """One prompt, as hashed for the workers of a lane."""
 
-    lane: Lane
+    block_format: BlockFormat
     hashes: bytes
     """Packed local hashes."""
     isl_tokens: int
     overlap_score_weight: float = 1.0
-    """Of prefill against decode; 0 = decode load alone, prefix caches are ignored."""
+    """Weight of prefill against decode; 0 = decode load alone, prefix caches are ignored."""
     tiers: TierWeights = DEFAULT_TIER_WEIGHTS
     charge_prefill: bool = True
     """False: the prompt is computed elsewhere."""
@@ -49,12 +49,12 @@ class Question(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks that the prompt fills or begins."""
-        return -(-self.isl_tokens // self.lane.block_size)
+        """Return blocks that the prompt fills or begins."""
+        return -(-self.isl_tokens // self.block_format.block_size)
 
 
 class ReferenceScores:
-    """What is asked of some workers of a lane, one entry a slot; a column is computed when it is looked at.
+    """Scores of workers of one block format, one entry a slot; a column is computed when it is looked at.
 
     Args:
         question: The prompt.
@@ -87,12 +87,12 @@ class ReferenceScores:
 
     @cached_property
     def device_blocks(self) -> Sequence[int]:
-        """Leading blocks of the prompt on the device, confirmed or predicted."""
+        """Return leading blocks of the prompt on the device, confirmed or predicted."""
         return spread(self._overlaps, self._overlaps.device(), self._slots, self._slot_of)
 
     @cached_property
     def effective_blocks(self) -> Sequence[float]:
-        """Overlap as the cost counts it: slower tiers weighted, 0 where the overlap score weight is 0."""
+        """Return the overlap as the cost counts it: slower tiers weighted, 0 where the overlap score weight is 0."""
         if not self._question.overlap_score_weight:
             return [0.0] * len(self._slots)
         if not self._overlaps.slower_tiers:
@@ -103,13 +103,13 @@ class ReferenceScores:
 
     @cached_property
     def cached_tokens(self) -> Sequence[float]:
-        """Prompt tokens that each has, slower tiers weighted; at most the prompt."""
-        isl, block_size = self._question.isl_tokens, self._question.lane.block_size
+        """Return prompt tokens that each has, slower tiers weighted; at most the prompt."""
+        isl, block_size = self._question.isl_tokens, self._question.block_format.block_size
         return [min(isl, blocks * block_size) for blocks in self.effective_blocks]
 
     @cached_property
     def prefill_tokens(self) -> Sequence[float]:
-        """Prompt tokens that each worker has to compute, this request's included."""
+        """Return prompt tokens that each worker has to compute, this request's included."""
         active, isl = self._prefill_tokens, self._question.isl_tokens
         if not self._question.charge_prefill:
             return [active[slot] for slot in self._slots]
@@ -117,7 +117,7 @@ class ReferenceScores:
 
     @cached_property
     def decode_blocks(self) -> Sequence[int]:
-        """Blocks active on each worker with this request added."""
+        """Return blocks active on each worker with this request added."""
         active, shared, blocks = self._decode_blocks, self._shared, self._question.blocks
         if active is None:
             return [0] * len(self._slots)
@@ -125,33 +125,33 @@ class ReferenceScores:
 
     @cached_property
     def costs(self) -> Sequence[float]:
-        """Cost of each worker."""
+        """Return the cost of each worker."""
         _, _, _, weight, _, _, scale = self._question
         if not weight:
             return [scale * blocks for blocks in self.decode_blocks]
-        block_size = self._question.lane.block_size
+        block_size = self._question.block_format.block_size
         return [
             scale * (weight * (tokens / block_size) + blocks)
             for tokens, blocks in zip(self.prefill_tokens, self.decode_blocks, strict=True)
         ]
 
     def seconds(self, question: TimeQuestion) -> Sequence[float]:
-        """Cost of each worker in seconds, `time_cost`."""
+        """Return the cost of each worker in seconds, `time_cost`."""
         return time_costs(question, self._question.isl_tokens, self._slots, self.cached_tokens)
 
     def overlap(self, index: int) -> tuple[int, float]:
-        """`device_blocks` and `effective_blocks` of one worker."""
+        """Return `device_blocks` and `effective_blocks` of one worker."""
         return self.device_blocks[index], self.effective_blocks[index]
 
     def slot(self, index: int) -> int:
-        """Where one worker is."""
+        """Return the slot of one worker."""
         return self._slots[index]
 
 
 def spread(
     overlaps: Overlaps, column: Sequence[T], slots: Sequence[int], slot_of: Mapping[tuple[str, int], int]
 ) -> list[T]:
-    """A column of overlaps, from its rows to slots; 0 where a slot has no row."""
+    """Return a column of overlaps, from its rows to slots; 0 where a slot has no row."""
     if not column:
         return [0] * len(slots)
     rows = dict(zip(map(slot_of.get, overlaps.ranks()), column, strict=False))

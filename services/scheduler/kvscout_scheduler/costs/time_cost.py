@@ -1,4 +1,4 @@
-"""What it costs to put a request on each worker, in seconds: the formula of `kv-time`.
+"""Cost of a request on each worker, in seconds: the formula of `kv-time`.
 
 ::
 
@@ -43,25 +43,25 @@ HORIZON_SECONDS: Final = 20.0
 MOST_CROWDED: Final = 7.0
 """So many times a prompt counts at most for how busy a worker is."""
 WAITING_WEIGHT: Final = 3.0
-"""Of those who wait where the fewest do: while they are computed, as many come again, and again."""
+"""Weight of the requests that wait where the fewest do: while they are computed, as many come again, and again."""
 DECODING_WEIGHT: Final = 0.05
-"""Of a request that gets no token while a prompt is computed."""
+"""Weight of a request that gets no token while a prompt is computed."""
 MOST_OVERDUE_SECONDS: Final = 5.0
-"""What a prefill that takes longer than it should can add: nobody may have told of its end."""
+"""Seconds that an overdue prefill adds at most: its end may not have been reported."""
 STAGE_WEIGHTS: Final = (0.25, 0.25, 0.125, 0.0625, 0.03125)
-"""Of a second between tokens in each stage of an output, in seconds before the first: they are shared out over many
-tokens and go by while something is being read, the more so the longer it is."""
+"""Weight of a second between tokens in each stage of an output, against seconds before the first: they are shared by
+many tokens and go by while something is being read, the more so the longer it is."""
 
 
 class TimeRow(NamedTuple):
-    """What is under way on one worker; all of it as floats."""
+    """Load of one worker, all of it as floats."""
 
     behind: float = 0.0
     """Seconds of prefill of those behind the first."""
     due_at: float = 0.0
     """When the first should be done."""
     pace: float = 1.0
-    """What prefills take here, in what they take in the pool."""
+    """Time of a prefill here, divided by its time in the pool."""
     used: float = 0.0
     """Share of the time lately in which there was a prompt to compute, as of `seen`; below 1."""
     seen: float = 0.0
@@ -70,7 +70,7 @@ class TimeRow(NamedTuple):
     room: float = inf
     """Tokens that its cache could take without evicting any."""
     decode_pace: float = 1.0
-    """What decode steps take here, in what they take in the pool."""
+    """Time of a decode step here, divided by its time in the pool."""
     decoding: float = 0.0
     """Requests with a first token."""
     contexts_0: float = 0.0
@@ -93,7 +93,7 @@ ROW: Final = Struct(f"{len(TimeRow._fields)}d")
 
 
 class TimeQuestion(NamedTuple):
-    """What is known of workers and of the time a request takes."""
+    """Estimates for the cost of one request in seconds."""
 
     table: array[float]
     """A `ROW` after the other."""
@@ -101,13 +101,13 @@ class TimeQuestion(NamedTuple):
     """Number of its row, by slot."""
     now: float
     weight: float
-    """Of prompts against decoding."""
+    """Weight of prompts against decoding."""
     own_seconds: float
     """A token of the request's prompt."""
     empty: float
-    """What an evicted token counts, in uncached ones of the request: the share of all caches that is empty."""
+    """Weight of an evicted token, in uncached ones of the request: the share of all caches that is empty."""
     popular_tokens: float
-    """Of the prompt, that are worth a copy on another worker."""
+    """Tokens of the prompt that are worth a copy on another worker."""
     popular_discount: float
     """Share of computing them that those pay who come later."""
     step_seconds: float
@@ -116,14 +116,14 @@ class TimeQuestion(NamedTuple):
     """A token of context that is decoded beside the request through each stage of its output; weighted."""
 
     def row(self, slot: int) -> TimeRow:
-        """What is under way on a slot."""
+        """Return the row of a slot."""
         return TimeRow._make(ROW.unpack_from(self.table, self.row_of[slot] * ROW.size))
 
 
 def time_costs(
     question: TimeQuestion, isl_tokens: int, slots: Iterable[int], cached_tokens: Iterable[float]
 ) -> list[float]:
-    """Cost on each of some slots.
+    """Return the cost on each of some slots.
 
     Args:
         question: What is known.
@@ -145,12 +145,12 @@ def time_costs(
 
 
 def fewest_waiting(rows: Iterable[TimeRow]) -> float:
-    """What `crowding` counts for those who wait where the fewest do."""
+    """Return the weight in `crowding` of the requests that wait where the fewest do."""
     return WAITING_WEIGHT * min((row.prefills for row in rows), default=0.0)
 
 
 def ahead_of(row: TimeRow, now: float) -> float:
-    """Seconds of prefill that are left of what is booked."""
+    """Return seconds of prefill that are left of what is booked."""
     if not row.prefills:
         return 0.0
     left = row.due_at - now
@@ -158,14 +158,15 @@ def ahead_of(row: TimeRow, now: float) -> float:
 
 
 def crowding_of(row: TimeRow, now: float) -> float:
-    """How many times a prompt counts there: 1 / (1 − `used`) at a time, and those who decode."""
+    """Return the weight of a prompt there: 1 / (1 − `used`) at a time, and those who decode."""
     passed = 1.0 + (now - row.seen) / HORIZON_SECONDS
     crowding = passed / (1.0 - row.used if row.prefills else passed - row.used)
     return (crowding if crowding < MOST_CROWDED else MOST_CROWDED) + DECODING_WEIGHT * row.decoding
 
 
 def own_of(row: TimeRow, question: TimeQuestion, isl_tokens: int, cached: float) -> float:
-    """Seconds of prefill of the uncached tokens of a prompt, and of those that they evict, as much as they count."""
+    """Return seconds of prefill of the uncached tokens of a prompt, and of those that they evict, as much as they
+    count."""
     uncached = isl_tokens - cached
     copied = max(0.0, question.popular_tokens - cached)
     evicted = max(0.0, uncached - row.room)
@@ -173,7 +174,7 @@ def own_of(row: TimeRow, question: TimeQuestion, isl_tokens: int, cached: float)
 
 
 def decode_of(row: TimeRow, question: TimeQuestion, isl_tokens: int) -> float:
-    """Seconds that count for decoding, the request's own and those of others."""
+    """Return seconds that count for decoding, the request's own and those of others."""
     seconds = question.step_seconds
     for stage, contexts, requests in zip(question.stage_seconds, row[9:14], row[14:], strict=True):
         seconds += stage * (contexts + requests * isl_tokens)

@@ -1,4 +1,4 @@
-"""What engines say of their load, also in Prometheus text: vLLM's and SGLang's names, one reading a data-parallel rank.
+"""Load reported by engines, also in Prometheus text: vLLM's and SGLang's names, one reading a data-parallel rank.
 
 | what | vLLM | SGLang |
 |---|---|---|
@@ -34,7 +34,7 @@ MAX_REQUESTS: Final = 2**32
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """What an engine reports of itself; None = not reported."""
+    """Load that an engine reports; None = not reported."""
 
     kv_cache_usage: float | None = None
     """Fraction of KV blocks in use, 0..1."""
@@ -42,7 +42,7 @@ class EngineMetrics:
     waiting_requests: int | None = None
 
     def validate(self) -> EngineMetrics:
-        """Itself, if it is in range.
+        """Return itself, if it is in range.
 
         Raises:
             InvalidArgument: Naming the field.
@@ -60,7 +60,7 @@ NO_METRICS = EngineMetrics()
 
 
 def read_engine_metrics(page: bytes, ranks: Sequence[int]) -> dict[int, EngineMetrics]:
-    """What an engine's `/metrics` says of each rank.
+    """Return the load of each rank by an engine's `/metrics`.
 
     Args:
         page: Prometheus text.

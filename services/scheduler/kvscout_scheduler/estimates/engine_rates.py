@@ -1,4 +1,4 @@
-"""How fast engines are by their own metrics, in Prometheus text: what a scheduler begins with that comes to warm ones.
+"""Speeds of engines by their own metrics, in Prometheus text: first estimates of a scheduler that starts beside them.
 
 | sum over | vLLM | SGLang |
 |---|---|---|
@@ -25,12 +25,12 @@ MOST: Final = 2.0**53
 LEAST_PREFILLS: Final = 3.0
 LEAST_PROMPT_TOKENS: Final = 256.0
 LEAST_GAPS: Final = 32.0
-"""Of fewer nothing is told."""
+"""Fewest gaps between tokens from which a rate is derived."""
 PROMPT_TOKEN_SECONDS: Final = (1e-8, 0.1)
 STEP_SECONDS: Final = (1e-4, 10.0)
-"""Where rates are."""
+"""Bounds of a step, in seconds."""
 LEAST_SHARE: Final = 0.2
-"""Of a prefill that is its tokens, however long a step without them takes."""
+"""Least share of a prefill that its tokens take, however long a step without them is."""
 USUAL_CONTEXT: Final = 50_000.0
 """Tokens in all contexts of a batch for which the gaps between tokens are taken."""
 
@@ -56,7 +56,7 @@ _NAMES: Final = (
 
 
 class RateSums(NamedTuple):
-    """What an engine has done since it began; none negative."""
+    """Sums of an engine since its start; none negative."""
 
     prefill_seconds: float = 0.0
     prefills: float = 0.0
@@ -67,13 +67,13 @@ class RateSums(NamedTuple):
     """Between two tokens of an output."""
 
     def since(self, before: RateSums) -> RateSums:
-        """What was done after a time before; nothing of what went back, as when the engine began anew."""
+        """Return the sums since an earlier reading; zeros where a sum went back, as when the engine began anew."""
         less = tuple(after - earlier for after, earlier in zip(self, before, strict=True))
         prefill, gaps = less[:3], less[3:]
         return RateSums(*(prefill if min(prefill) >= 0 else (0.0,) * 3), *(gaps if min(gaps) >= 0 else (0.0,) * 2))
 
     def plus(self, other: RateSums) -> RateSums:
-        """What both have done."""
+        """Return the sums of both."""
         return RateSums(*(mine + others for mine, others in zip(self, other, strict=True)))
 
 
@@ -81,7 +81,7 @@ NOTHING: Final = RateSums()
 
 
 def read_rate_sums(page: bytes) -> RateSums:
-    """What an engine's `/metrics` says of all its ranks; zeros where it says nothing, or nonsense.
+    """Return the sums of an engine's `/metrics` over all its ranks; zeros where there are none, or nonsense.
 
     Args:
         page: Prometheus text.
@@ -103,7 +103,7 @@ def read_rate_sums(page: bytes) -> RateSums:
 
 
 def rates_by(sums: RateSums, shape: Rates) -> Rates | None:
-    """How fast engines are that have done so much in all; None = too little to say.
+    """Return the rates of engines by their sums; None = too little to say.
 
     Args:
         sums: Of engines that have the same model.
@@ -138,7 +138,7 @@ def _sglang_prefill(said: Mapping[str, float]) -> tuple[float, ...]:
 
 
 def _pair(said: Mapping[str, float], name: str) -> tuple[float, ...]:
-    """Sum and number of a histogram; () = there are none."""
+    """Return the sum and number of a histogram; () = there are none."""
     number = said.get(f"{name}_count", 0.0)
     return (said.get(f"{name}_sum", 0.0), number) if number else ()
 

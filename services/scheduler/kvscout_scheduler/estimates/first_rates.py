@@ -1,4 +1,4 @@
-"""How fast workers are, as far as their registrations say: what is believed before any request was served; pure.
+"""First estimates of the speed of workers, from their registrations, before any request was served; pure.
 
 ::
 
@@ -36,20 +36,20 @@ MFU_EXPERTS: Final = 0.2
 MBU: Final = 0.70
 """Achieved share of the peak of reading."""
 HOST_SECONDS: Final = 0.002
-"""Of a step, in which no accelerator computes."""
+"""Seconds of a step in which no accelerator computes."""
 WEIGHTS_SHARE: Final = 0.7
-"""Of the memory, at most: the rest is for keys and values."""
+"""Largest share of the memory for weights: the rest is for keys and values."""
 MOST_ACCELERATORS: Final = 1_024
 
 
 class Rates(NamedTuple):
-    """How fast workers are, all in seconds."""
+    """Speed of workers, all in seconds."""
 
     prompt_token: float
     step: float
-    """Of decoding, without contexts."""
+    """Seconds of a decode step, without contexts."""
     context_token: float
-    """Of a decode step."""
+    """Seconds a token of context in a decode step."""
 
 
 UNKNOWN: Final = Rates(50e-6, 0.01, 20e-9)
@@ -61,20 +61,20 @@ class Accelerator(NamedTuple):
 
     bf16_tflops: float
     fp8_tflops: float
-    """Of those that have no FP8, that of BF16."""
+    """Peak in FP8; that of BF16 where there is no FP8."""
     gb_per_second: float
     gigabytes: float
 
 
 class Model(NamedTuple):
-    """What is known of one."""
+    """Size of a model."""
 
     total_billions: float
-    """Of parameters."""
+    """Parameters, in billions."""
     active_billions: float
-    """Of them, those that a token goes through."""
+    """Parameters that a token goes through, in billions."""
     weight_bytes: float
-    """Of each."""
+    """Bytes of a parameter."""
 
 
 ACCELERATORS: Final[dict[str, Accelerator]] = {
@@ -135,7 +135,7 @@ _BY_NAME: Final = (
     ("llama-4-scout", Model(109.0, 17.0, 2.0)),
     ("llama-4-maverick", Model(400.0, 17.0, 2.0)),
 )
-"""Whose names say less, or something else."""
+"""Models whose names say less, or something else."""
 _BY_FAMILY: Final = (
     ("deepseek-v3", Model(671.0, 37.0, 1.0)),
     ("deepseek-r1", Model(671.0, 37.0, 1.0)),
@@ -144,11 +144,11 @@ _BY_FAMILY: Final = (
     ("glm-4.5", Model(355.0, 32.0, 2.0)),
     ("glm-4.6", Model(355.0, 32.0, 2.0)),
 )
-"""Whose names say no size, unless they do: "DeepSeek-R1-Distill-Qwen-32B" is another one."""
+"""Families whose names usually say no size; "DeepSeek-R1-Distill-Qwen-32B" says one."""
 
 
 def seconds_a_prompt_token(billions: float, tflops: float, mfu: float) -> float:
-    """Of computing.
+    """Return the seconds of computing a prompt token.
 
     Args:
         billions: Parameters that a token goes through.
@@ -159,7 +159,7 @@ def seconds_a_prompt_token(billions: float, tflops: float, mfu: float) -> float:
 
 
 def seconds_to_read(size: float, gb_per_second: float) -> float:
-    """Of so many bytes.
+    """Return the seconds of reading memory.
 
     Args:
         size: In bytes, over all accelerators.
@@ -169,7 +169,7 @@ def seconds_to_read(size: float, gb_per_second: float) -> float:
 
 
 def first_rates(specs: Iterable[WorkerSpec]) -> Rates:
-    """What is believed of a pool: the lower median of its workers, each rate by itself.
+    """Return the first estimate of a pool: the lower median of its workers, each rate by itself.
 
     Args:
         specs: Registrations of its workers.
@@ -181,7 +181,7 @@ def first_rates(specs: Iterable[WorkerSpec]) -> Rates:
 
 
 def rates_of(spec: WorkerSpec) -> Rates:
-    """What is believed of a worker whose model's size can be told; `UNKNOWN` of others."""
+    """Return the first estimate of a worker; `UNKNOWN` if its model's name says no size."""
     device, count = "", 0
     for key, value in sorted(spec.labels.items()):
         name = key.rpartition("/")[2].lower()
@@ -193,7 +193,7 @@ def rates_of(spec: WorkerSpec) -> Rates:
 
 
 def model_of(name: str) -> Model | None:
-    """What a model's name says of it; None = nothing."""
+    """Return the size of a model by its name; None = it says none."""
     name = name.lower().replace("_", "-")
     weight_bytes = 0.5 if _FOUR_BITS.search(name) else 1.0 if _EIGHT_BITS.search(name) else 0.0
     if known := next((known for part, known in _BY_NAME if part in name), None):
@@ -215,7 +215,7 @@ def model_of(name: str) -> Model | None:
 
 
 def accelerator_of(name: str) -> Accelerator | None:
-    """What a label names; None = nothing that is known."""
+    """Return the accelerator that a label names; None = none that is known."""
     found = _NAMES.search(name.lower().replace("rtx ", "rtx").replace("rtx-", "rtx").replace("geforce-", ""))
     return ACCELERATORS[found[0]] if found else None
 
@@ -242,5 +242,5 @@ def _rates(name: str, device: str, count: int, cpu: bool) -> Rates:
 
 
 def _context_bytes(model: Model) -> float:
-    """Keys and values of a token, about: 131,072 bytes of Llama 3.1 8B, 327,680 of 70B, 524,288 of 405B."""
+    """Return keys and values of a token, about: 131,072 bytes of Llama 3.1 8B, 327,680 of 70B, 524,288 of 405B."""
     return 131_072.0 * math.pow(math.sqrt(model.total_billions * model.active_billions) / 8.0, 0.4)

@@ -1,4 +1,4 @@
-"""How fast the workers of a pool are, and what is under way on them: learned from what becomes of requests.
+"""Speed and work of the workers of a pool, learned from the course of their requests.
 
 ::
 
@@ -10,7 +10,7 @@ Learned is what happened, not what was said. What ran before it was booked here 
 which may be quick. Until anything is known, rates are what registrations say of them (`first_rates`), or engines of
 themselves (`engine_rates`). No worker is faster than others until the pool's own rate has settled (`rates.Line`).
 
-Whoever asks an engine for an answer as a whole never hears of its first token (`Facts.estimates_prefill`): such a
+Whoever asks an engine for an answer as a whole never hears of its first token (`Reservation.estimates_prefill`): such a
 prefill is over when it should be, or when that of one that came later to the same worker is. Where nobody hears of a
 first token, how long whole answers take says how fast prefill and decode are together.
 """
@@ -32,10 +32,10 @@ from kvscout_scheduler.estimates.popular_prefixes import PopularPrefixes
 from kvscout_scheduler.estimates.rates import Line, within
 from kvscout_scheduler.estimates.worker_times import LEAST_PACE, MOST_PACE, STEP_TOKENS, ActiveTimes, WorkerTimes
 from kvscout_scheduler.values.request import SelectionRequest
-from kvscout_scheduler.values.reservation import End, Facts, RequestKey, lineage_of
+from kvscout_scheduler.values.reservation import End, RequestKey, Reservation, lineage_of
 
 BELIEVED_TOKENS: Final = 4_096.0
-"""Of a prompt; where what is believed of prefill holds."""
+"""Tokens of a prompt for which the first estimate of prefill holds."""
 BELIEVED_CONTEXT: Final = 50_000.0
 """Tokens in all contexts; where what is believed of decoding holds."""
 LEAST_CONTEXT_SLOPE: Final = 0.02
@@ -45,7 +45,7 @@ SAME_STEP: Final = 0.25
 """First tokens of a worker that are closer to each other than this share of an empty step came out of one."""
 LEAST_LEFT: Final = 0.2
 """Share of a time that stays when what else went on meanwhile is taken from it."""
-UNHEARD: Final = 50
+UNREPORTED: Final = 50
 """Whole answers without any first token heard after which they are learned from."""
 IDLE: Final = TimeRow()
 """The first row, of all workers that nothing is known of."""
@@ -61,7 +61,7 @@ class Registered(NamedTuple):
 
 
 class LearnedTimes:
-    """Of one pool; an observer (`facts.Observer`) of every booking in it.
+    """Learned times of one pool; an `Observer` of every booking in it.
 
     Args:
         registered: Answers which workers there are.
@@ -71,10 +71,10 @@ class LearnedTimes:
     def __init__(self, registered: Callable[[], Registered], believed: Callable[[], Rates]) -> None:
         self._registered = registered
         self._believed = believed
-        self._told = False
-        """Whether engines told how fast they are."""
+        self._reported = False
+        """True: engines reported their speed."""
         self._arranged = False
-        """Whether what is known of registered workers is that of now."""
+        """False: the registered workers have changed since they were arranged."""
         self.prefill = Line(UNKNOWN.step, UNKNOWN.prompt_token, BELIEVED_TOKENS)
         """Seconds of a prefill step by its prompt tokens, without what is decoded beside them."""
         self.decode = Line(UNKNOWN.step, UNKNOWN.context_token, BELIEVED_CONTEXT, LEAST_CONTEXT_SLOPE)
@@ -84,19 +84,19 @@ class LearnedTimes:
         self._workers: dict[WorkerRank, WorkerTimes] = {}
         self._requests: dict[RequestKey, ActiveTimes] = {}
         self._table = array("d", IDLE)
-        """What is known of workers, a row each."""
+        """A `TimeRow` a worker."""
         self._unused: list[int] = []
         """Rows of workers that went."""
         self._row_of = array("I")
         """Row of each slot of the pool."""
         self._slot_of: dict[WorkerRank, int] = {}
-        """Of the registered workers."""
+        """Slot of each registered worker."""
         self._cache_tokens: dict[WorkerRank, int] = {}
-        """What the cache of each of them holds; 0 = unknown."""
+        """Tokens that the cache of each registered worker holds; 0 = unknown."""
         self._capacity = 0
         """Σ of that."""
         self._held = 0
-        """Of these, tokens that have come."""
+        """Tokens of the capacity that are in use."""
         self._steps: deque[tuple[float, WorkerTimes]] = deque()
         """Ends of prefill steps that were not learned from yet."""
         self._stages: list[tuple[float, int, ActiveTimes]] = []
@@ -107,28 +107,28 @@ class LearnedTimes:
         """Such ones that are over, since a later one is."""
         self._numbers = 0
         """Orders what is due at one time."""
-        self._unheard = 0
+        self._unreported = 0
         """Whole answers since the last first token that was reported."""
 
     def workers_changed(self) -> None:
-        """Look anew which workers are registered, when that is needed next."""
+        """Arrange the rows of registered workers anew, when they are needed next."""
         self._arranged = False
 
     @property
     def rates(self) -> Rates:
-        """How fast the workers are, as far as is known."""
+        """Return the rates of the workers, as far as they are known."""
         if not self._arranged:
             self._arrange()
         return Rates(self.prefill.slope, self.decode.base, self.decode.slope)
 
     @property
     def is_belief(self) -> bool:
-        """Whether nothing was observed."""
+        """Return whether nothing was observed."""
         return self.prefill.is_belief and self.decode.is_belief
 
     def believe(self, rates: Rates) -> None:
         """Begin with what engines tell of the requests that they had, until something is observed."""
-        self._told = True
+        self._reported = True
         self._believe(rates)
 
     def question(
@@ -184,7 +184,7 @@ class LearnedTimes:
 
     @property
     def due_at(self) -> float:
-        """When `over` has something to tell; inf = nothing is due."""
+        """Return when `over` has something to tell; inf = nothing is due."""
         if self._passed:
             return -inf
         return self._due[0][0] if self._due else inf
@@ -199,65 +199,68 @@ class LearnedTimes:
         while self._due and self._due[0][0] <= now:
             worker = heappop(self._due)[2]
             first = next(iter(worker.prefills), None)
-            if first is not None and first.facts.estimates_prefill and worker.due_at <= now:
-                found.append(first.facts.key)
+            if first is not None and first.reservation.estimates_prefill and worker.due_at <= now:
+                found.append(first.reservation.key)
         return found
 
-    def booked(self, facts: Facts, now: float) -> None:
-        """See `facts.Observer`."""
+    def booked(self, reservation: Reservation, now: float) -> None:
+        """See `reservation.Observer`."""
         if not self._arranged:
             self._arrange()
-        worker = self._workers.get(facts.rank)
+        worker = self._workers.get(reservation.rank)
         if worker is None:
-            worker = self._add(facts.rank, now)
+            worker = self._add(reservation.rank, now)
         worker.look(now)
         expected = self.outputs.expected(
-            facts.output_class, facts.lineage, facts.max_output_tokens, facts.expected_output_tokens
+            reservation.output_class,
+            reservation.lineage,
+            reservation.max_output_tokens,
+            reservation.expected_output_tokens,
         )
-        request = ActiveTimes(worker, facts, now, expected, reaching(expected), facts.isl_tokens)
-        self._requests[facts.key] = request
+        request = ActiveTimes(worker, reservation, now, expected, reaching(expected), reservation.isl_tokens)
+        self._requests[reservation.key] = request
         worker.requests += 1
-        worker.prompt_tokens += facts.isl_tokens
+        worker.prompt_tokens += reservation.isl_tokens
         worker.add(request)
-        self._hold(worker, facts.uncached_tokens)
-        if facts.prefilled:
+        self._hold(worker, reservation.uncached_tokens)
+        if reservation.prefilled:
             self._decodes(request, now)
         else:
             if not worker.prefills:
                 worker.since = now
             worker.prefills[request] = None
-            worker.prefill_tokens += facts.uncached_tokens
+            worker.prefill_tokens += reservation.uncached_tokens
             self._plan(worker)
             request.expected_ttft = max(0.0, worker.due_at - now) + worker.behind
         worker.write(self._table)
 
-    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
-        """See `facts.Observer`."""
-        request = self._requests.get(facts.key)
+    def prefill_completed(self, reservation: Reservation, ttft_seconds: float, now: float) -> None:
+        """See `reservation.Observer`."""
+        request = self._requests.get(reservation.key)
         if request is None or request.first_token_at != inf:
             return
         worker = request.worker
-        if facts.estimates_prefill:
+        if reservation.estimates_prefill:
             # It was over when it was due, if nothing else says so.
             self._prefilled(request, min(now, max(worker.due_at, worker.since)), learn=False)
             self._decodes(request, now)
         else:
-            self._prefilled(request, now, learn=not facts.running)
+            self._prefilled(request, now, learn=not reservation.running)
             self._decodes(request, now)
-            if not facts.running:
-                self._unheard = 0
+            if not reservation.running:
+                self._unreported = 0
                 request.contexts, request.prefilled = self._contexts(worker, now), worker.prefilled
         worker.write(self._table)
 
-    def ended(self, facts: Facts, end: End, now: float) -> None:
-        """See `facts.Observer`."""
-        request = self._requests.pop(facts.key, None)
+    def ended(self, reservation: Reservation, end: End, now: float) -> None:
+        """See `reservation.Observer`."""
+        request = self._requests.pop(reservation.key, None)
         if request is None:
             return
         worker, tokens = request.worker, end.output_tokens
-        learn = end.freed and tokens > 0 and not facts.running
+        learn = end.freed and tokens > 0 and not reservation.running
         if learn and tokens > 1:
-            if facts.estimates_prefill:
+            if reservation.estimates_prefill:
                 self._learn_whole(request, tokens, now)
             elif request.contexts >= 0 and end.decode_seconds > 0:
                 self._learn_decode(request, tokens, end.decode_seconds, now)
@@ -266,20 +269,24 @@ class LearnedTimes:
             self._prefilled(request, now, learn=learn and tokens == 1)
         if end.freed and tokens:
             self.outputs.add(
-                facts.output_class, facts.lineage, facts.max_output_tokens, facts.expected_output_tokens, tokens
+                reservation.output_class,
+                reservation.lineage,
+                reservation.max_output_tokens,
+                reservation.expected_output_tokens,
+                tokens,
             )
             self._hold(worker, tokens)
         request.ended = True
         worker.requests -= 1
-        worker.prompt_tokens -= facts.isl_tokens
+        worker.prompt_tokens -= reservation.isl_tokens
         if request.first_token_at != inf:
             worker.decoding -= 1
             worker.first_tokens = worker.first_tokens - request.first_token_at if worker.decoding else 0.0
         worker.remove(request)
         worker.write(self._table)
-        if not worker.requests and facts.rank not in self._slot_of:
+        if not worker.requests and reservation.rank not in self._slot_of:
             # Workers come and go under new names.
-            self._forget(facts.rank)
+            self._forget(reservation.rank)
 
     def _believe(self, rates: Rates) -> None:
         self.prefill.believe(rates.step, rates.prompt_token)
@@ -287,7 +294,7 @@ class LearnedTimes:
 
     def _arrange(self) -> None:
         self._arranged = True
-        if self.is_belief and not self._told:
+        if self.is_belief and not self._reported:
             self._believe(self._believed())
         places, cache_tokens = self._registered()
         self._slot_of = {places[slot]: slot for slot in cache_tokens}
@@ -308,7 +315,7 @@ class LearnedTimes:
             self._held += worker.held
 
     def _prefilled(self, request: ActiveTimes, now: float, *, learn: bool) -> None:
-        """A request computes its prompt no more."""
+        """End the prefill of a request."""
         worker = request.worker
         if request not in worker.prefills:
             return
@@ -319,13 +326,13 @@ class LearnedTimes:
             for earlier in worker.prefills:
                 if earlier is request:
                     break
-                if earlier.facts.estimates_prefill:
+                if earlier.reservation.estimates_prefill:
                     over.append(earlier)
-                    self._passed.append(earlier.facts.key)
+                    self._passed.append(earlier.reservation.key)
         tokens = 0
         for each in over:
             del worker.prefills[each]
-            tokens += each.facts.uncached_tokens
+            tokens += each.reservation.uncached_tokens
         for each in over[1:]:
             self._decodes(each, now)
         worker.prefill_tokens -= tokens
@@ -341,7 +348,7 @@ class LearnedTimes:
         self._plan(worker)
 
     def _decodes(self, request: ActiveTimes, now: float) -> None:
-        """A request has its first token."""
+        """Begin the decode phase of a request."""
         worker = request.worker
         request.first_token_at = now
         worker.decoding += 1
@@ -356,20 +363,20 @@ class LearnedTimes:
             heappush(self._stages, (at if at > soonest else soonest, self._numbers, request))
 
     def _advance(self, request: ActiveTimes, now: float) -> None:
-        """Looks whether an output has come to its next stage: then it is longer than was expected."""
+        """Look whether an output has come to its next stage: then it is longer than was expected."""
         worker, next_stage = request.worker, request.stage + 1
         generated = (now - request.first_token_at) / self._step(worker)
         if generated >= STAGES[next_stage] * (1 - 1e-9):
             worker.remove(request)
             request.stage = next_stage
             request.reaching = reaching(request.expected, next_stage)
-            request.context = request.facts.isl_tokens + STAGES[next_stage]
+            request.context = request.reservation.isl_tokens + STAGES[next_stage]
             worker.add(request)
             worker.write(self._table)
         self._await_stage(request, now)
 
     def _learn_step(self, worker: WorkerTimes) -> None:
-        """Learns from the first tokens that came out of one prefill step."""
+        """Learn from the first tokens that came out of one prefill step."""
         tokens, seconds = worker.step_tokens, worker.step_seconds
         worker.step_tokens, worker.step_seconds = 0, 0.0
         if not tokens:
@@ -386,7 +393,7 @@ class LearnedTimes:
             worker.prefill_pace(seconds / expected, expected)
 
     def _learn_decode(self, request: ActiveTimes, tokens: int, seconds: float, now: float) -> None:
-        """Learns from the time between the first and the last token of an output."""
+        """Learn from the time between the first and the last token of an output."""
         worker = request.worker
         contexts = (request.contexts + self._contexts(worker, now)) / 2
         seconds = _left(seconds, worker.prefilled - request.prefilled)
@@ -399,11 +406,11 @@ class LearnedTimes:
             worker.step_pace(step / expected, weight if weight < 1.0 else 1.0)
 
     def _learn_whole(self, request: ActiveTimes, tokens: int, now: float) -> None:
-        """Learns from an answer of which only the end is known, where no first token is: both rates are as wrong."""
-        self._unheard += 1
-        if self._unheard <= UNHEARD:
+        """Learn from an answer of which only the end is known, where no first token is: both rates are as wrong."""
+        self._unreported += 1
+        if self._unreported <= UNREPORTED:
             return
-        worker, uncached = request.worker, request.facts.uncached_tokens
+        worker, uncached = request.worker, request.reservation.uncached_tokens
         contexts = self._contexts(worker, now)
         step = self.decode.at(contexts)
         expected = request.expected_ttft + worker.decode_pace * step * (tokens - 1)
@@ -412,10 +419,10 @@ class LearnedTimes:
         self.decode.add(contexts, ratio * step)
 
     def _plan(self, worker: WorkerTimes) -> None:
-        """Says when the prefills of a worker should be done, by what is known of how long they take."""
+        """Estimate when the prefills of a worker should be done."""
         if not worker.prefills:
             return
-        first = next(iter(worker.prefills)).facts
+        first = next(iter(worker.prefills)).reservation
         worker.plan(
             first.uncached_tokens, self.prefill.base + self.decode.slope * worker.prompt_tokens, self.prefill.slope
         )
@@ -424,22 +431,22 @@ class LearnedTimes:
             heappush(self._due, (worker.due_at, self._numbers, worker))
 
     def _step(self, worker: WorkerTimes) -> float:
-        """Seconds of a decode step of a worker, about."""
+        """Return seconds of a decode step of a worker, about."""
         return worker.decode_pace * self.decode.at(worker.prompt_tokens)
 
     def _contexts(self, worker: WorkerTimes, now: float) -> float:
-        """Tokens in all contexts of a worker."""
+        """Return tokens in all contexts of a worker."""
         return worker.prompt_tokens + worker.generated(now, self._step(worker))
 
     def _hold(self, worker: WorkerTimes, tokens: int) -> None:
-        """The cache of a worker takes new tokens."""
+        """Add tokens to the cache of a worker."""
         room = worker.capacity - worker.held
         more = tokens if tokens < room else room
         worker.held += more
         self._held += more
 
     def _add(self, rank: WorkerRank, now: float) -> WorkerTimes:
-        """A worker that is not known gets a row."""
+        """Add a worker, with a row of the table."""
         if self._unused:
             row = self._unused.pop()
         else:
@@ -450,14 +457,14 @@ class LearnedTimes:
         return made
 
     def _forget(self, rank: WorkerRank) -> None:
-        """Forgets a worker on which nothing is under way."""
+        """Forget a worker on which nothing is under way."""
         worker = self._workers.pop(rank)
         self._held -= worker.held
         self._unused.append(worker.row)
         self._point(rank, 0)
 
     def _point(self, rank: WorkerRank, row: int) -> None:
-        """Says where the row of a worker is, if it is registered."""
+        """Set the row of a worker's slot, if it is registered."""
         slot = self._slot_of.get(rank)
         if slot is not None:
             self._row_of[slot] = row

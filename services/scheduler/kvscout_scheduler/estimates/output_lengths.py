@@ -1,11 +1,11 @@
-"""How long outputs are going to be, learned from how long they were; pure.
+"""Expected lengths of outputs, learned from outputs that ended; pure.
 
 A length is described by how many of its tokens fall into each *stage* of an output: 0..64, 64..256, 256..1,024,
 1,024..4,096 and beyond. The mean of that over requests that resemble each other says how long an output is expected to
 be, how many outputs go through a stage, and what is to be expected of one that has come so far.
 
-Requests resemble each other by class (`Facts.output_class`), by the bounds that their callers give, and by lineage. The
-fewer outputs of a class are known, the more the class that contains it counts:
+Requests resemble each other by class (`Reservation.output_class`), by the bounds that their callers give, and by
+lineage. The fewer outputs of a class are known, the more the class that contains it counts:
 
     every request ──▶ class and bounds ──▶ the same, and lineage
 
@@ -26,7 +26,7 @@ WIDTHS: Final = (64.0, 192.0, 768.0, 3_072.0, 28_672.0)
 BELIEVED: Final = (52.0, 85.0, 75.0, 35.0, 10.0)
 """Tokens in each stage of an output of which nothing is known: 257 in all, of which every second has more than 130."""
 KEPT: Final = 0.98
-"""What an output still counts when the next one of its class has ended: the last fifty or so make the mean."""
+"""Weight left of an output when the next one of its class has ended: the last fifty or so make the mean."""
 PARENT_WEIGHT: Final = 4.0
 """Outputs that the containing class counts for."""
 MAX_CLASSES: Final = 4_096
@@ -43,7 +43,7 @@ class OutputLengths:
         self._everyone = _Class(None)
         self._classes: OrderedDict[object, _Class] = OrderedDict()
         self._asked: tuple[str, int, int, int] | None = None
-        """Of whom `_answer` was, since the last output: who is booked was asked about a moment ago."""
+        """Arguments of `_answer`, since the last output: a booking follows a selection with the same ones."""
         self._answer: Stages = BELIEVED
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""How often prompts that begin alike come; pure.
+"""Popular prefixes: how often prompts that begin alike come; pure.
 
 A prompt begins with 256, 512, 1,024, … tokens with which others may begin, too. Of each such prefix it is counted how
 many prompts had it lately: one that many had is going to be asked for again, on whatever worker has it. So who computes
@@ -15,12 +15,12 @@ from kvscout_scheduler.values.reservation import HASH_BYTES
 
 FIRST_TOKENS: Final = 256
 LAST_TOKENS: Final = 65_536
-"""Of the shortest and of the longest prefix that is counted."""
+"""Tokens of the shortest and of the longest prefix that is counted."""
 TOKENS_BITS: Final = LAST_TOKENS.bit_length()
 HORIZON_SECONDS: Final = 20.0
 """For how long prompts are counted, about."""
 LEAST_USES: Final = 1.0
-"""Of a prefix on each worker in that time, for a copy to be worth anything."""
+"""Fewest uses of a prefix on each worker in that time for a copy to be worth anything."""
 LEAST_PROMPTS: Final = 16.0
 """With it in that time, however few workers there are: turns of one conversation are fewer."""
 MAX_PREFIXES: Final = 16_384
@@ -40,7 +40,7 @@ NOTHING: Final = Popular()
 
 
 class PopularPrefixes:
-    """Of one pool."""
+    """Popular prefixes of one pool."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, tuple[float, float]] = OrderedDict()

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Final
 
 KEPT: Final = 0.995
-"""What an observation still counts when the next one has come: the last two hundred or so make the line."""
+"""Weight left of an observation when the next one has come: the last two hundred or so make the line."""
 LEAST_SLOPE: Final = 0.2
 """A line grows at least by this share of what it would if it went through 0: what many small observations in one place
 seem to say of its growth is mostly noise."""
@@ -54,27 +54,27 @@ class Line:
         self._first: list[tuple[float, float]] | None = []
         """Observations, while they are few."""
         self._trust = 1.0
-        """What the belief counts still."""
+        """Weight left of the first estimate."""
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     @property
     def is_belief(self) -> bool:
-        """Whether there is no observation."""
+        """Return whether there is no observation."""
         return self._first is not None and not self._first
 
     @property
     def is_settled(self) -> bool:
-        """Whether there are more than few observations."""
+        """Return whether there are more than few observations."""
         return self._first is None
 
     def believe(self, base: float, slope: float) -> None:
-        """Takes another belief, as long as there is no observation."""
+        """Take another belief, as long as there is no observation."""
         if self.is_belief:
             self.base, self.slope = base, slope
             self._belief = (base, slope, self._belief[2])
 
     def add(self, x: float, y: float) -> None:
-        """Takes one observation."""
+        """Take one observation."""
         if self._first is None:
             self._sum(x, y)
             base, slope, _ = self._belief
@@ -90,17 +90,17 @@ class Line:
             self.base, self.slope = max(LEAST_BASE, scale * base), scale * slope
 
     def at(self, x: float) -> float:
-        """The value at a place."""
+        """Return the value at a place."""
         return self.base + self.slope * x
 
     def _scale(self, observed: list[tuple[float, float]]) -> float:
-        """What observations are in the belief."""
+        """Return the scale of observations in units of the first estimate."""
         base, slope, _ = self._belief
         logs = [log(max(LEAST_BASE, y / believed)) for x, y in observed if (believed := base + slope * x)]
         return exp(median(logs + [0.0] * (AGREED - len(logs))))
 
     def _begin(self, observed: list[tuple[float, float]], scale: float) -> None:
-        """Fits the line to its first observations."""
+        """Fit the line to its first observations."""
         base, slope, _ = self._belief
         for x, y in observed:
             usual = scale * (base + slope * x)
@@ -117,7 +117,7 @@ class Line:
         self._trust *= KEPT
 
     def _follow(self, scale: float) -> None:
-        """Fits the line to the sums, and to the belief at a scale."""
+        """Fit the line to the sums, and to the belief at a scale."""
         base, slope, at = self._belief
         trust = self._trust
         near, far = trust * scale * base, trust * scale * (base + slope * at)
@@ -154,11 +154,11 @@ class Mean:
         self._kept = kept
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """Takes one value."""
+        """Take one value."""
         self._sum = self._kept * self._sum + value * weight
         self._weight = self._kept * self._weight + weight
 
     @property
     def value(self) -> float:
-        """The mean."""
+        """Return the mean."""
         return self._sum / self._weight

@@ -1,4 +1,4 @@
-"""What is under way on one worker rank, and how fast it is, as far as bookings tell."""
+"""Work and speed of one worker rank, as far as bookings show."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final
 from kvscout_scheduler.costs.time_cost import HORIZON_SECONDS, ROW
 from kvscout_scheduler.estimates.output_lengths import Stages
 from kvscout_scheduler.estimates.rates import Mean, within
-from kvscout_scheduler.values.reservation import Facts
+from kvscout_scheduler.values.reservation import Reservation
 
 LEAST_PACE: Final = 0.1
 MOST_PACE: Final = 10.0
-"""Where a worker's pace is, in that of all."""
+"""Bound of a worker's pace, relative to that of the pool."""
 PREFILL_NOISE: Final = 1.1
 DECODE_NOISE: Final = 1.3
 """A pace that is within this factor of that of all is that of all: few observations differ by as much."""
@@ -32,12 +32,12 @@ class ActiveTimes:
     """One booking."""
 
     worker: WorkerTimes
-    facts: Facts
+    reservation: Reservation
     booked_at: float
     expected: Stages
     """Tokens of its output that are expected in each stage."""
     reaching: Stages
-    """How much of each stage from now on it is expected to go through."""
+    """Share of each stage from now on that it is expected to go through."""
     context: float
     """Tokens: of its prompt, and of its output when it came into the stage in which it is."""
     expected_ttft: float = 0.0
@@ -85,14 +85,14 @@ class WorkerTimes:
     capacity: int = 0
     """Tokens that its cache holds; 0 = unknown, or it is not registered now."""
     held: int = 0
-    """Of these, as many as were booked since then: an engine keeps what it has until there is no room."""
+    """Tokens of the cache in use, as booked since then: an engine evicts nothing until there is no room."""
     step_ended: float = 0.0
     """When the last prefill step ended of which is known, and what it computed, until that is learned from."""
     step_tokens: int = 0
     step_seconds: float = 0.0
 
     def look(self, now: float) -> None:
-        """Brings `used` up to a time."""
+        """Bring `used` up to a time."""
         passed = (now - self.seen) / HORIZON_SECONDS
         if passed > 0.0:
             used = (self.used + (passed if self.prefills else 0.0)) / (1.0 + passed)
@@ -101,7 +101,7 @@ class WorkerTimes:
         self.seen = now
 
     def plan(self, first: int, base: float, slope: float) -> None:
-        """Says when its prefills should be done.
+        """Estimate when its prefills should be done.
 
         Args:
             first: Uncached tokens of the first of them.
@@ -114,7 +114,7 @@ class WorkerTimes:
         self.behind = self.pace * (self.prefill_tokens - first) * (base / STEP_TOKENS + slope)
 
     def generated(self, now: float, step: float) -> float:
-        """Output tokens of all that decode, about.
+        """Return output tokens of all that decode, about.
 
         Args:
             now: On the scheduler's clock.
@@ -124,7 +124,7 @@ class WorkerTimes:
         return seconds / step if seconds > 0.0 else 0.0
 
     def add(self, request: ActiveTimes) -> None:
-        """Counts a request in the stages of its output."""
+        """Count a request in the stages of its output."""
         a, b, c, d, e, f, g, h, i, j = self.stages
         first, second, third, fourth, last = request.reaching
         context = request.context
@@ -142,7 +142,7 @@ class WorkerTimes:
         )
 
     def remove(self, request: ActiveTimes) -> None:
-        """Counts it no more."""
+        """Remove a request from the stages."""
         if self.requests:
             a, b, c, d, e, f, g, h, i, j = self.stages
             first, second, third, fourth, last = request.reaching
@@ -164,17 +164,17 @@ class WorkerTimes:
             self.stages = NONE
 
     def prefill_pace(self, ratio: float, weight: float) -> None:
-        """Takes how long a prefill took, in what it takes in the pool."""
+        """Take how long a prefill took, in what it takes in the pool."""
         self.pace_mean.add(ratio if ratio > LEAST_PACE else LEAST_PACE, weight)
         self.pace = _beyond_noise(self.pace_mean.value, PREFILL_NOISE)
 
     def step_pace(self, ratio: float, weight: float) -> None:
-        """Takes how long decode steps took, in what they take in the pool."""
+        """Take how long decode steps took, in what they take in the pool."""
         self.decode_pace_mean.add(ratio, weight)
         self.decode_pace = _beyond_noise(self.decode_pace_mean.value, DECODE_NOISE)
 
     def write(self, table: array[float]) -> None:
-        """Writes its row of a table."""
+        """Write its row of a table."""
         ROW.pack_into(
             table,
             self.row * ROW.size,

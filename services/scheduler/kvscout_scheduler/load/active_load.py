@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from kvscout_scheduler.costs.cost import Lane, Question, ReferenceScores
+from kvscout_scheduler.costs.cost import BlockFormat, Question, ReferenceScores
 from kvscout_scheduler.costs.time_cost import TimeQuestion
 from kvscout_scheduler.load.prefix_tree import Node, PrefixTree
 from kvscout_scheduler.values.overlaps import AnyOverlaps
@@ -27,15 +27,15 @@ from kvscout_scheduler.values.thresholds import NO_LIMIT
 
 
 class Allocation(Protocol):
-    """What one request occupies; opaque but for its slot, valid until removed."""
+    """Load of one request; opaque but for its slot, valid until removed."""
 
     @property
     def slot(self) -> int:
-        """Where it is."""
+        """Return its slot."""
 
 
 class SlotLoad(NamedTuple):
-    """What is active on one slot."""
+    """Load of one slot."""
 
     requests: int
     prefill_tokens: int
@@ -89,33 +89,35 @@ class ActiveLoad(Protocol):
 
     @property
     def requests(self) -> Sequence[int]:
-        """Active requests by slot; a column may be made anew each time, so keep it while you need more than one."""
+        """Return active requests by slot; a column may be made anew each time, so keep it while you need more than
+        one."""
 
     @property
     def prefill_tokens(self) -> Sequence[int]:
-        """Active prefill tokens by slot."""
+        """Return active prefill tokens by slot."""
 
     @property
     def decode_blocks(self) -> Sequence[int]:
-        """Active blocks by slot."""
+        """Return active blocks by slot."""
 
     def at(self, slot: int) -> SlotLoad:
-        """One row of them."""
+        """Return one row of them."""
 
     def ensure_slot(self, slot: int) -> None:
-        """Makes room for a slot; new ones are idle."""
+        """Make room for a slot; new ones are idle."""
 
     def limit(self, slot: int, limits: Limits) -> None:
-        """Says what a slot may have to do; new ones have no limits."""
+        """Set the limits of a slot; new ones have none."""
 
     def busy(self) -> int:
-        """The set of slots that have more to do than they may; see `slot_sets`."""
+        """Return the set of slots that have more to do than they may; see `slot_sets`."""
 
     def full(self) -> int:
-        """The set of slots that have no room for requests that wait: the busy ones, and those of too much prefill."""
+        """Return the set of slots that have no room for requests that wait: the busy ones, and those of too much
+        prefill."""
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
-        """Says which worker ranks are where.
+        """Set the worker ranks of slots.
 
         Args:
             slot_of: Slots in use, by (worker_id, dp_rank).
@@ -123,9 +125,9 @@ class ActiveLoad(Protocol):
         """
 
     def add(
-        self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
+        self, slot: int, block_format: BlockFormat, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
     ) -> Allocation:
-        """Adds a request to a slot.
+        """Add a request to a slot.
 
         Args:
             slot: The worker.
@@ -136,19 +138,19 @@ class ActiveLoad(Protocol):
         """
 
     def complete_prefill(self, allocation: Any) -> None:
-        """Ends the prefill phase of a request; a second time changes nothing."""
+        """End the prefill phase of a request; a second time changes nothing."""
 
     def add_private(self, allocation: Any, blocks: int) -> None:
-        """Adds blocks to a request that no other request shares."""
+        """Add blocks to a request that no other request shares."""
 
     def remove(self, allocation: Any) -> None:
-        """Releases all that a request occupies; it must not be used again."""
+        """Release all that a request occupies; it must not be used again."""
 
-    def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
-        """Leading blocks of a prompt that are active on each slot; slots with none are left out."""
+    def shared(self, block_format: BlockFormat, hashes: bytes) -> dict[int, int]:
+        """Return leading blocks of a prompt that are active on each slot; slots with none are left out."""
 
     def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> Scores:
-        """What a decision needs to know.
+        """Return the scores of workers for one request.
 
         Args:
             question: The prompt.
@@ -158,7 +160,7 @@ class ActiveLoad(Protocol):
         """
 
     def check_invariants(self, allocations: Any) -> None:
-        """Raises AssertionError unless the columns follow from these allocations, all that there are."""
+        """Raise AssertionError unless the columns follow from these allocations, all that there are."""
 
 
 MakeLoad = Callable[..., ActiveLoad]
@@ -170,7 +172,7 @@ class ReferenceAllocation:
     """See `Allocation`."""
 
     slot: int
-    lane: Lane
+    block_format: BlockFormat
     node: Node | None
     private_blocks: int
     prefill_tokens: int
@@ -189,7 +191,7 @@ class ReferenceLoad:
         self.decode_blocks: list[int] = []
         self.track_blocks = track_blocks
         self._limits: list[Limits] = []
-        self._trees: dict[Lane, PrefixTree] = {}
+        self._trees: dict[BlockFormat, PrefixTree] = {}
         self._slot_of: Mapping[tuple[str, int], int] = {}
         self._order: Sequence[int] = ()
 
@@ -223,20 +225,20 @@ class ReferenceLoad:
         return self.prefill_tokens[slot] > limits.prefill_tokens or self.decode_blocks[slot] > limits.decode_blocks
 
     def add(
-        self, slot: int, lane: Lane, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
+        self, slot: int, block_format: BlockFormat, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
     ) -> ReferenceAllocation:
         node = None
         if self.track_blocks:
-            tree = self._trees.get(lane)
+            tree = self._trees.get(block_format)
             if tree is None:
-                tree = self._trees[lane] = PrefixTree()
+                tree = self._trees[block_format] = PrefixTree()
             node, new_blocks = tree.add(hashes, slot)
             self.decode_blocks[slot] += new_blocks + private_blocks
         else:
             private_blocks = 0
         self.requests[slot] += 1
         self.prefill_tokens[slot] += prefill_tokens
-        return ReferenceAllocation(slot, lane, node, private_blocks, prefill_tokens)
+        return ReferenceAllocation(slot, block_format, node, private_blocks, prefill_tokens)
 
     def complete_prefill(self, allocation: ReferenceAllocation) -> None:
         self.prefill_tokens[allocation.slot] -= allocation.prefill_tokens
@@ -251,14 +253,14 @@ class ReferenceLoad:
         slot = allocation.slot
         gone = allocation.private_blocks
         if allocation.node is not None:
-            gone += self._trees[allocation.lane].remove(allocation.node, slot)
+            gone += self._trees[allocation.block_format].remove(allocation.node, slot)
             allocation.node = None
         self.decode_blocks[slot] -= gone
         self.prefill_tokens[slot] -= allocation.prefill_tokens
         self.requests[slot] -= 1
 
-    def shared(self, lane: Lane, hashes: bytes) -> dict[int, int]:
-        tree = self._trees.get(lane)
+    def shared(self, block_format: BlockFormat, hashes: bytes) -> dict[int, int]:
+        tree = self._trees.get(block_format)
         return tree.shared(hashes) if tree is not None and self.track_blocks else {}
 
     def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> ReferenceScores:
@@ -269,7 +271,7 @@ class ReferenceLoad:
             self._slot_of,
             prefill_tokens=self.prefill_tokens,
             decode_blocks=self.decode_blocks if self.track_blocks else None,
-            shared=self.shared(question.lane, question.hashes),
+            shared=self.shared(question.block_format, question.hashes),
         )
 
     def check_invariants(self, allocations: Iterable[ReferenceAllocation]) -> None:

@@ -11,7 +11,7 @@ from kvscout_scheduler.values.settings import SchedulerSettings
 
 
 class CoolDowns:
-    """Who reports a failure, and who ends a cool-down before its time.
+    """Cool-downs of worker ranks: reports of failures, and early ends.
 
     Args:
         settings: How long they are.
@@ -36,7 +36,7 @@ class CoolDowns:
         """Receives tenant, rank and seconds of each cool-down reported here; None = it was ended before its time."""
 
     def report(self, tenant: str, rank: WorkerRank, cooldown_seconds: float = 0.0) -> float:
-        """Leaves a worker rank out of selections for a while (`Pool.left_out`); never shortens a cool-down.
+        """Leave a worker rank out of selections for a while (`Pool.left_out`); never shortens a cool-down.
 
         Args:
             tenant: Of the worker.
@@ -71,7 +71,7 @@ class CoolDowns:
         pool.cool_down(slot, self._clock() + seconds)
 
     def clear(self, tenant: str, *, worker_id: str = "", model: str = "") -> list[WorkerRank]:
-        """Ends cool-downs before their time.
+        """End cool-downs before their time.
 
         Args:
             tenant: Of the workers.

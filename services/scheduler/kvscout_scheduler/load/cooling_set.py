@@ -10,7 +10,7 @@ from kvscout_scheduler.values.slot_sets import slot_set, slots_in
 
 
 class CoolingSet:
-    """Who cools down.
+    """Set of slots that cool down.
 
     Args:
         until: By slot, for reading; changed here only. Those that are over stay until they are dropped.
@@ -24,20 +24,20 @@ class CoolingSet:
         self._since, self._before = inf, -inf
         """When `_cooling` holds."""
         self._halves: dict[int, int] = {}
-        """What was left out of the last set of which too many cool down."""
+        """Slots left out of the last set of which too many cool down."""
 
     def put(self, slot: int, until: float) -> None:
-        """A slot cools down until a time."""
+        """Cool a slot down until a time."""
         self._until[slot] = until
         self._forget()
 
     def drop(self, slot: int) -> None:
-        """It does not, any more."""
+        """End the cool-down of a slot."""
         if self._until.pop(slot, None) is not None:
             self._forget()
 
     def left_out(self, among: int, now: float) -> int:
-        """Slots that cool down, of a set: at most half of them, those whose cool-downs end last."""
+        """Return slots that cool down, of a set: at most half of them, those whose cool-downs end last."""
         if not self._since <= now < self._before:
             until = [end for end in self._until.values() if end > now]
             self._cooling = slot_set(slot for slot, end in self._until.items() if end > now)

@@ -29,7 +29,7 @@ class FeatureSets:
         self._kept: dict[Feature, int] = {}
 
     def having(self, feature: Feature, order: Sequence[int]) -> int:
-        """The set of those that have it.
+        """Return the set of those that have it.
 
         Args:
             feature: What they have.
@@ -45,7 +45,7 @@ class FeatureSets:
         return found
 
     def described(self, spec: WorkerSpec, slots: int) -> None:
-        """A registration of some slots says something else now."""
+        """Update the sets by another registration of some slots."""
         for feature, found in self._kept.items():
             self._kept[feature] = found | slots if _has(spec, feature) else found & ~slots
 

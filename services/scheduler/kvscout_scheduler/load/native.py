@@ -39,7 +39,7 @@ __all__ = [
 
 
 def make_load(*, track_blocks: bool = True) -> ActiveLoad:
-    """An idle pool: native where the extension is built and not switched off, else the reference.
+    """Return an idle pool: native where the extension is built and not switched off, else the reference.
 
     Args:
         track_blocks: False: requests occupy no blocks (prefill pools, --no-track-active-blocks).
@@ -88,12 +88,12 @@ class NativeLoad:
         self._core.arrange([(*ranks[slot], slot) for slot in order])
 
     def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> NativeScores:
-        lane, hashes, isl_tokens, weight, tiers, charge_prefill, scale = question
+        block_format, hashes, isl_tokens, weight, tiers, charge_prefill, scale = question
         native = _native(overlaps)
         members = None if slots is None else packed(slots)
         host, disk = tiers.host, tiers.disk
         return NativeScores(
-            self._score(members, lane, hashes, native, isl_tokens, weight, host, disk, charge_prefill, scale)
+            self._score(members, block_format, hashes, native, isl_tokens, weight, host, disk, charge_prefill, scale)
         )
 
     def check_invariants(self, allocations: Iterable[kvscout_native.Allocation]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler.costs.cost import Lane
+from kvscout_scheduler.costs.cost import BlockFormat
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.estimates.first_rates import Rates, first_rates
 from kvscout_scheduler.estimates.learned_times import LearnedTimes, Registered
@@ -17,7 +17,7 @@ from kvscout_scheduler.load.active_load import Allocation, Limits, MakeLoad
 from kvscout_scheduler.load.cooling_set import CoolingSet
 from kvscout_scheduler.load.feature_sets import FeatureSets
 from kvscout_scheduler.values.request import EMPTY_PROMPT, Prompt
-from kvscout_scheduler.values.reservation import HASH_BYTES, Facts, Observer, PoolId
+from kvscout_scheduler.values.reservation import HASH_BYTES, Observer, PoolId, Reservation
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.slot_sets import in_order, large_slot_set, slot_set, slots_in
 from kvscout_scheduler.values.thresholds import NO_LIMIT, NO_THRESHOLDS, BusyThresholds
@@ -30,10 +30,10 @@ class HitCounts:
     isl_tokens: int = 0
     cached_tokens: int = 0
 
-    def count(self, facts: Facts) -> None:
-        """Adds a booking."""
-        self.isl_tokens += facts.isl_tokens
-        self.cached_tokens += facts.isl_tokens - facts.uncached_tokens
+    def count(self, reservation: Reservation) -> None:
+        """Add a booking."""
+        self.isl_tokens += reservation.isl_tokens
+        self.cached_tokens += reservation.isl_tokens - reservation.uncached_tokens
 
 
 class Leaving(NamedTuple):
@@ -42,7 +42,7 @@ class Leaving(NamedTuple):
     until: float
     """When they end; infinite = by themselves, as the worker goes on with them."""
     taken_out: bool = False
-    """Whether somebody took the worker out; else its registration ended."""
+    """True: the worker was removed; else its registration ended."""
 
 
 class Pool:
@@ -54,7 +54,7 @@ class Pool:
                         ▲────────back as it was───────┘
 
     Invariants
-    1. `order` is the slots of registered ranks, by rank; `slot_of` their inverse; `everyone` and `lanes` the same.
+    1. `order` is the slots of registered ranks, by rank; `slot_of` their inverse; `everyone` and `formats` the same.
     2. A slot in `leaving` carries load, one that is unused none; neither has a cool-down or metrics.
     3. The load knows the limits that follow from registration, thresholds and metrics.
 
@@ -75,10 +75,10 @@ class Pool:
         """Slots of each worker, by rank."""
         self.ranks: list[WorkerRank] = []
         self.specs: list[WorkerSpec] = []
-        self.lane_of: list[Lane] = []
+        self.format_of: list[BlockFormat] = []
         self.everyone = 0
         """The slots of `order`, as a set; see `slot_sets`."""
-        self.lanes: dict[Lane, int] = {}
+        self.formats: dict[BlockFormat, int] = {}
         """The same by lane."""
         self.draining = 0
         """Those that drain, as a set."""
@@ -93,33 +93,33 @@ class Pool:
         """Slots of ranks that are not registered any more."""
         self.hits: list[HitCounts] = []
         self.times = LearnedTimes(self._registered_ranks, self._first_rates)
-        """How fast its workers are, and what is under way on them."""
+        """Speed and work of its workers."""
         self.observers: list[Observer] = [self.times]
-        """Told of every booking here."""
+        """Observers of every booking here."""
         self.decisions = 0
         """Workers picked here since the pool came."""
         self.relieved: set[int] = set()
         """Slots that lost load since somebody asked: there may be room."""
         self.changed = False
-        """Whether anything else changed since: who may go where must be looked at anew."""
+        """True: eligibility may have changed since the last look."""
         self._thresholds = NO_THRESHOLDS
         self.judged = False
-        """Whether any worker can be busy."""
+        """True: thresholds are set, so that workers can be busy."""
         self._queue_threshold = settings.queue_threshold
-        self.keeps_line = settings.queue_threshold is not None
-        """Whether requests wait while no worker has room."""
+        self.queues_requests = settings.queue_threshold is not None
+        """True: requests wait while no worker has room."""
         self.policies: dict[str, Any] = {}
         """The instances of policies that decide here, by name; of the selector."""
         self._features = FeatureSets(self.ranks, self.specs)
         self._unused: list[int] = []
 
     def add(self, spec: WorkerSpec) -> None:
-        """Adds the ranks of a worker that is not here; those that were lately have their load again."""
+        """Add the ranks of a worker that is not here; those that were lately have their load again."""
         self._enter(spec.ranks, spec)
         self._registered(spec)
 
     def update(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """Takes another registration of a worker, whose requests go on: also those on ranks that it has no more, or
+        """Take another registration of a worker, whose requests go on: also those on ranks that it has no more, or
         that were hashed for other blocks, until they end."""
         if old == replace(new, adapters=old.adapters, labels=old.labels, draining=old.draining):
             # Often: nobody's place changes.
@@ -132,22 +132,22 @@ class Pool:
         self._registered(new)
 
     def remove(self, spec: WorkerSpec, leaving: Leaving) -> None:
-        """Removes the ranks of a worker; those with load stay aside until that is gone."""
+        """Remove the ranks of a worker; those with load stay aside until that is gone."""
         self._leave(spec.ranks, leaving)
         self._reorder()
 
     def slots(self, spec: WorkerSpec) -> list[int]:
-        """Slots of a worker's ranks."""
+        """Return slots of a worker's ranks."""
         return [self.slot_of[rank] for rank in spec.ranks]
 
     def take_changes(self) -> tuple[set[int], bool]:
-        """`relieved` and `changed` since the last call."""
+        """Return `relieved` and `changed` since the last call."""
         relieved, changed = self.relieved, self.changed
         self.relieved, self.changed = set(), False
         return relieved, changed
 
     def members(self, slots: int) -> list[int]:
-        """Registered slots that are in a set, by rank."""
+        """Return registered slots that are in a set, by rank."""
         if slots == self.everyone:
             return self.order
         if 16 * slots.bit_count() < len(self.order):
@@ -155,7 +155,7 @@ class Pool:
         return in_order(slots, self.order)
 
     def named(self, worker_ids: Collection[str], dp_rank: int | None = None) -> int:
-        """The set of the ranks of some workers, or of one rank of each; who is not here is left out."""
+        """Return the set of the ranks of some workers, or of one rank of each; who is not here is left out."""
         if dp_rank is not None:
             ranks = [(worker_id, dp_rank) for worker_id in worker_ids]
             return slot_set(self.slot_of[rank] for rank in ranks if rank in self.slot_of)
@@ -164,15 +164,15 @@ class Pool:
         return slot_set(slots) if len(slots) < 64 else large_slot_set(slots, len(self.ranks))
 
     def with_labels(self, labels: frozenset[tuple[str, str]]) -> int:
-        """The set of those that have all of some labels."""
+        """Return the set of those that have all of some labels."""
         return self._features.having(labels, self.order)
 
     def with_adapter(self, adapter: str) -> int:
-        """The set of those that have an adapter loaded."""
+        """Return the set of those that have an adapter loaded."""
         return self._features.having(adapter, self.order)
 
     def judge(self, thresholds: BusyThresholds) -> None:
-        """Sets when its workers count as busy."""
+        """Set when its workers count as busy."""
         if thresholds is not self._thresholds and thresholds != self._thresholds:
             self._thresholds, self.judged = thresholds, not thresholds.off
             for slot in self.order:
@@ -180,14 +180,14 @@ class Pool:
             self.changed = True
 
     def report(self, slot: int, metrics: EngineMetrics, now: float) -> None:
-        """Takes what an engine says of itself."""
+        """Take what an engine says of itself."""
         self.metrics[slot], self.reported_at[slot] = metrics, now
         self.silent.discard(slot)
         self._limit(slot)
         self.relieved.add(slot)
 
     def forget_metrics(self, before: float) -> None:
-        """Drops what was reported before a time: an old reading is no reading."""
+        """Drop what was reported before a time: an old reading is no reading."""
         for slot in [slot for slot, at in self.reported_at.items() if at < before]:
             if self.metrics[slot] != NO_METRICS:
                 self.silent.add(slot)
@@ -196,28 +196,29 @@ class Pool:
             self.relieved.add(slot)
 
     def cool_down(self, slot: int, until: float) -> None:
-        """Leaves a slot out until a time."""
+        """Leave a slot out until a time."""
         self._cool_downs.put(slot, until)
         self.changed = True
 
     def left_out(self, among: int, now: float) -> int:
-        """Slots that cool down, of some: at most half of them, those whose cool-downs end last. The others must do."""
+        """Return slots that cool down, of some: at most half of them, those whose cool-downs end last. The others must
+        do."""
         return self._cool_downs.left_out(among, now)
 
     def recover(self, now: float) -> None:
-        """Ends cool-downs that are over."""
+        """End cool-downs that are over."""
         for slot in [slot for slot, until in self.cooldown_until.items() if until <= now]:
             self._cool_downs.drop(slot)
             self.changed = True
 
     def blocks(self, slot: int, isl_tokens: int) -> int:
-        """Blocks that a prompt fills or begins on a slot."""
-        return -(-isl_tokens // self.lane_of[slot].block_size)
+        """Return blocks that a prompt fills or begins on a slot."""
+        return -(-isl_tokens // self.format_of[slot].block_size)
 
     def place(
-        self, slot: int, facts: Facts, block_hashes: bytes, *, output_blocks: int = 0, prefill: bool = True
+        self, slot: int, reservation: Reservation, block_hashes: bytes, *, output_blocks: int = 0, prefill: bool = True
     ) -> Allocation:
-        """Adds the load of a request.
+        """Add the load of a request.
 
         Args:
             slot: Where it is.
@@ -228,19 +229,19 @@ class Pool:
         """
         return self.load.add(
             slot,
-            self.lane_of[slot],
+            self.format_of[slot],
             block_hashes,
-            private_blocks=self.blocks(slot, facts.isl_tokens) - len(block_hashes) // HASH_BYTES + output_blocks,
-            prefill_tokens=facts.uncached_tokens if prefill else 0,
+            private_blocks=self.blocks(slot, reservation.isl_tokens) - len(block_hashes) // HASH_BYTES + output_blocks,
+            prefill_tokens=reservation.uncached_tokens if prefill else 0,
         )
 
     def complete_prefill(self, allocation: Allocation) -> None:
-        """Ends the prefill phase of a request; a second time changes nothing."""
+        """End the prefill phase of a request; a second time changes nothing."""
         self.load.complete_prefill(allocation)
         self.relieved.add(allocation.slot)
 
     def release(self, allocation: Allocation) -> None:
-        """Releases all that a request occupies; it must not be used again."""
+        """Release all that a request occupies; it must not be used again."""
         slot = allocation.slot
         self.load.remove(allocation)
         if slot not in self.leaving:
@@ -258,9 +259,9 @@ class Pool:
         self.load.limit(slot, Limits(min(prefill_tokens, NO_LIMIT), min(decode_blocks, NO_LIMIT), queued))
 
     def _enter(self, ranks: Iterable[WorkerRank], spec: WorkerSpec) -> None:
-        lane = _lane(spec)
+        block_format = _lane(spec)
         for rank in ranks:
-            slot = next((s for s in self.leaving if self.ranks[s] == rank and self.lane_of[s] == lane), None)
+            slot = next((s for s in self.leaving if self.ranks[s] == rank and self.format_of[s] == block_format), None)
             if slot is not None:
                 del self.leaving[slot]
             else:
@@ -269,7 +270,7 @@ class Pool:
 
     def _empty_slot(self, rank: WorkerRank, spec: WorkerSpec) -> int:
         row = (rank, spec, _lane(spec), HitCounts())
-        columns: tuple[list[Any], ...] = (self.ranks, self.specs, self.lane_of, self.hits)
+        columns: tuple[list[Any], ...] = (self.ranks, self.specs, self.format_of, self.hits)
         if self._unused:
             slot = self._unused.pop()
             for column, value in zip(columns, row, strict=True):
@@ -303,7 +304,7 @@ class Pool:
         self._reorder()
 
     def _describe(self, spec: WorkerSpec) -> None:
-        """Takes what a registration says of ranks that are here."""
+        """Take what a registration says of ranks that are here."""
         slots = self.slots(spec)
         members = slot_set(slots)
         for slot in slots:
@@ -313,7 +314,7 @@ class Pool:
         self._features.described(spec, members)
 
     def _registered_ranks(self) -> Registered:
-        tokens = {slot: self.specs[slot].total_kv_blocks * self.lane_of[slot].block_size for slot in self.order}
+        tokens = {slot: self.specs[slot].total_kv_blocks * self.format_of[slot].block_size for slot in self.order}
         return Registered(self.places, tokens)
 
     def _first_rates(self) -> Rates:
@@ -321,12 +322,12 @@ class Pool:
 
     def _reorder(self) -> None:
         self.order = [self.slot_of[rank] for rank in sorted(self.slot_of)]
-        lanes: dict[Lane, list[int]] = {}
+        formats: dict[BlockFormat, list[int]] = {}
         self.slots_of = {}
         for slot in self.order:
-            lanes.setdefault(self.lane_of[slot], []).append(slot)
+            formats.setdefault(self.format_of[slot], []).append(slot)
             self.slots_of.setdefault(self.ranks[slot].worker_id, []).append(slot)
-        self.lanes = {lane: large_slot_set(slots, len(self.ranks)) for lane, slots in lanes.items()}
+        self.formats = {block_format: large_slot_set(slots, len(self.ranks)) for block_format, slots in formats.items()}
         self.everyone = large_slot_set(self.order, len(self.ranks))
         self._features.forget()
         self.places = tuple(self.ranks)
@@ -334,39 +335,43 @@ class Pool:
         self.load.arrange(self.slot_of, self.order)
         self.changed = True
 
-    def prompts(self, prompt: Prompt, others: tuple[Prompt, ...], isl_tokens: int) -> dict[Lane, Prompt]:
-        """The hashes that hold for each lane, checked; a lane nobody hashed for gets none.
+    def prompts(self, prompt: Prompt, others: tuple[Prompt, ...], isl_tokens: int) -> dict[BlockFormat, Prompt]:
+        """Return the hashes that hold for each lane, checked; a lane nobody hashed for gets none.
 
         Raises:
             InvalidArgument: A field of a prompt is wrong, or its block size is left open and the workers differ.
             FailedPrecondition: There are hashes, but for no block size of this pool.
         """
-        if not others and len(self.lanes) == 1:
-            (lane,) = self.lanes
-            if prompt.block_size in (0, lane.block_size) and prompt.eagle in (None, lane.eagle):
-                prompt.validate(isl_tokens, lane.block_size)
-                return {lane: prompt}
+        if not others and len(self.formats) == 1:
+            (block_format,) = self.formats
+            if prompt.block_size in (0, block_format.block_size) and prompt.eagle in (None, block_format.eagle):
+                prompt.validate(isl_tokens, block_format.block_size)
+                return {block_format: prompt}
         given = (prompt, *others)
-        if len(self.lanes) > 1 and len({lane.block_size for lane in self.lanes}) > 1:
+        if len(self.formats) > 1 and len({block_format.block_size for block_format in self.formats}) > 1:
             for each in given:
                 if each.blocks and not each.block_size:
-                    sizes = sorted({lane.block_size for lane in self.lanes})
+                    sizes = sorted({block_format.block_size for block_format in self.formats})
                     raise InvalidArgument(f"required, the model's workers have {sizes}", field="block_size")
-        found: dict[Lane, Prompt] = {}
-        for lane in self.lanes:
-            fitting = [p for p in given if p.block_size in (0, lane.block_size) and p.eagle in (None, lane.eagle)]
+        found: dict[BlockFormat, Prompt] = {}
+        for block_format in self.formats:
+            fitting = [
+                p
+                for p in given
+                if p.block_size in (0, block_format.block_size) and p.eagle in (None, block_format.eagle)
+            ]
             if fitting:
                 best = next((p for p in fitting if p.eagle is not None), fitting[0])
-                best.validate(isl_tokens, lane.block_size)
-                found[lane] = best
+                best.validate(isl_tokens, block_format.block_size)
+                found[block_format] = best
             else:
-                found[lane] = EMPTY_PROMPT
-        if self.lanes and not any(p.blocks for p in found.values()) and any(p.blocks for p in given):
+                found[block_format] = EMPTY_PROMPT
+        if self.formats and not any(p.blocks for p in found.values()) and any(p.blocks for p in given):
             hashed = sorted({p.block_size for p in given if p.blocks})
-            sizes = sorted({lane.block_size for lane in self.lanes})
+            sizes = sorted({block_format.block_size for block_format in self.formats})
             raise FailedPrecondition(f"block-size mismatch: hashed for {hashed}, the workers of the model have {sizes}")
         return found
 
 
-def _lane(spec: WorkerSpec) -> Lane:
-    return Lane(spec.block_size, spec.eagle)
+def _lane(spec: WorkerSpec) -> BlockFormat:
+    return BlockFormat(spec.block_size, spec.eagle)

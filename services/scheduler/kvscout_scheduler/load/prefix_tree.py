@@ -50,7 +50,7 @@ class PrefixTree:
         self._root = Node(b"", None, {})
 
     def add(self, hashes: bytes, slot: int) -> tuple[Node, int]:
-        """Adds a request on a worker.
+        """Add a request on a worker.
 
         Args:
             hashes: Packed local hashes of its prompt.
@@ -79,7 +79,7 @@ class PrefixTree:
         return node, new // HASH_BYTES
 
     def remove(self, end: Node, slot: int) -> int:
-        """Removes a request that was added.
+        """Remove a request that was added.
 
         Args:
             end: What `add` returned.
@@ -106,7 +106,7 @@ class PrefixTree:
         return gone // HASH_BYTES
 
     def shared(self, hashes: bytes) -> dict[int, int]:
-        """Leading blocks of a prompt that are active on each worker; workers with none are left out.
+        """Return leading blocks of a prompt that are active on each worker; workers with none are left out.
 
         Args:
             hashes: Packed local hashes of the prompt.
@@ -127,7 +127,7 @@ class PrefixTree:
 
     @staticmethod
     def _split(node: Node, at: int) -> Node:
-        """Cuts a run in two; returns the upper part. The lower part stays the node that requests point at."""
+        """Cut a run in two; returns the upper part. The lower part stays the node that requests point at."""
         parent = node.parent
         assert parent is not None
         upper = Node(node.run[:at], parent, dict(node.holders))
@@ -138,7 +138,7 @@ class PrefixTree:
 
     @staticmethod
     def _join(node: Node) -> None:
-        """Gives the run of a node where nothing ends to its only child, whose holders are the same."""
+        """Give the run of a node where nothing ends to its only child, whose holders are the same."""
         parent, (child,) = node.parent, node.children.values()
         assert parent is not None
         child.run, child.parent = node.run + child.run, parent
@@ -156,7 +156,7 @@ class PrefixTree:
         return found
 
     def recount(self) -> Counter[int]:
-        """Distinct active blocks of each worker, counted from the runs."""
+        """Return distinct active blocks of each worker, counted from the runs."""
         blocks: Counter[int] = Counter()
         waiting = [self._root]
         while waiting:
@@ -166,7 +166,7 @@ class PrefixTree:
         return blocks
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the structure contradicts its description."""
+        """Raise AssertionError if the structure contradicts its description."""
         waiting = [self._root]
         while waiting:
             node = waiting.pop()
@@ -186,7 +186,8 @@ class PrefixTree:
 
 
 def common_bytes(run: bytes, hashes: bytes, at: int) -> int:
-    """Length of the common prefix of a run and hashes[at:], in whole blocks, as bytes; both share the first block."""
+    """Return the length of the common prefix of a run and hashes[at:], in whole blocks, as bytes; both share the first
+    block."""
     low, high = 1, min(len(run), len(hashes) - at) // HASH_BYTES
     while low < high:
         middle = (low + high + 1) // 2

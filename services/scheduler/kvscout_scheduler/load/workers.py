@@ -19,7 +19,7 @@ TAKEN_OUT = frozenset({"removed", Source.NATS, Source.FILE, Source.KUBERNETES})
 """Reasons of the registry for which a worker does not come back by itself; "nats" is a removal that somebody wrote to
 the bucket. All others (its lease, an address that DNS leaves out) may be the registry's trouble, not the worker's."""
 
-END_AT_ONCE = 256
+MAX_ENDS = 256
 """Bookings that end in one go, a few milliseconds; of more, the others follow a slice at a time."""
 
 NAMED_RANKS = 5
@@ -70,7 +70,7 @@ class Workers:
         return iter(self._pools.values())
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """A worker is new."""
+        """Add a worker."""
         pool_id = pool_of(spec)
         pool = self._pools.get(pool_id)
         if pool is None:
@@ -82,7 +82,7 @@ class Workers:
         self._seen.add((spec.tenant, spec.model))
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """A worker's registration changed; its bookings stay. Those that it cannot have any more (it serves another
+        """Update the registration of a worker; its bookings stay. Those that it cannot have any more (it serves another
         model, other blocks, fewer ranks) are load of nobody's until they end by themselves."""
         if pool_of(old) == pool_of(new):
             self._pools[pool_of(new)].update(old, new)
@@ -92,15 +92,15 @@ class Workers:
             self.worker_added(new)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """A worker is gone. If somebody took it out, its bookings end; else they stay for the grace time, in which it
+        """Remove a worker. If somebody took it out, its bookings end; else they stay for the grace time, in which it
         may come back to them."""
         taken_out, now = reason in TAKEN_OUT, self._clock()
         grace = 0.0 if taken_out else self._settings.worker_grace_seconds
         self._remove(spec, Leaving(now + grace, taken_out))
-        self.expire(now, END_AT_ONCE)
+        self.expire(now, MAX_ENDS)
 
     def expire(self, now: float, limit: int) -> int:
-        """Ends bookings on ranks that have left for good, and pools that have neither workers nor bookings. Ends are
+        """End bookings on ranks that have left for good, and pools that have neither workers nor bookings. Ends are
         logged once there are no more of them for now.
 
         Args:
@@ -131,7 +131,7 @@ class Workers:
         self._bookings.tenants = len(self._tenants)
 
     def pool(self, pool_id: PoolId) -> Pool:
-        """A pool that has workers.
+        """Return a pool that has workers.
 
         Raises:
             NotFound: The model was never seen.
@@ -144,7 +144,7 @@ class Workers:
         return pool
 
     def require_model(self, tenant: str, model: str) -> None:
-        """Refuses a model that no worker ever served; tenant "*" is any.
+        """Refuse a model that no worker ever served; tenant "*" is any.
 
         Raises:
             NotFound: The model was never seen.
@@ -155,7 +155,7 @@ class Workers:
             raise NotFound(f"model {model!r} was never seen in tenant {tenant!r}")
 
     def require_worker(self, tenant: str, worker_id: str) -> WorkerSpec:
-        """The registration of a worker.
+        """Return the registration of a worker.
 
         Raises:
             NotFound: No such worker.
@@ -166,7 +166,7 @@ class Workers:
         return spec
 
     def slot(self, tenant: str, rank: WorkerRank) -> tuple[Pool, int]:
-        """Where a worker rank is.
+        """Return the pool and slot of a worker rank.
 
         Raises:
             NotFound: No such worker, or it has no such rank.
@@ -179,11 +179,11 @@ class Workers:
         return pool, slot
 
     def models(self, tenant: str) -> set[str]:
-        """Models of a tenant that were ever seen."""
+        """Return models of a tenant that were ever seen."""
         return {model for owner, model in self._seen if owner == tenant}
 
     def warnings(self) -> list[TenantWarning]:
-        """What an operator should know of them."""
+        """Return warnings for operators."""
         seconds = self._settings.engine_metrics_seconds
         found = []
         for pool in self:
@@ -197,5 +197,5 @@ class Workers:
 
 
 def pool_of(spec: WorkerSpec) -> PoolId:
-    """The pool that a worker belongs to."""
+    """Return the pool that a worker belongs to."""
     return PoolId(spec.tenant, spec.model, spec.role)

@@ -32,10 +32,10 @@ Read = tuple[int, Operation | KvscoutError]
 
 
 class Codec(Protocol):
-    """How a stream's messages are read and answered."""
+    """Codec of the messages of a stream."""
 
     def read(self, message: bytes) -> Iterator[Read]:
-        """The operations of a serialised `LifecycleRequest`, in order.
+        """Return the operations of a serialised `LifecycleRequest`, in order.
 
         Raises:
             InvalidArgument: It is none, says hello again, or has too many.
@@ -43,7 +43,7 @@ class Codec(Protocol):
         """
 
     def write(self, number: int, operation: Operation | KvscoutError, outcome: Outcome) -> bytes:
-        """A serialised `LifecycleResponse` of one result; several in a row are one message."""
+        """Return a serialised `LifecycleResponse` of one result; several in a row are one message."""
 
 
 class MessageCodec:
@@ -63,7 +63,7 @@ class MessageCodec:
         return self.operations(request)
 
     def operations(self, request: scheduler_pb2.LifecycleRequest) -> Iterator[Read]:
-        """Those of a message.
+        """Return those of a message.
 
         Raises:
             InvalidArgument: There are too many.
@@ -74,7 +74,7 @@ class MessageCodec:
         return (self.operation(each) for each in request.operations)
 
     def operation(self, message: scheduler_pb2.LifecycleOperation) -> Read:
-        """One of them."""
+        """Return one of them."""
         try:
             return message.id, streamed_from_proto(message, self._tenant)
         except KvscoutError as error:
@@ -87,7 +87,7 @@ class MessageCodec:
 
 
 def operation_from_proto(kind: str, message: Any, tenant: str = "", *, output_tokens: int = 0) -> Operation:
-    """An operation, of a stream or of a unary call.
+    """Return an operation, of a stream or of a unary call.
 
     Args:
         kind: Its field in `LifecycleOperation`.
@@ -122,7 +122,7 @@ def operation_from_proto(kind: str, message: Any, tenant: str = "", *, output_to
 
 
 def streamed_from_proto(message: scheduler_pb2.LifecycleOperation, tenant: str = "") -> Operation:
-    """An operation of a stream; see `operation_from_proto`."""
+    """Return an operation of a stream; see `operation_from_proto`."""
     kind = message.WhichOneof("operation")
     if kind is None:
         raise InvalidArgument("names none", field="operation")
@@ -146,12 +146,12 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def answer_to_proto(operation: Operation, outcome: Outcome) -> Any:
-    """The message that answers a unary call."""
+    """Return the message that answers a unary call."""
     return _ANSWERS[type(operation)][1](outcome)
 
 
 def result_to_proto(operation: Operation | KvscoutError, outcome: Outcome) -> scheduler_pb2.LifecycleResult:
-    """What came of an operation, without its number."""
+    """Return the result of an operation, without its number."""
     if isinstance(outcome, KvscoutError):
         code = status_code(outcome).value[0]
         return scheduler_pb2.LifecycleResult(
@@ -162,7 +162,7 @@ def result_to_proto(operation: Operation | KvscoutError, outcome: Outcome) -> sc
 
 
 def operation_to_proto(operation: Operation) -> scheduler_pb2.LifecycleOperation:
-    """An operation on bookings that are there already, for another replica."""
+    """Return an operation on bookings that are there already, for another replica."""
     match operation:
         case CompletePrefill(key, attempt_id):
             return scheduler_pb2.LifecycleOperation(prefill_complete=translate.key_to_proto(key, attempt_id))
@@ -183,7 +183,7 @@ def operation_to_proto(operation: Operation) -> scheduler_pb2.LifecycleOperation
 
 
 def outcome_from_proto(operation: Operation, result: scheduler_pb2.LifecycleResult) -> Outcome:
-    """What another replica says came of such an operation."""
+    """Return the outcome of such an operation at another replica."""
     if result.code:
         soon = result.retry_after_seconds if result.HasField("retry_after_seconds") else None
         return from_status(_CODES[result.code], result.message, retry_after_seconds=soon)

@@ -37,7 +37,7 @@ _ROLES: tuple[Role, ...] = tuple(map(role_from_proto, range(4)))
 
 
 def codec_for(tenant: str, caller_tenant: str) -> Codec:
-    """How the messages of a stream are read: by the extension where there is one.
+    """Return the codec of a stream: the extension's where it is built.
 
     Args:
         tenant: Of operations that name none; "" = the default one.
@@ -87,8 +87,21 @@ class PackedCodec:
 
 
 def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Select:
-    """A request that wants a worker, from what the extension read."""
-    kind, _, name, hashes, isl_tokens, block_size, overlaps, priority, lease, elsewhere, traceparent, output = read
+    """Return a request that wants a worker, from what the extension read."""
+    (
+        kind,
+        _,
+        name,
+        hashes,
+        isl_tokens,
+        block_size,
+        overlaps,
+        priority,
+        lease,
+        prefilled_elsewhere,
+        traceparent,
+        output,
+    ) = read
     model, tenant, role, request_id, attempt_id = name
     expected, bound, output_class, estimates = output
     wanted = SelectionRequest(
@@ -104,13 +117,13 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
         max_output_tokens=bound,
         output_class=output_class,
         estimates_prefill=estimates,
-        charge_prefill=not elsewhere,
+        charge_prefill=not prefilled_elsewhere,
     )
     return Select(wanted, kind == _SELECT_AND_RESERVE, lease, traceparent)
 
 
 def columns_of(decision: Decision) -> tuple[str, int, str, int, float, float, int, int]:
-    """A decision without its explanation, as the extension writes it."""
+    """Return a decision without its explanation, as the extension writes it."""
     rank, spec = decision.rank, decision.spec
     return (
         rank.worker_id,

@@ -14,7 +14,7 @@ from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
 from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt, SelectionRequest, Wanted, pack_hashes
-from kvscout_scheduler.values.reservation import Facts, FreeOutcome, Phase, PoolId, RequestKey
+from kvscout_scheduler.values.reservation import FreeOutcome, Phase, PoolId, RequestKey, Reservation
 from kvscout_scheduler.values.thresholds import BusyThresholds
 from kvscout_scheduler.values.views import ActiveRequest, WorkerLoad
 
@@ -24,7 +24,7 @@ OUTCOMES: Final[dict[FreeOutcome, scheduler_pb2.FreeOutcome.ValueType]] = {
 
 
 def same_fields(record: Any, *but: str) -> dict[str, Any]:
-    """The fields of a record that its message has under the same names.
+    """Return the fields of a record that its message has under the same names.
 
     Args:
         record: A NamedTuple.
@@ -34,19 +34,19 @@ def same_fields(record: Any, *but: str) -> dict[str, Any]:
 
 
 def given_fields(message: Any, *names: str) -> dict[str, Any]:
-    """Those of some optional fields that are set."""
+    """Return the fields of a message that are set, of some optional ones."""
     return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 
 def overlaps_from_proto(message: types_pb2.Overlaps) -> Overlaps:
-    """The columns of FindMatches; they are checked against the prompt later."""
+    """Return the columns of FindMatches; they are checked against the prompt later."""
     if not message.worker_ids:
         return NO_OVERLAPS
     return Overlaps(**{column.name: list(getattr(message, column.name)) for column in fields(Overlaps)})
 
 
 def prompt_from_proto(message: scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest) -> Prompt:
-    """The hashes and overlaps that a message has of its own."""
+    """Return the hashes and overlaps that a message has of its own."""
     return Prompt(
         block_hashes=pack_hashes(message.block_hashes),
         block_size=message.block_size,
@@ -57,7 +57,7 @@ def prompt_from_proto(message: scheduler_pb2.SelectRequest | scheduler_pb2.Sched
 def other_prompts_from_proto(
     message: scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest,
 ) -> tuple[Prompt, ...]:
-    """Those that it has for workers of other block sizes."""
+    """Return those that it has for workers of other block sizes."""
     return tuple(
         Prompt(pack_hashes(p.block_hashes), p.block_size, p.eagle, overlaps_from_proto(p.overlaps))
         for p in message.other_pools
@@ -65,7 +65,7 @@ def other_prompts_from_proto(
 
 
 def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str = "") -> SelectionRequest:
-    """A request that wants a worker; an unset tenant is that of the message around it.
+    """Return a request that wants a worker; an unset tenant is that of the message around it.
 
     Raises:
         InvalidArgument: If a field cannot be read; the core checks the rest.
@@ -103,7 +103,7 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
 
 
 def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
-    """The worker that was picked."""
+    """Return the worker that was picked."""
     explanation = None
     if decision.explanation is not None:
         candidates = [
@@ -129,13 +129,13 @@ def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
     )
 
 
-def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str = "") -> Facts:
-    """A request to be booked on a given worker; an unset tenant is that of the message around it.
+def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str = "") -> Reservation:
+    """Return a request to be booked on a given worker; an unset tenant is that of the message around it.
 
     Raises:
         InvalidArgument: If it names no worker, or a hash is out of range.
     """
-    return Facts(
+    return Reservation(
         key=RequestKey(
             message.tenant or outer_tenant or DEFAULT_TENANT,
             message.model,
@@ -157,7 +157,7 @@ def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str 
 
 
 def key_from_proto(message: NamesRequest, outer_tenant: str = "") -> RequestKey:
-    """The name of a booking; an unset tenant is that of the message around it.
+    """Return the name of a booking; an unset tenant is that of the message around it.
 
     Raises:
         InvalidArgument: If it names no request or no model.
@@ -171,7 +171,7 @@ def key_from_proto(message: NamesRequest, outer_tenant: str = "") -> RequestKey:
 
 
 def key_to_proto(key: RequestKey, attempt_id: int) -> scheduler_pb2.RequestRef:
-    """The name of a booking."""
+    """Return the name of a booking."""
     return scheduler_pb2.RequestRef(
         model=key.model,
         tenant=key.tenant,
@@ -182,29 +182,29 @@ def key_to_proto(key: RequestKey, attempt_id: int) -> scheduler_pb2.RequestRef:
 
 
 def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
-    """The load of a worker rank."""
+    """Return the load of a worker rank."""
     return scheduler_pb2.WorkerLoad(worker=rank_to_proto(load.rank), **same_fields(load, "rank"))
 
 
 def active_to_proto(active: ActiveRequest, *, shows_owner: bool) -> scheduler_pb2.ActiveRequest:
-    """An active request."""
-    facts = active.facts
+    """Return an active request."""
+    reservation = active.reservation
     return scheduler_pb2.ActiveRequest(
-        request=key_to_proto(facts.key, facts.attempt_id),
-        worker=rank_to_proto(facts.rank),
+        request=key_to_proto(reservation.key, reservation.attempt_id),
+        worker=rank_to_proto(reservation.rank),
         phase=value_of(scheduler_pb2.RequestPhase, active.phase),
         blocks=active.prompt_blocks,
         output_blocks=active.output_blocks,
-        uncached_tokens=facts.uncached_tokens,
+        uncached_tokens=reservation.uncached_tokens,
         owner_id=active.owner.owner_id if shows_owner and active.owner is not None else "",
         age_seconds=active.age_seconds,
         lease_remaining_seconds=active.lease_remaining_seconds,
-        phase_estimated=active.phase is Phase.DECODE and facts.estimates_prefill,
+        phase_estimated=active.phase is Phase.DECODE and reservation.estimates_prefill,
     )
 
 
 def thresholds_to_proto(tenant: str, model: str, thresholds: BusyThresholds) -> types_pb2.BusyThresholds:
-    """The thresholds of a model."""
+    """Return the thresholds of a model."""
     return types_pb2.BusyThresholds(
         model=model,
         tenant=tenant,
@@ -216,5 +216,5 @@ def thresholds_to_proto(tenant: str, model: str, thresholds: BusyThresholds) -> 
 def pool_from_request(
     message: scheduler_pb2.SchedulerGetPotentialLoadsRequest | scheduler_pb2.WatchLoadsRequest,
 ) -> PoolId:
-    """Whose loads are asked for."""
+    """Return the pool whose loads are requested."""
     return PoolId(message.tenant or DEFAULT_TENANT, message.model, role_from_proto(message.role))

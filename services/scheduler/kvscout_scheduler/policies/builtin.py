@@ -152,7 +152,7 @@ class PowerOfTwo(LeastLoaded):
         return second if costs[second] < costs[first] else first
 
     def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
-        """Each of the n(n−1)/2 pairs is equally likely; a tie goes to either."""
+        """Return each of the n(n−1)/2 pairs is equally likely; a tie goes to either."""
         n = len(costs)
         if n == 1:
             return [1.0]
@@ -257,7 +257,7 @@ def _cached_share(candidates: Candidates, index: int) -> float:
 
 
 def _device_groups(candidates: Candidates) -> list[list[int]]:
-    """Indices of the accelerators, then of the CPUs; a group without members is left out."""
+    """Return indices of the accelerators, then of the CPUs; a group without members is left out."""
     cpus: list[int] = []
     others: list[int] = []
     for index, spec in enumerate(candidates.specs):
@@ -266,7 +266,7 @@ def _device_groups(candidates: Candidates) -> list[list[int]]:
 
 
 def _normalized_load(group: Sequence[int], candidates: Candidates, costs: Sequence[float]) -> float:
-    """Active requests of a group of one kind, at least one, for each unit of its strength."""
+    """Return active requests of a group of one kind, at least one, for each unit of its strength."""
     cpu = candidates.specs[group[0]].device_class is DeviceClass.CPU
     weight = 1.0 if cpu else candidates.settings.cpu_to_gpu_ratio
     return sum(costs[index] for index in group) / (len(group) * weight)

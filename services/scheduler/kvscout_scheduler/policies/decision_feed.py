@@ -19,7 +19,7 @@ MAX_WATCHERS = 100
 KEPT = 1_024
 """Decisions that wait for one watcher."""
 KEPT_BYTES = 4 * 1024 * 1024
-"""What they may take; above, the oldest go, all but one."""
+"""Bytes of these decisions; above, the oldest go, all but one."""
 MAX_MESSAGE_CHARACTERS = 1_024
 
 _RECORD_BYTES = 1_024
@@ -39,26 +39,26 @@ class DecisionRecord:
     decision: Decision | None = None
     """None = it failed."""
     error: type[KvscoutError] | None = None
-    """What it failed with."""
+    """Class of its error."""
     message: str = ""
 
     @property
     def bytes(self) -> int:
-        """What keeping it takes, about."""
+        """Return what keeping it takes, about."""
         names = len(self.key.request_id) + len(self.message)
         explanation = self.decision.explanation if self.decision is not None else None
         candidates = len(explanation.candidates) if explanation is not None else 0
         return _RECORD_BYTES + 4 * names + candidates * _CANDIDATE_BYTES
 
     def without_explanation(self) -> DecisionRecord:
-        """The same, for those who did not ask for more."""
+        """Return the same, for those who did not ask for more."""
         if self.decision is None or self.decision.explanation is None:
             return self
         return replace(self, decision=replace(self.decision, explanation=None))
 
 
 class Watcher:
-    """What one watcher has not read yet.
+    """Decisions that one watcher has not read yet.
 
     Args:
         tenant: Whose decisions; "*" = all.
@@ -77,11 +77,11 @@ class Watcher:
         self._lost = 0
 
     def wants(self, request: SelectionRequest) -> bool:
-        """Whether it watches a request's model."""
+        """Return whether it watches a request's model."""
         return self.tenant in (ALL_TENANTS, request.tenant) and self.model in ("", request.model)
 
     def put(self, record: DecisionRecord) -> None:
-        """Adds a decision; the oldest make room."""
+        """Add a decision; the oldest make room."""
         self._records.append(record)
         self._bytes += record.bytes
         while len(self._records) > KEPT or (self._bytes > KEPT_BYTES and len(self._records) > 1):
@@ -90,7 +90,7 @@ class Watcher:
         self._wake()
 
     def take(self) -> tuple[int, Iterable[DecisionRecord]]:
-        """Decisions lost since the last call, and those that are there, oldest first."""
+        """Return decisions lost since the last call, and those that are there, oldest first."""
         lost, self._lost = self._lost, 0
         records = list(self._records)
         self._records.clear()
@@ -109,7 +109,7 @@ class Watchers:
         return bool(self._watchers)
 
     def add(self, watcher: Watcher) -> None:
-        """Begins to tell a watcher.
+        """Add a watcher.
 
         Raises:
             ResourceExhausted: There are too many.
@@ -119,15 +119,15 @@ class Watchers:
         self._watchers.append(watcher)
 
     def remove(self, watcher: Watcher) -> None:
-        """Ends it."""
+        """End it."""
         self._watchers.remove(watcher)
 
     def explain(self, request: SelectionRequest) -> bool:
-        """Whether anyone wants this decision explained."""
+        """Return whether anyone wants this decision explained."""
         return bool(self._watchers) and any(each.explain and each.wants(request) for each in self._watchers)
 
     def tell(self, request: SelectionRequest, outcome: Decision | KvscoutError) -> None:
-        """Tells everyone who watches the request's model."""
+        """Put a decision, or its error, to everyone who watches the request's model."""
         if not self._watchers:
             return
         interested = [watcher for watcher in self._watchers if watcher.wants(request)]

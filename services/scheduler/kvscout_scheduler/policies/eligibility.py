@@ -31,32 +31,32 @@ class Demand(NamedTuple):
     """One thing that a request wants of its worker."""
 
     label: str
-    """Of those that do not have it."""
+    """Reason of the workers that do not have it."""
     fits: Fits
     kept: Callable[[Pool, int], int]
-    """Of a set of slots, those that it fits."""
+    """Returns the slots of a set that fit."""
     refusal: Callable[[int], KvscoutError]
     """The error when none of so many has it."""
 
 
 class Dropped:
-    """Why workers are out."""
+    """Reasons why workers are not eligible."""
 
     def __init__(self) -> None:
         self._labels: dict[str, int] = {}
 
     def note(self, label: str, slots: int) -> None:
-        """A filter leaves these slots out."""
+        """Note that a filter leaves slots out."""
         if slots:
             self._labels[label] = slots
 
     def by_slot(self) -> dict[int, str]:
-        """Why each of them is out."""
+        """Return why each of them is out."""
         return {slot: label for label, slots in self._labels.items() for slot in slots_in(slots)}
 
 
 def eligible(pool: Pool, request: SelectionRequest, now: float, dropped: Dropped | None = None) -> int:
-    """The workers that may take a request, as a set of slots; at least one.
+    """Return the workers that may take a request, as a set of slots; at least one.
 
     Args:
         pool: The workers.
@@ -98,14 +98,14 @@ def eligible(pool: Pool, request: SelectionRequest, now: float, dropped: Dropped
 
 
 def with_room(pool: Pool, slots: int, dropped: Dropped | None = None) -> int:
-    """Of the workers that may take a request, those that have room for it (`waiting`); all where nobody ever waits.
+    """Return the workers that may take a request and have room for it (`waiting`); all where nobody ever waits.
 
     Args:
         pool: The workers.
         slots: A set of slots.
         dropped: If given, receives who has no room, unless that is everyone.
     """
-    if not pool.keeps_line:
+    if not pool.queues_requests:
         return slots
     full = slots & pool.load.full()
     if dropped is not None and full != slots:
@@ -114,7 +114,7 @@ def with_room(pool: Pool, slots: int, dropped: Dropped | None = None) -> int:
 
 
 def demands(wanted: Wanted) -> Iterator[Demand]:
-    """What a request wants of its worker, in the order in which that is looked at."""
+    """Return what a request wants of its worker, in the order in which that is looked at."""
     pin, dp_rank, allowed, excluded, labels, lora = wanted
     if allowed:
         yield Demand(

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.costs.choose import choose, probabilities
-from kvscout_scheduler.costs.cost import Lane, Question, spread
+from kvscout_scheduler.costs.cost import BlockFormat, Question, spread
 from kvscout_scheduler.costs.time_cost import TimeQuestion
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.load.active_load import Scores
@@ -48,7 +48,7 @@ class Candidates:
         pool: Pool,
         request: SelectionRequest,
         members: int,
-        prompts: Mapping[Lane, Prompt],
+        prompts: Mapping[BlockFormat, Prompt],
         settings: SchedulerSettings,
         *,
         now: float,
@@ -69,68 +69,69 @@ class Candidates:
 
     @property
     def slots(self) -> list[int]:
-        """Their slots."""
+        """Return their slots."""
         if self._slots is None:
             self._slots = self._pool.members(self.members)
         return self._slots
 
     def slot(self, index: int) -> int:
-        """The slot of one candidate."""
+        """Return the slot of one candidate."""
         if self._slots is None and self._scored is not None and len(self._scored) == 1:
             return self._scored[0][1].slot(index)
         return self.slots[index]
 
     @property
     def ranks(self) -> list[WorkerRank]:
-        """Ranks, ascending."""
+        """Return ranks, ascending."""
         return [self._pool.ranks[slot] for slot in self.slots]
 
     @property
     def specs(self) -> list[WorkerSpec]:
-        """Registrations."""
+        """Return registrations."""
         return [self._pool.specs[slot] for slot in self.slots]
 
     @property
     def metrics(self) -> list[EngineMetrics]:
-        """What the engines last reported."""
+        """Return what the engines last reported."""
         return [self._pool.metrics.get(slot, NO_METRICS) for slot in self.slots]
 
     @property
     def active_requests(self) -> list[int]:
-        """Requests booked now."""
+        """Return requests booked now."""
         column = self._pool.load.requests
         return [column[slot] for slot in self.slots]
 
     @property
     def active_prefill_tokens(self) -> list[int]:
-        """Active prefill tokens now."""
+        """Return active prefill tokens now."""
         column = self._pool.load.prefill_tokens
         return [column[slot] for slot in self.slots]
 
     @property
     def active_decode_blocks(self) -> list[int]:
-        """Active blocks now."""
+        """Return active blocks now."""
         column = self._pool.load.decode_blocks
         return [column[slot] for slot in self.slots]
 
     @cached_property
     def device_blocks(self) -> Sequence[int]:
-        """Leading blocks of the prompt on the device, confirmed or predicted."""
+        """Return leading blocks of the prompt on the device, confirmed or predicted."""
         return self._column(lambda scores: scores.device_blocks)
 
     @cached_property
     def effective_blocks(self) -> Sequence[float]:
-        """Overlap as the cost counts it: slower tiers weighted, 0 where the overlap score weight is 0."""
+        """Return the overlap as the cost counts it: slower tiers weighted, 0 where the overlap score weight is 0."""
         return self._column(lambda scores: scores.effective_blocks)
 
     @cached_property
     def cached_tokens(self) -> Sequence[float]:
-        """Prompt tokens that each has, slower tiers weighted; at most the prompt."""
+        """Return prompt tokens that each has, slower tiers weighted; at most the prompt."""
         return self._column(lambda scores: scores.cached_tokens)
 
     @cached_property
     def kv_usage(self) -> Sequence[float]:
-        """Fraction of each device cache in use: booked or reported, whichever is higher; 0 where neither is known."""
+        """Return the fraction of each device cache in use: booked or reported, whichever is higher; 0 where neither is
+        known."""
         columns = zip(self.active_decode_blocks, self.specs, self.metrics, strict=True)
         return [
             max(active / spec.total_kv_blocks if spec.total_kv_blocks else 0.0, metrics.kv_cache_usage or 0.0)
@@ -139,39 +140,41 @@ class Candidates:
 
     @cached_property
     def prefill_tokens(self) -> Sequence[float]:
-        """Prompt tokens that each would have to compute, this request's included."""
+        """Return prompt tokens that each would have to compute, this request's included."""
         return self._column(lambda scores: scores.prefill_tokens)
 
     @cached_property
     def decode_blocks(self) -> Sequence[int]:
-        """Blocks that would be active on each, this request's included."""
+        """Return blocks that would be active on each, this request's included."""
         return self._column(lambda scores: scores.decode_blocks)
 
     @property
     def prefill_blocks(self) -> list[float]:
-        """`prefill_tokens` in each worker's own blocks."""
-        lane_of = self._pool.lane_of
-        return [tokens / lane_of[slot].block_size for slot, tokens in zip(self.slots, self.prefill_tokens, strict=True)]
+        """Return `prefill_tokens` in each worker's own blocks."""
+        format_of = self._pool.format_of
+        return [
+            tokens / format_of[slot].block_size for slot, tokens in zip(self.slots, self.prefill_tokens, strict=True)
+        ]
 
     @property
     def kv_costs(self) -> Sequence[float]:
-        """Cost of `kvscout_scheduler.costs.cost`; where block sizes differ, in blocks of the smallest."""
+        """Return the cost of `kvscout_scheduler.costs.cost`; where block sizes differ, in blocks of the smallest."""
         return self._column(lambda scores: scores.costs)
 
     def time_question(self) -> TimeQuestion:
-        """What is known of the workers and of the time that the request takes."""
-        lane, prompt = next(iter(self._prompts.items()))
+        """Return what is known of the workers and of the time that the request takes."""
+        block_format, prompt = next(iter(self._prompts.items()))
         return self._pool.times.question(
             self.request,
             prompt.block_hashes,
-            lane.block_size,
+            block_format.block_size,
             now=self.now,
             weight=self.settings.overlap_score_weight,
             books=self.books,
         )
 
     def seconds(self, question: TimeQuestion) -> Sequence[float]:
-        """Cost of `kvscout_scheduler.costs.time_cost`.
+        """Return the cost of `kvscout_scheduler.costs.time_cost`.
 
         Args:
             question: With a row for each slot of the pool.
@@ -182,36 +185,36 @@ class Candidates:
         return self._column(lambda scores: scores.seconds(question))
 
     def overlap(self, index: int) -> tuple[int, float]:
-        """`device_blocks` and `effective_blocks` of one candidate."""
+        """Return `device_blocks` and `effective_blocks` of one candidate."""
         scored = self._scored or self._scores
         if len(scored) == 1:
             return scored[0][1].overlap(index)
         return self.device_blocks[index], self.effective_blocks[index]
 
     def uncached_tokens(self, slot: int, effective_blocks: float) -> int:
-        """Prompt tokens to charge the candidate at a slot as prefill, by its `effective_blocks`."""
+        """Return prompt tokens to charge the candidate at a slot as prefill, by its `effective_blocks`."""
         if not self.request.charge_prefill:
             return 0
-        return max(0, self.request.isl_tokens - int(effective_blocks * self._pool.lane_of[slot].block_size))
+        return max(0, self.request.isl_tokens - int(effective_blocks * self._pool.format_of[slot].block_size))
 
     def of(self, members: int) -> Candidates:
-        """The same question of other workers."""
+        """Return the same question of other workers."""
         return Candidates(
             self._pool, self.request, members, self._prompts, self.settings, now=self.now, books=self.books
         )
 
     def tiers(self) -> Sequence[TierOverlap]:
-        """Overlap of each by tier."""
+        """Return the overlap of each by tier."""
         found: dict[int, TierOverlap] = {}
-        for lane, members in self._pool.lanes.items():
+        for block_format, members in self._pool.formats.items():
             slots = self._pool.members(members & self.members)
-            overlaps = self._prompts[lane].overlaps.plain
+            overlaps = self._prompts[block_format].overlaps.plain
             columns = [spread(overlaps, column, slots, self._pool.slot_of) for column in overlaps.by_tier()]
             found.update(zip(slots, map(TierOverlap._make, zip(*columns, strict=True)), strict=True))
         return [found[slot] for slot in self.slots]
 
     def _column(self, of: Callable[[Scores], Sequence[T]]) -> Sequence[T]:
-        """A column of all, from those of each lane."""
+        """Return a column of all, from those of each lane."""
         scored = self._scores
         if len(scored) == 1:
             return of(scored[0][1])
@@ -222,29 +225,31 @@ class Candidates:
 
     @property
     def _scores(self) -> list[tuple[int, Scores]]:
-        """The candidates of each lane, and what the load says of them."""
+        """Return the candidates of each lane, and what the load says of them."""
         # Once a request: `cached_property` takes a lock to compute, in Python 3.11.
         if self._scored is None:
             if len(self._prompts) == 1:
-                (lane,) = self._prompts
+                (block_format,) = self._prompts
                 slots = None if self.members == self._pool.everyone else self.members
-                self._scored = [(self.members, self._score(lane, slots, lane.block_size))]
+                self._scored = [(self.members, self._score(block_format, slots, block_format.block_size))]
             else:
-                lanes = {lane: members & self.members for lane, members in self._pool.lanes.items()}
-                unit = min(lane.block_size for lane in lanes)
-                self._scored = [(members, self._score(lane, members, unit)) for lane, members in lanes.items()]
+                formats = {block_format: members & self.members for block_format, members in self._pool.formats.items()}
+                unit = min(block_format.block_size for block_format in formats)
+                self._scored = [
+                    (members, self._score(block_format, members, unit)) for block_format, members in formats.items()
+                ]
         return self._scored
 
-    def _score(self, lane: Lane, slots: int | None, unit: int) -> Scores:
-        prompt, settings = self._prompts[lane], self.settings
+    def _score(self, block_format: BlockFormat, slots: int | None, unit: int) -> Scores:
+        prompt, settings = self._prompts[block_format], self.settings
         question = Question(
-            lane,
+            block_format,
             prompt.block_hashes,
             self.request.isl_tokens,
             settings.overlap_score_weight,
             settings.tier_weights,
             self.request.charge_prefill,
-            lane.block_size / unit,
+            block_format.block_size / unit,
         )
         return self._pool.load.score(question, prompt.overlaps, slots)
 
@@ -255,19 +260,19 @@ class Policy(ABC):
     At temperature 0 the least cost wins, exact ties uniformly at random; above, softmax over range-normalised costs.
 
     Every pool has an instance of its own, which may keep state and must not block. One that has methods of
-    `facts.Observer` is told by them what becomes of requests, so that it can learn how fast workers are.
+    `reservation.Observer` is told by them what becomes of requests, so that it can learn how fast workers are.
     """
 
     @abstractmethod
     def costs(self, candidates: Candidates) -> Sequence[float]:
-        """What it minimises, one value a candidate, none NaN; changes nothing."""
+        """Return the costs to minimise, one a candidate, none NaN; change nothing."""
 
     def temperature(self, candidates: Candidates) -> float:
-        """Of its draws; 0 where a policy knows none."""
+        """Return the temperature of its draws; 0 where a policy knows none."""
         return candidates.settings.router_temperature
 
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
-        """Index of the candidate it picks.
+        """Return the index of the candidate it picks.
 
         Args:
             candidates: At least one.
@@ -277,12 +282,12 @@ class Policy(ABC):
         return choose(costs, self.temperature(candidates), rng)
 
     def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
-        """Probability of each candidate, where a temperature is used; else all 0."""
+        """Return the probability of each candidate, where a temperature is used; else all 0."""
         temperature = self.temperature(candidates)
         return probabilities(costs, temperature) if temperature > 0 else [0.0] * len(costs)
 
     def reason(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
-        """Why it picked this one, in one sentence."""
+        """Return why it picked this one, in one sentence."""
         what, temperature = self.describe(candidates, costs, index), self.temperature(candidates)
         if temperature > 0:
             return f"drawn at temperature {temperature:g}: {what}"
@@ -290,5 +295,5 @@ class Policy(ABC):
         return f"least cost: {what}" if ties == 1 else f"drawn among {ties} workers of equal least cost: {what}"
 
     def describe(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
-        """What a candidate's cost is made of."""
+        """Return the parts of a candidate's cost, in words."""
         return f"cost {costs[index]:g}"

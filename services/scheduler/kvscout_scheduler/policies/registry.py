@@ -49,7 +49,7 @@ class CheckedPolicy:
             raise self._blamed(error) from error
         listening = {what: getattr(self._policy, what, None) for what in ("booked", "prefill_completed", "ended")}
         self.observes = any(map(callable, listening.values()))
-        """Whether it wants to be told of anything."""
+        """True: it observes bookings."""
         self.booked, self.prefill_completed, self.ended = (self._telling(*each) for each in listening.items())
         """See `Observer`."""
 
@@ -96,13 +96,13 @@ class CheckedPolicy:
         return InternalError(f"policy {self._name!r} failed: {type(error).__name__}")
 
     def _telling(self, what: str, listen: Any) -> Callable[..., None]:
-        """How it is told of something: every request has this done three times."""
+        """Return the call of one of its observer methods: every request makes three."""
         if not callable(listen):
             return lambda *_: None
 
-        def tell(*facts: object) -> None:
+        def tell(*reservation: object) -> None:
             try:
-                listen(*facts)
+                listen(*reservation)
             except Exception as error:
                 name = (self._name, what)
                 _warnings.warning(name, "policy %s failed when it was told: %s", self._name, what, error=error)
@@ -111,7 +111,7 @@ class CheckedPolicy:
 
 
 def _column(given: Sequence[float], candidates: Candidates) -> Sequence[float]:
-    """A column of plain floats, one a candidate, none NaN; what stays native is known to be so."""
+    """Return a column of plain floats, one a candidate, none NaN; what stays native is known to be so."""
     if is_ranked(given):
         return given
     column = list(map(float, given))
@@ -157,11 +157,11 @@ class PolicyRegistry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all policies, in alphabetical order."""
+        """Return the names of all policies, in alphabetical order."""
         return tuple(sorted(self._factories))
 
     def check(self, name: str) -> None:
-        """Checks that a policy exists.
+        """Check that a policy exists.
 
         Raises:
             InvalidArgument: If it does not; the message names those that do.
@@ -170,7 +170,7 @@ class PolicyRegistry:
             raise InvalidArgument(f"unknown policy {name!r}, known are {', '.join(self.names)}", field="policy")
 
     def create(self, name: str) -> CheckedPolicy:
-        """A new instance of a policy.
+        """Return a new instance of a policy.
 
         Raises:
             InvalidArgument: If it does not exist.

@@ -19,7 +19,7 @@ from kvscout_scheduler.values.settings import SchedulerSettings
 
 
 class Selected(NamedTuple):
-    """What was picked, and what booking it takes."""
+    """A decision, and what a booking needs of it."""
 
     decision: Decision
     pool: Pool
@@ -43,14 +43,14 @@ class Selector:
         self._rng = rng
 
     def begin(self, pool: Pool) -> None:
-        """Makes the usual policy of a new pool, which observes it before anything is selected here: a replica that
+        """Make the usual policy of a new pool, which observes it before anything is selected here: a replica that
         others decide for learns, too."""
         # One that cannot be made fails the requests that meet it.
         with suppress(InternalError):
             self._policy(pool, self._settings.policy)
 
     def check(self, request: SelectionRequest) -> None:
-        """Checks a request, as far as that needs no workers.
+        """Check a request, as far as that needs no workers.
 
         Raises:
             InvalidArgument: Naming the field.
@@ -62,7 +62,7 @@ class Selector:
     def select(
         self, pool: Pool, request: SelectionRequest, now: float, *, books: bool, explains: bool = False
     ) -> Selected:
-        """Picks a worker; changes nothing but the turn of policies that take turns.
+        """Pick a worker; changes nothing but the turn of policies that take turns.
 
         Args:
             pool: The pool of the request, which knows when its workers are busy.
@@ -79,7 +79,7 @@ class Selector:
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
         dropped = Dropped() if request.explain or explains else None
         members = eligible(pool, request, now, dropped)
-        if pool.keeps_line:
+        if pool.queues_requests:
             # A query is answered all the same when everyone is full.
             members = with_room(pool, members, dropped) or members
         settings = self._settings if request.override is NO_OVERRIDE else self._in_effect(request.override)
@@ -111,7 +111,7 @@ class Selector:
             candidates.uncached_tokens(slot, effective_overlap_blocks),
             explanation,
         )
-        return Selected(decision, pool, slot, prompts[pool.lane_of[slot]].block_hashes)
+        return Selected(decision, pool, slot, prompts[pool.format_of[slot]].block_hashes)
 
     def _in_effect(self, override: ConfigOverride) -> SchedulerSettings:
         given = {name: getattr(override, name) for name in ("overlap_score_weight", "router_temperature", "policy")}
@@ -136,7 +136,7 @@ def explain(
     index: int,
     dropped: dict[int, str],
 ) -> Explanation:
-    """Why the policy picked a candidate, beside all that it did not.
+    """Return why the policy picked a candidate, beside all that it did not.
 
     Args:
         pool: Where they come from; as it was when the policy picked.

@@ -1,4 +1,4 @@
-"""Whose turn it is: which of those that wait may go, looked at where something has changed, and nowhere else.
+"""Admission of requests that wait, looked at where something has changed and nowhere else.
 
 ::
 
@@ -7,7 +7,7 @@
 
 Invariant, between two calls: no worker that a waiting group could take has room, or it is in `relieved`, or the pool is
 `changed`. So a worker whose load fell and that has no room yet is the concern of nobody; and of a group, the first one
-that must wait speaks for all. A vacancy that is left to another replica (`lines_elsewhere`) counts as none, until
+that must wait speaks for all. A vacancy that is left to another replica (`remote_queues`) counts as none, until
 `resume`.
 
 Pure: the clock is passed in.
@@ -23,15 +23,15 @@ from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.load.workers import Workers
 from kvscout_scheduler.policies.eligibility import eligible, with_room
-from kvscout_scheduler.queue.remote_queues import ANYWHERE, LinesElsewhere
-from kvscout_scheduler.queue.waiting import Group, Line, Waiter, WaitingLine
+from kvscout_scheduler.queue.remote_queues import ANYWHERE, RemoteQueues
+from kvscout_scheduler.queue.waiting import Group, Line, Waiter, WaitingQueues
 from kvscout_scheduler.values.request import SelectionRequest
 from kvscout_scheduler.values.reservation import PoolId
 from kvscout_scheduler.values.slot_sets import slot_set, slots_in
 from kvscout_scheduler.values.thresholds import ThresholdTable
 
 
-class Turns:
+class Admission:
     """Gives turns to those that wait.
 
     Args:
@@ -46,18 +46,18 @@ class Turns:
         self,
         workers: Workers,
         thresholds: ThresholdTable,
-        waiting: WaitingLine,
+        waiting: WaitingQueues,
         book: Callable[[Waiter, float], None],
-        elsewhere: LinesElsewhere,
+        remote: RemoteQueues,
     ) -> None:
         self._workers = workers
         self._thresholds = thresholds
         self._waiting = waiting
         self._book = book
-        self._elsewhere = elsewhere
+        self._remote = remote
 
     def must_wait(self, request: SelectionRequest, now: float) -> bool:
-        """Whether a request that comes has to wait; `give` must have been called.
+        """Return whether a request that comes has to wait; `admit_waiting` must have been called.
 
         Raises:
             KvscoutError: No worker could take it at all; as `eligible`, and busy only where nobody waits for the same.
@@ -72,8 +72,8 @@ class Turns:
             pool.take_changes()
         return must_wait
 
-    def give(self, pool_id: PoolId, now: float) -> None:
-        """Books whoever can go, in order."""
+    def admit_waiting(self, pool_id: PoolId, now: float) -> None:
+        """Book the requests of a pool that wait and have room now, in order."""
         line = self._waiting.line(pool_id)
         if line is None:
             return
@@ -114,20 +114,20 @@ class Turns:
                 heappush(turns, (group.head.place, group))
 
     def resume(self, now: float) -> None:
-        """Takes up vacancies that were left to other replicas for long enough; to be called every few milliseconds."""
-        for pool_id in self._elsewhere.take_over(now):
+        """Take up vacancies that were left to other replicas for long enough; to be called every few milliseconds."""
+        for pool_id in self._remote.take_over(now):
             try:
                 self._workers.pool(pool_id).changed = True
             except KvscoutError:
                 continue
-            self.give(pool_id, now)
+            self.admit_waiting(pool_id, now)
 
     def _has_vacancy(self, pool: Pool, request: SelectionRequest, now: float) -> bool:
-        """Whether a worker has room for a request, and it is not left to another replica."""
+        """Return whether a worker has room for a request, and it is not left to another replica."""
         if self._has_room(pool, request, now):
-            return not self._elsewhere.come_first(request, now)
+            return not self._remote.come_first(request, now)
         if request.wanted == ANYWHERE:
-            self._elsewhere.filled(pool.id)
+            self._remote.filled(pool.id)
         return False
 
     def _has_room(self, pool: Pool, request: SelectionRequest, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Who waits at other replicas, and how long a vacancy here is left to those of a higher priority.
+"""Queues of other replicas: a vacancy here is left to their requests of a higher priority for a moment.
 
 Each replica has a line of its own, and all see the same vacancies. One that several could fill is left, for a moment,
 to the replica at which the highest priority waits; when that has not filled it by then, for whatever reason, whoever
@@ -17,11 +17,11 @@ from kvscout_scheduler.values.request import SelectionRequest, Wanted
 from kvscout_scheduler.values.reservation import PoolId
 
 YIELD_SECONDS: Final = 0.1
-"""How long a vacancy is left to others: a few messages and ticks."""
+"""Seconds for which a vacancy is left to other replicas: a few messages and ticks."""
 ANYWHERE: Final = Wanted()
 
 
-class LinesElsewhere:
+class RemoteQueues:
     """The vacancies that are left to others."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class LinesElsewhere:
         """Those that are left to others now."""
 
     def come_first(self, request: SelectionRequest, now: float) -> bool:
-        """Whether a vacancy that a request could fill is left to others."""
+        """Return whether a vacancy that a request could fill is left to others."""
         if request.wanted != ANYWHERE:
             return False
         highest = self.highest(request.pool)
@@ -45,13 +45,13 @@ class LinesElsewhere:
         return True
 
     def filled(self, pool: PoolId) -> None:
-        """There is no vacancy."""
+        """Note that there is no vacancy any more."""
         if self._since:
             self._since.pop(pool, None)
             self._left.pop(pool, None)
 
     def take_over(self, now: float) -> list[PoolId]:
-        """Pools whose vacancies are left to nobody any more: the time is over, or nobody waits elsewhere."""
+        """Return pools whose vacancies are left to nobody any more: the time is over, or nobody waits elsewhere."""
         if not self._since:
             return []
         for pool in [pool for pool in self._since if self.highest(pool) is None]:

@@ -38,7 +38,7 @@ from kvscout_scheduler.values.request import SelectionRequest, Wanted
 from kvscout_scheduler.values.reservation import OwnerName, PoolId, RequestKey
 
 RETRY_SECONDS = 1.0
-"""What refused callers are told: prefills take fractions of a second, a full line of them a few."""
+"""Seconds after which refused callers should try again: a full queue of prefills takes a few seconds."""
 
 Answer = Callable[[Decision | KvscoutError], None]
 
@@ -49,7 +49,7 @@ class Waiter:
 
     request: SelectionRequest
     answer: Answer
-    """Told of the decision, or why there is none; must not raise."""
+    """Receives the decision, or the error; must not raise."""
     owner: OwnerName | None
     lease_seconds: float
     since: float
@@ -70,11 +70,11 @@ class Group:
 
     @property
     def head(self) -> Waiter:
-        """Who goes next."""
+        """Return the waiter that goes next."""
         return self.waiters[0]
 
     def fits(self, rank: WorkerRank, spec: WorkerSpec) -> bool:
-        """Whether a worker is what they want."""
+        """Return whether a worker is what they want."""
         return all(fits(rank, spec) for fits in self._fits)
 
 
@@ -88,27 +88,27 @@ class Line:
 
     @property
     def groups(self) -> list[Group]:
-        """All groups, in no order."""
+        """Return all groups, in no order."""
         return [group for groups in self._groups.values() for group in groups.values()]
 
     def group(self, wanted: Wanted) -> Group | None:
-        """Those that wait for the same."""
+        """Return those that wait for the same."""
         return self._groups.get(wanted.pinned_worker_id, {}).get(wanted)
 
     def priority(self, wanted: Wanted) -> int | None:
-        """Highest priority of those that wait for the same; None = nobody does."""
+        """Return the highest priority of those that wait for the same; None = nobody does."""
         group = self.group(wanted)
         return None if group is None else group.head.request.priority
 
     def groups_for(self, rank: WorkerRank, spec: WorkerSpec) -> Iterator[Group]:
-        """The groups that a worker rank could take."""
+        """Return the groups that a worker rank could take."""
         for pin in (rank.worker_id, ""):
             for group in self._groups.get(pin, {}).values():
                 if group.fits(rank, spec):
                     yield group
 
     def add(self, waiter: Waiter) -> None:
-        """Adds a waiter at its place."""
+        """Add a waiter at its place."""
         wanted = waiter.request.wanted
         groups = self._groups.setdefault(wanted.pinned_worker_id, {})
         group = groups.get(wanted)
@@ -118,7 +118,7 @@ class Line:
         self.length += 1
 
     def remove(self, waiter: Waiter) -> None:
-        """Takes a waiter out."""
+        """Take a waiter out."""
         wanted = waiter.request.wanted
         groups = self._groups[wanted.pinned_worker_id]
         waiters = groups[wanted].waiters
@@ -130,7 +130,7 @@ class Line:
                 del self._groups[wanted.pinned_worker_id]
 
 
-class WaitingLine:
+class WaitingQueues:
     """The lines of all pools.
 
     Args:
@@ -153,21 +153,21 @@ class WaitingLine:
         return key in self._by_key
 
     def length(self, pool: PoolId) -> int:
-        """Waiters in one pool."""
+        """Return waiters in one pool."""
         line = self._lines.get(pool)
         return line.length if line is not None else 0
 
     def line(self, pool: PoolId) -> Line | None:
-        """The line of a pool; None = nobody waits there."""
+        """Return the line of a pool; None = nobody waits there."""
         return self._lines.get(pool)
 
     @property
     def pools(self) -> list[PoolId]:
-        """Pools in which anyone waits; a copy."""
+        """Return pools in which anyone waits; a copy."""
         return list(self._lines)
 
     def join(self, waiter: Waiter) -> None:
-        """Puts a request in line, or in the place of an earlier call of the same attempt.
+        """Put a request in line, or in the place of an earlier call of the same attempt.
 
         Raises:
             AlreadyExists: Another attempt of the request waits.
@@ -195,12 +195,12 @@ class WaitingLine:
             earlier.answer(Cancelled("a repeated call of the same attempt waits in its place"))
 
     def find(self, key: RequestKey, attempt_id: int) -> Waiter | None:
-        """The waiter of an attempt."""
+        """Return the waiter of an attempt."""
         waiter = self._by_key.get(key)
         return waiter if waiter is not None and waiter.request.attempt_id == attempt_id else None
 
     def leave(self, waiter: Waiter) -> bool:
-        """Takes a waiter out; False if it is not in line any more."""
+        """Take a waiter out; False if it is not in line any more."""
         key = waiter.request.key
         if self._by_key.get(key) is not waiter:
             return False

@@ -12,14 +12,14 @@ MAX_KEPT_BYTES: Final = 64 * 1024 * 1024
 
 
 class KnownBlocks(NamedTuple):
-    """What tells hashes apart from others that the same attempt may have elsewhere."""
+    """Fingerprint of block hashes that a message leaves out."""
 
     blocks: int
     crc: int
     """CRC-32 of the packed hashes."""
 
     def fit(self, block_hashes: bytes) -> bool:
-        """Whether packed hashes are these."""
+        """Return whether packed hashes are these."""
         return len(block_hashes) == HASH_BYTES * self.blocks and crc32(block_hashes) == self.crc
 
 
@@ -31,7 +31,7 @@ class FindBlocks(Protocol):
     """Finds hashes that were told before."""
 
     def __call__(self, key: RequestKey, attempt_id: int, known: KnownBlocks) -> bytes:
-        """Packed hashes.
+        """Return packed hashes.
 
         Raises:
             UnknownBlocks: Nobody has told them.
@@ -39,7 +39,7 @@ class FindBlocks(Protocol):
 
 
 def known_blocks(block_hashes: bytes) -> KnownBlocks:
-    """What tells hashes apart."""
+    """Return the fingerprint of hashes."""
     return KnownBlocks(len(block_hashes) // HASH_BYTES, crc32(block_hashes))
 
 
@@ -54,7 +54,7 @@ class RecentBlocks:
         self._bytes = 0
 
     def keep(self, key: RequestKey, attempt_id: int, block_hashes: bytes, now: float) -> None:
-        """Keeps hashes for a while."""
+        """Keep hashes for a while."""
         if not block_hashes:
             return
         self._drop((key, attempt_id))
@@ -64,11 +64,11 @@ class RecentBlocks:
             self._drop(next(iter(self._kept)))
 
     def get(self, key: RequestKey, attempt_id: int) -> bytes:
-        """Hashes that are kept; empty = none."""
+        """Return hashes that are kept; empty = none."""
         return self._kept.get((key, attempt_id), (0.0, b""))[1]
 
     def expire(self, now: float) -> None:
-        """Forgets what is old."""
+        """Forget what is old."""
         while self._kept:
             name, (since, _) = next(iter(self._kept.items()))
             if since + KEPT_SECONDS > now:

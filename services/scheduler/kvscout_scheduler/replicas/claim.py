@@ -17,7 +17,7 @@ from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_scheduler.messages.translate import key_from_proto, key_to_proto
 from kvscout_scheduler.replicas.blocks import FindBlocks, KnownBlocks, known_blocks
-from kvscout_scheduler.values.reservation import HASH_BYTES, NOWHERE, Choice, Facts, OwnerName, RequestKey
+from kvscout_scheduler.values.reservation import HASH_BYTES, NOWHERE, Choice, OwnerName, RequestKey, Reservation
 
 
 class Incarnation(NamedTuple):
@@ -29,7 +29,7 @@ class Incarnation(NamedTuple):
 
 
 class ClaimState(IntEnum):
-    """Where a claimed request is; the numbers of the protocol."""
+    """State of a claimed request; the numbers of the protocol."""
 
     PREFILL = replication_pb2.CLAIM_STATE_PREFILL
     DECODE = replication_pb2.CLAIM_STATE_DECODE
@@ -48,7 +48,7 @@ NOBODY = OwnerName("", "")
 class Claim(NamedTuple):
     """One replica's claim to a request; never changed, only replaced."""
 
-    facts: Facts
+    reservation: Reservation
     term: int
     state: ClaimState
     output_blocks: int = 0
@@ -59,26 +59,26 @@ class Claim(NamedTuple):
 
     @property
     def key(self) -> RequestKey:
-        """What names the request."""
-        return self.facts.key
+        """Return the name of the request."""
+        return self.reservation.key
 
     @property
     def attempt_id(self) -> int:
-        """Which attempt of it."""
-        return self.facts.attempt_id
+        """Return the attempt of the request."""
+        return self.reservation.attempt_id
 
     @property
     def active(self) -> bool:
-        """Whether it occupies a worker."""
+        """Return whether it occupies a worker."""
         return self.state <= ClaimState.DECODE
 
     def cancels(self, other: Claim) -> bool:
-        """Whether this claim, which is over, cancels an active one."""
+        """Return whether this claim, which is over, cancels an active one."""
         return self.term > other.term or (self.term == other.term and self.attempt_id == other.attempt_id)
 
     def mark(self) -> int:
-        """Its part in its replica's digest: 64 bits over all that can change, and its name."""
-        (key, attempt_id, rank, *_), owner = self.facts, self.owner or NOBODY
+        """Return its part in its replica's digest: 64 bits over all that can change, and its name."""
+        (key, attempt_id, rank, *_), owner = self.reservation, self.owner or NOBODY
         text = (
             f"{key.tenant}\0{key.model}\0{key.role}\0{key.request_id}\0{attempt_id}\0{self.term}\0{self.state:d}\0"
             f"{rank.worker_id}\0{rank.dp_rank}\0{self.output_blocks}\0{owner.owner_id}\0{float(self.lease_seconds)!r}"
@@ -88,9 +88,9 @@ class Claim(NamedTuple):
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
     def size(self, *, known: bool = False) -> int:
-        """About its bytes in a message; known = without its hashes."""
+        """Return about its bytes in a message; known = without its hashes."""
         return (
-            (0 if known else len(self.facts.block_hashes))
+            (0 if known else len(self.reservation.block_hashes))
             + len(self.key.request_id)
             + len(self.key.model)
             + sum(map(len, self.owner or ()))
@@ -98,50 +98,54 @@ class Claim(NamedTuple):
         )
 
 
-def shared(facts: Facts) -> Facts:
-    """What all replicas know alike of a booking: not since when one of them has known it."""
-    return facts._replace(running=False, prefilled=False) if facts.running or facts.prefilled else facts
+def shared(reservation: Reservation) -> Reservation:
+    """Return the facts that all replicas share of a booking: not since when one of them has had it."""
+    return (
+        reservation._replace(running=False, prefilled=False)
+        if reservation.running or reservation.prefilled
+        else reservation
+    )
 
 
 class ClaimSet(dict[RequestKey, Claim]):
     """Claims by name, with their digest: the exclusive or of their marks. It follows `put` and `drop`, nothing else."""
 
-    __slots__ = ("_marks", "digest", "told_at")
+    __slots__ = ("_marks", "digest", "sent_sequence")
 
     def __init__(self) -> None:
         super().__init__()
         self.digest = 0
-        self.told_at: dict[RequestKey, int] = {}
+        self.sent_sequence: dict[RequestKey, int] = {}
         """Sequence by which the hashes of each had been told."""
         self._marks: dict[RequestKey, int] = {}
 
-    def put(self, claim: Claim, told_at: int | None = None) -> None:
-        """Adds or replaces a claim.
+    def put(self, claim: Claim, sent_sequence: int | None = None) -> None:
+        """Add or replaces a claim.
 
         Args:
             claim: With its hashes.
-            told_at: Sequence by which these were told; None = as those of the claim before.
+            sent_sequence: Sequence by which these were told; None = as those of the claim before.
         """
-        if told_at is not None:
-            self.told_at[claim.key] = told_at
+        if sent_sequence is not None:
+            self.sent_sequence[claim.key] = sent_sequence
         mark = claim.mark()
         self.digest ^= self._marks.get(claim.key, 0) ^ mark
         self._marks[claim.key] = mark
         self[claim.key] = claim
 
     def drop(self, key: RequestKey) -> Claim:
-        """Takes a claim out."""
+        """Take a claim out."""
         self.digest ^= self._marks.pop(key)
-        del self.told_at[key]
+        del self.sent_sequence[key]
         return self.pop(key)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the digest is not that of the claims."""
+        """Raise AssertionError if the digest is not that of the claims."""
         digest = 0
         for claim in self.values():
             digest ^= claim.mark()
         assert digest == self.digest
-        assert self._marks.keys() == self.told_at.keys() == self.keys()
+        assert self._marks.keys() == self.sent_sequence.keys() == self.keys()
 
 
 class _Owned(Protocol):
@@ -152,52 +156,52 @@ class _Owned(Protocol):
 
 
 def owner_to_proto(owner: OwnerName | None) -> dict[str, str]:
-    """The fields of a message that tell an owner."""
+    """Return the fields of a message that tell an owner."""
     if owner is None:
         return {}
     return {"owner_id": owner.owner_id, "owner_tenant": "" if owner.tenant == ALL_TENANTS else owner.tenant}
 
 
 def owner_from_proto(message: _Owned) -> OwnerName | None:
-    """The owner that a message tells."""
+    """Return the owner that a message tells."""
     return OwnerName(message.owner_tenant or ALL_TENANTS, message.owner_id) if message.owner_id else None
 
 
 def name_to_proto(claim: Claim) -> scheduler_pb2.RequestRef:
-    """The request and attempt of a claim."""
+    """Return the request and attempt of a claim."""
     return key_to_proto(claim.key, claim.attempt_id)
 
 
 def claim_to_proto(claim: Claim, *, known: bool = False) -> replication_pb2.Claim:
-    """A claim, for others; known = without its hashes, which they have."""
-    facts = claim.facts
-    choice, block_hashes = facts.choice, facts.block_hashes
+    """Return a claim, for others; known = without its hashes, which they have."""
+    reservation = claim.reservation
+    choice, block_hashes = reservation.choice, reservation.block_hashes
     left_out = known_blocks(block_hashes) if known else NONE_LEFT_OUT
     return replication_pb2.Claim(
         request=name_to_proto(claim),
         term=claim.term,
         state=claim.state.value,
-        worker=rank_to_proto(facts.rank) if claim.active else None,
+        worker=rank_to_proto(reservation.rank) if claim.active else None,
         block_hashes=b"" if known else block_hashes,
         known_blocks=left_out.blocks,
         known_blocks_crc=left_out.crc,
-        isl_tokens=facts.isl_tokens,
-        uncached_tokens=facts.uncached_tokens,
-        expected_output_tokens=facts.expected_output_tokens,
+        isl_tokens=reservation.isl_tokens,
+        uncached_tokens=reservation.uncached_tokens,
+        expected_output_tokens=reservation.expected_output_tokens,
         output_blocks=claim.output_blocks,
         **owner_to_proto(claim.owner),
         lease_seconds=claim.lease_seconds,
         choice=replication_pb2.ClaimChoice(**choice._asdict()) if choice is not None else None,
         owner_since=claim.owner_since,
-        max_output_tokens=facts.max_output_tokens,
-        output_class=facts.output_class,
-        lineage=facts.lineage,
-        estimate_prefill_complete=facts.estimates_prefill,
+        max_output_tokens=reservation.max_output_tokens,
+        output_class=reservation.output_class,
+        lineage=reservation.lineage,
+        estimate_prefill_complete=reservation.estimates_prefill,
     )
 
 
 def claim_from_proto(message: replication_pb2.Claim, find: FindBlocks) -> Claim:
-    """A claim of another replica.
+    """Return a claim of another replica.
 
     Args:
         message: What it says.
@@ -223,7 +227,7 @@ def claim_from_proto(message: replication_pb2.Claim, find: FindBlocks) -> Claim:
         if block_hashes:
             raise InvalidArgument("must be empty where blocks are known", field="claim.block_hashes")
         block_hashes = find(key, attempt_id, KnownBlocks(message.known_blocks, message.known_blocks_crc))
-    facts = Facts(
+    reservation = Reservation(
         key=key,
         attempt_id=attempt_id,
         rank=rank_from_proto(message.worker) if message.HasField("worker") else NOWHERE,
@@ -240,7 +244,7 @@ def claim_from_proto(message: replication_pb2.Claim, find: FindBlocks) -> Claim:
         estimates_prefill=message.estimate_prefill_complete,
     )
     return Claim(
-        facts,
+        reservation,
         term=message.term,
         state=ClaimState(message.state),
         output_blocks=message.output_blocks,

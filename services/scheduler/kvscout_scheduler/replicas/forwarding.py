@@ -40,7 +40,7 @@ Post = Callable[[str, replication_pb2.ForwardedOperation, float], Awaitable[byte
 
 
 class _Progress(NamedTuple):
-    """How far a request is."""
+    """Progress of a request."""
 
     phase: Phase = Phase.QUEUED
     output_blocks: int = 0
@@ -68,11 +68,11 @@ class Forwarding:
         self._under_way = 0
 
     def concerns(self, operation: Operation) -> bool:
-        """Whether an operation is on a request of another replica."""
+        """Return whether an operation is on a request of another replica."""
         return any(map(self._away, _booked(operation)))
 
     async def carry_out(self, operation: Operation) -> Outcome:
-        """Has an operation that `concerns` us carried out by its owner, else here."""
+        """Carry out an operation that `concerns` accepts at the owner of the booking, else here."""
         if not isinstance(operation, Renew):
             return await self._carry_out(operation)
         unknown = []
@@ -85,13 +85,13 @@ class Forwarding:
         return unknown
 
     async def _carry_out(self, operation: Operation) -> Outcome:
-        """An operation on one request."""
+        """Return an operation on one request."""
         (key,) = _booked(operation)
         forward = replication_pb2.ForwardedOperation(operation=operation_to_proto(operation), tenant=key.tenant)
         before = self._progress(key)
         late = False
         for _ in range(HOPS):
-            owner = self._ownership.elsewhere(key)
+            owner = self._ownership.remote_owner(key)
             if owner is None or not self._live(owner.replica_id) or self._under_way >= MAX_FORWARDS:
                 break
             self._under_way += 1
@@ -119,7 +119,7 @@ class Forwarding:
         return FreeOutcome.FREED if outcome is FreeOutcome.ALREADY_FREED else outcome
 
     def answer(self, asked: replication_pb2.ForwardedOperation) -> replication_pb2.ForwardedResult:
-        """Carries out what another replica forwards, unless it is yet another's."""
+        """Carry out what another replica forwards, unless it is yet another's."""
         try:
             operation = streamed_from_proto(asked.operation, asked.tenant)
         except KvscoutError as error:
@@ -134,11 +134,11 @@ class Forwarding:
         return _Progress() if booking is None else _Progress(booking.phase, booking.output_blocks)
 
     def _away(self, key: RequestKey) -> bool:
-        return self._ownership.elsewhere(key) is not None
+        return self._ownership.remote_owner(key) is not None
 
 
 def _booked(operation: Operation) -> tuple[RequestKey, ...]:
-    """The bookings that an operation needs to be there already."""
+    """Return the bookings that an operation needs to be there already."""
     if isinstance(operation, Select | Reserve):
         return ()
     return tuple(key for key, _ in operation.attempts) if isinstance(operation, Renew) else (operation.key,)

@@ -1,4 +1,4 @@
-"""What this replica owns, and what it has still to tell of it.
+"""Log of this replica: its claims, and the events that are still to be sent.
 
 Invariants
 1. `claims` follows from the events with sequence 1 .. `sequence`: whoever applies those has the same claims.
@@ -30,7 +30,7 @@ class ReplicaLog:
     def __init__(self) -> None:
         self.sequence = 0
         self.claims = ClaimSet()
-        """What this replica claims."""
+        """Claims of this replica."""
         self.on_pending: Callable[[], None] | None = None
         """Called when there is something to send."""
         self._pending: list[tuple[replication_pb2.ReplicaEvent, int]] = []
@@ -40,7 +40,7 @@ class ReplicaLog:
         return len(self._pending)
 
     def put(self, claim: Claim, *, known: bool = False) -> None:
-        """Adds or replaces a claim; tells of one that differs in one thing no more than that.
+        """Add or replaces a claim; tells of one that differs in one thing no more than that.
 
         Args:
             claim: The claim.
@@ -51,18 +51,18 @@ class ReplicaLog:
             self.claims.put(claim)
             self.tell(change)
         else:
-            self.claims.put(claim, told_at=self.sequence + 1)
+            self.claims.put(claim, sent_sequence=self.sequence + 1)
             event = replication_pb2.ReplicaEvent(add_request=claim_to_proto(claim, known=known))
             self.tell(event, claim.size(known=known))
 
     def drop(self, key: RequestKey, *, by_caller: bool = False) -> None:
-        """Gives a claim up."""
+        """Drop a claim."""
         claim = self.claims.drop(key)
         event = replication_pb2.FreedEvent(request=name_to_proto(claim), by_caller=by_caller)
         self.tell(replication_pb2.ReplicaEvent(free=event))
 
     def tell(self, event: replication_pb2.ReplicaEvent, size: int = _EVENT_BYTES) -> None:
-        """Has others hear of an event.
+        """Queue an event for the others.
 
         Args:
             event: What happened here.
@@ -74,7 +74,7 @@ class ReplicaLog:
             self.on_pending()
 
     def take(self, sent_at: int) -> list[replication_pb2.EventBatch]:
-        """The pending events, in batches of the allowed size.
+        """Return the pending events, in batches of the allowed size.
 
         Args:
             sent_at: Now, microseconds since the Unix epoch.
@@ -92,7 +92,8 @@ class ReplicaLog:
 
 
 def _change(before: Claim | None, claim: Claim) -> replication_pb2.ReplicaEvent | None:
-    """What tells of the one thing in which a claim differs from the one before; None = it is to be told whole."""
+    """Return the event for the one field in which a claim differs from the one before; None = the whole claim is
+    sent."""
     if before is None or before == claim:
         return None
     request = name_to_proto(claim)
@@ -111,7 +112,7 @@ def _change(before: Claim | None, claim: Claim) -> replication_pb2.ReplicaEvent 
 
 
 def end_of_batch(items: Sequence[T], size: Callable[[T], int], start: int) -> int:
-    """Where the items from a place on fill a message, one at least if there is any.
+    """Return the end of the items from a place on that fill a message, one at least if there is any.
 
     Args:
         items: All of them.

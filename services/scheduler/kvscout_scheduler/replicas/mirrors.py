@@ -22,21 +22,21 @@ def place(claim: Claim, workers: Workers, now: float, *, late: bool) -> Booking 
     Returns:
         None: its worker is not here, or is another one.
     """
-    facts = claim.facts
+    reservation = claim.reservation
     try:
-        pool, slot = workers.slot(facts.key.tenant, facts.rank)
+        pool, slot = workers.slot(reservation.key.tenant, reservation.rank)
     except NotFound:
         return None
-    hashed = len(facts.block_hashes) // HASH_BYTES
-    if pool.id != facts.key.pool or hashed > facts.isl_tokens // pool.lane_of[slot].block_size:
+    hashed = len(reservation.block_hashes) // HASH_BYTES
+    if pool.id != reservation.key.pool or hashed > reservation.isl_tokens // pool.format_of[slot].block_size:
         return None
     prefill, output_blocks = claim.state is ClaimState.PREFILL, claim.output_blocks
     if late or not prefill:
-        facts = facts._replace(running=True, prefilled=not prefill)
+        reservation = reservation._replace(running=True, prefilled=not prefill)
     return Booking(
-        facts,
+        reservation,
         pool,
-        pool.place(slot, facts, facts.block_hashes, output_blocks=output_blocks, prefill=prefill),
+        pool.place(slot, reservation, reservation.block_hashes, output_blocks=output_blocks, prefill=prefill),
         booked_at=now,
         owner=claim.owner,
         lease_seconds=claim.lease_seconds,
@@ -49,7 +49,7 @@ def adjust(mirror: Booking, claim: Claim, bookings: Bookings, now: float, *, lat
     """Make a mirror what a claim says, as `place`; False = it is another booking."""
     prefill = claim.state is ClaimState.PREFILL
     if (
-        shared(mirror.facts) != claim.facts
+        shared(mirror.reservation) != claim.reservation
         or (prefill and mirror.phase is Phase.DECODE)
         or claim.output_blocks < mirror.output_blocks
     ):
@@ -66,9 +66,9 @@ def adjust(mirror: Booking, claim: Claim, bookings: Bookings, now: float, *, lat
 
 
 def claim_of(booking: Booking, term: int, owner_since: int) -> Claim:
-    """What we say of a booking of ours."""
+    """Return the claim to a booking of ours."""
     return Claim(
-        shared(booking.facts),
+        shared(booking.reservation),
         term,
         ClaimState.PREFILL if booking.phase is Phase.PREFILL else ClaimState.DECODE,
         booking.output_blocks,

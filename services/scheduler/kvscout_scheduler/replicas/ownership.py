@@ -1,4 +1,4 @@
-"""Whose a request is: the claims of all replicas, and what follows from them for our bookings.
+"""Ownership of requests: the claims of all replicas, and what follows from them for our bookings.
 
 ::
 
@@ -33,7 +33,7 @@ from kvscout_scheduler.replicas.mirrors import claim_of
 from kvscout_scheduler.replicas.registers import Registers
 from kvscout_scheduler.replicas.view import SILENT_SECONDS, View
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.reservation import MICROSECONDS, EndReason, Facts, OwnerName, RequestKey
+from kvscout_scheduler.values.reservation import MICROSECONDS, EndReason, OwnerName, RequestKey, Reservation
 
 log = logging.getLogger("kvscout.replicas")
 
@@ -41,7 +41,7 @@ END_WORK = 15
 SLICE_WORK = 2_048
 """Claims of silent replicas that are looked at in one go; one that ends costs as much as so many more."""
 SECOND_TO_END_SECONDS = 2.0
-"""How long the other replicas wait for the first one to end what is overdue of a silent one."""
+"""Seconds that other replicas leave overdue requests of a silent one to the first replica."""
 
 
 class Held(NamedTuple):
@@ -88,14 +88,14 @@ class Ownership(Journal):
         self._bookings.journal = self
 
     def holder(self, key: RequestKey) -> Held | None:
-        """The claim that holds a name, whoever has it."""
+        """Return the claim that holds a name, whoever has it."""
         claims = list(self._claims(key))
         over = [held.claim for held in claims if not held.claim.active]
         active = [held for held in claims if held.claim.active and not any(each.cancels(held.claim) for each in over)]
         return max(active, key=lambda held: (held.claim.term, held.by), default=None)
 
-    def elsewhere(self, key: RequestKey) -> Incarnation | None:
-        """The other replica that owns a request; None = we do, or nobody."""
+    def remote_owner(self, key: RequestKey) -> Incarnation | None:
+        """Return the other replica that owns a request; None = we do, or nobody."""
         booking = self._bookings.find(key)
         if booking is not None and not booking.mirror:
             return None
@@ -103,7 +103,7 @@ class Ownership(Journal):
         return held.by if held is not None and held.by != self.me else None
 
     def settle(self) -> None:
-        """Puts into effect what followed from a message."""
+        """Put into effect what followed from a message."""
         if not self._dirty:
             return
         while self._dirty:
@@ -112,14 +112,14 @@ class Ownership(Journal):
         self._scheduler.pump()
 
     def holds(self, of: Incarnation) -> bool:
-        """Whether any claim of another incarnation holds."""
+        """Return whether any claim of another incarnation holds."""
         return any(
             claim.active and (held := self.holder(key)) is not None and held.by == of
             for key, claim in self.views[of].claims.items()
         )
 
     def forget(self, of: Incarnation) -> None:
-        """Drops a view with all its claims."""
+        """Drop a view with all its claims."""
         view, now = self.views.pop(of), self._clock()
         for key in view.claims:
             self._dirty[key] = True
@@ -129,7 +129,7 @@ class Ownership(Journal):
         self.settle()
 
     def end_overdue(self, *, first: bool) -> Iterator[None]:
-        """Ends requests of silent replicas, some at a time: those of unary callers when their lease is over, those of
+        """End requests of silent replicas, some at a time: those of unary callers when their lease is over, those of
         owners when the owner is connected here and left them, or has not been heard of for its grace time. A silent
         replica is not known to hear its owners for longer than we heard it; an owner that is well lists its requests
         elsewhere.
@@ -151,7 +151,7 @@ class Ownership(Journal):
                     work += END_WORK
                     held = self.holder(key)
                     if held is not None and held.by == of:
-                        self._end_elsewhere(held, reason, now)
+                        self._end_remote(held, reason, now)
                 if work >= SLICE_WORK:
                     self.settle()
                     yield
@@ -161,7 +161,7 @@ class Ownership(Journal):
     def _overdue(
         self, claim: Claim, view: View, connected: dict[OwnerName, float], now: float, *, first: bool
     ) -> EndReason | None:
-        """Why a claim of a silent replica is over; None = it is not.
+        """Return why a claim of a silent replica is over; None = it is not.
 
         Args:
             claim: The claim.
@@ -174,18 +174,18 @@ class Ownership(Journal):
             return None
         grace = self._scheduler.settings.owner_grace_seconds
         later = 0.0 if first else SECOND_TO_END_SECONDS
-        reason, left, patience = EndReason.LEASE, now - view.heard_at, claim.lease_seconds + later
+        reason, left, timeout_seconds = EndReason.LEASE, now - view.received_at, claim.lease_seconds + later
         if (owner := claim.owner) is not None:
             if owner not in connected:
                 connected[owner] = self._owners.connected(owner, now)
             if connected[owner] and claim.owner_since <= self._owner_since(owner):
-                reason, left, patience = EndReason.OWNER_FORGOT, connected[owner], grace
+                reason, left, timeout_seconds = EndReason.OWNER_FORGOT, connected[owner], grace
             else:
-                reason, patience = EndReason.OWNER_GONE, grace + later
-        return None if left < patience else reason
+                reason, timeout_seconds = EndReason.OWNER_GONE, grace + later
+        return None if left < timeout_seconds else reason
 
     def collect(self, now: float) -> None:
-        """Drops claims that are over, are old enough, and cancel nothing any more; and hashes that are old."""
+        """Drop claims that are over, are old enough, and cancel nothing any more; and hashes that are old."""
         self._recent_blocks.expire(now)
         settings = self._scheduler.settings
         for key, since in list(self._over.items()):
@@ -196,7 +196,7 @@ class Ownership(Journal):
                 self.log.drop(key)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if bookings and claims contradict each other."""
+        """Raise AssertionError if bookings and claims contradict each other."""
         self.log.claims.check_invariants()
         ours = {booking.key for booking in self._bookings if not booking.mirror}
         assert ours == {key for key, claim in self.log.claims.items() if claim.active}, "a claim for each of ours"
@@ -241,34 +241,34 @@ class Ownership(Journal):
                 self._claim(_over(held.claim, ClaimState.FREED, held.claim.term))
         elif attempt_id:
             term = max((each.claim.term for each in self._claims(key)), default=1)
-            self._claim(Claim(Facts(key, attempt_id), term, ClaimState.FREED))
+            self._claim(Claim(Reservation(key, attempt_id), term, ClaimState.FREED))
 
     def taken_over(self, mirror: Booking) -> None:
         self.taken_over_count += 1
         self._claim_booking(mirror)
 
     def displaced(self, mirror: Booking) -> None:
-        self._unplace(mirror.key, (mirror.key.tenant, mirror.facts.rank.worker_id))
+        self._unplace(mirror.key, (mirror.key.tenant, mirror.reservation.rank.worker_id))
 
     # What others say, from their views.
 
     def claim_changed(self, key: RequestKey, *, late: bool = False) -> None:
-        """A view's claim to a name came, changed or went; late = longer ago than a message takes."""
+        """Note that a view's claim came, changed or went; late = longer ago than a message takes."""
         self._dirty[key] = self._dirty.get(key, False) or late
 
     def claim_dropped(self, claim: Claim, *, late: bool = False) -> None:
-        """A view's claim went; whoever took the request over may be heard of later."""
-        self._recent_blocks.keep(claim.key, claim.attempt_id, claim.facts.block_hashes, self._clock())
+        """Note that a view's claim went; a takeover of the request may be received later."""
+        self._recent_blocks.keep(claim.key, claim.attempt_id, claim.reservation.block_hashes, self._clock())
         self.claim_changed(claim.key, late=late)
 
     def blocks_of(self, key: RequestKey, attempt_id: int, known: KnownBlocks) -> bytes:
-        """Hashes that were told of an attempt before, by whomever.
+        """Return hashes that were told of an attempt before, by whomever.
 
         Raises:
             UnknownBlocks: They are not here.
         """
         claims = (held.claim for held in self._claims(key))
-        for hashes in (claim.facts.block_hashes for claim in claims if claim.attempt_id == attempt_id):
+        for hashes in (claim.reservation.block_hashes for claim in claims if claim.attempt_id == attempt_id):
             if known.fit(hashes):
                 return hashes
         if known.fit(hashes := self._recent_blocks.get(key, attempt_id)):
@@ -276,24 +276,24 @@ class Ownership(Journal):
         raise UnknownBlocks(key)
 
     def freed_by_caller(self, key: RequestKey, attempt_id: int) -> None:
-        """A caller freed an attempt at another replica."""
-        self._bookings.freed_elsewhere(key, attempt_id, self._clock())
+        """End an attempt that its caller freed at another replica."""
+        self._bookings.freed_remotely(key, attempt_id, self._clock())
         self.claim_changed(key)
 
     # Registry listener; comes after the scheduler's own.
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """Places what waited for a worker."""
+        """Place what waited for a worker."""
         self.registers.worker_added(spec)
         self._dirty.update(dict.fromkeys(self._unplaced.get((spec.tenant, spec.worker_id), {}), True))
         self.settle()
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """As if it were new: it may serve another model now."""
+        """Treat an update as an addition: the worker may serve another model now."""
         self.worker_added(new)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """Its bookings have ended by now."""
+        """Forget a worker, whose bookings have ended by now."""
         self.registers.worker_removed(spec)
 
     def _claims(self, key: RequestKey) -> Iterator[Held]:
@@ -309,7 +309,7 @@ class Ownership(Journal):
         return 1 + max((held.claim.term for held in self._claims(key)), default=0)
 
     def _owner_since(self, owner: OwnerName | None) -> int:
-        """When an owner came to us, microseconds since the Unix epoch; 0 = it is not here.
+        """Return the time at which an owner came to us, microseconds since the Unix epoch; 0 = it is not here.
 
         By its own clock where it tells: a replica that was stopped reads what has long been overtaken elsewhere.
         """
@@ -324,15 +324,15 @@ class Ownership(Journal):
         self._claim(claim_of(booking, self._next_term(booking.key), self._owner_since(booking.owner)))
 
     def _insist(self, booking: Booking, held: Held | None) -> bool:
-        """Claims a request of ours again that another beats or cancels, if its owner came to us last."""
+        """Claim a request of ours again that another beats or cancels, if its owner came to us last."""
         key, since = booking.key, self._owner_since(booking.owner)
-        if not since or self._bookings.freed_by_caller(key, booking.facts.attempt_id, self._clock()):
+        if not since or self._bookings.freed_by_caller(key, booking.reservation.attempt_id, self._clock()):
             return False
         if held is not None:
-            insists = held.claim.attempt_id == booking.facts.attempt_id and held.claim.owner_since < since
+            insists = held.claim.attempt_id == booking.reservation.attempt_id and held.claim.owner_since < since
         else:
             freed = (each.claim for each in self._claims(key) if each.claim.state is ClaimState.FREED)
-            insists = all(claim.attempt_id != booking.facts.attempt_id for claim in freed)
+            insists = all(claim.attempt_id != booking.reservation.attempt_id for claim in freed)
         if insists:
             self._claim_booking(booking)
         return insists
@@ -347,20 +347,21 @@ class Ownership(Journal):
         self._tell(claim)
 
     def _tell(self, claim: Claim) -> None:
-        """Puts a claim into the log, without hashes that others have from a claim before."""
-        hashes = claim.facts.block_hashes
+        """Put a claim into the log, without hashes that others received with an earlier claim."""
+        hashes = claim.reservation.block_hashes
         told = bool(hashes) and any(
-            held.claim.attempt_id == claim.attempt_id and held.claim.facts.block_hashes == hashes
+            held.claim.attempt_id == claim.attempt_id and held.claim.reservation.block_hashes == hashes
             for held in self._claims(claim.key)
         )
         self.log.put(claim, known=told and self._may_leave_out())
 
     def _may_leave_out(self) -> bool:
-        """Whether all who follow us read claims whose hashes are left out: who they are shows soon after our start."""
+        """Return whether all who follow us read claims whose hashes are left out: who they are shows soon after our
+        start."""
         now = self._clock()
         return now - self._began_at >= SILENT_SECONDS and not any(v.needs_blocks(now) for v in self.views.values())
 
-    def _end_elsewhere(self, held: Held, reason: EndReason, now: float) -> None:
+    def _end_remote(self, held: Held, reason: EndReason, now: float) -> None:
         claim = held.claim
         self._scheduler.stats.ended[reason] += 1
         log.warning(
@@ -374,7 +375,7 @@ class Ownership(Journal):
         self._claim(_over(claim, ClaimState.ENDED, claim.term + 1))
 
     def _resolve(self, key: RequestKey, *, late: bool) -> None:
-        """Makes our bookings what the claims say."""
+        """Make our bookings what the claims say."""
         held, booking = self.holder(key), self._bookings.find(key)
         if booking is not None and not booking.mirror:
             if held is not None and held.by == self.me:
@@ -402,14 +403,14 @@ class Ownership(Journal):
             self._bookings.add_mirror(mirror)
             self._placed(key)
         else:
-            self._unplace(key, (key.tenant, claim.facts.rank.worker_id))
+            self._unplace(key, (key.tenant, claim.reservation.rank.worker_id))
 
     def _give_up(self, booking: Booking, held: Held | None) -> None:
-        """A claim of ours is beaten."""
+        """Give up a claim of ours that is beaten."""
         key = booking.key
-        if held is not None and (held.claim.attempt_id, held.claim.facts.rank) == (
-            booking.facts.attempt_id,
-            booking.facts.rank,
+        if held is not None and (held.claim.attempt_id, held.claim.reservation.rank) == (
+            booking.reservation.attempt_id,
+            booking.reservation.rank,
         ):
             self._bookings.give_up(booking)
             self.log.drop(key)
@@ -435,4 +436,4 @@ class Ownership(Journal):
 
 
 def _over(claim: Claim, state: ClaimState, term: int) -> Claim:
-    return Claim(Facts(claim.key, claim.attempt_id), term, state)
+    return Claim(Reservation(claim.key, claim.attempt_id), term, state)

@@ -11,30 +11,30 @@ from kvscout.v1 import replication_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.worker_proto import role_from_proto, role_to_proto
 from kvscout_scheduler.queue.remote_queues import ANYWHERE
-from kvscout_scheduler.queue.waiting import WaitingLine
+from kvscout_scheduler.queue.waiting import WaitingQueues
 from kvscout_scheduler.values.reservation import PoolId
 
-LINES_SECONDS: Final = 0.2
-"""How often lines are told."""
+PRIORITIES_SECONDS: Final = 0.2
+"""Seconds between two messages of queues."""
 STALE_SECONDS: Final = 0.5
 """After which they count no more."""
-MAX_LINES: Final = 64
+MAX_PRIORITIES: Final = 64
 
 
 class _View(Protocol):
     lines: dict[PoolId, int]
-    lines_at: float
+    priorities_at: float
 
     def live(self, now: float) -> bool: ...
 
 
-def lines_of(waiting: WaitingLine) -> dict[PoolId, int]:
-    """Highest priority of those in line who could go to any worker, by pool: of so many pools as are told of."""
+def priorities_of(waiting: WaitingQueues) -> dict[PoolId, int]:
+    """Return the highest priority of those in line who could go to any worker, by pool: of so many pools as are told of."""
     lines = ((pool, line.priority(ANYWHERE)) for pool in waiting.pools if (line := waiting.line(pool)) is not None)
-    return dict(islice(((pool, priority) for pool, priority in lines if priority is not None), MAX_LINES))
+    return dict(islice(((pool, priority) for pool, priority in lines if priority is not None), MAX_PRIORITIES))
 
 
-def lines_to_proto(lines: Mapping[PoolId, int]) -> list[replication_pb2.ReplicaLine]:
+def priorities_to_proto(lines: Mapping[PoolId, int]) -> list[replication_pb2.ReplicaLine]:
     """Lines, for others."""
     return [
         replication_pb2.ReplicaLine(
@@ -44,16 +44,16 @@ def lines_to_proto(lines: Mapping[PoolId, int]) -> list[replication_pb2.ReplicaL
     ]
 
 
-def lines_from_proto(lines: Iterable[replication_pb2.ReplicaLine]) -> dict[PoolId, int]:
-    """Lines of another replica; what is beyond the bound, or of a role that is not known here, is left."""
+def priorities_from_proto(lines: Iterable[replication_pb2.ReplicaLine]) -> dict[PoolId, int]:
+    """Return lines of another replica; what is beyond the bound, or of a role that is not known here, is left."""
     found = {}
-    for line in islice(lines, MAX_LINES):
+    for line in islice(lines, MAX_PRIORITIES):
         with suppress(InvalidArgument):
             found[PoolId(line.tenant, line.model, role_from_proto(line.role))] = line.priority
     return found
 
 
 def highest_priority(pool: PoolId, views: Iterable[_View], now: float) -> int | None:
-    """Highest priority that waits for a pool at any replica; None = nobody waits."""
-    told = (view.lines.get(pool) for view in views if now - view.lines_at < STALE_SECONDS and view.live(now))
+    """Return the highest priority that waits for a pool at any replica; None = nobody waits."""
+    told = (view.lines.get(pool) for view in views if now - view.priorities_at < STALE_SECONDS and view.live(now))
     return max((priority for priority in told if priority is not None), default=None)

@@ -1,4 +1,4 @@
-"""What replicas share beside requests: busy thresholds and cool-downs. Each is a register that merges in any order.
+"""Registers that replicas share beside requests: busy thresholds and cool-downs, each merges in any order.
 
 Thresholds: the last writer wins, by (version, replica id); a version is a time, and above all that the writer knew.
 Cool-downs: the later clear wins, then the later end; a report that crosses a clear is cleared with the others. Both
@@ -28,7 +28,7 @@ MAX_COOL_DOWNS = 100_000
 
 
 class CoolDown(NamedTuple):
-    """What is known of one rank, microseconds since the Unix epoch; of two, the greater one holds."""
+    """Cool-down of one rank, in microseconds since the Unix epoch; of two, the greater one holds."""
 
     cleared_at: int
     """When its cool-downs were last ended before their time; 0 = never."""
@@ -71,7 +71,7 @@ class Registers:
         cool_downs.on_change = self._on_cool_down
 
     def merge_thresholds(self, event: replication_pb2.ThresholdsEvent) -> None:
-        """Takes what another replica knows."""
+        """Take what another replica knows."""
         given = event.thresholds
         name = (given.tenant, given.model)
         ours = self.thresholds.get(name)
@@ -86,7 +86,7 @@ class Registers:
         self.thresholds[name] = event
 
     def merge_cool_down(self, event: replication_pb2.CoolDownEvent) -> None:
-        """Takes what another replica knows."""
+        """Take what another replica knows."""
         name = (event.tenant, rank_from_proto(event.worker))
         given = CoolDown(event.cleared_at, event.until)
         latest = self._wall_now() + 2 * self._longest
@@ -99,23 +99,23 @@ class Registers:
             self._apply(*name)
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """A worker is new here; others may have seen it fail."""
+        """Apply the cool-downs of a worker that is new here."""
         for rank in spec.ranks:
             if (spec.tenant, rank) in self.cool_downs:
                 self._apply(spec.tenant, rank)
 
     def worker_removed(self, spec: WorkerSpec) -> None:
-        """A worker is gone: one of the same name is another one."""
+        """Forget a worker: one of the same name is another one."""
         for rank in spec.ranks:
             self.cool_downs.pop((spec.tenant, rank), None)
 
     def expire(self) -> None:
-        """Forgets cool-downs that are over, and clears that clear nothing any more."""
+        """Forget cool-downs that are over, and clears that clear nothing any more."""
         for name in [name for name, held in self.cool_downs.items() if self._is_over(held)]:
             del self.cool_downs[name]
 
     def cool_down_events(self) -> list[replication_pb2.CoolDownEvent]:
-        """All cool-downs, for a snapshot."""
+        """Return all cool-downs, for a snapshot."""
         return [self._event(*name) for name in self.cool_downs]
 
     def _wall_now(self) -> int:

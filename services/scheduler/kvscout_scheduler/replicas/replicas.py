@@ -33,7 +33,7 @@ PENDING_MESSAGES = 65_536
 PENDING_BYTES = 64 * 1024 * 1024
 """Messages that wait to be taken; what is beyond them is lost, and comes with a snapshot."""
 JOIN_SECONDS = 0.3
-"""How long after connecting a replica that hears of nobody counts as the only one."""
+"""Seconds after connecting without any message of others after which a replica counts as the only one."""
 WARM_SECONDS = 1.5
 
 Answer = Callable[[replication_pb2.ForwardedOperation], replication_pb2.ForwardedResult]
@@ -63,19 +63,19 @@ class ReplicaLink:
 
     @property
     def problem(self) -> str:
-        """Why this replica works alone; "" = it does not."""
+        """Return why this replica works alone; "" = it does not."""
         if not self._link.connected:
             return f"replicas cannot be reached: {self._link.problem or 'not connected to NATS'}"
         return self._replication.conflict
 
     async def run(self) -> None:
-        """Sends what is pending and does what is due, until cancelled."""
+        """Send what is pending and does what is due, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             tasks.create_task(self._send())
 
     async def join(self) -> None:
-        """Returns when everything that others own is here, or nobody answers, within `WARM_SECONDS`."""
+        """Return when everything that others own is here, or nobody answers, within `WARM_SECONDS`."""
         deadline = time.monotonic() + WARM_SECONDS
         while (now := time.monotonic()) < deadline:
             alone = self._connected_at is not None and now - self._connected_at > JOIN_SECONDS
@@ -86,7 +86,7 @@ class ReplicaLink:
         log.warning("serving without what other replicas own: %s", self.problem or "it did not come in time")
 
     async def request(self, replica_id: str, operation: replication_pb2.ForwardedOperation, seconds: float) -> bytes:
-        """Has another replica carry out an operation.
+        """Forward an operation to another replica.
 
         Raises:
             nats.errors.Error: It is not there, or does not answer in time.
@@ -96,7 +96,7 @@ class ReplicaLink:
         return answer.data
 
     async def leave(self) -> None:
-        """Tells the others that this replica stops."""
+        """Announce that this replica stops."""
         self._replication.leave()
         await self._publish()
 
@@ -188,11 +188,11 @@ class Replicas:
 
     @property
     def problem(self) -> str:
-        """Why this replica works alone; "" = it does not."""
+        """Return why this replica works alone; "" = it does not."""
         return self.link.problem
 
     def to_proto(self) -> scheduler_pb2.GetReplicasResponse:
-        """What `GetReplicas` answers."""
+        """Return the answer to `GetReplicas`."""
         return scheduler_pb2.GetReplicasResponse(
             replicas=self.replication.status(),
             problem=self.link.problem,
@@ -201,7 +201,7 @@ class Replicas:
         )
 
     def collect(self) -> Iterator[Metric]:
-        """Samples for Prometheus."""
+        """Return samples for Prometheus."""
         replication = self.replication
         lag = GaugeMetricFamily("kvscout_replica_lag_events", "Events not applied yet", labels=["replica"])
         behind = GaugeMetricFamily("kvscout_replica_lag_seconds", "Since when events are missing", labels=["replica"])
@@ -234,5 +234,5 @@ class Replicas:
             yield CounterMetricFamily(f"kvscout_replica_{name}", help_, value=count)
 
     def _count(self, name: str, statuses: Iterable[scheduler_pb2.Replica]) -> float:
-        """Of all views, those that are forgotten included."""
+        """Return a count over all views, those that are forgotten included."""
         return float(self.replication.ended[name] + sum(getattr(status, name) for status in statuses))

@@ -29,7 +29,7 @@ from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_scheduler.replicas.claim import Claim, Incarnation, claim_to_proto
 from kvscout_scheduler.replicas.log import end_of_batch
 from kvscout_scheduler.replicas.ownership import Ownership
-from kvscout_scheduler.replicas.queues import LINES_SECONDS, highest_priority, lines_of, lines_to_proto
+from kvscout_scheduler.replicas.queues import PRIORITIES_SECONDS, highest_priority, priorities_of, priorities_to_proto
 from kvscout_scheduler.replicas.view import SILENT_SECONDS, View
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.reservation import MICROSECONDS, PoolId, RequestKey
@@ -45,7 +45,7 @@ AWAY_SECONDS = 1.0
 """Between two ticks: the process was stopped, and asks everyone where they are."""
 UPKEEP_SECONDS = 0.5
 FORGET_SECONDS = 60.0
-"""How long a silent incarnation that owns nothing is kept."""
+"""Seconds after which a silent incarnation that owns nothing is forgotten."""
 MAX_VIEWS = 64
 MAX_FORGOTTEN = 1_024
 """Incarnations that are not learnt again from others who forget them a little later."""
@@ -74,7 +74,7 @@ class Replication:
         self.me = Incarnation(replica_id, int(scheduler.wall_clock() * MICROSECONDS))
         self.ownership = Ownership(scheduler, self.me)
         self.views = self.ownership.views
-        """What is known of the others."""
+        """Views of the other incarnations."""
         self.refused = 0
         """Messages that could not be read."""
         self.transit_seconds = 0.0
@@ -89,7 +89,7 @@ class Replication:
         self._conflict_at = -math.inf
         """When another process of our replica id was heard last."""
         self._ending: Iterator[None] | None = None
-        """What silent replicas leave behind, being ended."""
+        """Ends what silent replicas leave behind, a slice at a time."""
         self._leaving = False
         self._scheduler = scheduler
         self._lines: dict[PoolId, int] = {}
@@ -103,18 +103,18 @@ class Replication:
         self._heartbeats = 0
         """Sent since the last event."""
         self._warnings = RateLimitedLog(log)
-        scheduler.lines_elsewhere.highest = lambda pool: highest_priority(pool, self.views.values(), self._clock())
+        scheduler.remote_queues.highest = lambda pool: highest_priority(pool, self.views.values(), self._clock())
         self.query()
 
     @property
     def conflict(self) -> str:
-        """Why our replica id is not ours alone; "" = it is, as far as is heard."""
+        """Return why our replica id is not ours alone; "" = it is, as far as is heard."""
         if self._clock() - self._conflict_at >= SILENT_SECONDS:
             return ""
         return f"a later process has the replica id {self.me.replica_id!r} too, or this clock was set back"
 
     def receive(self, payload: bytes) -> None:
-        """Takes a message. One that cannot be read is counted, reported and left."""
+        """Take a message. One that cannot be read is counted, reported and left."""
         try:
             message = replication_pb2.ReplicaMessage.FromString(payload)
             if message.version != VERSION:
@@ -126,7 +126,7 @@ class Replication:
         self.ownership.settle()
 
     def tick(self) -> None:
-        """Does what is due; to be called every `TICK_SECONDS`."""
+        """Do what is due; to be called every `TICK_SECONDS`."""
         now = self._clock()
         self.ownership.settle()
         if now - self._ticked_at > AWAY_SECONDS:
@@ -140,8 +140,8 @@ class Replication:
         if now >= min(due, self._heartbeat_at + IDLE_HEARTBEAT_SECONDS):
             self._heartbeats += now >= due
             self._beat()
-        elif (lines := lines_of(self._scheduler.waiting)) != self._lines or (
-            lines and now >= self._heartbeat_at + LINES_SECONDS
+        elif (lines := priorities_of(self._scheduler.waiting)) != self._lines or (
+            lines and now >= self._heartbeat_at + PRIORITIES_SECONDS
         ):
             self._beat()
         self._scheduler.resume()
@@ -154,18 +154,18 @@ class Replication:
             self._ending = None
 
     def query(self) -> None:
-        """Asks everyone where they are: this replica is new, or was away."""
+        """Request a heartbeat of every replica: this one is new, or was away."""
         self._event_at, self._heartbeats = self._clock(), 0
         self._beat(query=True)
 
     def leave(self) -> None:
-        """Tells everyone that this replica stops now."""
+        """Announce that this replica stops now."""
         self._leaving = True
         self._beat()
 
     def take(self) -> list[Outgoing]:
-        """What is to be sent now, in order; the rest of a snapshot comes one message a call, and the rest of another's
-        takes effect a slice a call."""
+        """Return the messages to be sent now, in order; the rest of a snapshot comes one message a call, and the rest
+        of another's takes effect a slice a call."""
         replacing = next((view for view in self.views.values() if view.replacing), None)
         if replacing is not None and replacing.proceed(self._clock()):
             self._event_at, self._heartbeats = self._clock(), 0
@@ -182,17 +182,17 @@ class Replication:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to `take`."""
+        """Return whether there is something to `take`."""
         replacing = any(view.replacing for view in self.views.values())
         return bool(replacing or self._replies or self._outbox or len(self.ownership.log))
 
     def live(self, replica_id: str) -> bool:
-        """Whether another replica can be expected to answer."""
+        """Return whether another replica can be expected to answer."""
         now = self._clock()
         return any(of.replica_id == replica_id and view.live(now) for of, view in self.views.items())
 
     def status(self) -> list[scheduler_pb2.Replica]:
-        """Every incarnation that is not forgotten, this one first."""
+        """Return every incarnation that is not forgotten, this one first."""
         now, own = self._clock(), self.ownership.log
         return [
             scheduler_pb2.Replica(
@@ -203,7 +203,7 @@ class Replication:
                     **of._asdict(),
                     sequence=view.sequence,
                     owned_requests=_active(view.claims),
-                    silent_seconds=now - view.heard_at,
+                    silent_seconds=now - view.received_at,
                     live=view.live(now),
                     diverged=view.diverged,
                     gaps=view.gaps,
@@ -227,7 +227,7 @@ class Replication:
         view = self._view(of, now)
         if view is None:
             return
-        view.heard_at, view.heard = now, True
+        view.received_at, view.received = now, True
         if view.replaced:
             self._choose_incarnation(of.replica_id, now)
             if view.replaced:
@@ -266,12 +266,12 @@ class Replication:
             self._beat()
 
     def _view(self, of: Incarnation, now: float) -> View | None:
-        """The view of an incarnation, made if it is new; None = there is no room."""
+        """Return the view of an incarnation, made if it is new; None = there is no room."""
         view = self.views.get(of)
         if view is not None:
             return view
         if len(self.views) >= MAX_VIEWS:
-            oldest = min(self.views.values(), key=lambda each: each.heard_at)
+            oldest = min(self.views.values(), key=lambda each: each.received_at)
             if oldest.live(now):
                 self._refuse(f"replica {of.replica_id!r} is one too many: {MAX_VIEWS} are known")
                 return None
@@ -282,16 +282,16 @@ class Replication:
         return view
 
     def _choose_incarnation(self, replica_id: str, now: float) -> None:
-        """Decides which incarnation of a replica is the one that is: the latest of those that are heard. One that was
+        """Decide which incarnation of a replica is the one that is: the latest of those that are heard. One that was
         started with its clock set back is earlier than the one before it, which is heard no more."""
         same = [each for each in self.views.values() if each.of.replica_id == replica_id]
-        heard = [each for each in same if now - each.heard_at < SILENT_SECONDS]
-        chosen = max(heard or same, key=lambda each: each.of)
+        received = [each for each in same if now - each.received_at < SILENT_SECONDS]
+        chosen = max(received or same, key=lambda each: each.of)
         for each in same:
             each.replaced = each is not chosen or replica_id == self.me.replica_id
 
     def _ask(self, view: View, now: float) -> None:
-        """Asks for a snapshot, if one is wanted."""
+        """Request a snapshot, if one is wanted."""
         request_id = next(self._requests)
         target = view.wanted(now, self.live, request_id)
         if target:
@@ -312,14 +312,17 @@ class Replication:
         else:
             return
         # A new request of the same replica replaces the one under way: that one was given up.
-        told_at, known = claims.told_at, request.known_sequence
-        told = [(claim, bool(claim.facts.block_hashes) and told_at[key] <= known) for key, claim in claims.items()]
+        sent_sequence, known = claims.sent_sequence, request.known_sequence
+        told = [
+            (claim, bool(claim.reservation.block_hashes) and sent_sequence[key] <= known)
+            for key, claim in claims.items()
+        ]
         self._replies[to, of] = self._chunks(request, told, sequence)
 
     def _chunks(
         self, request: replication_pb2.ReplicaSnapshotRequest, claims: list[tuple[Claim, bool]], sequence: int
     ) -> Iterator[bytes]:
-        """The messages of a snapshot; made one at a time, so that a large one holds nothing up.
+        """Return the messages of a snapshot; made one at a time, so that a large one holds nothing up.
 
         Args:
             request: What is asked for.
@@ -349,7 +352,7 @@ class Replication:
 
     def _beat(self, *, query: bool = False) -> None:
         self._flush()
-        own, self._lines = self.ownership.log, lines_of(self._scheduler.waiting)
+        own, self._lines = self.ownership.log, priorities_of(self._scheduler.waiting)
         heartbeat = replication_pb2.ReplicaHeartbeat(
             sequence=own.sequence,
             claims=len(own.claims),
@@ -363,13 +366,13 @@ class Replication:
             query=query,
             leaving=self._leaving,
             reads_known_blocks=True,
-            lines=lines_to_proto(self._lines),
+            lines=priorities_to_proto(self._lines),
         )
         self._heartbeat_at = self._clock()
         self._send(ALL, heartbeat=heartbeat)
 
     def _flush(self) -> None:
-        """Puts the pending events into messages."""
+        """Put the pending events into messages."""
         if len(self.ownership.log):
             self._event_at, self._heartbeats = self._clock(), 0
             for batch in self.ownership.log.take(int(self._wall_clock() * MICROSECONDS)):
@@ -385,7 +388,7 @@ class Replication:
         for of, view in list(self.views.items()):
             # One that may come back must still find here what was taken from it.
             keep = FORGET_SECONDS + (self._lease_seconds if view.claims and not view.replaced else 0.0)
-            if now - view.heard_at > keep and not ownership.holds(of):
+            if now - view.received_at > keep and not ownership.holds(of):
                 self._forget(of)
 
     def _forget(self, of: Incarnation) -> None:
@@ -397,7 +400,7 @@ class Replication:
         self.ownership.forget(of)
 
     def message(self, **body: Any) -> bytes:
-        """A message of this replica.
+        """Return a message of this replica.
 
         Args:
             body: One, by the name of its field in `ReplicaMessage`.

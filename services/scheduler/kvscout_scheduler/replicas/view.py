@@ -1,4 +1,4 @@
-"""What we know of one incarnation of another replica: its claims up to a sequence, and what we miss.
+"""View of one incarnation of another replica: its claims up to a sequence, and the gap to its newest event.
 
 ::
 
@@ -33,13 +33,13 @@ from kvscout_scheduler.replicas.claim import (
     claim_from_proto,
     owner_from_proto,
 )
-from kvscout_scheduler.replicas.queues import lines_from_proto
+from kvscout_scheduler.replicas.queues import priorities_from_proto
 from kvscout_scheduler.values.reservation import MICROSECONDS, PoolId, RequestKey
 
 SILENT_SECONDS = 5.0
 """Two heartbeats missed and a bit: nothing is forwarded any more."""
 REORDER_SECONDS = 0.02
-"""How long what is missing may come by itself."""
+"""Seconds for which a gap may close by itself."""
 RETRY_SECONDS = (0.1, 0.2, 0.25)
 """Between requests for a snapshot; the last one for ever."""
 MAX_LATER_BATCHES = 256
@@ -47,10 +47,10 @@ LATE_SECONDS = 0.1
 """Longer than the quickest message lately: what it tells is not new."""
 CHANGE_WORK = 15
 SLICE_WORK = 4_096
-"""Of a snapshot that takes effect in one go, in claims that are compared: a changed one costs as much as so many more.
+"""Work of a slice of a snapshot, in claims that are compared; a changed claim costs `CHANGE_WORK` more.
 About ten milliseconds."""
 CLOCK_DRIFT = 0.01
-"""How fast the quickest message is forgotten, in seconds a second: a clock may have been set."""
+"""Seconds a second by which the least transit time grows: a clock may have been set."""
 
 
 class ClaimListener(Protocol):
@@ -93,19 +93,19 @@ class View:
         self.sequence = 0
         self.known = 0
         """Highest sequence that is known to exist."""
-        self.heard_at = now
+        self.received_at = now
         self.leaving = False
         """It said that it stops."""
         self.replaced = False
         """Another incarnation of the replica is heard, which counts."""
         self.diverged = False
-        self.heard = False
+        self.received = False
         """It was heard itself, others do not only know of it."""
         self.reads_known_blocks = False
         """It says that it reads claims whose hashes are left out."""
         self.lines: dict[PoolId, int] = {}
         """Highest priority that waits there, by pool, as it said last."""
-        self.lines_at = now
+        self.priorities_at = now
         """When it said that."""
         self.gaps = 0
         self.divergences = 0
@@ -116,12 +116,12 @@ class View:
         """Replicas that told how far they have followed it, beyond us."""
         self._later: dict[int, replication_pb2.EventBatch] = {}
         self._missing_since: float | None = None
-        self._asked_at = 0.0
-        self._asked_itself_at = 0.0
+        self._requested_at = 0.0
+        self._requested_itself_at = 0.0
         self._tries = 0
         self._request_id = 0
         self._wants_all = False
-        """Of hashes: some that a snapshot left out are not here."""
+        """True: all hashes are wanted, as some that a snapshot left out are not here."""
         self._chunks: dict[int, list[Claim]] = {}
         """Claims of the chunks that have come, by number."""
         self._last = -1
@@ -133,27 +133,27 @@ class View:
         """When that was updated."""
 
     def live(self, now: float) -> bool:
-        """Whether it can be expected to answer."""
-        return not (self.leaving or self.replaced) and now - self.heard_at < SILENT_SECONDS
+        """Return whether it can be expected to answer."""
+        return not (self.leaving or self.replaced) and now - self.received_at < SILENT_SECONDS
 
     def needs_blocks(self, now: float) -> bool:
-        """Whether it may follow our events, and hashes must not be left out of them. Who is known from others only and
+        """Return whether it may follow our events, and needs all hashes in them. One that is known from others only and
         is not heard soon is gone."""
         if self.reads_known_blocks or self.leaving or self.replaced:
             return False
-        return self.heard or now - self.heard_at < SILENT_SECONDS
+        return self.received or now - self.received_at < SILENT_SECONDS
 
     @property
     def lag_events(self) -> int:
-        """Events known to exist and not applied."""
+        """Return events known to exist and not applied."""
         return self.known - self.sequence
 
     def lag_seconds(self, now: float) -> float:
-        """For how long anything has been missing."""
+        """Return the seconds for which events have been missing."""
         return 0.0 if self._missing_since is None else now - self._missing_since
 
     def take_batch(self, batch: replication_pb2.EventBatch, now: float, wall_now: float) -> int:
-        """Applies what fits of a batch.
+        """Apply what fits of a batch.
 
         Args:
             batch: Events in order.
@@ -183,9 +183,9 @@ class View:
         return self.sequence - before
 
     def take_heartbeat(self, heartbeat: replication_pb2.ReplicaHeartbeat, now: float) -> None:
-        """Compares where it is with what we have."""
+        """Compare where it is with what we have."""
         self.leaving, self.reads_known_blocks = heartbeat.leaving, heartbeat.reads_known_blocks
-        self.lines, self.lines_at = lines_from_proto(heartbeat.lines), now
+        self.lines, self.priorities_at = priorities_from_proto(heartbeat.lines), now
         self._learn(heartbeat.sequence, now)
         if heartbeat.sequence == self.sequence and not self.replacing:
             agrees = (heartbeat.claims, heartbeat.digest) == (len(self.claims), self.claims.digest)
@@ -195,13 +195,13 @@ class View:
             self._settle(now)
 
     def take_position(self, witness: str, sequence: int, now: float) -> None:
-        """Another replica tells how far it has followed this one."""
+        """Note the sequence up to which another replica follows this one."""
         if sequence > self.sequence:
             self._witnesses[witness] = sequence
             self._learn(sequence, now)
 
     def wanted(self, now: float, alive: Callable[[str], bool], request_id: int) -> str:
-        """Whom to ask for a snapshot now.
+        """Return the replica to request a snapshot of now.
 
         Args:
             now: Monotonic seconds.
@@ -214,12 +214,12 @@ class View:
         if self._missing_since is None or now - self._missing_since < REORDER_SECONDS or self.replacing:
             return ""
         pause = RETRY_SECONDS[min(self._tries, len(RETRY_SECONDS)) - 1]
-        if self._tries and now - self._asked_at < pause:
+        if self._tries and now - self._requested_at < pause:
             return ""
         further = [w for w, sequence in self._witnesses.items() if sequence > self.sequence and alive(w)]
         targets = sorted(further, key=lambda w: (-self._witnesses[w], w))
         # Itself first, and not again if it did not answer and others can.
-        if self.live(now) and (not targets or self._asked_itself_at <= self.heard_at):
+        if self.live(now) and (not targets or self._requested_itself_at <= self.received_at):
             targets.insert(0, self.of.replica_id)
         if not targets:
             if not self.live(now):
@@ -228,15 +228,15 @@ class View:
                 self._later.clear()
                 self._settle(now)
             return ""
-        self._request_id, self._asked_at, self._chunks, self._last = request_id, now, {}, -1
+        self._request_id, self._requested_at, self._chunks, self._last = request_id, now, {}, -1
         target = targets[self._tries % len(targets)]
         self._tries += 1
         if target == self.of.replica_id:
-            self._asked_itself_at = now
+            self._requested_itself_at = now
         return target
 
     def take_chunk(self, chunk: replication_pb2.ReplicaSnapshotChunk, now: float) -> bool:
-        """Takes a part of the snapshot that was asked for; with the last one it begins to take effect, see `proceed`.
+        """Take a part of the snapshot that was asked for; with the last one it begins to take effect, see `proceed`.
 
         Returns:
             Whether it is in effect now.
@@ -246,11 +246,11 @@ class View:
         """
         if not self._request_id or chunk.request_id != self._request_id:
             return False
-        self._asked_at = now
+        self._requested_at = now
         try:
             claims = [claim_from_proto(each, self._listener.blocks_of) for each in chunk.claims]
         except UnknownBlocks:
-            self._wants_all, self._asked_at, self._request_id = True, -math.inf, 0
+            self._wants_all, self._requested_at, self._request_id = True, -math.inf, 0
             return False
         self._chunks[chunk.index] = claims
         if chunk.last:
@@ -271,11 +271,11 @@ class View:
 
     @property
     def replacing(self) -> bool:
-        """Whether a snapshot takes effect, a slice at a time: the claims are those of no one event."""
+        """Return whether a snapshot takes effect, a slice at a time: the claims are those of no one event."""
         return self._replacement is not None
 
     def proceed(self, now: float) -> bool:
-        """Puts a slice of a snapshot into effect; whether that was the last one."""
+        """Put a slice of a snapshot into effect; True = that was the last one."""
         sequence = next(self._replacement) if self._replacement is not None else None
         if sequence is None:
             return False
@@ -289,7 +289,8 @@ class View:
 
     @property
     def known_sequence(self) -> int:
-        """Told with a request for a snapshot: the event after which the claims are here; 0 = all hashes are wanted."""
+        """Return the sequence after which the claims are here, for a request for a snapshot; 0 = all hashes are
+        wanted."""
         return 0 if self.diverged or self._wants_all else self.sequence
 
     def _learn(self, sequence: int, now: float) -> None:
@@ -297,7 +298,7 @@ class View:
         self._settle(now)
 
     def _settle(self, now: float) -> None:
-        """Notes since when anything is missing."""
+        """Note since when anything is missing."""
         if self.known > self.sequence or self.diverged:
             if self._missing_since is None:
                 self._missing_since = now
@@ -306,7 +307,7 @@ class View:
             self._witnesses.clear()
 
     def _drain(self, now: float) -> None:
-        """Applies the batches that fit now."""
+        """Apply the batches that fit now."""
         while self._later:
             first = min(self._later)
             if first > self.sequence + 1:
@@ -317,14 +318,15 @@ class View:
         self._settle(now)
 
     def _is_late(self, sent_at: int, now: float, wall_now: float) -> bool:
-        """Whether a message took longer than others: the network held it up, or its sender or we were stopped."""
+        """Return whether a message took longer than others: the network held it up, or its sender or we were
+        stopped."""
         transit = wall_now - sent_at / MICROSECONDS
         least = min(transit, self._least_transit + CLOCK_DRIFT * (now - self._sent_at))
         self._least_transit, self._sent_at = least, now
         return transit - least > LATE_SECONDS
 
     def _apply(self, batch: replication_pb2.EventBatch, *, late: bool) -> bool:
-        """Applies a batch; False = a claim in it leaves out hashes that are not here, and waits for a snapshot with all
+        """Apply a batch; False = a claim in it leaves out hashes that are not here, and waits for a snapshot with all
         that comes after it."""
         events = batch.events[self.sequence + 1 - batch.first_sequence :]
         # All are read before any takes effect.
@@ -337,7 +339,7 @@ class View:
             kind = event.WhichOneof("event")
             match kind:
                 case "add_request":
-                    self._put(added[index], late=late, told_at=self.sequence)
+                    self._put(added[index], late=late, sent_sequence=self.sequence)
                 case "thresholds":
                     self._listener.merge_thresholds(event.thresholds)
                 case "cool_down":
@@ -349,14 +351,15 @@ class View:
         return known == len(events)
 
     def _read(self, events: Sequence[replication_pb2.ReplicaEvent]) -> tuple[dict[int, Claim], int]:
-        """The claims that events add, by place, up to one whose hashes are not here; and how many events that are."""
+        """Return the claims that events add, by place, up to one whose hashes are not here; and how many events that
+        are."""
         added: dict[int, Claim] = {}
         by_attempt: dict[tuple[RequestKey, int], Claim] = {}
 
         def find(key: RequestKey, attempt_id: int, known: KnownBlocks) -> bytes:
             earlier = by_attempt.get((key, attempt_id))
-            if earlier is not None and known.fit(earlier.facts.block_hashes):
-                return earlier.facts.block_hashes
+            if earlier is not None and known.fit(earlier.reservation.block_hashes):
+                return earlier.reservation.block_hashes
             return self._listener.blocks_of(key, attempt_id, known)
 
         for index, event in enumerate(events):
@@ -369,7 +372,7 @@ class View:
         return added, len(events)
 
     def _change(self, kind: str, event: Any, *, late: bool) -> None:
-        """Applies an event to the claim that it names."""
+        """Apply an event to the claim that it names."""
         key = key_from_proto(event.request)
         claim = self.claims.get(key)
         if claim is None or claim.attempt_id != event.request.attempt_id:
@@ -390,20 +393,20 @@ class View:
                     self._listener.freed_by_caller(key, claim.attempt_id)
                 self._listener.claim_dropped(claim)
 
-    def _put(self, claim: Claim, *, late: bool, told_at: int | None = None) -> None:
-        self.claims.put(claim, told_at)
+    def _put(self, claim: Claim, *, late: bool, sent_sequence: int | None = None) -> None:
+        self.claims.put(claim, sent_sequence)
         if claim.state is ClaimState.FREED:
             self._listener.freed_by_caller(claim.key, claim.attempt_id)
         self._listener.claim_changed(claim.key, late=late)
 
     def _replace(self, claims: Sequence[Claim], sequence: int) -> Iterator[int | None]:
-        """Makes the claims those of a snapshot, some at a time; yields its sequence when that is done."""
+        """Make the claims those of a snapshot, some at a time; yields its sequence when that is done."""
         left, work = dict(self.claims), 0
         for claim in claims:
             left.pop(claim.key, None)
             work += 1
             if self.claims.get(claim.key) != claim:
-                self._put(claim, late=True, told_at=sequence)
+                self._put(claim, late=True, sent_sequence=sequence)
                 work += CHANGE_WORK
             if work >= SLICE_WORK:
                 work = 0

@@ -31,7 +31,7 @@ from kvscout_scheduler.bookings.takeover import Takeover
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.messages.operation_messages import MAX_OPERATIONS, Codec, MessageCodec, Read
 from kvscout_scheduler.messages.packed_operations import codec_for
-from kvscout_scheduler.rpc.liveness import Pulse
+from kvscout_scheduler.rpc.liveness import LivenessTimer
 from kvscout_scheduler.rpc.operations import Operations, Remote
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.operations import Operation, Outcome
@@ -45,11 +45,11 @@ HEARTBEAT_MS = (100, 60_000)
 MISSED_HEARTBEATS = 2.5
 """After so many the owner is gone."""
 
-READ_AT_ONCE = 512
+READ_SLICE = 512
 """Requests of a hello, a few milliseconds."""
 
-LEAVE_SECONDS = 1.0
-"""How long owners may take to leave a scheduler that drains; what they have in flight they tell the next one."""
+DRAIN_SECONDS = 1.0
+"""Seconds that owners have to leave a scheduler that drains; they list what is in flight to the next one."""
 
 
 class LifecycleRpc:
@@ -60,9 +60,9 @@ class LifecycleRpc:
         elsewhere: Knows of other replicas; None = there are none.
     """
 
-    def __init__(self, scheduler: Scheduler, elsewhere: Remote | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, remote: Remote | None = None) -> None:
         self._scheduler = scheduler
-        self._elsewhere = elsewhere
+        self._remote = remote
         self._streams: dict[asyncio.Task[Any], _Outbox] = {}
         """By the task that reads them."""
         self._slicing = asyncio.Lock()
@@ -70,7 +70,7 @@ class LifecycleRpc:
         """Readers that are cancelled by us, and why."""
 
     async def Lifecycle(self, requests: object, context: Any) -> None:
-        """Over serialised messages, which are read from the context."""
+        """Serve one stream over serialised messages, which are read from the context."""
         message = await context.read()
         if message is grpc.aio.EOF:
             return
@@ -80,21 +80,21 @@ class LifecycleRpc:
         if problem := name_problem(first.hello.owner_id):
             raise InvalidArgument(problem, field="hello.owner_id")
         scheduler, owner = self._scheduler, OwnerName(current_identity().tenant, first.hello.owner_id)
-        patience = _patience_seconds(first.hello)
+        timeout_seconds = _heartbeat_timeout(first.hello)
         codec = codec_for(first.tenant, current_identity().tenant)
         outbox = _Outbox(codec, draining=scheduler.draining)
-        operations = Operations(scheduler, owner, outbox.put, self._elsewhere)
+        operations = Operations(scheduler, owner, outbox.put, self._remote)
         reader = asyncio.current_task()
         assert reader is not None
         self._streams[reader] = outbox
         takeover: Takeover | None = None
         writer: asyncio.Task[None] | None = None
-        pulse = Pulse(0, lambda silent: None)
+        liveness = LivenessTimer(0, lambda silent: None)
         failure: BaseException | None = None
 
-        def at_once(message: bytes) -> bytes | None:
+        def answer_immediately(message: bytes) -> bytes | None:
             nonlocal failure
-            pulse.beat()
+            liveness.beat()
             if not (answers_in_callbacks(context) and outbox.is_empty):
                 return None
             try:
@@ -114,12 +114,12 @@ class LifecycleRpc:
             # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
             outbox.news.set()
             writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner}")
-            pulse = Pulse(patience, lambda silent: self._end(reader, silent))
+            liveness = LivenessTimer(timeout_seconds, lambda silent: self._end(reader, silent))
             outbox.results += carry_out_all(operations, codec, MessageCodec(first.tenant).operations(first))
             caller = copy_context()  # as this task knows it
-            answer: Answer = lambda message: caller.run(at_once, message)  # noqa: E731
+            answer: Answer = lambda message: caller.run(answer_immediately, message)  # noqa: E731
             while (message := await read_unanswered(context, answer)) is not grpc.aio.EOF:
-                pulse.beat()
+                liveness.beat()
                 if failure is not None:
                     raise failure
                 outbox.results += carry_out_all(operations, codec, codec.read(message))
@@ -134,19 +134,19 @@ class LifecycleRpc:
             reader.uncancel()
             raise self._ending[reader] from None
         finally:
-            pulse.stop()
+            liveness.stop()
             ended = self._ending.pop(reader, None)
             del self._streams[reader]
             if writer is not None:
                 writer.cancel()
             operations.close()
             # Whose stream ends in sight was there until now, however little it had to say.
-            silent = pulse.silent_seconds if isinstance(ended, DeadlineExceeded) else 0.0
+            silent = liveness.silent_seconds if isinstance(ended, DeadlineExceeded) else 0.0
             if takeover is not None:
                 scheduler.disconnect_owner(owner, takeover.session, silent_seconds=silent)
 
     async def _in_slices(self, advance: Callable[[], bool]) -> None:
-        """Calls until all is done, once in a turn of the event loop, whoever else has slices to do too."""
+        """Call until all is done, once in a turn of the event loop, whoever else has slices to do too."""
         while True:
             async with self._slicing:
                 if advance():
@@ -154,18 +154,18 @@ class LifecycleRpc:
                 await asyncio.sleep(0)
 
     def _end(self, reader: asyncio.Task[Any], silent_seconds: float) -> None:
-        """Ends the stream of an owner that is not heard any more."""
+        """End the stream of an owner that is not heard any more."""
         if reader not in self._ending:
             self._ending[reader] = DeadlineExceeded(f"nothing came from the owner for {silent_seconds:.3g} s")
             reader.cancel()
 
     async def drain_streams(self) -> None:
-        """Tells every owner to go to the next scheduler, and ends the streams of those that stay."""
+        """Send every owner to the next scheduler, and end the streams of those that stay."""
         for outbox in self._streams.values():
             outbox.next.draining = True
             outbox.news.set()
         if self._streams:
-            _, staying = await asyncio.wait(set(self._streams), timeout=LEAVE_SECONDS)
+            _, staying = await asyncio.wait(set(self._streams), timeout=DRAIN_SECONDS)
             for reader in staying:
                 self._ending[reader] = Draining("the scheduler is draining")
                 reader.cancel()
@@ -173,11 +173,11 @@ class LifecycleRpc:
 
 
 class _Outbox:
-    """What one stream has still to send."""
+    """Outgoing messages of one stream."""
 
     def __init__(self, codec: Codec, *, draining: bool) -> None:
         self.next = scheduler_pb2.LifecycleResponse(draining=draining)
-        """What goes out next, beside results."""
+        """Next message, without results."""
         self.results: list[bytes] = []
         """Serialised."""
         self._codec = codec
@@ -186,23 +186,23 @@ class _Outbox:
         self._writing = False
 
     def put(self, number: int, operation: Operation, outcome: Outcome) -> None:
-        """Adds a result that came later."""
+        """Add a result that came later."""
         self.results.append(self._codec.write(number, operation, outcome))
         self.news.set()
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is to be sent first."""
+        """Return whether nothing is to be sent first."""
         return not (self.news.is_set() or self._writing)
 
     def take(self) -> list[bytes]:
-        """The results that are there, for whoever sends them now."""
+        """Return the results that are there, for whoever sends them now."""
         results, self.results = self.results, []
         self.news.clear()
         return results
 
     async def write_to(self, context: Any) -> None:
-        """Sends until cancelled; what gathers while a message goes out is one message."""
+        """Send until cancelled; what gathers while a message goes out is one message."""
         while True:
             while not self.news.is_set():
                 await self.news.wait()
@@ -215,25 +215,25 @@ class _Outbox:
             self._sent.set()
 
     async def room(self) -> None:
-        """Waits until something was sent."""
+        """Wait until something was sent."""
         self._sent.clear()
         await self._sent.wait()
 
     async def flushed(self) -> None:
-        """Waits until everything that is there was sent."""
+        """Wait until everything that is there was sent."""
         while self.news.is_set() or self._writing:
             await self.room()
 
 
 def _read_some(refs: Iterator[scheduler_pb2.RequestRef], tenant: str, in_flight: list[tuple[RequestKey, int]]) -> bool:
-    """Reads a slice of what a hello lists; whether that was all."""
+    """Read a slice of the requests that a hello lists; True = that was all."""
     before = len(in_flight)
-    in_flight += [(translate.key_from_proto(ref, tenant), ref.attempt_id) for ref in islice(refs, READ_AT_ONCE)]
-    return len(in_flight) - before < READ_AT_ONCE
+    in_flight += [(translate.key_from_proto(ref, tenant), ref.attempt_id) for ref in islice(refs, READ_SLICE)]
+    return len(in_flight) - before < READ_SLICE
 
 
-def _patience_seconds(hello: scheduler_pb2.LifecycleHello) -> float:
-    """How long an owner may say nothing; 0 = for ever."""
+def _heartbeat_timeout(hello: scheduler_pb2.LifecycleHello) -> float:
+    """Return the seconds without a message after which an owner is gone; 0 = never."""
     least, most = HEARTBEAT_MS
     if hello.heartbeat_ms and not least <= hello.heartbeat_ms <= most:
         raise InvalidArgument(f"must be between {least} and {most}", field="hello.heartbeat_ms")
@@ -241,7 +241,7 @@ def _patience_seconds(hello: scheduler_pb2.LifecycleHello) -> float:
 
 
 def carry_out_all(operations: Operations, codec: Codec, asked: Iterable[Read]) -> list[bytes]:
-    """Carries out the operations of a message, in order; returns the results of those that do not wait."""
+    """Carry out the operations of a message, in order, and return the results of those that do not wait."""
     results = []
     for number, operation in asked:
         outcome = operation if isinstance(operation, KvscoutError) else operations.carry_out(number, operation)

@@ -12,7 +12,7 @@ from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.queue.waiting import Waiter
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.request import EMPTY_PROMPT, Prompt, SelectionRequest
-from kvscout_scheduler.values.reservation import Facts, Phase, PoolId
+from kvscout_scheduler.values.reservation import Phase, PoolId, Reservation
 from kvscout_scheduler.values.views import ActiveRequest, ListPlace, WorkerLoad
 
 
@@ -25,7 +25,7 @@ def list_active_requests(
     limit: int = 1000,
     after: ListPlace | None = None,
 ) -> tuple[list[ActiveRequest], int, ListPlace | None]:
-    """Active requests, oldest first; those that wait come last.
+    """Return active requests, oldest first; those that wait come last.
 
     Args:
         scheduler: Whose workers they are on, or wait for.
@@ -43,7 +43,7 @@ def list_active_requests(
         for booking in scheduler.bookings
         if booking.key.tenant == tenant
         and model in ("", booking.key.model)
-        and worker_id in ("", booking.facts.rank.worker_id)
+        and worker_id in ("", booking.reservation.rank.worker_id)
     ]
     queued = (
         []
@@ -65,9 +65,9 @@ def list_active_requests(
 
 def _booked(booking: Booking, now: float) -> ActiveRequest:
     return ActiveRequest(
-        facts=booking.facts,
+        reservation=booking.reservation,
         phase=booking.phase,
-        prompt_blocks=booking.pool.blocks(booking.allocation.slot, booking.facts.isl_tokens),
+        prompt_blocks=booking.pool.blocks(booking.allocation.slot, booking.reservation.isl_tokens),
         output_blocks=booking.output_blocks,
         owner=booking.owner,
         age_seconds=now - booking.booked_at,
@@ -76,9 +76,9 @@ def _booked(booking: Booking, now: float) -> ActiveRequest:
 
 
 def _waiting(waiter: Waiter, now: float) -> ActiveRequest:
-    """No worker, no blocks."""
+    """Return the view of a request that waits: it has neither worker nor blocks."""
     return ActiveRequest(
-        facts=Facts(waiter.request.key, waiter.request.attempt_id),
+        reservation=Reservation(waiter.request.key, waiter.request.attempt_id),
         phase=Phase.QUEUED,
         prompt_blocks=0,
         output_blocks=0,
@@ -96,7 +96,7 @@ def potential_loads(
     prompt: Prompt = EMPTY_PROMPT,
     other_prompts: tuple[Prompt, ...] = (),
 ) -> list[WorkerLoad]:
-    """Load of each worker rank, by rank, now and with a prompt added.
+    """Return load of each worker rank, by rank, now and with a prompt added.
 
     Args:
         scheduler: Its loads are shown.

@@ -1,4 +1,4 @@
-"""Whether the peer of a stream is still heard of."""
+"""Liveness of the peer of a stream: a timeout since its last message."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ STEPS = 5
 goes on, and reads what has come meanwhile before it looks again."""
 
 
-class Pulse:
+class LivenessTimer:
     """Tells once when nothing was heard for too long.
 
     Args:
-        patience_seconds: For how long; 0 = for ever.
+        timeout_seconds: For how long; 0 = for ever.
         on_silence: Told for how many seconds nothing was heard.
     """
 
-    def __init__(self, patience_seconds: float, on_silence: Callable[[float], object]) -> None:
-        self._step_seconds = patience_seconds / STEPS
+    def __init__(self, timeout_seconds: float, on_silence: Callable[[float], object]) -> None:
+        self._step_seconds = timeout_seconds / STEPS
         self._on_silence = on_silence
         self._silent_steps = 0
         self._timer: asyncio.TimerHandle | None = None
-        if patience_seconds:
+        if timeout_seconds:
             self._wait()
 
     @property
     def silent_seconds(self) -> float:
-        """For how long nothing was heard, in whole steps."""
+        """Return the seconds since the last message, in whole steps."""
         return self._silent_steps * self._step_seconds
 
     def beat(self) -> None:
-        """Something was heard."""
+        """Note a message of the peer."""
         self._silent_steps = 0
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

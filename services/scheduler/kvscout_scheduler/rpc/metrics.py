@@ -27,7 +27,7 @@ class SchedulerCollector(Collector):
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
+        """Return samples of now."""
         requests = RankFamily("kvscout_active_requests", "Active requests", "gauge")
         prefill = RankFamily("kvscout_active_prefill_tokens", "Uncached tokens in prefill", "gauge")
         decode = RankFamily("kvscout_active_decode_blocks", "Distinct active blocks", "gauge")
@@ -75,7 +75,7 @@ def _counted(family: CounterMetricFamily, counts: Mapping[str, int]) -> Metric:
 
 
 def balance_score(pool: Pool) -> float:
-    """Standard deviation over mean of the active blocks of a pool's worker ranks; 0 where nothing is active."""
+    """Return standard deviation over mean of the active blocks of a pool's worker ranks; 0 where nothing is active."""
     column = pool.load.decode_blocks
     blocks = [column[slot] for slot in pool.order]
     mean = sum(blocks) / len(blocks) if blocks else 0.0

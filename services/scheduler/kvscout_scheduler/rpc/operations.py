@@ -32,7 +32,7 @@ class Remote(Protocol):
         """Return whether an operation is on a booking of another replica."""
 
     async def carry_out(self, operation: Operation) -> Outcome:
-        """Have such an operation carried out by its owner, else here."""
+        """Carry out such an operation at the owner of the booking, else here."""
 
 
 class Operations:
@@ -46,18 +46,18 @@ class Operations:
     """
 
     def __init__(
-        self, scheduler: Scheduler, owner: OwnerName | None, later: Later, elsewhere: Remote | None = None
+        self, scheduler: Scheduler, owner: OwnerName | None, later: Later, remote: Remote | None = None
     ) -> None:
         self._scheduler = scheduler
         self._owner = owner
         self._later = later
-        self._elsewhere = elsewhere
-        self._asking: set[asyncio.Task[None]] = set()
+        self._remote = remote
+        self._forwarded: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, Waiter] = {}
         """By number."""
 
     def carry_out(self, number: int, operation: Operation) -> Outcome | None:
-        """Carries an operation out.
+        """Carry an operation out.
 
         Args:
             number: The caller's name for it.
@@ -68,31 +68,31 @@ class Operations:
         """
         if isinstance(operation, Select):
             return self._select(number, operation)
-        if self._elsewhere is not None and self._elsewhere.concerns(operation):
-            asking = asyncio.create_task(self._ask(self._elsewhere, number, operation))
-            self._asking.add(asking)
-            asking.add_done_callback(self._asking.discard)
+        if self._remote is not None and self._remote.concerns(operation):
+            asking = asyncio.create_task(self._forward(self._remote, number, operation))
+            self._forwarded.add(asking)
+            asking.add_done_callback(self._forwarded.discard)
             return None
         return self._scheduler.apply(operation, self._owner)
 
     async def answered(self) -> None:
-        """Waits until every operation that others carry out is answered."""
-        while self._asking:
-            await asyncio.wait(self._asking)
+        """Wait until every operation that was forwarded is answered."""
+        while self._forwarded:
+            await asyncio.wait(self._forwarded)
 
     def close(self) -> None:
-        """The caller has gone: nobody waits for what is still in line."""
+        """Take operations that wait out of the queue: their caller has gone."""
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting.values():
             # One that another call replaced stays.
             self._scheduler.waiting.leave(waiter)
 
-    async def _ask(self, elsewhere: Remote, number: int, operation: Operation) -> None:
-        self._later(number, operation, await elsewhere.carry_out(operation))
+    async def _forward(self, remote: Remote, number: int, operation: Operation) -> None:
+        self._later(number, operation, await remote.carry_out(operation))
 
     def _select(self, number: int, operation: Select) -> Outcome | None:
         wanted, books, lease_seconds, traceparent = operation
-        if not traceparent and not self._scheduler.keeps_line:
+        if not traceparent and not self._scheduler.queues_requests:
             # As most are: nothing is traced, and nobody waits.
             return self._scheduler.apply(operation, self._owner)
         told: list[Decision | KvscoutError] = []

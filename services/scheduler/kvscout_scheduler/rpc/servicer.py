@@ -48,11 +48,11 @@ class Replicas(Protocol):
 
     @property
     def forwarding(self) -> Remote:
-        """Operations on bookings of others."""
+        """Return operations on bookings of others."""
 
     @property
     def problem(self) -> str:
-        """Why this replica works alone; "" = it does not."""
+        """Return why this replica works alone; "" = it does not."""
 
     def to_proto(self) -> scheduler_pb2.GetReplicasResponse:
         """Return the answer to `GetReplicas`."""
@@ -75,7 +75,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         """In page tokens: the places in them are on this process's clock."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds itself to a server, with raw bytes where messages are large or many."""
+        """Add itself to a server, with raw bytes where messages are large or many."""
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Lifecycle": grpc.stream_stream_rpc_method_handler(self.Lifecycle),
@@ -85,7 +85,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         server.add_registered_method_handlers(SERVICE, handlers)
 
     def active_requests(self, tenant: str, worker_id: str) -> int:
-        """Requests active on a worker."""
+        """Return requests active on a worker."""
         return list_active_requests(self._scheduler, tenant, worker_id=worker_id, limit=0)[1]
 
     async def Select(self, request: scheduler_pb2.SelectRequest, context: Any) -> Any:
@@ -95,7 +95,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         return await self._one("select_and_reserve", request, context)
 
     async def select_and_reserve_of_bytes(self, request: bytes, context: Any) -> bytes:
-        """`SelectAndReserve` over serialised messages."""
+        """Serve `SelectAndReserve` over serialised messages."""
         read = native_load.select_request(request) if native_available() else None
         if read is None:
             message = parse_message(scheduler_pb2.SelectRequest, request)
@@ -125,14 +125,14 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         return answer_to_proto(operation, await self._outcome(operation, context))
 
     async def _outcome(self, operation: Operation, context: Any) -> Any:
-        """What comes of a call, a stream of one operation, be it later; a caller that goes away meanwhile, or does not
+        """Return the outcome of a unary call, be it later; a caller that goes away meanwhile, or does not
         get the answer (deadline, connection), leaves nothing booked.
 
         Raises:
             KvscoutError: What came of it.
         """
         decided: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        operations = Operations(self._scheduler, None, lambda *later: decided.set_result(later[-1]), self._elsewhere)
+        operations = Operations(self._scheduler, None, lambda *later: decided.set_result(later[-1]), self._remote)
         booked = _booked_by(operation)
         if isinstance(operation, Select):
             # The span of the call is there.
@@ -318,7 +318,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
 
 
 def _booked_by(operation: Operation) -> tuple[RequestKey, int] | None:
-    """Request and attempt that an operation books."""
+    """Return request and attempt that an operation books."""
     match operation:
         case Select(wanted=wanted, books=True) | Reserve(wanted=wanted):
             return wanted.key, wanted.attempt_id

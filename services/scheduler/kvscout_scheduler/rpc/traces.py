@@ -1,4 +1,4 @@
-"""What the scheduler says of its decisions in traces: see `kvscout_common.observability.tracing`."""
+"""Decisions of the scheduler in traces: see `kvscout_common.observability.tracing`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvscout_scheduler.values.request import SelectionRequest
 
 
 def traced(rpc: str, traceparent: str) -> tracing.Span:
-    """The span of an operation that is part of a trace; nothing of one that is not."""
+    """Return the span of an operation that is part of a trace; nothing of one that is not."""
     if not traceparent:
         return tracing.NOTHING
     return tracing.span(f"kvscout.v1.Scheduler/{rpc}", tracing.Kind.SERVER, parent=traceparent)
 
 
 def tell(span: tracing.Span, wanted: SelectionRequest, outcome: Decision | KvscoutError) -> None:
-    """The facts of a decision, or that there is none."""
+    """Record a decision, or its error, in a span."""
     if span is tracing.NOTHING:
         return
     span.tell(

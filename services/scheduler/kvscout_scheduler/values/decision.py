@@ -1,4 +1,4 @@
-"""What the scheduler answers: the worker, what it has of the prompt, and on request why."""
+"""Decision of the scheduler: the worker, its overlap with the prompt, and on request why."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Candidate(NamedTuple):
     decode_blocks: float
     cost: float
     probability: float
-    """Of being drawn; 0 where the policy drew without a temperature."""
+    """Probability of being drawn; 0 where the policy drew without a temperature."""
 
 
 class Explanation(NamedTuple):
-    """Why a worker was chosen."""
+    """Explanation of a decision."""
 
     policy: str
     overlap_score_weight: float

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 from kvscout_common.errors import KvscoutError
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.request import SelectionRequest
-from kvscout_scheduler.values.reservation import Facts, FreeOutcome, RequestKey
+from kvscout_scheduler.values.reservation import FreeOutcome, RequestKey, Reservation
 
 
 class Select(NamedTuple):
@@ -22,7 +22,7 @@ class Select(NamedTuple):
 class Reserve(NamedTuple):
     """Books a given worker."""
 
-    wanted: Facts
+    wanted: Reservation
     lease_seconds: int = 0
 
 

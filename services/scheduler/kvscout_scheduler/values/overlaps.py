@@ -29,26 +29,26 @@ class Overlaps:
 
     @property
     def plain(self) -> Overlaps:
-        """Itself."""
+        """Return itself."""
         return self
 
     def ranks(self) -> Iterator[tuple[str, int]]:
-        """(worker_id, dp_rank) of each row."""
+        """Return (worker_id, dp_rank) of each row."""
         return zip(self.worker_ids, self.dp_ranks or repeat(0), strict=False)
 
     def device(self) -> Sequence[int]:
-        """Leading blocks on the device of each row, confirmed or predicted, whichever reaches further."""
+        """Return leading blocks on the device of each row, confirmed or predicted, whichever reaches further."""
         if self.predicted_blocks:
             return list(map(max, self.device_blocks, self.predicted_blocks))
         return self.device_blocks
 
     @property
     def slower_tiers(self) -> bool:
-        """Whether anything but the device is known of."""
+        """Return whether anything but the device is known of."""
         return bool(self.host_blocks or self.disk_blocks or self.external_blocks)
 
     def by_tier(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
-        """Cumulative columns of device, host, disk and external storage, none below the faster one."""
+        """Return cumulative columns of device, host, disk and external storage, none below the faster one."""
         device = self.device()
         host = list(map(max, device, self.host_blocks)) if self.host_blocks else device
         disk = list(map(max, host, self.disk_blocks)) if self.disk_blocks else host
@@ -56,7 +56,7 @@ class Overlaps:
         return device, host, disk, external
 
     def effective(self, host_weight: float, disk_weight: float) -> Sequence[float]:
-        """Weighted overlap of each row: device + host_weight·host_ext + disk_weight·(disk_ext + external_ext).
+        """Return weighted overlap of each row: device + host_weight·host_ext + disk_weight·(disk_ext + external_ext).
 
         Args:
             host_weight: What a block on the host is worth, in device blocks.
@@ -68,7 +68,7 @@ class Overlaps:
         ]
 
     def validate(self, max_blocks: int) -> None:
-        """Checks that the columns fit together and stay within the prompt.
+        """Check that the columns fit together and stay within the prompt.
 
         Args:
             max_blocks: Complete blocks of the prompt.
@@ -113,7 +113,7 @@ def _column(name: str, message: str) -> InvalidArgument:
 
 @dataclass(frozen=True, slots=True)
 class TierWeights:
-    """What a cached block of a slower tier is worth, in device blocks."""
+    """Worth of a cached block of each slower tier, in device blocks."""
 
     host: float = 0.75
     disk: float = 0.25
@@ -128,10 +128,10 @@ class NativeColumns(Protocol):
 
     @property
     def message(self) -> bytes:
-        """The message."""
+        """Return the message."""
 
     def within(self, blocks: int) -> bool:
-        """Whether no row says more than a prompt has."""
+        """Return whether no row says more than a prompt has."""
 
 
 class PackedOverlaps:
@@ -151,7 +151,7 @@ class PackedOverlaps:
 
     @property
     def plain(self) -> Overlaps:
-        """The same as Python columns."""
+        """Return the same as Python columns."""
         if self._plain is None:
             self._plain = self._unpack(self.native.message)
         return self._plain

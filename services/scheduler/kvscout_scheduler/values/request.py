@@ -1,4 +1,4 @@
-"""What the scheduler is asked: plain values, checked once at the door."""
+"""Selection request: plain values, checked once where they come in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvscout_scheduler.values.reservation import HASH_BYTES, PoolId, RequestKey,
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
-    """Local hashes as little-endian u64s, eight bytes a block: their form in every request.
+    """Return local hashes as little-endian u64s, eight bytes a block: their form in every request.
 
     Raises:
         InvalidArgument: If a hash does not fit in 64 bits.
@@ -40,7 +40,7 @@ class ConfigOverride:
     seed: int | None = None
 
     def validate(self) -> None:
-        """Checks the ranges.
+        """Check the ranges.
 
         Raises:
             InvalidArgument: Naming the field.
@@ -70,11 +70,11 @@ class Prompt:
 
     @property
     def blocks(self) -> int:
-        """Hashed blocks."""
+        """Return hashed blocks."""
         return len(self.block_hashes) // HASH_BYTES
 
     def validate(self, isl_tokens: int, block_size: int) -> None:
-        """Checks hashes and overlaps against the prompt's length.
+        """Check hashes and overlaps against the prompt's length.
 
         Args:
             isl_tokens: Prompt length in tokens.
@@ -111,7 +111,7 @@ class Wanted(NamedTuple):
     lora_name: str = ""
 
     def validate(self) -> None:
-        """Checks that it does not contradict itself.
+        """Check that it does not contradict itself.
 
         Raises:
             InvalidArgument: Naming the field.
@@ -161,16 +161,16 @@ class SelectionRequest:
 
     @property
     def pool(self) -> PoolId:
-        """The pool it selects from."""
+        """Return the pool it selects from."""
         return PoolId(self.tenant, self.model, self.role)
 
     @property
     def key(self) -> RequestKey:
-        """Name of its booking."""
+        """Return the name of its booking."""
         return RequestKey(self.tenant, self.model, self.role, self.request_id)
 
     def validate(self) -> None:
-        """Checks what needs no knowledge of the workers.
+        """Check what needs no knowledge of the workers.
 
         Raises:
             InvalidArgument: Naming the field.

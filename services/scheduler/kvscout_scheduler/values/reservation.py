@@ -29,7 +29,7 @@ class PoolId(NamedTuple):
 
 
 class RequestKey(NamedTuple):
-    """What names a booking; an attempt id beside it tells repeated calls from new attempts."""
+    """Name of a booking; an attempt id beside it tells repeated calls from new attempts."""
 
     tenant: str
     model: str
@@ -38,12 +38,12 @@ class RequestKey(NamedTuple):
 
     @property
     def pool(self) -> PoolId:
-        """The pool it is booked in."""
+        """Return the pool it is booked in."""
         return PoolId(self.tenant, self.model, self.role)
 
 
 class OwnerName(NamedTuple):
-    """What names an owner of bookings: two tenants may use one id, and have nothing to do with each other."""
+    """Name of an owner of bookings, in its tenant."""
 
     tenant: str
     """To which the owner's token is bound; "*" = to none."""
@@ -54,7 +54,7 @@ class OwnerName(NamedTuple):
 
 
 def check_output_class(name: str) -> None:
-    """Checks the length of an output class.
+    """Check the length of an output class.
 
     Raises:
         InvalidArgument: It is too long.
@@ -64,7 +64,7 @@ def check_output_class(name: str) -> None:
 
 
 class Phase(StrEnum):
-    """Where an active request is."""
+    """Phase of an active request."""
 
     QUEUED = "queued"
     """No worker yet."""
@@ -74,7 +74,7 @@ class Phase(StrEnum):
 
 
 class FreeOutcome(StrEnum):
-    """What a Free did."""
+    """Outcome of a Free."""
 
     FREED = "freed"
     UNKNOWN = "unknown"
@@ -85,7 +85,7 @@ class FreeOutcome(StrEnum):
 
 
 class EndReason(StrEnum):
-    """Why a booking ended without a Free."""
+    """Reason of an end without a Free."""
 
     LEASE = "lease"
     OWNER_GONE = "owner_gone"
@@ -103,7 +103,7 @@ class EndReason(StrEnum):
 
 
 class Choice(NamedTuple):
-    """How a worker was chosen: what a repeated call is answered with."""
+    """Figures of the decision, for the answer to a repeated call."""
 
     policy: str
     overlap_blocks: int
@@ -118,8 +118,8 @@ NOWHERE: Final = WorkerRank("", 0)
 """The worker of what has none: it waits, or is over."""
 
 
-class Facts(NamedTuple):
-    """What does not change of a booking, but for `running`."""
+class Reservation(NamedTuple):
+    """Facts of a booking that do not change, but for `running`."""
 
     key: RequestKey
     attempt_id: int
@@ -149,7 +149,7 @@ class Facts(NamedTuple):
     """Its first token was out when it was booked here."""
 
     def validate(self) -> None:
-        """Checks what needs no knowledge of the workers, of one that is to be booked where it says.
+        """Check what needs no knowledge of the workers, of one that is to be booked where it says.
 
         Raises:
             InvalidArgument: Naming the field.
@@ -176,10 +176,10 @@ def lineage_of(block_hashes: bytes, block_size: int) -> int:
 
 
 class End(NamedTuple):
-    """What is known of a booking when it is over."""
+    """End of a booking."""
 
     freed: bool
-    """Whether its caller said so; else lease, owner, worker or another replica ended it."""
+    """True: its caller freed it; else lease, owner, worker or another replica ended it."""
     output_tokens: int = 0
     """0 = unknown."""
     decode_seconds: float = 0.0
@@ -187,7 +187,7 @@ class End(NamedTuple):
 
     @property
     def itl_seconds(self) -> float | None:
-        """Mean time between two of its tokens; None = unknown."""
+        """Return the mean time between two of its tokens; None = unknown."""
         gaps = self.output_tokens - 1
         return self.decode_seconds / gaps if gaps > 0 and self.decode_seconds > 0 else None
 
@@ -196,11 +196,11 @@ class Observer(Protocol):
     """Hears of every booking of a pool, those of other replicas included, in order and after it took effect: what was
     booked, and when, on the scheduler's clock."""
 
-    def booked(self, facts: Facts, now: float) -> None:
-        """A request is on a worker, whoever chose it."""
+    def booked(self, reservation: Reservation, now: float) -> None:
+        """Note that a request is on a worker, whoever chose it."""
 
-    def prefill_completed(self, facts: Facts, ttft_seconds: float, now: float) -> None:
-        """Its first token is out, so many seconds after it was booked."""
+    def prefill_completed(self, reservation: Reservation, ttft_seconds: float, now: float) -> None:
+        """Note that its first token is out, `ttft_seconds` after it was booked."""
 
-    def ended(self, facts: Facts, end: End, now: float) -> None:
-        """It is over, and how."""
+    def ended(self, reservation: Reservation, end: End, now: float) -> None:
+        """Note its end."""

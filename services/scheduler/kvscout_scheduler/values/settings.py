@@ -17,10 +17,10 @@ MAX_COOLDOWN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """How a scheduler decides and how long it remembers."""
+    """Settings of one scheduler."""
 
     policy: str = "kv-time"
-    """Where a request names none."""
+    """Policy where a request names none."""
     overlap_score_weight: float = 1.0
     """0 = prefix caches are ignored."""
     router_temperature: float = 0.0
@@ -32,26 +32,26 @@ class SchedulerSettings:
     """Prefill pools never track them."""
     track_output_blocks: bool = False
     thresholds: BusyThresholds = NO_THRESHOLDS
-    """Of models that have none of their own."""
+    """Thresholds of models that have none of their own."""
     lease_seconds: float = 300.0
-    """Of bookings of unary callers, where the call names none."""
+    """Lease of bookings of unary callers, where the call names none."""
     owner_grace_seconds: float = 10.0
-    """How long an owner's stream may be gone before its bookings end."""
+    """Time for which an owner's stream may be gone before its bookings end."""
     worker_grace_seconds: float = 30.0
-    """How long a worker whose registration ended keeps its bookings: it may come back to them."""
+    """Time for which a worker whose registration ended keeps its bookings: it may come back to them."""
     engine_metrics_seconds: float = 30.0
-    """How long what an engine said of itself counts."""
+    """Time for which a report of an engine counts."""
     tombstone_seconds: float = 60.0
-    """How long ended attempts are remembered."""
+    """Time for which ended attempts are remembered."""
     max_tombstones: int = 262_144
     """Ended attempts remembered at most; 60 s of 4,000 requests a second."""
     cooldown_seconds: float = 10.0
-    """How long a worker that failed a request is left out."""
+    """Time for which a worker that failed a request is left out."""
     expiry_seconds: float = 0.5
-    """How often `Scheduler.expire` is called: a fraction of the shortest lease, one second."""
+    """Time between two calls of `Scheduler.expire`: a fraction of the shortest lease, one second."""
     max_active_requests: int = 1_000_000
     tenant_share: float = 0.5
-    """Of `max_active_requests`, what one tenant may hold while others have workers."""
+    """Share of `max_active_requests` that one tenant may hold while others have workers."""
     queue_threshold: float | None = None
     """Requests wait while all workers have more active prefill tokens than this times max_num_batched_tokens;
     None = nobody waits."""
@@ -60,15 +60,15 @@ class SchedulerSettings:
 
     @property
     def longest_cooldown_seconds(self) -> float:
-        """How long one report of a failure leaves a worker out at most, whoever reports."""
+        """Return the seconds for which one report of a failure leaves a worker out at most."""
         return max(MAX_COOLDOWN_SECONDS, self.cooldown_seconds)
 
     def tracks_blocks(self, role: Role) -> bool:
-        """Whether requests on workers of a role occupy blocks; a prefill worker gives them away at once."""
+        """Return whether requests on workers of a role occupy blocks; a prefill worker gives them away at once."""
         return self.track_active_blocks and role is not Role.PREFILL
 
     def validate(self) -> SchedulerSettings:
-        """Itself, if every setting is in range.
+        """Return itself, if every setting is in range.
 
         Raises:
             ConfigError: Naming the first that is not.

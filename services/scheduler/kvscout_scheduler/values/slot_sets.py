@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 def slot_set(slots: Iterable[int]) -> int:
-    """The set of some slots."""
+    """Return the set of some slots."""
     made = 0
     for slot in slots:
         made |= 1 << slot
@@ -18,7 +18,7 @@ def slot_set(slots: Iterable[int]) -> int:
 
 
 def large_slot_set(slots: Iterable[int], size: int) -> int:
-    """The same of many slots, all below a size."""
+    """Return the same of many slots, all below a size."""
     flags = bytearray(b"0" * (size + 1))
     for slot in slots:
         flags[size - slot] = 49  # "1"
@@ -26,7 +26,7 @@ def large_slot_set(slots: Iterable[int], size: int) -> int:
 
 
 def slots_in(members: int) -> Iterator[int]:
-    """The slots of a set, ascending; for sets of few."""
+    """Return the slots of a set, ascending; for sets of few."""
     while members:
         lowest = members & -members
         yield lowest.bit_length() - 1
@@ -34,7 +34,7 @@ def slots_in(members: int) -> Iterator[int]:
 
 
 def in_order(members: int, order: Sequence[int]) -> list[int]:
-    """Those slots of an order that are in a set."""
+    """Return those slots of an order that are in a set."""
     if not members:
         return []
     flags = f"{members:b}"[::-1].ljust(max(order, default=0) + 1, "0")
@@ -42,5 +42,5 @@ def in_order(members: int, order: Sequence[int]) -> list[int]:
 
 
 def packed(members: int) -> bytes:
-    """A set as bytes, the lowest slots first: as the extension takes it."""
+    """Return a set as bytes, the lowest slots first: as the extension takes it."""
     return members.to_bytes((members.bit_length() + 7) // 8, "little")

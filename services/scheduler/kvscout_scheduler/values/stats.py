@@ -13,7 +13,7 @@ WAIT_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """What happened since start."""
+    """Counters since start."""
 
     decisions: Counter[str] = field(default_factory=Counter)
     """Workers picked, booked or not, by policy."""
@@ -26,4 +26,4 @@ class SchedulerStats:
     queued: int = 0
     """Requests that had to wait."""
     queue_waits: Latencies = field(default_factory=lambda: Latencies(WAIT_BUCKETS))
-    """How long those that were booked had waited."""
+    """Times that booked requests had waited."""

@@ -1,4 +1,4 @@
-"""When the workers of a model count as busy; read and changed at run time."""
+"""Busy thresholds of models; read and changed at run time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BusyThresholds:
     """Tokens, >= 0; None = off."""
 
     def validate(self) -> BusyThresholds:
-        """Itself, if it is in range.
+        """Return itself, if it is in range.
 
         Raises:
             InvalidArgument: Naming the threshold.
@@ -38,11 +38,11 @@ class BusyThresholds:
 
     @property
     def off(self) -> bool:
-        """Whether no worker can be busy."""
+        """Return whether no worker can be busy."""
         return self.active_decode_blocks_threshold is None and self.active_prefill_tokens_threshold is None
 
     def limits(self, total_kv_blocks: int, kv_cache_usage: float | None) -> tuple[int, int]:
-        """Active prefill tokens and active blocks above which a worker is busy.
+        """Return active prefill tokens and active blocks above which a worker is busy.
 
         Args:
             total_kv_blocks: Blocks of its device cache; 0 = unknown, booked blocks cannot be judged.
@@ -78,14 +78,14 @@ class ThresholdTable:
         self._defaults = defaults.validate()
         self._own: dict[tuple[str, str], BusyThresholds] = {}
         self.on_change: Callable[[str, str, BusyThresholds], None] | None = None
-        """Told tenant, model and what is in effect after each `change`."""
+        """Receives tenant, model and the thresholds in effect after each `change`."""
 
     def get(self, tenant: str, model: str) -> BusyThresholds:
-        """Thresholds in effect for a model, known or not."""
+        """Return thresholds in effect for a model, known or not."""
         return self._own.get((tenant, model), self._defaults) if self._own else self._defaults
 
     def change(self, tenant: str, model: str, /, **changes: float | int | None) -> BusyThresholds:
-        """Changes the named thresholds of a model, None clears; the others stay as they are in effect.
+        """Change the named thresholds of a model, None clears; the others stay as they are in effect.
 
         Returns:
             What is in effect now.
@@ -106,7 +106,7 @@ class ThresholdTable:
         return changed
 
     def put(self, tenant: str, model: str, thresholds: BusyThresholds) -> None:
-        """Replaces the thresholds of a model.
+        """Replace the thresholds of a model.
 
         Raises:
             ResourceExhausted: Too many models have thresholds of their own.
@@ -116,7 +116,7 @@ class ThresholdTable:
         self._own[tenant, model] = thresholds
 
     def of_tenant(self, tenant: str, models: Iterable[str]) -> dict[str, BusyThresholds]:
-        """Thresholds of every model of a tenant that has any, by model.
+        """Return thresholds of every model of a tenant that has any, by model.
 
         Args:
             tenant: Whose.

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.values.reservation import Facts, OwnerName, Phase, RequestKey
+from kvscout_scheduler.values.reservation import OwnerName, Phase, RequestKey, Reservation
 
 
 class ListPlace(NamedTuple):
-    """Where a request stands in a list of active ones."""
+    """Place of a request in a list of active ones."""
 
     queued: bool
     since: float
@@ -20,9 +20,9 @@ class ListPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ActiveRequest:
-    """What is shown of a booking."""
+    """View of an active request."""
 
-    facts: Facts
+    reservation: Reservation
     phase: Phase
     prompt_blocks: int
     """The partial one included."""
@@ -46,4 +46,4 @@ class WorkerLoad(NamedTuple):
     draining: bool
     total_kv_blocks: int
     metrics_age_seconds: float | None
-    """Of what its engine says of itself; None = nothing that counts."""
+    """Age of the report of its engine; None = there is none that counts."""
