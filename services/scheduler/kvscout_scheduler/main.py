@@ -160,7 +160,7 @@ def _replica_id(values: dict[str, Any]) -> str:
         return ""
     if not any(values["nats_server"]):
         raise ConfigError("needs --nats-server", field="router_replica_sync")
-    # Without a port of its own the process is what tells it from others on this host.
+    # Without a port of its own the process distinguishes it from others on this host.
     return str(values["replica_id"] or f"{socket.gethostname()}:{values['port'] or f'pid-{os.getpid()}'}")
 
 

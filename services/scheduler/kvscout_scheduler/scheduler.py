@@ -76,7 +76,8 @@ class Scheduler:
         policies: None = this package's and those of installed packages.
         wall_clock: Seconds since the Unix epoch, for those who watch, and between replicas.
         limits: What tenants may have.
-        make_load: Which twin keeps the load; None = the native one where the extension is built and not switched off.
+        make_load: Makes the load of a pool; None = the native backend where the extension is built and not switched
+        off.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -108,7 +109,7 @@ class Scheduler:
         self._make_load = make_load
         self._selector = Selector(settings, self.policies, rng)
         self.workers = Workers(settings, self.bookings, clock, self._make_pool)
-        """Give it to the registry as a listener."""
+        """A registry listener."""
         self.remote_queues = RemoteQueues()
         self._admission = Admission(self.workers, self.thresholds, self.waiting, self._book_waiter, self.remote_queues)
         self.cool_downs = CoolDowns(settings, self.workers, clock, self.pump)
@@ -120,7 +121,7 @@ class Scheduler:
         self.wall_clock = wall_clock
 
     def apply(self, operation: Operation, owner: OwnerName | None = None) -> Outcome:
-        """Carry out an operation that does not wait in line; an error is its outcome.
+        """Carry out an operation that does not wait in the queue; an error is its outcome.
 
         Args:
             operation: An operation of a caller.
@@ -214,16 +215,16 @@ class Scheduler:
 
         Args:
             request: With a request id.
-            answer: Told of the decision or of the error, now or later, once. Whoever is told later of a decision that
+            answer: Receives the decision or the error, now or later, once. A receiver of a later decision that
                 nobody wants any more calls `undelivered`.
             owner: As of `select_and_reserve`.
             lease_seconds: As of `select_and_reserve`.
 
         Returns:
-            Its place in line, for whoever does not want to wait any more; None = `answer` was told.
+            Its place in the queue, for whoever does not want to wait any more; None = `answer` was called.
 
         Raises:
-            KvscoutError: As `select_and_reserve`, if it is decided now; and ResourceExhausted: the line is full.
+            KvscoutError: As `select_and_reserve`, if it is decided now; and ResourceExhausted: the queue is full.
         """
         if not self.queues_requests:
             answer(self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds))
@@ -250,7 +251,7 @@ class Scheduler:
         """Book a request on a given worker, whatever its load; one that is `prefilled` begins in its decode phase.
 
         Args:
-            facts: What to book, and where.
+            reservation: What to book, and where.
             owner: Whose it is; None = a unary caller, who has a lease.
             lease_seconds: Length of the lease; 0 = the default.
 
@@ -381,7 +382,7 @@ class Scheduler:
         Args:
             owner: Whose.
             session: Of the stream.
-            silent_seconds: For how long it has not been heard of: that much of the grace time is over.
+            silent_seconds: Seconds since its last message: that much of the grace time is over.
         """
         self.bookings.owners.disconnect(owner, session, self.clock() - silent_seconds)
 
@@ -451,7 +452,7 @@ class Scheduler:
         except KvscoutError as error:
             self._refused(request, error)
             raise
-        self.watchers.tell(request, selected.decision)
+        self.watchers.record(request, selected.decision)
         if watched and not request.explain:
             selected = selected._replace(decision=replace(selected.decision, explanation=None))
         self.stats.decisions[selected.decision.policy] += 1
@@ -491,7 +492,7 @@ class Scheduler:
         except KvscoutError as error:
             waiter.answer(error)
         except Exception:
-            # It is out of line: without this it would wait for ever.
+            # It is out of the queue: without this it would wait for ever.
             waiter.answer(InternalError("the scheduler failed to book it"))
             raise
         else:
@@ -505,7 +506,7 @@ class Scheduler:
 
     def _refused(self, request: SelectionRequest, error: KvscoutError) -> None:
         self.stats.refusals[type(error).__name__] += 1
-        self.watchers.tell(request, error)
+        self.watchers.record(request, error)
 
     def _require_open(self) -> None:
         if self.draining:

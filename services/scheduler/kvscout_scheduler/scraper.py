@@ -33,11 +33,11 @@ SCRAPED = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
 class EngineScraper:
     """A task that keeps the scheduler's engine metrics fresh.
 
-    What an engine said is forgotten when it cannot be asked any more: an old reading is no reading.
+    The metrics of an engine are forgotten when it cannot be scraped any more: an old reading is no reading.
 
     Args:
-        scheduler: Is told.
-        registry: Whom to ask.
+        scheduler: Receives the metrics.
+        registry: Engines to scrape.
         interval_seconds: Between two rounds.
     """
 
@@ -62,11 +62,11 @@ class EngineScraper:
 
     async def round(self, http: HttpClient, specs: Iterable[WorkerSpec]) -> None:
         """Scrape every engine once."""
-        asked = [spec for spec in specs if spec.http_endpoint and spec.engine in SCRAPED]
-        told = await asyncio.gather(*(self._scrape(http, spec) for spec in asked))
+        scraped = [spec for spec in specs if spec.http_endpoint and spec.engine in SCRAPED]
+        totals = await asyncio.gather(*(self._scrape(http, spec) for spec in scraped))
         pools: dict[PoolId, RateSums] = {}
         sums: dict[tuple[str, str], RateSums] = {}
-        for spec, total in zip(asked, told, strict=True):
+        for spec, total in zip(scraped, totals, strict=True):
             if total is not None:
                 name = (spec.tenant, spec.worker_id)
                 sums[name] = total
@@ -105,7 +105,7 @@ class EngineScraper:
             except (Unavailable, ValueError) as error:
                 self.failures += 1
                 self._warnings.warning(
-                    (spec.tenant, spec.worker_id), "worker %s does not tell its metrics: %s", spec.worker_id, error
+                    (spec.tenant, spec.worker_id), "metrics of worker %s cannot be read: %s", spec.worker_id, error
                 )
                 readings = {}
         for rank in spec.ranks:
@@ -117,7 +117,7 @@ class EngineScraper:
             try:
                 self._scheduler.report_metrics(spec.tenant, rank, reading or NO_METRICS)
             except KvscoutError:
-                # It was removed while it was asked.
+                # It was removed meanwhile.
                 self._reported.discard(name)
         return sums
 

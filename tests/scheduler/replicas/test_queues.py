@@ -158,7 +158,7 @@ def test_a_vacancy_that_nobody_elsewhere_fills_is_left_for_a_moment_only(monkeyp
     world = Lines("a", "b")
     world.fill("a", "r")
     world.ask("b", "high", priority=5)
-    monkeypatch.setattr(world["b"].core._admission, "give", lambda pool, now: None)
+    monkeypatch.setattr(world["b"].core._admission, "admit_waiting", lambda pool, now: None)
     world.run(0.05)
     world.end("a", "r")
     for number in range(3):

@@ -26,10 +26,10 @@ class Booking:
     lease_bucket: int | None = None
     phase: Phase = Phase.PREFILL
     first_token_at: float | None = None
-    """None = there was none, nobody tells, or it was out when the booking came here."""
+    """None = there was none, it is not reported, or it was out when the booking came here."""
     output_blocks: int = 0
     answers: int = 1
-    """Calls that were told of it and whose answer is not known to be lost."""
+    """Calls that were answered with it, and whose answer is not known to be lost."""
     mirror: bool = False
     """Another replica owns it: it has neither lease nor owner here."""
 

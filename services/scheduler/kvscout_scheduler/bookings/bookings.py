@@ -5,7 +5,7 @@ Invariants
    mirrors one of another replica (`journal`); or in none of them.
 2. A name (tenant, model, role, request_id) has at most one booking; its attempt id says which call it answers.
 3. What ended is remembered for a while (`attempts`), so that a second Free can say so and a booking call that comes
-   after its own Free books nothing. Attempt 0 means that the caller does not tell attempts apart: its Frees cancel
+   after its own Free books nothing. Attempt 0 means that the caller does not distinguish attempts: its Frees cancel
    nothing that comes later.
 
 Every method is atomic: it awaits nothing. Not thread-safe.
@@ -156,7 +156,7 @@ class Bookings:
             observer.prefill_completed(booking.reservation, now - booking.booked_at, now)
 
     def ran_before(self, booking: Booking) -> None:
-        """Note that a booking began before we were told of it, or that we were not told in time what became of it:
+        """Note that a booking began before it was reported here, or that its progress was not reported in time:
         nothing is to be learned from how long it takes."""
         if not booking.reservation.running:
             booking.reservation = booking.reservation._replace(running=True)
@@ -264,7 +264,7 @@ class Bookings:
             self.end_log.flush()
 
     def expire(self, now: float, limit: int) -> int:
-        """End so many of the bookings whose lease or whose owner's grace time is over; forgets old attempts. Returns
+        """End bookings whose lease or whose owner's grace time is over, `limit` at most; forget old attempts. Returns
         bookings that ended."""
         ended = self._expire_all(self.owners.forgotten(limit), EndReason.OWNER_FORGOT, now)
         ended += self._expire_all(self._leases.expired(now, limit - ended), EndReason.LEASE, now)
@@ -321,7 +321,7 @@ class Bookings:
         self._attempts.add(key, attempt_id, Ended.BY_CALLER, now)
 
     def freed_by_caller(self, key: RequestKey, attempt_id: int, now: float) -> bool:
-        """Return whether an attempt was freed by its caller, here or elsewhere."""
+        """Return whether an attempt was freed by its caller, here or at another replica."""
         return bool(attempt_id) and self._attempts.get(key, attempt_id, now) in (Ended.BY_CALLER, Ended.BEFORE_BOOKING)
 
     def flush_log(self) -> None:
@@ -362,12 +362,12 @@ class Bookings:
 
     def _own(self, booking: Booking, now: float) -> None:
         """Take over a mirror, before it is written to. Its owner holds it; one that is not connected here counts as
-        gone from now. If it is well and connected elsewhere, the replica there claims the request again."""
+        gone from now. If it is well and connected to another replica, that one claims the request again."""
         if not booking.mirror:
             return
         booking.mirror = False
         if booking.phase is Phase.PREFILL:
-            # Its caller tells us what it has told, or could not tell, another replica before.
+            # Its caller repeats here what it has sent, or could not send, to another replica before.
             self.ran_before(booking)
         # That of the replica that booked it: what comes of a call here ends nothing that runs.
         booking.answers = 1

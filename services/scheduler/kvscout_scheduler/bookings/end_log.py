@@ -26,7 +26,7 @@ class _Cause:
 
 
 class EndLog:
-    """Gathers ends, which may come in slices, until it is told that there are no more; bounded by their causes."""
+    """Gathers ends, which may come in slices, until `flush`; bounded by their causes."""
 
     def __init__(self) -> None:
         self._causes: dict[tuple[EndReason, str], _Cause] = {}

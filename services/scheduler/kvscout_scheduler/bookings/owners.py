@@ -1,4 +1,4 @@
-"""Owners of bookings: gateways, each with one open stream at a time and some patience for its return."""
+"""Owners of bookings: gateways, each with one open stream at a time and a grace time for its return."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ ends only after all that it lists was looked at. Between two slices anything may
   ended is unknown; an attempt that was freed is remembered, so that nobody books it again.
 * The owner opens a later stream: that one lists anew, this one is out of date and fails.
 * The stream ends: what was not looked at stays the owner's, for its grace time.
-* The scheduler drains: it takes no new bookings, and those that are there go on; the owner hears of it with the answer.
+* The scheduler drains: it takes no new bookings, and those that are there go on; the owner learns it with the answer.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def choose(costs: Sequence[float], temperature: float, rng: Random) -> int:
     Args:
         costs: At least one, none NaN. An infinite cost is chosen only if all are infinite.
         temperature: 0 = the minimum, exact ties uniformly at random; above, softmax.
-        rng: Where the draw comes from; not asked when there is nothing to draw.
+        rng: Where the draw comes from; not used when there is nothing to draw.
     """
     if temperature > 0:
         if is_ranked(costs):

@@ -10,7 +10,7 @@
 
 Worked example, weight 1: (prefill, decode) = (8, 10), (5, 5), (2, 9) → costs 18, 10, 11 → the second worker.
 
-The formula is that of Dynamo's KV router. Columns in, columns out; the twin is `native/src/load/score.rs`.
+The formula is that of Dynamo's KV router. Columns in, columns out; the native backend is `native/src/load/score.rs`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BlockFormat(NamedTuple):
 
 
 class Question(NamedTuple):
-    """One prompt, as hashed for the workers of a lane."""
+    """Request for scores: one prompt, as hashed for the workers of a block format."""
 
     block_format: BlockFormat
     hashes: bytes
@@ -43,9 +43,9 @@ class Question(NamedTuple):
     """Weight of prefill against decode; 0 = decode load alone, prefix caches are ignored."""
     tiers: TierWeights = DEFAULT_TIER_WEIGHTS
     charge_prefill: bool = True
-    """False: the prompt is computed elsewhere."""
+    """False: the prompt is computed by another worker."""
     scale: float = 1.0
-    """Size of the lane's blocks in units of the blocks that costs are compared in, where block sizes differ."""
+    """Size of these blocks in units of the blocks that costs are compared in, where block sizes differ."""
 
     @property
     def blocks(self) -> int:

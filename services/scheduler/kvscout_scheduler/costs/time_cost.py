@@ -18,7 +18,7 @@
 
 While a worker computes a prompt, others who come wait: the more of them, the less idle it is, and all who wait already
 where no worker is idle. That is what `crowding` counts: a cached prefix is worth more the more there is to do, and
-another worker is given a copy of it when its holder has no time and the other has, or when it is asked for so often
+another worker is given a copy of it when its holder has no time and the other has, or when it is wanted so often
 that the copy soon pays. What a full cache loses for a prompt has to be computed again, which is needless as far as
 other caches have room.
 
@@ -26,8 +26,8 @@ In `decode`, contexts are what slows this request down, and requests times its o
 for as long as both decode: that is what the stages of an output are for (`output_lengths`). Beside a long answer that
 has just begun, a short one decodes for the first stage only.
 
-What is known of workers is a table of numbers, one row each, that `learned_times` writes and both twins read; the other
-twin is `native/src/load/time_cost.rs`. Both compute every number in the same order.
+What is known of workers is a table of numbers, one row each, that `learned_times` writes and both backends read; the
+native one is `native/src/load/time_cost.rs`. Both compute every number in the same order.
 """
 
 from __future__ import annotations

@@ -110,16 +110,16 @@ def rates_by(sums: RateSums, shape: Rates) -> Rates | None:
         shape: What is believed without them: it counts where they say nothing, and says what of a gap is contexts.
     """
     step, context, token = shape.step, shape.context_token, shape.prompt_token
-    told = False
+    known = False
     if sums.gaps >= LEAST_GAPS and sums.gap_seconds > 0:
         gap = _within(sums.gap_seconds / sums.gaps, STEP_SECONDS)
         scale = gap / (step + context * USUAL_CONTEXT)
-        step, context, told = scale * step, scale * context, True
+        step, context, known = scale * step, scale * context, True
     if sums.prefills >= LEAST_PREFILLS and sums.prompt_tokens >= LEAST_PROMPT_TOKENS and sums.prefill_seconds > 0:
         each = sums.prefill_seconds / sums.prefills
         computing = max(each - step, LEAST_SHARE * each)
-        token, told = _within(computing * sums.prefills / sums.prompt_tokens, PROMPT_TOKEN_SECONDS), True
-    return Rates(token, step, context) if told else None
+        token, known = _within(computing * sums.prefills / sums.prompt_tokens, PROMPT_TOKEN_SECONDS), True
+    return Rates(token, step, context) if known else None
 
 
 def _vllm_prefill(said: Mapping[str, float]) -> tuple[float, ...]:

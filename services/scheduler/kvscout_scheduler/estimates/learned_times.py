@@ -10,9 +10,9 @@ Learned is what happened, not what was said. What ran before it was booked here 
 which may be quick. Until anything is known, rates are what registrations say of them (`first_rates`), or engines of
 themselves (`engine_rates`). No worker is faster than others until the pool's own rate has settled (`rates.Line`).
 
-Whoever asks an engine for an answer as a whole never hears of its first token (`Reservation.estimates_prefill`): such a
-prefill is over when it should be, or when that of one that came later to the same worker is. Where nobody hears of a
-first token, how long whole answers take says how fast prefill and decode are together.
+A caller that wants an answer as a whole never receives its first token (`Reservation.estimates_prefill`): such a
+prefill is over when it should be, or when that of one that came later to the same worker is. Where no first token is
+reported, how long whole answers take says how fast prefill and decode are together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SAME_STEP: Final = 0.25
 LEAST_LEFT: Final = 0.2
 """Share of a time that stays when what else went on meanwhile is taken from it."""
 UNREPORTED: Final = 50
-"""Whole answers without any first token heard after which they are learned from."""
+"""Whole answers without any reported first token after which they are learned from."""
 IDLE: Final = TimeRow()
 """The first row, of all workers that nothing is known of."""
 
@@ -127,7 +127,7 @@ class LearnedTimes:
         return self.prefill.is_belief and self.decode.is_belief
 
     def believe(self, rates: Rates) -> None:
-        """Begin with what engines tell of the requests that they had, until something is observed."""
+        """Begin with rates that engines report, until something is observed."""
         self._reported = True
         self._believe(rates)
 
@@ -141,7 +141,7 @@ class LearnedTimes:
         weight: float,
         books: bool,
     ) -> TimeQuestion:
-        """Return what is known when a request asks.
+        """Return the estimates for the cost of a request.
 
         Args:
             request: The request.
@@ -184,7 +184,7 @@ class LearnedTimes:
 
     @property
     def due_at(self) -> float:
-        """Return when `over` has something to tell; inf = nothing is due."""
+        """Return the time at which `over` has requests to return; inf = nothing is due."""
         if self._passed:
             return -inf
         return self._due[0][0] if self._due else inf
@@ -322,7 +322,7 @@ class LearnedTimes:
         worker.look(now)
         over = [request]
         if learn:
-            # Engines begin prompts in order: those of whom nobody hears are over when one behind them is.
+            # Engines begin prompts in order: those without a reported first token are over when one behind them is.
             for earlier in worker.prefills:
                 if earlier is request:
                     break

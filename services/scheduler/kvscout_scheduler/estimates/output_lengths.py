@@ -42,7 +42,7 @@ class OutputLengths:
     def __init__(self) -> None:
         self._everyone = _Class(None)
         self._classes: OrderedDict[object, _Class] = OrderedDict()
-        self._asked: tuple[str, int, int, int] | None = None
+        self._key: tuple[str, int, int, int] | None = None
         """Arguments of `_answer`, since the last output: a booking follows a selection with the same ones."""
         self._answer: Stages = BELIEVED
 
@@ -58,10 +58,10 @@ class OutputLengths:
             most: Tokens at which it ends; 0 = unknown.
             expected: Tokens that its caller expects; 0 = unknown.
         """
-        asked = (output_class, lineage, most, expected)
-        if asked != self._asked:
+        key = (output_class, lineage, most, expected)
+        if key != self._key:
             mean = self._class(output_class, lineage, most, expected).mean()
-            self._asked, self._answer = asked, _bounded(mean, min(most or LAST, expected or LAST))
+            self._key, self._answer = key, _bounded(mean, min(most or LAST, expected or LAST))
         return self._answer
 
     def add(self, output_class: str, lineage: int, most: int, expected: int, tokens: int) -> None:
@@ -74,7 +74,7 @@ class OutputLengths:
             expected: Tokens that its caller expected; 0 = unknown.
             tokens: That it had.
         """
-        self._asked = None
+        self._key = None
         self._class(output_class, lineage, most, expected).add(_bounded(WIDTHS, tokens))
 
     def _class(self, output_class: str, lineage: int, most: int, expected: int) -> _Class:

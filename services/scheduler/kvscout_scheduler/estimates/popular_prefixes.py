@@ -1,7 +1,7 @@
 """Popular prefixes: how often prompts that begin alike come; pure.
 
 A prompt begins with 256, 512, 1,024, … tokens with which others may begin, too. Of each such prefix it is counted how
-many prompts had it lately: one that many had is going to be asked for again, on whatever worker has it. So who computes
+many prompts had it lately: one that many had is going to be wanted again, on whatever worker has it. So who computes
 a copy of it on another worker does so for many.
 """
 
@@ -22,7 +22,7 @@ HORIZON_SECONDS: Final = 20.0
 LEAST_USES: Final = 1.0
 """Fewest uses of a prefix on each worker in that time for a copy to be worth anything."""
 LEAST_PROMPTS: Final = 16.0
-"""With it in that time, however few workers there are: turns of one conversation are fewer."""
+"""Fewest prompts with it in that time, however few workers there are: a conversation has fewer."""
 MAX_PREFIXES: Final = 16_384
 """Those that were not seen for longest are forgotten."""
 

@@ -2,7 +2,7 @@
 
 A *slot* is a small integer that stands for a worker rank, so that every quantity is a column. This module,
 `prefix_tree` and `cost` see slots, packed hashes and numbers, no request and no clock: they are the reference of the
-native twin (`native_load`, native/src/load), which answers the same.
+native backend (`native`, native/src/load), which answers the same.
 
 Invariants
 1. `decode_blocks[slot]` = distinct active blocks of the slot's allocations + their private blocks.
@@ -54,7 +54,7 @@ class Limits(NamedTuple):
 
 
 class Scores(Protocol):
-    """The columns of one decision, one entry a slot asked about; `cost.ReferenceScores` says what they are."""
+    """The columns of one decision, one entry a requested slot; see `cost.ReferenceScores`."""
 
     @property
     def device_blocks(self) -> Sequence[int]: ...
@@ -131,7 +131,7 @@ class ActiveLoad(Protocol):
 
         Args:
             slot: The worker.
-            lane: How its blocks are hashed.
+            block_format: Format of its block hashes.
             hashes: Packed local hashes of the blocks that other requests can share.
             private_blocks: Further blocks: the partial tail, blocks that were not hashed.
             prefill_tokens: Uncached prompt tokens.
@@ -155,8 +155,8 @@ class ActiveLoad(Protocol):
         Args:
             question: The prompt.
             overlaps: Where it is cached; checked.
-            slots: Set of workers of its lane, in which those that are not arranged do not count; None = all that are
-                arranged. Columns are by rank.
+            slots: Set of workers of its block format, in which those that are not arranged do not count; None = all
+            that are arranged. Columns are by rank.
         """
 
     def check_invariants(self, allocations: Any) -> None:
@@ -164,7 +164,7 @@ class ActiveLoad(Protocol):
 
 
 MakeLoad = Callable[..., ActiveLoad]
-"""Makes an idle pool of one of the twins; takes `track_blocks`."""
+"""Makes the load of an idle pool in one of the backends; takes `track_blocks`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ Feature: TypeAlias = frozenset[tuple[str, str]] | str
 """Labels, all of them; or the name of an adapter."""
 
 MAX_FEATURES: Final = 256
-"""Kept for one pool; the one that was asked for longest ago makes room."""
+"""Kept for one pool; the least recently used one makes room."""
 
 
 class FeatureSets:

@@ -1,4 +1,4 @@
-"""The native twin of `active_load`, `prefix_tree` and `cost`, and of the messages of `Lifecycle` streams.
+"""Native backend of `active_load`, `prefix_tree` and `cost`, and of the messages of `Lifecycle` streams.
 
 The one module of this package that imports the extension, and does so only where it is used
 (`kvscout_common.hashing.native_available`). Lists are made of its columns only where somebody looks at them.

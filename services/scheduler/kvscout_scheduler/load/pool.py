@@ -60,7 +60,7 @@ class Pool:
 
     Args:
         pool_id: What its workers serve.
-        make_load: Which twin keeps its load.
+        make_load: Makes its load, of one of the backends.
         settings: Of the scheduler.
     """
 
@@ -79,7 +79,7 @@ class Pool:
         self.everyone = 0
         """The slots of `order`, as a set; see `slot_sets`."""
         self.formats: dict[BlockFormat, int] = {}
-        """The same by lane."""
+        """Slots of `order` by block format, as sets."""
         self.draining = 0
         """Those that drain, as a set."""
         self.cooldown_until: dict[int, float] = {}
@@ -99,7 +99,7 @@ class Pool:
         self.decisions = 0
         """Workers picked here since the pool came."""
         self.relieved: set[int] = set()
-        """Slots that lost load since somebody asked: there may be room."""
+        """Slots that lost load since the last call of `take_changes`: there may be room."""
         self.changed = False
         """True: eligibility may have changed since the last look."""
         self._thresholds = NO_THRESHOLDS
@@ -222,7 +222,7 @@ class Pool:
 
         Args:
             slot: Where it is.
-            facts: What is booked.
+            reservation: What is booked.
             block_hashes: Packed hashes of the blocks that it shares.
             output_blocks: That it has generated already.
             prefill: Whether its prompt is still to be computed.
@@ -336,7 +336,7 @@ class Pool:
         self.changed = True
 
     def prompts(self, prompt: Prompt, others: tuple[Prompt, ...], isl_tokens: int) -> dict[BlockFormat, Prompt]:
-        """Return the hashes that hold for each lane, checked; a lane nobody hashed for gets none.
+        """Return the hashes for each block format, checked; a format without hashes gets none.
 
         Raises:
             InvalidArgument: A field of a prompt is wrong, or its block size is left open and the workers differ.

@@ -1,4 +1,4 @@
-"""The pools and their workers, as the registry tells of them."""
+"""Pools and their workers, as the registry reports them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Workers:
         self.expire(now, MAX_ENDS)
 
     def expire(self, now: float, limit: int) -> int:
-        """End bookings on ranks that have left for good, and pools that have neither workers nor bookings. Ends are
+        """End bookings on ranks whose grace time is over, and pools that have neither workers nor bookings. Ends are
         logged once there are no more of them for now.
 
         Args:

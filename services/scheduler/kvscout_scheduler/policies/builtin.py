@@ -222,14 +222,15 @@ class UniformRandom(Policy):
 
 
 class RoundRobin(Policy):
-    """The eligible workers of a pool in turn, in the order of (worker_id, dp_rank).
+    """Round-robin over the eligible workers of a pool, in the order of (worker_id, dp_rank).
 
     ::
 
         next = the first eligible rank after the last one chosen, the first of all if there is none
 
-    The last rank is remembered by name, so that workers that come, go or are skipped disturb nobody else's turn.
-    Queries have a turn of their own: a client that asks before it books must not meet the same worker again and again.
+    The last rank is remembered by name, so that workers that come, go or are skipped do not disturb the order of
+    others. Queries have a position of their own: a client that queries before it books must not meet the same worker
+    each time.
     """
 
     def __init__(self) -> None:

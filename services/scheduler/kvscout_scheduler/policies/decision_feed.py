@@ -1,6 +1,6 @@
-"""Decisions as they are made, for whoever watches; a slow watcher loses the oldest and is told how many.
+"""Decisions as they are made, for watchers; a slow watcher loses the oldest and receives their number.
 
-What is kept of a decision is what watchers are told: no prompt, and of an error its text.
+A record has no prompt, and of an error its text.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DecisionRecord:
         return _RECORD_BYTES + 4 * names + candidates * _CANDIDATE_BYTES
 
     def without_explanation(self) -> DecisionRecord:
-        """Return the same, for those who did not ask for more."""
+        """Return the same without explanation."""
         if self.decision is None or self.decision.explanation is None:
             return self
         return replace(self, decision=replace(self.decision, explanation=None))
@@ -126,7 +126,7 @@ class Watchers:
         """Return whether anyone wants this decision explained."""
         return bool(self._watchers) and any(each.explain and each.wants(request) for each in self._watchers)
 
-    def tell(self, request: SelectionRequest, outcome: Decision | KvscoutError) -> None:
+    def record(self, request: SelectionRequest, outcome: Decision | KvscoutError) -> None:
         """Put a decision, or its error, to everyone who watches the request's model."""
         if not self._watchers:
             return

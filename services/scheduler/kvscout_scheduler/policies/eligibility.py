@@ -36,7 +36,7 @@ class Demand(NamedTuple):
     kept: Callable[[Pool, int], int]
     """Returns the slots of a set that fit."""
     refusal: Callable[[int], KvscoutError]
-    """The error when none of so many has it."""
+    """Returns the error when no worker of a number has it."""
 
 
 class Dropped:
@@ -165,7 +165,7 @@ def _all_drain(pool: Pool, request: SelectionRequest, slots: int, now: float) ->
 def _cooling_down(pool: Pool, request: SelectionRequest, slots: int, now: float) -> int:
     if not pool.cooldown_until:
         return 0
-    # Who pins a worker is told that it cools down, as others could do; of one worker alone that would leave nobody.
+    # A pinned worker that cools down is refused, as others could do; of one worker alone that would leave nobody.
     among = pool.everyone & ~pool.draining if request.wanted.pinned_worker_id else slots
     return slots & pool.left_out(among, now)
 

@@ -37,7 +37,7 @@ class Candidates:
         pool: Where they come from; not changed while this is in use.
         request: The request.
         members: The set of their slots (`slot_sets`); at least one, all registered.
-        prompts: The request's hashes and overlaps for each lane of the pool.
+        prompts: The request's hashes and overlaps for each block format of the pool.
         settings: Settings in effect, the request's overrides applied.
         now: On the scheduler's clock.
         books: Whether the choice is booked; queries must not change what bookings see.
@@ -214,7 +214,7 @@ class Candidates:
         return [found[slot] for slot in self.slots]
 
     def _column(self, of: Callable[[Scores], Sequence[T]]) -> Sequence[T]:
-        """Return a column of all, from those of each lane."""
+        """Return a column of all, from those of each block format."""
         scored = self._scores
         if len(scored) == 1:
             return of(scored[0][1])
@@ -225,7 +225,7 @@ class Candidates:
 
     @property
     def _scores(self) -> list[tuple[int, Scores]]:
-        """Return the candidates of each lane, and what the load says of them."""
+        """Return the candidates of each block format, and their scores."""
         # Once a request: `cached_property` takes a lock to compute, in Python 3.11.
         if self._scored is None:
             if len(self._prompts) == 1:
@@ -255,12 +255,13 @@ class Candidates:
 
 
 class Policy(ABC):
-    """Picks one of the candidates; not asked who may be one. A subclass says what a candidate costs, the rest is here.
+    """Policy that picks one of the candidates, which are eligible. A subclass says what a candidate costs, the rest is
+    here.
 
     At temperature 0 the least cost wins, exact ties uniformly at random; above, softmax over range-normalised costs.
 
     Every pool has an instance of its own, which may keep state and must not block. One that has methods of
-    `reservation.Observer` is told by them what becomes of requests, so that it can learn how fast workers are.
+    `reservation.Observer` observes the course of requests through them, so that it can learn how fast workers are.
     """
 
     @abstractmethod

@@ -30,9 +30,9 @@ _warnings = RateLimitedLog(logging.getLogger("kvscout.scheduler"))
 class CheckedPolicy:
     """A policy, with its answers checked.
 
-    What it is asked raises InternalError with the policy's name where the policy raises anything but an error that it
-    means for the caller (`KvscoutError`), or answers what cannot be; what it is told raises nothing, as nobody is there
-    to blame. The traceback is logged, at most once a minute.
+    A question raises InternalError with the policy's name where the policy raises anything but an error that it
+    means for the caller (`KvscoutError`), or answers what cannot be; an observer method raises nothing, as nobody is
+    there to blame. The traceback is logged, at most once a minute.
 
     Args:
         name: Of the policy.
@@ -50,7 +50,7 @@ class CheckedPolicy:
         listening = {what: getattr(self._policy, what, None) for what in ("booked", "prefill_completed", "ended")}
         self.observes = any(map(callable, listening.values()))
         """True: it observes bookings."""
-        self.booked, self.prefill_completed, self.ended = (self._telling(*each) for each in listening.items())
+        self.booked, self.prefill_completed, self.ended = (self._observer(*each) for each in listening.items())
         """See `Observer`."""
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
@@ -75,13 +75,13 @@ class CheckedPolicy:
 
     def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
         """See `Policy`."""
-        return self._asked(_column, self._policy.probabilities, candidates, costs)
+        return self._checked(_column, self._policy.probabilities, candidates, costs)
 
     def reason(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
         """See `Policy`."""
-        return self._asked(_text, self._policy.reason, candidates, costs, index)
+        return self._checked(_text, self._policy.reason, candidates, costs, index)
 
-    def _asked(
+    def _checked(
         self, check: Callable[[Any, Candidates], T], ask: Callable[..., Any], candidates: Candidates, *more: Any
     ) -> T:
         try:
@@ -95,19 +95,19 @@ class CheckedPolicy:
         _warnings.warning(self._name, "policy %s failed a request", self._name, error=error)
         return InternalError(f"policy {self._name!r} failed: {type(error).__name__}")
 
-    def _telling(self, what: str, listen: Any) -> Callable[..., None]:
+    def _observer(self, what: str, listen: Any) -> Callable[..., None]:
         """Return the call of one of its observer methods: every request makes three."""
         if not callable(listen):
             return lambda *_: None
 
-        def tell(*reservation: object) -> None:
+        def observe(*reservation: object) -> None:
             try:
                 listen(*reservation)
             except Exception as error:
                 name = (self._name, what)
-                _warnings.warning(name, "policy %s failed when it was told: %s", self._name, what, error=error)
+                _warnings.warning(name, "policy %s failed as an observer of: %s", self._name, what, error=error)
 
-        return tell
+        return observe
 
 
 def _column(given: Sequence[float], candidates: Candidates) -> Sequence[float]:

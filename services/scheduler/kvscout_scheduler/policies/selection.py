@@ -62,7 +62,7 @@ class Selector:
     def select(
         self, pool: Pool, request: SelectionRequest, now: float, *, books: bool, explains: bool = False
     ) -> Selected:
-        """Pick a worker; changes nothing but the turn of policies that take turns.
+        """Pick a worker; change nothing but the position of round-robin policies.
 
         Args:
             pool: The pool of the request, which knows when its workers are busy.
@@ -98,7 +98,7 @@ class Selector:
                     pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped.by_slot()
                 )
             except InternalError:
-                # Who asked for none gets the worker all the same.
+                # A caller that wants no explanation gets the worker all the same.
                 if request.explain:
                     raise
         decision = Decision(

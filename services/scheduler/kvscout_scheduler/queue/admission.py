@@ -24,7 +24,7 @@ from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.load.workers import Workers
 from kvscout_scheduler.policies.eligibility import eligible, with_room
 from kvscout_scheduler.queue.remote_queues import ANYWHERE, RemoteQueues
-from kvscout_scheduler.queue.waiting import Group, Line, Waiter, WaitingQueues
+from kvscout_scheduler.queue.waiting import Group, PoolQueue, Waiter, WaitingQueues
 from kvscout_scheduler.values.request import SelectionRequest
 from kvscout_scheduler.values.reservation import PoolId
 from kvscout_scheduler.values.slot_sets import slot_set, slots_in
@@ -32,14 +32,14 @@ from kvscout_scheduler.values.thresholds import ThresholdTable
 
 
 class Admission:
-    """Gives turns to those that wait.
+    """Admission of requests that wait.
 
     Args:
         workers: Whom they wait for.
         thresholds: When those are busy.
         waiting: Those that wait.
-        book: Books one whose turn it is, and tells it; must not raise.
-        elsewhere: Those that wait at other replicas.
+        book: Books a request that may go, and answers it; must not raise.
+        remote: Requests that wait at other replicas.
     """
 
     def __init__(
@@ -63,39 +63,39 @@ class Admission:
             KvscoutError: No worker could take it at all; as `eligible`, and busy only where nobody waits for the same.
         """
         pool = self._workers.pool(request.pool)
-        line = self._waiting.line(pool.id)
-        if line is not None and line.group(request.wanted) is not None:
+        queue = self._waiting.queue(pool.id)
+        if queue is not None and queue.group(request.wanted) is not None:
             return True
         must_wait = not self._has_vacancy(pool, request, now)
-        if must_wait and line is None:
+        if must_wait and queue is None:
             # Nobody has looked at this pool for long: what is known of it is what was seen just now.
             pool.take_changes()
         return must_wait
 
     def admit_waiting(self, pool_id: PoolId, now: float) -> None:
         """Book the requests of a pool that wait and have room now, in order."""
-        line = self._waiting.line(pool_id)
-        if line is None:
+        queue = self._waiting.queue(pool_id)
+        if queue is None:
             return
         try:
             pool = self._workers.pool(pool_id)
         except KvscoutError as error:
-            for group in line.groups:
+            for group in queue.groups:
                 self._refuse(group.waiters, error)
             return
         pool.judge(self._thresholds.get(pool_id.tenant, pool_id.model))
         pool.recover(now)
         slots, changed = pool.take_changes()
         if changed:
-            groups, relieved = line.groups, 0
+            groups, relieved = queue.groups, 0
         elif relieved := slot_set(slots) & ~pool.load.full():
-            groups = _groups_for(pool, line, relieved)
+            groups = _groups_for(pool, queue, relieved)
         else:
             return
-        turns = [(group.head.place, group) for group in groups]
-        heapify(turns)
-        while turns:
-            _, group = heappop(turns)
+        heads = [(group.head.place, group) for group in groups]
+        heapify(heads)
+        while heads:
+            _, group = heappop(heads)
             try:
                 if not self._has_vacancy(pool, group.head.request, now):
                     continue
@@ -111,7 +111,7 @@ class Admission:
             if relieved and not relieved & ~pool.load.full():
                 return
             if group.waiters:
-                heappush(turns, (group.head.place, group))
+                heappush(heads, (group.head.place, group))
 
     def resume(self, now: float) -> None:
         """Take up vacancies that were left to other replicas for long enough; to be called every few milliseconds."""
@@ -141,7 +141,7 @@ class Admission:
             waiter.answer(copy(error))
 
 
-def _groups_for(pool: Pool, line: Line, slots: int) -> list[Group]:
+def _groups_for(pool: Pool, queue: PoolQueue, slots: int) -> list[Group]:
     members = slots_in(slots)
-    found = {group.wanted: group for slot in members for group in line.groups_for(pool.ranks[slot], pool.specs[slot])}
+    found = {group.wanted: group for slot in members for group in queue.groups_for(pool.ranks[slot], pool.specs[slot])}
     return list(found.values())

@@ -2,8 +2,8 @@
 
 Each replica has a line of its own, and all see the same vacancies. One that several could fill is left, for a moment,
 to the replica at which the highest priority waits; when that has not filled it by then, for whatever reason, whoever
-waits or comes here goes, until there is no vacancy any more: nobody waits longer than that for a line that has no use
-for it. Only requests that can go anywhere in their pool are told of and yield: a group holds up no other.
+waits or comes here goes, until there is no vacancy any more: nobody waits longer than that for a queue that has no use
+for it. Only requests that can go anywhere in their pool are announced and yield: a group holds up no other.
 
 Pure: the clock is passed in.
 """
@@ -51,7 +51,8 @@ class RemoteQueues:
             self._left.pop(pool, None)
 
     def take_over(self, now: float) -> list[PoolId]:
-        """Return pools whose vacancies are left to nobody any more: the time is over, or nobody waits elsewhere."""
+        """Return pools whose vacancies are left to nobody any more: the time is over, or nobody waits at other
+        replicas."""
         if not self._since:
             return []
         for pool in [pool for pool in self._since if self.highest(pool) is None]:

@@ -3,7 +3,7 @@
 ::
 
     arrive ──▶ any worker:  [prio 5: a d] [prio 0: b c e] ──┐
-               pinned to x: [prio 0: f g]                   ├──turns.py──▶ booked, the first place of all first
+               pinned to x: [prio 0: f g]                   ├──admission.py──▶ booked, the first place of all first
                adapter l:   [prio 9: h]                     ──┘
 
 Rules
@@ -13,14 +13,14 @@ Rules
 2. Higher priorities first, then in the order of arrival. Those that want the same of their worker (`Wanted`: pin,
    lists, labels, adapter) are a group, and go one after the other; one group holds up no other.
 3. Who comes while its group waits, waits behind it, also while every worker is over a busy threshold: nobody overtakes
-   by asking again at the right moment. Without such a group, busy is a refusal, as it is without a line.
-4. The line of a pool is bounded. What does not fit, and what else is refused for want of capacity while anyone waits in
-   the pool, is told when to try again.
+   by asking again at the right moment. Without such a group, busy is a refusal, as it is without a queue.
+4. The queue of a pool is bounded. What does not fit, and what else is refused for want of capacity while anyone waits
+in the pool, is refused with a time to try again.
 5. A repeated call of the same attempt takes over the place of the first, with its own overlaps: that is how a gateway
    refreshes them. The first call ends with `Cancelled`.
-6. Nothing is booked before a waiter is told of it; one whose caller has gone is taken out and leaves nothing.
+6. Nothing is booked before a waiter is answered; one whose caller has gone is taken out and leaves nothing.
 
-Pure: the clock is passed in, whoever waits is told through a callback.
+Pure: the clock is passed in, whoever waits is answered through a callback.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Answer = Callable[[Decision | KvscoutError], None]
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """One request in line."""
+    """One request in the queue."""
 
     request: SelectionRequest
     answer: Answer
@@ -54,14 +54,14 @@ class Waiter:
     lease_seconds: float
     since: float
     place: tuple[int, int] = field(default=(0, 0))
-    """Orders the line: priority, highest first, then arrival."""
+    """Orders the queue: priority, highest first, then arrival."""
 
 
 _PLACE = attrgetter("place")
 
 
 class Group:
-    """Waiters of a pool that want the same of their worker, in the order in which they go; never empty in a line."""
+    """Waiters of a pool that want the same of their worker, in the order in which they go; never empty in a queue."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
@@ -78,7 +78,7 @@ class Group:
         return all(fits(rank, spec) for fits in self._fits)
 
 
-class Line:
+class PoolQueue:
     """The waiters of one pool."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Line:
 
 
 class WaitingQueues:
-    """The lines of all pools.
+    """the queues of all pools.
 
     Args:
         limit: Waiters in one pool.
@@ -139,7 +139,7 @@ class WaitingQueues:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lines: dict[PoolId, Line] = {}
+        self._queues: dict[PoolId, PoolQueue] = {}
         self._by_key: dict[RequestKey, Waiter] = {}
         self._arrivals = 0
 
@@ -154,24 +154,24 @@ class WaitingQueues:
 
     def length(self, pool: PoolId) -> int:
         """Return waiters in one pool."""
-        line = self._lines.get(pool)
-        return line.length if line is not None else 0
+        queue = self._queues.get(pool)
+        return queue.length if queue is not None else 0
 
-    def line(self, pool: PoolId) -> Line | None:
-        """Return the line of a pool; None = nobody waits there."""
-        return self._lines.get(pool)
+    def queue(self, pool: PoolId) -> PoolQueue | None:
+        """Return the queue of a pool; None = nobody waits there."""
+        return self._queues.get(pool)
 
     @property
     def pools(self) -> list[PoolId]:
         """Return pools in which anyone waits; a copy."""
-        return list(self._lines)
+        return list(self._queues)
 
     def join(self, waiter: Waiter) -> None:
-        """Put a request in line, or in the place of an earlier call of the same attempt.
+        """Put a request in the queue, or in the place of an earlier call of the same attempt.
 
         Raises:
             AlreadyExists: Another attempt of the request waits.
-            ResourceExhausted: The line is full.
+            ResourceExhausted: The queue is full.
         """
         key = waiter.request.key
         earlier = self._by_key.get(key)
@@ -186,10 +186,10 @@ class WaitingQueues:
                 raise ResourceExhausted(f"{waiting} requests wait (limit)", retry_after_seconds=RETRY_SECONDS)
             self._arrivals += 1
             waiter.place = (-waiter.request.priority, self._arrivals)
-        line = self._lines.get(key.pool)
-        if line is None:
-            line = self._lines[key.pool] = Line()
-        line.add(waiter)
+        queue = self._queues.get(key.pool)
+        if queue is None:
+            queue = self._queues[key.pool] = PoolQueue()
+        queue.add(waiter)
         self._by_key[key] = waiter
         if earlier is not None:
             earlier.answer(Cancelled("a repeated call of the same attempt waits in its place"))
@@ -200,13 +200,13 @@ class WaitingQueues:
         return waiter if waiter is not None and waiter.request.attempt_id == attempt_id else None
 
     def leave(self, waiter: Waiter) -> bool:
-        """Take a waiter out; False if it is not in line any more."""
+        """Take a waiter out; False if it is not in the queue any more."""
         key = waiter.request.key
         if self._by_key.get(key) is not waiter:
             return False
         del self._by_key[key]
-        line = self._lines[key.pool]
-        line.remove(waiter)
-        if not line.length:
-            del self._lines[key.pool]
+        queue = self._queues[key.pool]
+        queue.remove(waiter)
+        if not queue.length:
+            del self._queues[key.pool]
         return True

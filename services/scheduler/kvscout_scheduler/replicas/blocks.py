@@ -1,4 +1,4 @@
-"""Block hashes that replicas have already, and that are not told again: they are most of a claim."""
+"""Block hashes that replicas have already, and that are not sent again: they are most of a claim."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class UnknownBlocks(Exception):
 
 
 class FindBlocks(Protocol):
-    """Finds hashes that were told before."""
+    """Finds hashes that were received before."""
 
     def __call__(self, key: RequestKey, attempt_id: int, known: KnownBlocks) -> bytes:
         """Return packed hashes.
 
         Raises:
-            UnknownBlocks: Nobody has told them.
+            UnknownBlocks: They were not received.
         """
 
 
@@ -44,7 +44,7 @@ def known_blocks(block_hashes: bytes) -> KnownBlocks:
 
 
 class RecentBlocks:
-    """Hashes of claims that were given up lately: who takes a request over may be heard of after that.
+    """Hashes of claims that were given up lately: a takeover of the request may be received after that.
 
     Bounded in time and bytes; the oldest go first.
     """

@@ -116,7 +116,7 @@ class ClaimSet(dict[RequestKey, Claim]):
         super().__init__()
         self.digest = 0
         self.sent_sequence: dict[RequestKey, int] = {}
-        """Sequence by which the hashes of each had been told."""
+        """Sequence of the event that carried the hashes of each."""
         self._marks: dict[RequestKey, int] = {}
 
     def put(self, claim: Claim, sent_sequence: int | None = None) -> None:
@@ -124,7 +124,7 @@ class ClaimSet(dict[RequestKey, Claim]):
 
         Args:
             claim: With its hashes.
-            sent_sequence: Sequence by which these were told; None = as those of the claim before.
+            sent_sequence: Sequence of the event that carried these; None = that of the claim before.
         """
         if sent_sequence is not None:
             self.sent_sequence[claim.key] = sent_sequence
@@ -149,21 +149,21 @@ class ClaimSet(dict[RequestKey, Claim]):
 
 
 class _Owned(Protocol):
-    """A message that tells an owner."""
+    """Message with an owner."""
 
     owner_id: str
     owner_tenant: str
 
 
 def owner_to_proto(owner: OwnerName | None) -> dict[str, str]:
-    """Return the fields of a message that tell an owner."""
+    """Return the fields of a message for an owner."""
     if owner is None:
         return {}
     return {"owner_id": owner.owner_id, "owner_tenant": "" if owner.tenant == ALL_TENANTS else owner.tenant}
 
 
 def owner_from_proto(message: _Owned) -> OwnerName | None:
-    """Return the owner that a message tells."""
+    """Return the owner in a message."""
     return OwnerName(message.owner_tenant or ALL_TENANTS, message.owner_id) if message.owner_id else None
 
 

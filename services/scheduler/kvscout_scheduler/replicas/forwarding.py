@@ -34,7 +34,7 @@ FORWARD_SECONDS = 0.05
 MAX_FORWARDS = 1_024
 """Under way; beyond them requests are taken over without asking."""
 HOPS = 2
-"""Owners asked: the one we know, and the one that took over from it meanwhile."""
+"""Replicas to forward to: the owner we know, and the one that took over from it meanwhile."""
 
 Post = Callable[[str, replication_pb2.ForwardedOperation, float], Awaitable[bytes]]
 
@@ -109,7 +109,7 @@ class Forwarding:
                 return outcome_from_proto(operation, answer.result)
         if not late:
             return self._scheduler.apply(operation)
-        # The owner may have done what it was asked for, and told us of that before it answered.
+        # The owner may have carried it out, and sent the event before the answer.
         now = self._progress(key)
         if isinstance(operation, AddOutput) and now.output_blocks >= before.output_blocks + operation.blocks:
             return now.output_blocks
@@ -118,10 +118,10 @@ class Forwarding:
             return before.phase is Phase.PREFILL
         return FreeOutcome.FREED if outcome is FreeOutcome.ALREADY_FREED else outcome
 
-    def answer(self, asked: replication_pb2.ForwardedOperation) -> replication_pb2.ForwardedResult:
+    def answer(self, forwarded: replication_pb2.ForwardedOperation) -> replication_pb2.ForwardedResult:
         """Carry out what another replica forwards, unless it is yet another's."""
         try:
-            operation = streamed_from_proto(asked.operation, asked.tenant)
+            operation = streamed_from_proto(forwarded.operation, forwarded.tenant)
         except KvscoutError as error:
             return replication_pb2.ForwardedResult(owner=True, result=result_to_proto(error, error))
         if not _booked(operation) or self.concerns(operation):

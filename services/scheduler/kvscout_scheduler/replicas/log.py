@@ -40,28 +40,28 @@ class ReplicaLog:
         return len(self._pending)
 
     def put(self, claim: Claim, *, known: bool = False) -> None:
-        """Add or replaces a claim; tells of one that differs in one thing no more than that.
+        """Add or replace a claim; of one that differs in one field, only that field is sent.
 
         Args:
             claim: The claim.
-            known: Whether others have its hashes, from another claim: they are not told again.
+            known: Whether others have its hashes, from another claim: they are not sent again.
         """
         change = _change(self.claims.get(claim.key), claim)
         if change is not None:
             self.claims.put(claim)
-            self.tell(change)
+            self.send(change)
         else:
             self.claims.put(claim, sent_sequence=self.sequence + 1)
             event = replication_pb2.ReplicaEvent(add_request=claim_to_proto(claim, known=known))
-            self.tell(event, claim.size(known=known))
+            self.send(event, claim.size(known=known))
 
     def drop(self, key: RequestKey, *, by_caller: bool = False) -> None:
         """Drop a claim."""
         claim = self.claims.drop(key)
         event = replication_pb2.FreedEvent(request=name_to_proto(claim), by_caller=by_caller)
-        self.tell(replication_pb2.ReplicaEvent(free=event))
+        self.send(replication_pb2.ReplicaEvent(free=event))
 
-    def tell(self, event: replication_pb2.ReplicaEvent, size: int = _EVENT_BYTES) -> None:
+    def send(self, event: replication_pb2.ReplicaEvent, size: int = _EVENT_BYTES) -> None:
         """Queue an event for the others.
 
         Args:

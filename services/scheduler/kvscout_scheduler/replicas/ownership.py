@@ -39,7 +39,7 @@ log = logging.getLogger("kvscout.replicas")
 
 END_WORK = 15
 SLICE_WORK = 2_048
-"""Claims of silent replicas that are looked at in one go; one that ends costs as much as so many more."""
+"""Claims of silent replicas that are looked at in one go; one that ends costs `END_WORK` more."""
 SECOND_TO_END_SECONDS = 2.0
 """Seconds that other replicas leave overdue requests of a silent one to the first replica."""
 
@@ -52,10 +52,10 @@ class Held(NamedTuple):
 
 
 class Ownership(Journal):
-    """The claims of all replicas. Is told of our bookings (`Journal`), and by each `View` of what others claim.
+    """Claims of all replicas. Receives our bookings (`Journal`), and from each `View` the claims of another replica.
 
     Args:
-        scheduler: Its bookings are told of from now on; it must have none yet.
+        scheduler: Its bookings are claimed from now on; it must have none yet.
         me: This incarnation.
     """
 
@@ -130,9 +130,8 @@ class Ownership(Journal):
 
     def end_overdue(self, *, first: bool) -> Iterator[None]:
         """End requests of silent replicas, some at a time: those of unary callers when their lease is over, those of
-        owners when the owner is connected here and left them, or has not been heard of for its grace time. A silent
-        replica is not known to hear its owners for longer than we heard it; an owner that is well lists its requests
-        elsewhere.
+        owners when the owner is connected here and left them, or has been gone for its grace time. A silent replica
+        may have lost its owners since its last message; an owner that is well lists its requests at another replica.
 
         Args:
             first: Whether it is ours to do; others only do what the first one does not.
@@ -224,7 +223,7 @@ class Ownership(Journal):
         since = claim.owner_since if claim.owner == booking.owner else self._owner_since(booking.owner)
         ours = claim_of(booking, claim.term, since)
         if ours != claim:
-            self._tell(ours)
+            self._record(ours)
 
     def ended(self, booking: Booking, *, by_caller: bool) -> None:
         key, claim = booking.key, self.log.claims[booking.key]
@@ -262,7 +261,7 @@ class Ownership(Journal):
         self.claim_changed(claim.key, late=late)
 
     def blocks_of(self, key: RequestKey, attempt_id: int, known: KnownBlocks) -> bytes:
-        """Return hashes that were told of an attempt before, by whomever.
+        """Return hashes of an attempt that were received before, from any replica.
 
         Raises:
             UnknownBlocks: They are not here.
@@ -311,7 +310,7 @@ class Ownership(Journal):
     def _owner_since(self, owner: OwnerName | None) -> int:
         """Return the time at which an owner came to us, microseconds since the Unix epoch; 0 = it is not here.
 
-        By its own clock where it tells: a replica that was stopped reads what has long been overtaken elsewhere.
+        By its own clock, if it said so: a replica that was stopped reads messages that are long out of date.
         """
         if owner is None:
             return 0
@@ -344,16 +343,16 @@ class Ownership(Journal):
         else:
             self._over[claim.key] = self._clock()
             self.claim_changed(claim.key)
-        self._tell(claim)
+        self._record(claim)
 
-    def _tell(self, claim: Claim) -> None:
+    def _record(self, claim: Claim) -> None:
         """Put a claim into the log, without hashes that others received with an earlier claim."""
         hashes = claim.reservation.block_hashes
-        told = bool(hashes) and any(
+        known = bool(hashes) and any(
             held.claim.attempt_id == claim.attempt_id and held.claim.reservation.block_hashes == hashes
             for held in self._claims(claim.key)
         )
-        self.log.put(claim, known=told and self._may_leave_out())
+        self.log.put(claim, known=known and self._may_leave_out())
 
     def _may_leave_out(self) -> bool:
         """Return whether all who follow us read claims whose hashes are left out: who they are shows soon after our
@@ -391,7 +390,7 @@ class Ownership(Journal):
             return
         claim = held.claim
         if self._bookings.freed_by_caller(key, claim.attempt_id, self._clock()):
-            # Its caller freed it, and the replica that books it has not heard of that.
+            # Its caller freed it, and the replica that books it has not received that.
             self._claim(_over(claim, ClaimState.FREED, claim.term))
             return
         if booking is not None:

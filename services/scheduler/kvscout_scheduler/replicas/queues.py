@@ -1,4 +1,4 @@
-"""The lines of replicas, as they tell one another."""
+"""Highest priorities in the queues of replicas, as they exchange them."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ MAX_PRIORITIES: Final = 64
 
 
 class _View(Protocol):
-    lines: dict[PoolId, int]
+    priorities: dict[PoolId, int]
     priorities_at: float
 
     def live(self, now: float) -> bool: ...
 
 
 def priorities_of(waiting: WaitingQueues) -> dict[PoolId, int]:
-    """Return the highest priority of those in line who could go to any worker, by pool: of so many pools as are told of."""
-    lines = ((pool, line.priority(ANYWHERE)) for pool in waiting.pools if (line := waiting.line(pool)) is not None)
-    return dict(islice(((pool, priority) for pool, priority in lines if priority is not None), MAX_PRIORITIES))
+    """Return the highest priority of waiting requests that could go to any worker, by pool, for `MAX_PRIORITIES`
+    pools."""
+    found = ((pool, queue.priority(ANYWHERE)) for pool in waiting.pools if (queue := waiting.queue(pool)) is not None)
+    return dict(islice(((pool, priority) for pool, priority in found if priority is not None), MAX_PRIORITIES))
 
 
-def priorities_to_proto(lines: Mapping[PoolId, int]) -> list[replication_pb2.ReplicaLine]:
+def priorities_to_proto(priorities: Mapping[PoolId, int]) -> list[replication_pb2.ReplicaLine]:
     """Lines, for others."""
     return [
         replication_pb2.ReplicaLine(
             tenant=pool.tenant, model=pool.model, role=role_to_proto(pool.role), priority=priority
         )
-        for pool, priority in lines.items()
+        for pool, priority in priorities.items()
     ]
 
 
 def priorities_from_proto(lines: Iterable[replication_pb2.ReplicaLine]) -> dict[PoolId, int]:
-    """Return lines of another replica; what is beyond the bound, or of a role that is not known here, is left."""
+    """Return priorities of another replica; what is beyond the bound, or of a role that is not known here, is left."""
     found = {}
     for line in islice(lines, MAX_PRIORITIES):
         with suppress(InvalidArgument):
@@ -55,5 +56,5 @@ def priorities_from_proto(lines: Iterable[replication_pb2.ReplicaLine]) -> dict[
 
 def highest_priority(pool: PoolId, views: Iterable[_View], now: float) -> int | None:
     """Return the highest priority that waits for a pool at any replica; None = nobody waits."""
-    told = (view.lines.get(pool) for view in views if now - view.priorities_at < STALE_SECONDS and view.live(now))
-    return max((priority for priority in told if priority is not None), default=None)
+    known = (view.priorities.get(pool) for view in views if now - view.priorities_at < STALE_SECONDS and view.live(now))
+    return max((priority for priority in known if priority is not None), default=None)

@@ -24,7 +24,7 @@ from kvscout_scheduler.values.thresholds import DECODE_BLOCKS, PREFILL_TOKENS, B
 log = logging.getLogger("kvscout.replicas")
 
 MAX_COOL_DOWNS = 100_000
-"""Ranks known or not that are told of; more are left to the replica that saw them fail."""
+"""Ranks, known or not, that are shared; more are left to the replica that saw them fail."""
 
 
 class CoolDown(NamedTuple):
@@ -148,7 +148,7 @@ class Registers:
             replica_id=self._replica_id,
         )
         self.thresholds[tenant, model] = event
-        self._log.tell(replication_pb2.ReplicaEvent(thresholds=event))
+        self._log.send(replication_pb2.ReplicaEvent(thresholds=event))
 
     def _on_cool_down(self, tenant: str, rank: WorkerRank, seconds: float | None) -> None:
         name = (tenant, rank)
@@ -159,4 +159,4 @@ class Registers:
             end = self._wall_now() + int(seconds * MICROSECONDS)
             held = max(known, CoolDown(known.cleared_at, end))
         self.cool_downs[name] = held
-        self._log.tell(replication_pb2.ReplicaEvent(cool_down=self._event(*name)))
+        self._log.send(replication_pb2.ReplicaEvent(cool_down=self._event(*name)))

@@ -1,7 +1,7 @@
 """The replicas' messages over NATS core: what is pending leaves within a millisecond, what comes goes to the core.
 
-While NATS is away the scheduler works on alone: events are thrown away, not kept. When it is back, everyone is asked
-where they are, and what is missing on either side comes as snapshots.
+While NATS is away the scheduler works on alone: events are thrown away, not kept. When it is back, every replica is
+queried, and what is missing on either side comes as snapshots.
 """
 
 from __future__ import annotations
@@ -128,14 +128,14 @@ class ReplicaLink:
 
     async def _on_request(self, message: Msg) -> None:
         try:
-            asked = replication_pb2.ReplicaMessage.FromString(message.data)
+            request = replication_pb2.ReplicaMessage.FromString(message.data)
         except DecodeError:
             self._replication.receive(message.data)
             return
-        if asked.version != VERSION or asked.WhichOneof("body") != "forward":
+        if request.version != VERSION or request.WhichOneof("body") != "forward":
             self._replication.receive(message.data)
             return
-        answer = self.on_forward(asked.forward)
+        answer = self.on_forward(request.forward)
         await self._link.client.publish(message.reply, answer.SerializeToString())
 
     async def _tick(self) -> None:

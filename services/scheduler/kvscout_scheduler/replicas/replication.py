@@ -4,10 +4,10 @@
 
     ours: Ownership.log ──events──▶ all            all ──events──▶ View of each other incarnation
                         ──heartbeats──▶ all        heartbeat: sequence, count, digest; how far others are followed
-                        ──snapshot──▶ who asks     a gap, a new epoch, another digest → a snapshot is asked for
+                        ──snapshot──▶ requester    a gap, a new epoch, another digest → a snapshot is requested
 
 Nothing is resent and nothing acknowledged: events are lost or come, and what a replica owns can be had at any time as a
-snapshot, consistent with a sequence. A replica that is gone cannot be asked; whoever followed it furthest is.
+snapshot, consistent with a sequence. Of a replica that is gone, the one that followed it furthest sends the snapshot.
 
 Pure: clocks are passed in, messages are bytes, and whoever carries them may lose, repeat and reorder them.
 """
@@ -42,7 +42,7 @@ HEARTBEAT_SECONDS = (0.05, 0.2, 0.5)
 """After the last event, ours or another's."""
 IDLE_HEARTBEAT_SECONDS = 2.0
 AWAY_SECONDS = 1.0
-"""Between two ticks: the process was stopped, and asks everyone where they are."""
+"""Between two ticks: the process was stopped, and requests a heartbeat of every replica."""
 UPKEEP_SECONDS = 0.5
 FORGET_SECONDS = 60.0
 """Seconds after which a silent incarnation that owns nothing is forgotten."""
@@ -85,14 +85,14 @@ class Replication:
         self._wall_clock = scheduler.wall_clock
         self._outbox: list[Outgoing] = []
         self._replies: dict[tuple[str, Incarnation], Iterator[bytes]] = {}
-        """Snapshots under way, by who asked and of whom."""
+        """Snapshots under way, by requester and subject."""
         self._conflict_at = -math.inf
-        """When another process of our replica id was heard last."""
+        """Time of the last message of another process with our replica id."""
         self._ending: Iterator[None] | None = None
         """Ends what silent replicas leave behind, a slice at a time."""
         self._leaving = False
         self._scheduler = scheduler
-        self._lines: dict[PoolId, int] = {}
+        self._priorities: dict[PoolId, int] = {}
         """As others know them."""
         self._forgotten: dict[Incarnation, None] = {}
         self._lease_seconds = scheduler.settings.lease_seconds
@@ -108,7 +108,7 @@ class Replication:
 
     @property
     def conflict(self) -> str:
-        """Return why our replica id is not ours alone; "" = it is, as far as is heard."""
+        """Return why our replica id is not ours alone; "" = it is, as far as messages show."""
         if self._clock() - self._conflict_at >= SILENT_SECONDS:
             return ""
         return f"a later process has the replica id {self.me.replica_id!r} too, or this clock was set back"
@@ -140,8 +140,8 @@ class Replication:
         if now >= min(due, self._heartbeat_at + IDLE_HEARTBEAT_SECONDS):
             self._heartbeats += now >= due
             self._beat()
-        elif (lines := priorities_of(self._scheduler.waiting)) != self._lines or (
-            lines and now >= self._heartbeat_at + PRIORITIES_SECONDS
+        elif (priorities := priorities_of(self._scheduler.waiting)) != self._priorities or (
+            priorities and now >= self._heartbeat_at + PRIORITIES_SECONDS
         ):
             self._beat()
         self._scheduler.resume()
@@ -172,12 +172,12 @@ class Replication:
         self.ownership.settle()
         self._flush()
         outbox, self._outbox = self._outbox, []
-        for asked, reply in list(self._replies.items()):
+        for requested, reply in list(self._replies.items()):
             payload = next(reply, None)
             if payload is None:
-                del self._replies[asked]
+                del self._replies[requested]
             else:
-                outbox.append(Outgoing(asked[0], payload))
+                outbox.append(Outgoing(requested[0], payload))
         return outbox
 
     @property
@@ -220,7 +220,7 @@ class Replication:
         of, now = Incarnation(message.replica_id, message.epoch), self._clock()
         if of.replica_id == self.me.replica_id:
             if of.epoch > self.me.epoch:
-                # The others listen to that one, for as long as it is heard.
+                # The others listen to that one, for as long as its messages come.
                 self._conflict_at = now
                 self._warnings.warning("conflict", "%s", self.conflict)
             return
@@ -244,8 +244,8 @@ class Replication:
                 self._reply(of.replica_id, message.snapshot_request)
             case "snapshot_chunk":
                 chunk = message.snapshot_chunk
-                asked = self.views.get(Incarnation(chunk.of_replica_id, chunk.of_epoch))
-                if asked is not None and asked.take_chunk(chunk, now):
+                subject = self.views.get(Incarnation(chunk.of_replica_id, chunk.of_epoch))
+                if subject is not None and subject.take_chunk(chunk, now):
                     self._event_at, self._heartbeats = now, 0
             case other:
                 self._refuse(f"replica {of.replica_id!r} sent {other or 'nothing'}, which is not known here")
@@ -282,8 +282,8 @@ class Replication:
         return view
 
     def _choose_incarnation(self, replica_id: str, now: float) -> None:
-        """Decide which incarnation of a replica is the one that is: the latest of those that are heard. One that was
-        started with its clock set back is earlier than the one before it, which is heard no more."""
+        """Decide which incarnation of a replica is the one that is: the latest of those whose messages come. One that
+        was started with its clock set back is earlier than the one before it, whose messages have stopped."""
         same = [each for each in self.views.values() if each.of.replica_id == replica_id]
         received = [each for each in same if now - each.received_at < SILENT_SECONDS]
         chosen = max(received or same, key=lambda each: each.of)
@@ -313,11 +313,11 @@ class Replication:
             return
         # A new request of the same replica replaces the one under way: that one was given up.
         sent_sequence, known = claims.sent_sequence, request.known_sequence
-        told = [
+        claims_known = [
             (claim, bool(claim.reservation.block_hashes) and sent_sequence[key] <= known)
             for key, claim in claims.items()
         ]
-        self._replies[to, of] = self._chunks(request, told, sequence)
+        self._replies[to, of] = self._chunks(request, claims_known, sequence)
 
     def _chunks(
         self, request: replication_pb2.ReplicaSnapshotRequest, claims: list[tuple[Claim, bool]], sequence: int
@@ -325,8 +325,8 @@ class Replication:
         """Return the messages of a snapshot; made one at a time, so that a large one holds nothing up.
 
         Args:
-            request: What is asked for.
-            claims: Each with whether its hashes are known to whoever asks.
+            request: The request.
+            claims: Each with whether the requester has its hashes.
             sequence: The event after which these are the claims.
         """
         registers = self.ownership.registers
@@ -352,7 +352,7 @@ class Replication:
 
     def _beat(self, *, query: bool = False) -> None:
         self._flush()
-        own, self._lines = self.ownership.log, priorities_of(self._scheduler.waiting)
+        own, self._priorities = self.ownership.log, priorities_of(self._scheduler.waiting)
         heartbeat = replication_pb2.ReplicaHeartbeat(
             sequence=own.sequence,
             claims=len(own.claims),
@@ -366,7 +366,7 @@ class Replication:
             query=query,
             leaving=self._leaving,
             reads_known_blocks=True,
-            lines=priorities_to_proto(self._lines),
+            lines=priorities_to_proto(self._priorities),
         )
         self._heartbeat_at = self._clock()
         self._send(ALL, heartbeat=heartbeat)

@@ -4,12 +4,12 @@
 
     sequence                  known
     ───┴──── missing ───────────┴──▶        a batch that fits is applied; one after a gap waits for what is missing;
-     claims             [later batches]     if that does not come, a snapshot is asked for and replaces the claims
+     claims             [later batches]     if that does not come, a requested snapshot replaces the claims
 
 Invariants
 1. `claims` are exactly those after the event `sequence` of that incarnation: the start of a log, sequence 0, has none.
-   But while it is `replacing` them by those of a snapshot: then events wait, and nobody is told of them.
-2. Who took over what of these is kept elsewhere (`ownership`): the digest is that of the other's log.
+   But while it is `replacing` them by those of a snapshot: then events wait.
+2. Takeovers of these are in `ownership`: the digest is that of the other's log.
 3. All claims have their hashes: one that leaves out what is not here is missed, with all that comes after it.
 4. Later batches are bounded by count; what does not fit is missed and comes with the snapshot.
 
@@ -44,7 +44,7 @@ RETRY_SECONDS = (0.1, 0.2, 0.25)
 """Between requests for a snapshot; the last one for ever."""
 MAX_LATER_BATCHES = 256
 LATE_SECONDS = 0.1
-"""Longer than the quickest message lately: what it tells is not new."""
+"""Longer than the quickest message lately: its content is not new."""
 CHANGE_WORK = 15
 SLICE_WORK = 4_096
 """Work of a slice of a snapshot, in claims that are compared; a changed claim costs `CHANGE_WORK` more.
@@ -97,13 +97,13 @@ class View:
         self.leaving = False
         """It said that it stops."""
         self.replaced = False
-        """Another incarnation of the replica is heard, which counts."""
+        """True: messages of another incarnation come, which counts."""
         self.diverged = False
         self.received = False
-        """It was heard itself, others do not only know of it."""
+        """True: a message of its own came; else others only mentioned it."""
         self.reads_known_blocks = False
         """It says that it reads claims whose hashes are left out."""
-        self.lines: dict[PoolId, int] = {}
+        self.priorities: dict[PoolId, int] = {}
         """Highest priority that waits there, by pool, as it said last."""
         self.priorities_at = now
         """When it said that."""
@@ -113,7 +113,7 @@ class View:
         self._listener = listener
         self.claims = ClaimSet()
         self._witnesses: dict[str, int] = {}
-        """Replicas that told how far they have followed it, beyond us."""
+        """Sequences up to which other replicas follow it, beyond ours."""
         self._later: dict[int, replication_pb2.EventBatch] = {}
         self._missing_since: float | None = None
         self._requested_at = 0.0
@@ -138,7 +138,7 @@ class View:
 
     def needs_blocks(self, now: float) -> bool:
         """Return whether it may follow our events, and needs all hashes in them. One that is known from others only and
-        is not heard soon is gone."""
+        sends nothing soon is gone."""
         if self.reads_known_blocks or self.leaving or self.replaced:
             return False
         return self.received or now - self.received_at < SILENT_SECONDS
@@ -185,7 +185,7 @@ class View:
     def take_heartbeat(self, heartbeat: replication_pb2.ReplicaHeartbeat, now: float) -> None:
         """Compare where it is with what we have."""
         self.leaving, self.reads_known_blocks = heartbeat.leaving, heartbeat.reads_known_blocks
-        self.lines, self.priorities_at = priorities_from_proto(heartbeat.lines), now
+        self.priorities, self.priorities_at = priorities_from_proto(heartbeat.lines), now
         self._learn(heartbeat.sequence, now)
         if heartbeat.sequence == self.sequence and not self.replacing:
             agrees = (heartbeat.claims, heartbeat.digest) == (len(self.claims), self.claims.digest)
@@ -236,7 +236,7 @@ class View:
         return target
 
     def take_chunk(self, chunk: replication_pb2.ReplicaSnapshotChunk, now: float) -> bool:
-        """Take a part of the snapshot that was asked for; with the last one it begins to take effect, see `proceed`.
+        """Take a part of the requested snapshot; with the last one it begins to take effect, see `proceed`.
 
         Returns:
             Whether it is in effect now.
@@ -376,7 +376,7 @@ class View:
         key = key_from_proto(event.request)
         claim = self.claims.get(key)
         if claim is None or claim.attempt_id != event.request.attempt_id:
-            # Cannot be while the log and we agree; a snapshot will tell.
+            # Cannot be while the log and we agree; a snapshot will repair it.
             self.diverged = True
             return
         match kind:

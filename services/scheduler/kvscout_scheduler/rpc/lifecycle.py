@@ -8,7 +8,7 @@
 
 The stream is what an owner's bookings hang on: they outlive it by the grace time, in which the owner may come back and
 say what it still has in flight. Results that could not be sent need no undoing: the owner does not list what it never
-heard of.
+received.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_RESULTS = 16 * MAX_OPERATIONS
 HEARTBEAT_MS = (100, 60_000)
 """Least and most that an owner may promise."""
 MISSED_HEARTBEATS = 2.5
-"""After so many the owner is gone."""
+"""Heartbeats that may be missed before the owner is gone."""
 
 READ_SLICE = 512
 """Requests of a hello, a few milliseconds."""
@@ -57,7 +57,7 @@ class LifecycleRpc:
 
     Args:
         scheduler: Decides.
-        elsewhere: Knows of other replicas; None = there are none.
+        remote: Operations on bookings of other replicas; None = there are none.
     """
 
     def __init__(self, scheduler: Scheduler, remote: Remote | None = None) -> None:
@@ -111,7 +111,7 @@ class LifecycleRpc:
             takeover = begun = scheduler.begin_takeover(owner, in_flight, first.hello.opened_unix_us)
             await self._in_slices(lambda: begun.advance(scheduler.clock()))
             outbox.next.unknown_in_flight.extend(translate.key_to_proto(*name) for name in begun.unknown)
-            # Even an empty answer tells the owner that it is known: its bookings are safe from here on.
+            # Even an empty answer shows the owner that it is known: its bookings are safe from here on.
             outbox.news.set()
             writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner}")
             liveness = LivenessTimer(timeout_seconds, lambda silent: self._end(reader, silent))
@@ -146,7 +146,7 @@ class LifecycleRpc:
                 scheduler.disconnect_owner(owner, takeover.session, silent_seconds=silent)
 
     async def _in_slices(self, advance: Callable[[], bool]) -> None:
-        """Call until all is done, once in a turn of the event loop, whoever else has slices to do too."""
+        """Call until all is done, once a tick of the event loop, whoever else has slices to do too."""
         while True:
             async with self._slicing:
                 if advance():
@@ -154,7 +154,7 @@ class LifecycleRpc:
                 await asyncio.sleep(0)
 
     def _end(self, reader: asyncio.Task[Any], silent_seconds: float) -> None:
-        """End the stream of an owner that is not heard any more."""
+        """End the stream of an owner whose messages have stopped."""
         if reader not in self._ending:
             self._ending[reader] = DeadlineExceeded(f"nothing came from the owner for {silent_seconds:.3g} s")
             reader.cancel()
@@ -240,10 +240,10 @@ def _heartbeat_timeout(hello: scheduler_pb2.LifecycleHello) -> float:
     return hello.heartbeat_ms / 1000 * MISSED_HEARTBEATS
 
 
-def carry_out_all(operations: Operations, codec: Codec, asked: Iterable[Read]) -> list[bytes]:
+def carry_out_all(operations: Operations, codec: Codec, operations_read: Iterable[Read]) -> list[bytes]:
     """Carry out the operations of a message, in order, and return the results of those that do not wait."""
     results = []
-    for number, operation in asked:
+    for number, operation in operations_read:
         outcome = operation if isinstance(operation, KvscoutError) else operations.carry_out(number, operation)
         if outcome is not None:
             results.append(codec.write(number, operation, outcome))

@@ -56,7 +56,7 @@ def list_active_requests(
     ]
     if after is not None:
         places = [each for each in places if each[0] > after]
-    # What was booked in one moment is in the order of the names: a place must tell it from its neighbours.
+    # What was booked in one moment is in the order of the names: a place must distinguish it from its neighbours.
     page = nsmallest(limit, places, key=itemgetter(0))
     now = scheduler.clock()
     listed = [_booked(one, now) if isinstance(one, Booking) else _waiting(one, now) for _, one in page]

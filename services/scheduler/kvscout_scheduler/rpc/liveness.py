@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable
 
 STEPS = 5
-"""Looks within the patience. Counted instead of timed: a process that was stopped, or is behind, looks once when it
+"""Looks within the timeout. Counted instead of timed: a process that was stopped, or is behind, looks once when it
 goes on, and reads what has come meanwhile before it looks again."""
 
 
 class LivenessTimer:
-    """Tells once when nothing was heard for too long.
+    """Timer that fires once when no message came for too long.
 
     Args:
         timeout_seconds: For how long; 0 = for ever.
-        on_silence: Told for how many seconds nothing was heard.
+        on_silence: Receives the seconds without a message.
     """
 
     def __init__(self, timeout_seconds: float, on_silence: Callable[[float], object]) -> None:

@@ -1,9 +1,9 @@
-"""Operations of one caller: those that wait in line or that another replica carries out have their outcome later.
+"""Operations of one caller: those that wait in the queue or that another replica carries out have their outcome later.
 
 ::
 
     message ──codec──▶ Operation ──▶ Operations ──▶ Outcome ──codec──▶ result
-                                        └── waits in line, is another replica's ──later──▲
+                                        └── waits in the queue, is another replica's ──later──▲
 
 A stream is many operations of one owner, a unary call one operation without an owner.
 """
@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 from kvscout_common.errors import KvscoutError
 from kvscout_scheduler.queue.waiting import Waiter
-from kvscout_scheduler.rpc.traces import tell, traced
+from kvscout_scheduler.rpc.traces import record, traced
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import Operation, Outcome, Select
@@ -42,7 +42,7 @@ class Operations:
         scheduler: Decides.
         owner: Whose bookings these are; None = those of unary callers.
         later: Told what came of operations that waited.
-        elsewhere: Knows of other replicas; None = there are none.
+        remote: Operations on bookings of other replicas; None = there are none.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Operations:
 
         Args:
             number: The caller's name for it.
-            operation: What is asked.
+            operation: The operation.
 
         Returns:
-            What came of it; None = it waits, and `later` is told.
+            Its outcome; None = it waits, and `later` receives the outcome.
         """
         if isinstance(operation, Select):
             return self._select(number, operation)
@@ -95,15 +95,15 @@ class Operations:
         if not traceparent and not self._scheduler.queues_requests:
             # As most are: nothing is traced, and nobody waits.
             return self._scheduler.apply(operation, self._owner)
-        told: list[Decision | KvscoutError] = []
+        outcomes: list[Decision | KvscoutError] = []
         waiter: Waiter | None = None
         span = traced("SelectAndReserve" if books else "Select", traceparent).begun()
 
         def answer(outcome: Decision | KvscoutError) -> None:
-            tell(span, wanted, outcome)
+            record(span, wanted, outcome)
             span.end()
             if waiter is None:
-                told.append(outcome)
+                outcomes.append(outcome)
             elif self._waiting.pop(number, None) is not None:
                 self._later(number, operation, outcome)
 
@@ -115,7 +115,7 @@ class Operations:
         except KvscoutError as error:
             answer(error)
         if waiter is None:
-            return told[0]
-        span.event("waits in line")
+            return outcomes[0]
+        span.event("waits in the queue")
         self._waiting[number] = waiter
         return None

@@ -31,7 +31,7 @@ from kvscout_scheduler.messages.translate import given_fields, thresholds_to_pro
 from kvscout_scheduler.rpc.lifecycle import LifecycleRpc
 from kvscout_scheduler.rpc.listing import list_active_requests, potential_loads
 from kvscout_scheduler.rpc.operations import Operations, Remote
-from kvscout_scheduler.rpc.traces import tell
+from kvscout_scheduler.rpc.traces import record
 from kvscout_scheduler.rpc.watch import WatchRpcs
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.operations import Operation, Outcome, Reserve, Select
@@ -147,7 +147,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             operations.close()
             raise
         if isinstance(operation, Select):
-            tell(tracing.current(), operation.wanted, outcome)
+            record(tracing.current(), operation.wanted, outcome)
         if isinstance(outcome, KvscoutError):
             raise outcome
         if booked is not None:

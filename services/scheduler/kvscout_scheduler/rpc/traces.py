@@ -15,7 +15,7 @@ def traced(rpc: str, traceparent: str) -> tracing.Span:
     return tracing.span(f"kvscout.v1.Scheduler/{rpc}", tracing.Kind.SERVER, parent=traceparent)
 
 
-def tell(span: tracing.Span, wanted: SelectionRequest, outcome: Decision | KvscoutError) -> None:
+def record(span: tracing.Span, wanted: SelectionRequest, outcome: Decision | KvscoutError) -> None:
     """Record a decision, or its error, in a span."""
     if span is tracing.NOTHING:
         return

@@ -143,7 +143,7 @@ class SelectionRequest:
     request_id: str = ""
     """Names the booking; a query needs none."""
     attempt_id: int = 0
-    """0 = the caller does not tell attempts apart."""
+    """0 = the caller does not distinguish attempts."""
     wanted: Wanted = ANYONE
     override: ConfigOverride = NO_OVERRIDE
     priority: int = 0
@@ -156,7 +156,7 @@ class SelectionRequest:
     estimates_prefill: bool = False
     """Its caller cannot report that the prefill is complete: its engine answers as a whole."""
     charge_prefill: bool = True
-    """False: the prompt is computed elsewhere (decode legs), no prefill tokens are charged."""
+    """False: another worker computes the prompt (decode attempts), no prefill tokens are charged."""
     explain: bool = False
 
     @property

@@ -17,7 +17,7 @@ MAX_OUTPUT_CLASS = 64
 """Characters."""
 
 LINEAGE_TOKENS: Final = 256
-"""Tokens at the beginning of a prompt by which its lineage is told: instructions differ there, questions do not yet."""
+"""Tokens at the beginning of a prompt that determine its lineage: instructions differ there, questions do not yet."""
 
 
 class PoolId(NamedTuple):
@@ -29,7 +29,7 @@ class PoolId(NamedTuple):
 
 
 class RequestKey(NamedTuple):
-    """Name of a booking; an attempt id beside it tells repeated calls from new attempts."""
+    """Name of a booking; an attempt id beside it distinguishes repeated calls from new attempts."""
 
     tenant: str
     model: str
@@ -99,7 +99,7 @@ class EndReason(StrEnum):
     UNDELIVERED = "undelivered"
     """Nobody got the answer."""
     SUPERSEDED = "superseded"
-    """Another replica of the scheduler ended it, or booked the request elsewhere."""
+    """Another replica of the scheduler ended it, or booked the request on another worker."""
 
 
 class Choice(NamedTuple):
@@ -144,7 +144,7 @@ class Reservation(NamedTuple):
     """Its caller cannot report that the prefill is complete."""
     running: bool = False
     """It ran before it was booked here, or what its caller said of it came late: how long it takes from then on says
-    nothing of its worker. It may become so while it is booked, as each call of an observer tells."""
+    nothing of its worker. It may become so while it is booked, as each call of an observer shows."""
     prefilled: bool = False
     """Its first token was out when it was booked here."""
 
@@ -183,7 +183,7 @@ class End(NamedTuple):
     output_tokens: int = 0
     """0 = unknown."""
     decode_seconds: float = 0.0
-    """Since its first token; 0 = there was none, as far as we were told."""
+    """Since its first token; 0 = there was none, as far as was reported."""
 
     @property
     def itl_seconds(self) -> float | None:
