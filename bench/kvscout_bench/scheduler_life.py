@@ -10,7 +10,7 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_bench.scheduler_process import BLOCK_SIZE, MODEL, prompts
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler.messages.packed_operations import codec_for
+from kvscout_scheduler.messages.codec import Codec
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import Select
@@ -91,7 +91,7 @@ def _decided(outcome: Decision | KvscoutError) -> None:
 
 def _prompts(names: Sequence[str], rng: Random) -> list[Prompt]:
     """As a stream's messages bring them."""
-    codec, made = codec_for("", "*"), []
+    codec, made = Codec(""), []
     for number in range(PROMPTS):
         (asked,) = prompts(1, BLOCKS, sorted(rng.sample(names, HOLDERS)), number)
         operation = scheduler_pb2.LifecycleOperation(id=number)

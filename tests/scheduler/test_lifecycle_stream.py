@@ -21,8 +21,7 @@ from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
 from kvscout_common.settings.config import ServerConfig
 from kvscout_common.worker import ALL_TENANTS, WorkerRank
-from kvscout_scheduler.messages.operation_messages import MAX_OPERATIONS
-from kvscout_scheduler.messages.packed_operations import PackedCodec, codec_for
+from kvscout_scheduler.messages.codec import MAX_OPERATIONS, Codec
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
@@ -96,7 +95,7 @@ class Owner:
 def codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether streams are carried and read by the extension, where that is there, or by grpcio and as messages."""
     available = request.param and native_available()
-    monkeypatch.setattr("kvscout_scheduler.messages.packed_operations.native_available", lambda: available)
+    monkeypatch.setattr("kvscout_scheduler.messages.codec.native_available", lambda: available)
 
 
 @asynccontextmanager
@@ -110,7 +109,7 @@ async def service(
     registry = Registry(clock)
     servicer = SchedulerServicer(core, registry, Backends(registry, ServerConfig()))
 
-    native = isinstance(codec_for("", ""), PackedCodec)
+    native = Codec("").native
     async with serving(servicer.add_to, native=native) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
         yield core, clock, servicer, lambda: Owner(stub.Lifecycle())

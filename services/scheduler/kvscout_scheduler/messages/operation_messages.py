@@ -1,15 +1,14 @@
-"""Operations and what comes of them as protobuf messages: those of streams, of unary calls, and between replicas."""
+"""Operations and their outcomes as protobuf messages: of streams, of unary calls, and between replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import grpc
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import InvalidArgument, KvscoutError
-from kvscout_common.rpc.raw_messages import parse_message
 from kvscout_common.transport.statuses import from_status, status_code
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.values.operations import (
@@ -23,67 +22,6 @@ from kvscout_scheduler.values.operations import (
     Select,
 )
 from kvscout_scheduler.values.reservation import FreeOutcome
-
-MAX_OPERATIONS: Final = 1024
-"""In one message."""
-
-Read = tuple[int, Operation | KvscoutError]
-"""The number of an operation, and it, or what is wrong with it."""
-
-
-class Codec(Protocol):
-    """Codec of the messages of a stream."""
-
-    def read(self, message: bytes) -> Iterator[Read]:
-        """Return the operations of a serialised `LifecycleRequest`, in order.
-
-        Raises:
-            InvalidArgument: It is none, says hello again, or has too many.
-            PermissionDenied: The caller's token is for another tenant.
-        """
-
-    def write(self, number: int, operation: Operation | KvscoutError, outcome: Outcome) -> bytes:
-        """Return a serialised `LifecycleResponse` of one result; several in a row are one message."""
-
-
-class MessageCodec:
-    """By way of protobuf objects; see `Codec`.
-
-    Args:
-        tenant: Of operations that name none; "" = the default one.
-    """
-
-    def __init__(self, tenant: str) -> None:
-        self._tenant = tenant
-
-    def read(self, message: bytes) -> Iterator[Read]:
-        request = parse_message(scheduler_pb2.LifecycleRequest, message)
-        if request.HasField("hello"):
-            raise InvalidArgument("comes first, once", field="hello")
-        return self.operations(request)
-
-    def operations(self, request: scheduler_pb2.LifecycleRequest) -> Iterator[Read]:
-        """Return those of a message.
-
-        Raises:
-            InvalidArgument: There are too many.
-        """
-        count = len(request.operations)
-        if count > MAX_OPERATIONS:
-            raise InvalidArgument(f"{count} in one message, at most {MAX_OPERATIONS}", field="operations")
-        return (self.operation(each) for each in request.operations)
-
-    def operation(self, message: scheduler_pb2.LifecycleOperation) -> Read:
-        """Return one of them."""
-        try:
-            return message.id, streamed_from_proto(message, self._tenant)
-        except KvscoutError as error:
-            return message.id, error
-
-    def write(self, number: int, operation: Operation | KvscoutError, outcome: Outcome) -> bytes:
-        result = result_to_proto(operation, outcome)
-        result.id = number
-        return scheduler_pb2.LifecycleResponse(results=[result]).SerializeToString()
 
 
 def operation_from_proto(kind: str, message: Any, tenant: str = "", *, output_tokens: int = 0) -> Operation:

@@ -29,8 +29,7 @@ from kvscout_common.rpc.answering import Answer, answers_in_callbacks, read_unan
 from kvscout_common.rpc.raw_messages import parse_message
 from kvscout_scheduler.bookings.takeover import Takeover
 from kvscout_scheduler.messages import translate
-from kvscout_scheduler.messages.operation_messages import MAX_OPERATIONS, Codec, MessageCodec, Read
-from kvscout_scheduler.messages.packed_operations import codec_for
+from kvscout_scheduler.messages.codec import MAX_OPERATIONS, Codec, Read
 from kvscout_scheduler.rpc.liveness import LivenessTimer
 from kvscout_scheduler.rpc.operations import Operations, Remote
 from kvscout_scheduler.scheduler import Scheduler
@@ -81,7 +80,7 @@ class LifecycleRpc:
             raise InvalidArgument(problem, field="hello.owner_id")
         scheduler, owner = self._scheduler, OwnerName(current_identity().tenant, first.hello.owner_id)
         timeout_seconds = _heartbeat_timeout(first.hello)
-        codec = codec_for(first.tenant, current_identity().tenant)
+        codec = Codec(first.tenant, current_identity().tenant)
         outbox = _Outbox(codec, draining=scheduler.draining)
         operations = Operations(scheduler, owner, outbox.put, self._remote)
         reader = asyncio.current_task()
@@ -115,7 +114,7 @@ class LifecycleRpc:
             outbox.news.set()
             writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner}")
             liveness = LivenessTimer(timeout_seconds, lambda silent: self._end(reader, silent))
-            outbox.results += carry_out_all(operations, codec, MessageCodec(first.tenant).operations(first))
+            outbox.results += carry_out_all(operations, codec, codec.operations(first))
             caller = copy_context()  # as this task knows it
             answer: Answer = lambda message: caller.run(answer_immediately, message)  # noqa: E731
             while (message := await read_unanswered(context, answer)) is not grpc.aio.EOF:

@@ -25,8 +25,8 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Role
 from kvscout_scheduler.estimates.engine_metrics import EngineMetrics
 from kvscout_scheduler.load import native as native_load
 from kvscout_scheduler.messages import translate
+from kvscout_scheduler.messages.codec import columns_of, select_of
 from kvscout_scheduler.messages.operation_messages import answer_to_proto, operation_from_proto
-from kvscout_scheduler.messages.packed_operations import columns_of, select_of
 from kvscout_scheduler.messages.translate import given_fields, thresholds_to_proto
 from kvscout_scheduler.rpc.lifecycle import LifecycleRpc
 from kvscout_scheduler.rpc.listing import list_active_requests, potential_loads

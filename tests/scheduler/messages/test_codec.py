@@ -17,8 +17,7 @@ from kvscout_common.identity.identity import AccessRole, Identity, enter, leave
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
 from kvscout_common.settings.config import ServerConfig
-from kvscout_scheduler.messages.operation_messages import Codec, MessageCodec
-from kvscout_scheduler.messages.packed_operations import PackedCodec
+from kvscout_scheduler.messages.codec import Codec
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
 from kvscout_scheduler.policies.decision_feed import Watcher
@@ -61,7 +60,7 @@ class Side:
         self.later = scheduler_pb2.LifecycleResponse()
         self.core.connect_owner(owner("gateway"), [])
         self._operations = Operations(self.core, owner("gateway"), self._told_later)
-        self.codec: Codec = PackedCodec("", caller_tenant) if packed else MessageCodec("")
+        self.codec = Codec("", caller_tenant, native=packed)
 
     def answer(self, message: scheduler_pb2.LifecycleRequest | bytes) -> scheduler_pb2.LifecycleResponse:
         raw = message if isinstance(message, bytes) else message.SerializeToString()

@@ -1,32 +1,39 @@
-"""Operations as bytes, results as bytes: what is usual never becomes protobuf objects.
+"""Codec of lifecycle streams: messages to operations, outcomes to results.
 
 ::
 
     message ──extension──▶ select, booking, prefill complete, free ──▶ Operation ──▶ Outcome ──extension──▶ result
-                  └─ other kinds, rare fields, what is wrong ──▶ operation_messages.py, which words errors
+                  └─ other kinds, rare fields, errors ──▶ protobuf objects, operation_messages.py
 
-Hashes stay packed, overlaps stay the extension's columns. What comes out is what protobuf objects would say.
+Where the extension reads a message, hashes stay packed and overlaps stay its columns; the operations are the same as by
+protobuf objects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from kvscout.v1 import scheduler_pb2, types_pb2
-from kvscout_common.errors import KvscoutError
+from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import native_available
 from kvscout_common.registry.worker_proto import role_from_proto
 from kvscout_common.rpc.raw_messages import parse_message
-from kvscout_common.worker import DEFAULT_TENANT, Role
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Role
 from kvscout_scheduler.load import native as native_load
 from kvscout_scheduler.messages import translate
-from kvscout_scheduler.messages.operation_messages import Codec, MessageCodec, Read
+from kvscout_scheduler.messages.operation_messages import result_to_proto, streamed_from_proto
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import CompletePrefill, Free, Operation, Outcome, Select
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps, PackedOverlaps
 from kvscout_scheduler.values.request import Prompt, SelectionRequest
 from kvscout_scheduler.values.reservation import FreeOutcome, RequestKey
+
+MAX_OPERATIONS: Final = 1024
+"""Operations in one message."""
+
+Read = tuple[int, Operation | KvscoutError]
+"""Number of an operation, and the operation or its error."""
 
 _PLAIN, _SELECT, _SELECT_AND_RESERVE, _PREFILL_COMPLETE = 0, 2, 3, 5
 """Numbers of an operation's fields; 0: it is left to protobuf."""
@@ -36,52 +43,75 @@ _PREFILL_COMPLETED, _FREED = 6, 8
 _ROLES: tuple[Role, ...] = tuple(map(role_from_proto, range(4)))
 
 
-def codec_for(tenant: str, caller_tenant: str) -> Codec:
-    """Return the codec of a stream: the extension's where it is built.
+class Codec:
+    """Codec of one stream.
 
     Args:
-        tenant: Of operations that name none; "" = the default one.
-        caller_tenant: What the caller is bound to; "*" = all.
-    """
-    return PackedCodec(tenant, caller_tenant) if native_available() else MessageCodec(tenant)
-
-
-class PackedCodec:
-    """See `Codec`.
-
-    Args:
-        tenant: Of operations that name none; "" = the default one.
-        caller_tenant: What the caller is bound to; "*" = all.
+        tenant: Tenant of operations that name none; "" = the default one.
+        caller_tenant: Tenant that the caller is bound to; "*" = all.
+        native: Whether the extension reads and writes usual messages; None = if it is built.
     """
 
-    def __init__(self, tenant: str, caller_tenant: str) -> None:
+    def __init__(self, tenant: str, caller_tenant: str = ALL_TENANTS, *, native: bool | None = None) -> None:
+        self.native = native_available() if native is None else native
         self._tenant = tenant or DEFAULT_TENANT
         self._caller_tenant = caller_tenant
-        self._messages = MessageCodec(tenant)
 
     def read(self, message: bytes) -> Iterator[Read]:
-        operations = native_load.lifecycle_operations(message, self._caller_tenant)
-        return self._messages.read(message) if operations is None else map(self._operation, operations)
+        """Return the operations of a serialised `LifecycleRequest`, in order.
+
+        Raises:
+            InvalidArgument: It is none, says hello again, or has too many.
+            PermissionDenied: The caller's token is for another tenant.
+        """
+        operations = native_load.lifecycle_operations(message, self._caller_tenant) if self.native else None
+        if operations is not None:
+            return map(self._packed_operation, operations)
+        request = parse_message(scheduler_pb2.LifecycleRequest, message)
+        if request.HasField("hello"):
+            raise InvalidArgument("comes first, once", field="hello")
+        return self.operations(request)
+
+    def operations(self, request: scheduler_pb2.LifecycleRequest) -> Iterator[Read]:
+        """Return the operations of a message.
+
+        Raises:
+            InvalidArgument: There are too many.
+        """
+        count = len(request.operations)
+        if count > MAX_OPERATIONS:
+            raise InvalidArgument(f"{count} in one message, at most {MAX_OPERATIONS}", field="operations")
+        return map(self._operation, request.operations)
 
     def write(self, number: int, operation: Operation | KvscoutError, outcome: Outcome) -> bytes:
-        if isinstance(outcome, FreeOutcome):
-            return native_load.number_result(number, _FREED, translate.OUTCOMES[outcome])
-        if isinstance(outcome, bool):
-            return native_load.number_result(number, _PREFILL_COMPLETED, outcome)
-        if isinstance(outcome, Decision) and outcome.explanation is None:
-            return native_load.select_result(number, columns_of(outcome))
-        return self._messages.write(number, operation, outcome)
+        """Return a serialised `LifecycleResponse` of one result; several in a row are one message."""
+        if self.native:
+            if isinstance(outcome, FreeOutcome):
+                return native_load.number_result(number, _FREED, translate.OUTCOMES[outcome])
+            if isinstance(outcome, bool):
+                return native_load.number_result(number, _PREFILL_COMPLETED, outcome)
+            if isinstance(outcome, Decision) and outcome.explanation is None:
+                return native_load.select_result(number, columns_of(outcome))
+        result = result_to_proto(operation, outcome)
+        result.id = number
+        return scheduler_pb2.LifecycleResponse(results=[result]).SerializeToString()
 
-    def _operation(self, read: tuple[Any, ...]) -> Read:
+    def _operation(self, message: scheduler_pb2.LifecycleOperation) -> Read:
+        try:
+            return message.id, streamed_from_proto(message, self._tenant)
+        except KvscoutError as error:
+            return message.id, error
+
+    def _packed_operation(self, read: tuple[Any, ...]) -> Read:
         kind = read[0]
         if kind == _PLAIN:
-            return self._messages.operation(parse_message(scheduler_pb2.LifecycleOperation, read[1]))
+            return self._operation(parse_message(scheduler_pb2.LifecycleOperation, read[1]))
         if kind in (_SELECT, _SELECT_AND_RESERVE):
             return read[1], select_of(read, self._tenant)
         number, (model, tenant, role, request_id, attempt_id) = read[1], read[2]
         if not model or not request_id:
             ref = scheduler_pb2.RequestRef(model=model, request_id=request_id)
-            return self._messages.operation(scheduler_pb2.LifecycleOperation(id=number, free=ref))
+            return self._operation(scheduler_pb2.LifecycleOperation(id=number, free=ref))
         key = RequestKey(tenant or self._tenant, model, _ROLES[role], request_id)
         return number, CompletePrefill(key, attempt_id) if kind == _PREFILL_COMPLETE else Free(key, attempt_id, read[3])
 
