@@ -177,10 +177,13 @@ class Scheduler:
             Cancelled: This attempt was freed already.
             KvscoutError: As `select`.
         """
-        self._selector.check(request)
-        _check_booking(request.request_id, request.attempt_id, lease_seconds)
-        now = self.clock()
-        key = request.key
+        self._check(request, lease_seconds)
+        return self._reserve(request, request.key, self.clock(), owner, lease_seconds)
+
+    def _reserve(
+        self, request: SelectionRequest, key: RequestKey, now: float, owner: OwnerName | None, lease_seconds: float
+    ) -> Decision:
+        """Select and reserve for a checked request."""
         active = self.bookings.admit(key, request.attempt_id, now)
         if active is not None:
             answer = active.answer
@@ -188,7 +191,7 @@ class Scheduler:
                 active.answers -= 1
                 raise AlreadyExists(f"request {key.request_id!r} was reserved without choosing")
             return answer
-        decision, pool, slot, block_hashes = self._select(request, now, books=True)
+        decision, pool, slot, prompt = self._select(request, now, books=True)
         reservation = Reservation(
             key,
             request.attempt_id,
@@ -200,10 +203,10 @@ class Scheduler:
             Choice(decision.policy, decision.overlap_blocks, decision.effective_overlap_blocks, decision.cost),
             request.max_output_tokens,
             request.output_class,
-            lineage_of(block_hashes, pool.format_of[slot].block_size),
+            prompt.lineage(pool.format_of[slot].block_size),
             request.estimates_prefill,
         )
-        self._book(reservation, block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
+        self._book(reservation, prompt.block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
         if request.charge_prefill:
             pool.hits[slot].count(reservation)
         return decision
@@ -226,15 +229,11 @@ class Scheduler:
         Raises:
             KvscoutError: As `select_and_reserve`, if it is decided now; and ResourceExhausted: the queue is full.
         """
-        if not self.queues_requests:
-            answer(self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds))
-            return None
-        self._selector.check(request)
-        _check_booking(request.request_id, request.attempt_id, lease_seconds)
+        self._check(request, lease_seconds)
         key, now = request.key, self.clock()
         try:
-            if key in self.bookings or not self._must_wait(request, now):
-                answer(self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds))
+            if not self.queues_requests or key in self.bookings or not self._must_wait(request, key, now):
+                answer(self._reserve(request, key, now, owner, lease_seconds))
                 return None
             # Who was freed already must not wait for nothing.
             self.bookings.admit(key, request.attempt_id, now)
@@ -459,7 +458,7 @@ class Scheduler:
         pool.decisions += 1
         return selected
 
-    def _must_wait(self, request: SelectionRequest, now: float) -> bool:
+    def _must_wait(self, request: SelectionRequest, key: RequestKey, now: float) -> bool:
         """Return whether a request has to wait; one that need not takes the place of an earlier call of it.
 
         Raises:
@@ -467,17 +466,18 @@ class Scheduler:
         """
         try:
             self._require_open()
-            self._estimate_prefills(self.workers.pool(request.pool), now)
-            self._admission.admit_waiting(request.pool, now)
+            pool = self.workers.pool(key.pool)
+            self._estimate_prefills(pool, now)
+            self._admission.admit_waiting(pool.id, now)
             if self._admission.must_wait(request, now):
                 return True
         except KvscoutError as error:
             self._refused(request, error)
             raise
-        earlier = self.waiting.find(request.key, request.attempt_id)
+        earlier = self.waiting.find(key, request.attempt_id)
         if earlier is not None and self.waiting.leave(earlier):
             earlier.answer(Cancelled("a repeated call of the same attempt went in its place"))
-        return request.key in self.waiting
+        return key in self.waiting
 
     def _estimate_prefills(self, pool: Pool, now: float) -> None:
         """End the prefill phase of those that should be through with it, where nobody reports it."""
@@ -488,7 +488,8 @@ class Scheduler:
     def _book_waiter(self, waiter: Waiter, now: float) -> None:
         """Book a request that waited, and answer it."""
         try:
-            decision = self.select_and_reserve(waiter.request, owner=waiter.owner, lease_seconds=waiter.lease_seconds)
+            request = waiter.request
+            decision = self._reserve(request, request.key, now, waiter.owner, waiter.lease_seconds)
         except KvscoutError as error:
             waiter.answer(error)
         except Exception:
@@ -503,6 +504,10 @@ class Scheduler:
         """Book requests that waited for the room that a request has given back."""
         if self.queues_requests and len(self.waiting):
             self._admission.admit_waiting(key.pool, now)
+
+    def _check(self, request: SelectionRequest, lease_seconds: float) -> None:
+        self._selector.check(request)
+        _check_booking(request.request_id, request.attempt_id, lease_seconds)
 
     def _refused(self, request: SelectionRequest, error: KvscoutError) -> None:
         self.stats.refusals[type(error).__name__] += 1

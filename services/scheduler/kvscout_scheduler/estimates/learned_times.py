@@ -31,8 +31,8 @@ from kvscout_scheduler.estimates.output_lengths import STAGES, OutputLengths, re
 from kvscout_scheduler.estimates.popular_prefixes import PopularPrefixes
 from kvscout_scheduler.estimates.rates import Line, within
 from kvscout_scheduler.estimates.worker_times import LEAST_PACE, MOST_PACE, STEP_TOKENS, ActiveTimes, WorkerTimes
-from kvscout_scheduler.values.request import SelectionRequest
-from kvscout_scheduler.values.reservation import End, RequestKey, Reservation, lineage_of
+from kvscout_scheduler.values.request import Prompt, SelectionRequest
+from kvscout_scheduler.values.reservation import End, RequestKey, Reservation
 
 BELIEVED_TOKENS: Final = 4_096.0
 """Tokens of a prompt for which the first estimate of prefill holds."""
@@ -134,7 +134,7 @@ class LearnedTimes:
     def question(
         self,
         request: SelectionRequest,
-        block_hashes: bytes,
+        prompt: Prompt,
         block_size: int,
         *,
         now: float,
@@ -145,7 +145,7 @@ class LearnedTimes:
 
         Args:
             request: The request.
-            block_hashes: Packed local hashes of the leading complete blocks of its prompt.
+            prompt: Its prompt, hashed.
             block_size: Tokens a block.
             now: On the scheduler's clock, in seconds.
             weight: Of prompts against decoding.
@@ -161,12 +161,12 @@ class LearnedTimes:
                 self._advance(due, now)
         first, second, third, fourth, last = self.outputs.expected(
             request.output_class,
-            lineage_of(block_hashes, block_size),
+            prompt.lineage(block_size),
             request.max_output_tokens,
             request.expected_output_tokens,
         )
         workers = max(1, len(self._slot_of))
-        popular = self.prefixes.of(block_hashes, block_size, now, workers, counts=books)
+        popular = self.prefixes.of(prompt.block_hashes, block_size, now, workers, counts=books)
         weights, slope = STAGE_WEIGHTS, self.decode.slope
         first, second = weights[0] * first, weights[1] * second
         third, fourth, last = weights[2] * third, weights[3] * fourth, weights[4] * last

@@ -166,7 +166,7 @@ class Candidates:
         block_format, prompt = next(iter(self._prompts.items()))
         return self._pool.times.question(
             self.request,
-            prompt.block_hashes,
+            prompt,
             block_format.block_size,
             now=self.now,
             weight=self.settings.overlap_score_weight,

@@ -14,7 +14,7 @@ from kvscout_scheduler.policies.eligibility import Dropped, eligible, with_room
 from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.values.decision import Candidate, Decision, Explanation
-from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, SelectionRequest
+from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt, SelectionRequest
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 
@@ -24,7 +24,8 @@ class Selected(NamedTuple):
     decision: Decision
     pool: Pool
     slot: int
-    block_hashes: bytes
+    prompt: Prompt
+    """Hashed for the worker."""
 
 
 class Selector:
@@ -111,7 +112,7 @@ class Selector:
             candidates.uncached_tokens(slot, effective_overlap_blocks),
             explanation,
         )
-        return Selected(decision, pool, slot, prompts[pool.format_of[slot]].block_hashes)
+        return Selected(decision, pool, slot, prompts[pool.format_of[slot]])
 
     def _in_effect(self, override: ConfigOverride) -> SchedulerSettings:
         given = {name: getattr(override, name) for name in ("overlap_score_weight", "router_temperature", "policy")}

@@ -6,13 +6,13 @@ import math
 import sys
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import DEFAULT_TENANT, Role
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps
-from kvscout_scheduler.values.reservation import HASH_BYTES, PoolId, RequestKey, check_output_class
+from kvscout_scheduler.values.reservation import HASH_BYTES, PoolId, RequestKey, check_output_class, lineage_of
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
@@ -67,6 +67,17 @@ class Prompt:
     eagle: bool | None = None
     """Hashed over EAGLE windows; None = as the pool's workers want it."""
     overlaps: AnyOverlaps = NO_OVERLAPS
+    _lineage: int = field(default=-1, init=False, repr=False, compare=False)
+
+    def lineage(self, block_size: int) -> int:
+        """Return the lineage of the prompt, which is computed once.
+
+        Args:
+            block_size: Tokens a block of the workers it is for.
+        """
+        if self._lineage < 0:
+            self._lineage = lineage_of(self.block_hashes, block_size)
+        return self._lineage
 
     @property
     def blocks(self) -> int:
