@@ -14,7 +14,7 @@ from kvscout_scheduler.messages.codec import Codec
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import Select
-from kvscout_scheduler.values.request import ANYONE, Prompt, SelectionRequest, Wanted
+from kvscout_scheduler.values.request import UNCONSTRAINED, Prompt, SelectionRequest, WorkerConstraints
 from kvscout_scheduler.values.reservation import OwnerName
 from kvscout_scheduler.values.settings import SchedulerSettings
 
@@ -54,9 +54,9 @@ class _Core:
             self._scheduler.workers.worker_added(spec)
         self._owner = OwnerName("*", "bench")
         self._scheduler.connect_owner(self._owner, [])
-        self._wanted = ANYONE
+        self._wanted = UNCONSTRAINED
         if unwell:
-            self._wanted = Wanted(excluded_worker_ids=frozenset({names[-1]}))
+            self._wanted = WorkerConstraints(excluded_worker_ids=frozenset({names[-1]}))
             self._scheduler.cool_downs.report("default", WorkerRank(names[0], 0), 60.0)
         self._prompts = _prompts(names, rng)
         self._lived = 0
@@ -80,7 +80,7 @@ class _Core:
             self._prompts[self._lived % len(self._prompts)],
             request_id=str(self._lived),
             attempt_id=self._lived,
-            wanted=self._wanted,
+            constraints=self._wanted,
         )
 
 
@@ -99,5 +99,5 @@ def _prompts(names: Sequence[str], rng: Random) -> list[Prompt]:
         operation.select_and_reserve.request_id = str(number)
         for _, read in codec.read(scheduler_pb2.LifecycleRequest(operations=[operation]).SerializeToString()):
             assert isinstance(read, Select)
-            made.append(read.wanted.prompt)
+            made.append(read.request.prompt)
     return made

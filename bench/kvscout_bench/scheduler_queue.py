@@ -12,7 +12,7 @@ from kvscout_common.worker import WorkerSpec
 from kvscout_lab.statistics import percentile
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import ANYONE, Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.request import UNCONSTRAINED, Prompt, SelectionRequest, WorkerConstraints, pack_hashes
 from kvscout_scheduler.values.reservation import RequestKey
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.thresholds import BusyThresholds
@@ -87,7 +87,7 @@ class _FullQueue:
             BLOCKS * BLOCK_SIZE,
             Prompt(pack_hashes(range(first, first + BLOCKS))),
             request_id=str(self._arrivals),
-            wanted=Wanted(pinned_worker_id) if pinned_worker_id else ANYONE,
+            constraints=WorkerConstraints(pinned_worker_id) if pinned_worker_id else UNCONSTRAINED,
         )
 
         def answered(outcome: Decision | KvscoutError) -> None:

@@ -19,7 +19,7 @@ from kvscout_scheduler.estimates.output_lengths import BELIEVED, WIDTHS
 from kvscout_scheduler.estimates.worker_times import NONE
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import ConfigOverride, Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.request import ConfigOverride, Prompt, SelectionRequest, WorkerConstraints, pack_hashes
 from kvscout_scheduler.values.reservation import RequestKey
 from kvscout_scheduler.values.settings import SchedulerSettings
 
@@ -85,7 +85,7 @@ class World:
             Prompt(hashes, overlaps=overlaps(**(on or {}))),
             request_id=f"r{self._last}",
             attempt_id=1,
-            wanted=Wanted(pinned_worker_id),
+            constraints=WorkerConstraints(pinned_worker_id),
             **fields,
         )
 

@@ -14,7 +14,7 @@ from kvscout_scheduler.load.active_load import ReferenceLoad
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps
-from kvscout_scheduler.values.request import ConfigOverride, Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.request import ConfigOverride, Prompt, SelectionRequest, WorkerConstraints, pack_hashes
 
 SPECS = [worker(f"w{number}", dp_size=1 + number % 3, total_kv_blocks=60 * number) for number in range(6)]
 OTHER_BLOCKS = worker("w0", block_size=3 * BLOCK, total_kv_blocks=100)
@@ -65,7 +65,7 @@ class Pair:
             Prompt(hashes, BLOCK, None, self.overlaps(blocks)),
             (Prompt(hashes[: blocks // 3 * 8], 3 * BLOCK),),
             request_id=name,
-            wanted=Wanted(
+            constraints=WorkerConstraints(
                 pinned_worker_id=rng.choice(ids) if rng.random() < 0.1 else "",
                 excluded_worker_ids=frozenset(rng.sample(ids, 2)) if rng.random() < 0.1 else frozenset(),
             ),

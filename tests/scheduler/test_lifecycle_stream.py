@@ -37,7 +37,7 @@ def ref(request_id: str, **fields: Any) -> scheduler_pb2.RequestRef:
     return scheduler_pb2.RequestRef(model=MODEL, request_id=request_id, **fields)
 
 
-def wanted(request_id: str, *, isl: int = 2 * BLOCK, **fields: Any) -> scheduler_pb2.SelectRequest:
+def selection(request_id: str, *, isl: int = 2 * BLOCK, **fields: Any) -> scheduler_pb2.SelectRequest:
     return scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=isl, request_id=request_id, **fields)
 
 
@@ -121,9 +121,9 @@ async def test_every_operation_is_answered_by_its_id_in_one_message() -> None:
         await stream.hello()
         on_b = types_pb2.Overlaps(worker_ids=["b"], device_blocks=[1])
         selected, booked, again = await stream.ask(
-            {"select": wanted("", block_hashes=[1, 2], overlaps=on_b)},
-            {"select_and_reserve": wanted("r", block_hashes=[1, 2], overlaps=on_b)},
-            {"select_and_reserve": wanted("r", block_hashes=[1, 2])},
+            {"select": selection("", block_hashes=[1, 2], overlaps=on_b)},
+            {"select_and_reserve": selection("r", block_hashes=[1, 2], overlaps=on_b)},
+            {"select_and_reserve": selection("r", block_hashes=[1, 2])},
         )
         assert {result.select.worker.worker_id for result in (selected, booked, again)} == {"b"}
         assert loads(core)["b"] == (1, BLOCK, 2)
@@ -158,12 +158,12 @@ async def test_an_operation_that_fails_has_its_status_and_the_stream_goes_on() -
         await stream.hello()
         results = await stream.ask(
             {"select": scheduler_pb2.SelectRequest(isl_tokens=1)},
-            {"select_and_reserve": wanted("r", pinned_worker_id="nobody")},
+            {"select_and_reserve": selection("r", pinned_worker_id="nobody")},
             {"prefill_complete": ref("nobody")},
             {"free": ref("")},
             {"renew": scheduler_pb2.RenewRequest()},
             {},
-            {"select_and_reserve": wanted("r")},
+            {"select_and_reserve": selection("r")},
         )
         codes = [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.NOT_FOUND]
         codes += [grpc.StatusCode.INVALID_ARGUMENT] * 3
@@ -180,7 +180,7 @@ async def test_a_refusal_says_when_to_try_again() -> None:
         await stream.hello()
         core.cool_downs.report("default", WorkerRank("a", 0), cooldown_seconds=4)
         failed, unknown = await stream.ask(
-            {"select_and_reserve": wanted("r", pinned_worker_id="a")}, {"prefill_complete": ref("nobody")}
+            {"select_and_reserve": selection("r", pinned_worker_id="a")}, {"prefill_complete": ref("nobody")}
         )
         assert (failed.code, failed.retry_after_seconds) == (grpc.StatusCode.UNAVAILABLE.value[0], 4)
         assert not unknown.HasField("retry_after_seconds")
@@ -246,7 +246,7 @@ async def test_s9b_the_bookings_of_an_owner_that_is_gone_end_after_ten_seconds_a
     async with service("a", "b") as (core, clock, _, owner):
         stream = owner()
         await stream.hello()
-        await stream.ask(*({"select_and_reserve": wanted(f"r{number}")} for number in range(100)))
+        await stream.ask(*({"select_and_reserve": selection(f"r{number}")} for number in range(100)))
         clock.advance(1000)
         assert core.expire() == 0, "its stream holds them"
         await ends_in_sight(core, clock, stream, 100)
@@ -259,8 +259,8 @@ async def test_an_owner_that_promised_heartbeats_is_gone_since_the_last_one() ->
         stream, silent_of_old = owner(), owner()
         await stream.hello(heartbeat_ms=200)
         await silent_of_old.hello("older release")
-        await silent_of_old.ask({"select_and_reserve": wanted("kept")})
-        await stream.ask({"select_and_reserve": wanted("r")})
+        await silent_of_old.ask({"select_and_reserve": selection("kept")})
+        await stream.ask({"select_and_reserve": selection("r")})
         # One that has nothing to say stays, whatever the time: empty messages are answered by empty ones.
         for _ in range(7):
             await stream.send()
@@ -280,7 +280,7 @@ async def test_an_owner_whose_stream_ends_in_sight_has_all_the_grace_time_howeve
     async with service("a") as (core, clock, _, owner):
         stream = owner()
         await stream.hello(heartbeat_ms=2000)
-        await stream.ask({"select_and_reserve": wanted("r")})
+        await stream.ask({"select_and_reserve": selection("r")})
         await asyncio.sleep(1.2)  # a step of its patience
         await ends_in_sight(core, clock, stream, 1)
 
@@ -308,7 +308,7 @@ async def test_s9b_an_owner_that_comes_back_loses_none_of_what_it_lists() -> Non
     async with service("a") as (core, clock, _, owner):
         stream = owner()
         await stream.hello()
-        await stream.ask(*({"select_and_reserve": wanted(f"r{number}", attempt_id=7)} for number in range(3)))
+        await stream.ask(*({"select_and_reserve": selection(f"r{number}", attempt_id=7)} for number in range(3)))
         stream.cancel()
         await gone(core)
         clock.advance(5)
@@ -328,7 +328,7 @@ async def test_a_stream_that_replaces_another_keeps_the_bookings() -> None:
     async with service("a") as (core, clock, _, owner):
         first, second = owner(), owner()
         await first.hello()
-        await first.ask({"select_and_reserve": wanted("r")})
+        await first.ask({"select_and_reserve": selection("r")})
         await second.hello(in_flight=[ref("r")])
         first.cancel()
         await second.ask({"free": ref("nothing")})
@@ -342,17 +342,17 @@ async def test_what_waits_in_line_is_answered_later_and_does_not_hold_up_the_res
     async with service("a", queue_threshold=0.5) as (_, _, _, owner):
         stream = owner()
         await stream.hello()
-        await stream.ask({"select_and_reserve": wanted("long", isl=600)})
-        (waiting,) = await stream.send({"select_and_reserve": wanted("r")})
-        (other,) = await stream.ask({"select": wanted("")})
+        await stream.ask({"select_and_reserve": selection("long", isl=600)})
+        (waiting,) = await stream.send({"select_and_reserve": selection("r")})
+        (other,) = await stream.ask({"select": selection("")})
         assert other.select.worker.worker_id == "a"
         assert waiting not in stream.results
         await stream.ask({"prefill_complete": ref("long")})
         while waiting not in stream.results:
             await stream.read()
         assert stream.results[waiting].select.worker.worker_id == "a"
-        (queued,) = await stream.send({"select_and_reserve": wanted("x", isl=600)})
-        (late,) = await stream.send({"select_and_reserve": wanted("y")})
+        (queued,) = await stream.send({"select_and_reserve": selection("x", isl=600)})
+        (late,) = await stream.send({"select_and_reserve": selection("y")})
         (freed,) = await stream.ask({"free": ref("y")})
         assert freed.free.outcome == scheduler_pb2.FREE_OUTCOME_DEQUEUED
         assert stream.results[late].code == grpc.StatusCode.CANCELLED.value[0]
@@ -364,9 +364,9 @@ async def test_a_stream_that_ends_takes_its_waiters_with_it() -> None:
     async with service("a", queue_threshold=0.5) as (core, clock, _, owner):
         stream = owner()
         await stream.hello()
-        await stream.ask({"select_and_reserve": wanted("long", isl=600)})
-        await stream.send({"select_and_reserve": wanted("r")})
-        await stream.ask({"select": wanted("")})
+        await stream.ask({"select_and_reserve": selection("long", isl=600)})
+        await stream.send({"select_and_reserve": selection("r")})
+        await stream.ask({"select": selection("")})
         assert len(core.waiting) == 1
         stream.cancel()
 
@@ -385,7 +385,9 @@ async def test_the_streams_tenant_is_that_of_operations_that_name_none() -> None
         core.workers.worker_added(worker("t", tenant="team"))
         stream = owner()
         await stream.hello(tenant="team")
-        booked, failed = await stream.ask({"select_and_reserve": wanted("r")}, {"select": wanted("", tenant="default")})
+        booked, failed = await stream.ask(
+            {"select_and_reserve": selection("r")}, {"select": selection("", tenant="default")}
+        )
         assert booked.select.worker.worker_id == "t"
         assert failed.code == grpc.StatusCode.NOT_FOUND.value[0]
         (freed,) = await stream.ask({"free": ref("r")})
@@ -397,12 +399,12 @@ async def test_a_scheduler_that_drains_tells_its_owners_and_ends_their_streams()
     async with service("a") as (core, _, servicer, owner):
         stream = owner()
         await stream.hello()
-        await stream.ask({"select_and_reserve": wanted("r")})
+        await stream.ask({"select_and_reserve": selection("r")})
         core.drain()
         draining = asyncio.create_task(servicer.drain_streams())
         while not stream.draining:
             await stream.read()
-        (refused,) = await stream.ask({"select_and_reserve": wanted("s")})
+        (refused,) = await stream.ask({"select_and_reserve": selection("s")})
         assert refused.code == grpc.StatusCode.UNAVAILABLE.value[0]
         async with asyncio.timeout(DEADLINE_SECONDS):
             await draining
@@ -413,7 +415,7 @@ async def test_an_owner_that_says_goodbye_gets_all_its_results_and_ok() -> None:
     async with service("a") as (_, _, _, owner):
         stream = owner()
         await stream.hello()
-        ids = await stream.send(*({"select": wanted("")} for _ in range(200)))
+        ids = await stream.send(*({"select": selection("")} for _ in range(200)))
         await stream.done()
         while not all(number in stream.results for number in ids):
             await stream.read()
@@ -434,8 +436,8 @@ async def test_a_policy_that_raises_fails_its_request_and_the_stream_goes_on() -
         await stream.hello()
         crashing = types_pb2.RouterConfigOverride(policy="crashing")
         first, failed, last = await stream.ask(
-            {"select_and_reserve": wanted("r1", isl=501)},
-            {"select_and_reserve": wanted("r2", router_config_override=crashing, pinned_worker_id="a")},
+            {"select_and_reserve": selection("r1", isl=501)},
+            {"select_and_reserve": selection("r2", router_config_override=crashing, pinned_worker_id="a")},
             {"prefill_complete": ref("r1")},
         )
         assert (first.code, failed.code, last.code) == (0, grpc.StatusCode.INTERNAL.value[0], 0)

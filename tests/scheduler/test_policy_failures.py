@@ -18,7 +18,7 @@ from support.scheduler_builders import ManualClock, key, loads, request, reserve
 from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
-from kvscout_scheduler.policies.decision_feed import Watcher
+from kvscout_scheduler.policies.decision_feed import DecisionWatcher
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.request import ConfigOverride
@@ -129,8 +129,8 @@ def test_a_policy_that_fails_while_leases_end_does_not_end_the_process() -> None
 
 def test_a_policy_that_cannot_explain_fails_nobody_who_did_not_ask() -> None:
     made = with_policy("reason", crash, policy="failing")
-    watcher = Watcher("*", "", True, lambda: None)
-    made.watchers.add(watcher)
+    watcher = DecisionWatcher("*", "", True, lambda: None)
+    made.decision_feed.add(watcher)
     assert made.select(request(isl=16)).rank.worker_id in "ab"
     _, (record,) = watcher.take()
     assert record.decision is not None

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import pytest
 
 from kvscout_common.hashing import native_available
-from kvscout_scheduler.costs.cost import BlockFormat, Question
-from kvscout_scheduler.costs.time_cost import TimeQuestion
+from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs
+from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.load.active_load import ActiveLoad, Limits, ReferenceLoad, Scores, SlotLoad
 from kvscout_scheduler.values.overlaps import AnyOverlaps
 
@@ -98,7 +98,7 @@ class SideBySide:
     def shared(self, block_format: BlockFormat, hashes: bytes) -> dict[int, int]:
         return self._same(lambda twin: twin.shared(block_format, hashes))
 
-    def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> Scores:
+    def score(self, question: ScoreInputs, overlaps: AnyOverlaps, slots: int | None) -> Scores:
         scores = [twin.score(question, overlaps, slots) for twin in self._twins]
         for column in COLUMNS:
             assert_same([list(getattr(each, column)) for each in scores])
@@ -124,7 +124,7 @@ class SameScores:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scores[-1], name)
 
-    def seconds(self, question: TimeQuestion) -> Sequence[float]:
+    def seconds(self, question: TimeCostInputs) -> Sequence[float]:
         costs = [each.seconds(question) for each in self._scores]
         assert_same([list(each) for each in costs])
         return costs[-1]

@@ -15,7 +15,7 @@ from typing import Any
 from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.bookings.booking import Booking
 from kvscout_scheduler.replicas.claim import shared
-from kvscout_scheduler.replicas.replication import TICK_SECONDS, Outgoing, Replication
+from kvscout_scheduler.replicas.replication import TICK_SECONDS, OutgoingMessage, Replication
 from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.request import pack_hashes
@@ -164,7 +164,7 @@ class World:
                     node.core.expire()
                 self._send(node)
 
-    def outgoing(self, node: Node) -> list[Outgoing]:
+    def outgoing(self, node: Node) -> list[OutgoingMessage]:
         """What a replica sends now."""
         return node.replication.take()
 

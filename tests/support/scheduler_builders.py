@@ -13,7 +13,7 @@ from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
-from kvscout_scheduler.values.request import Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.request import Prompt, SelectionRequest, WorkerConstraints, pack_hashes
 from kvscout_scheduler.values.reservation import OwnerName, RequestKey, Reservation
 from kvscout_scheduler.values.settings import SchedulerSettings
 
@@ -83,15 +83,16 @@ def request(
     block_size: int = BLOCK,
     **fields: Any,
 ) -> SelectionRequest:
-    """A request with these block hashes; its length is that of the blocks unless told. Fields of `Wanted` go there."""
+    """A request with these block hashes; its length is that of the blocks unless told. Fields of `WorkerConstraints`
+    go there."""
     hashes = hashes or []
     length = len(hashes) * block_size if isl is None else isl
     prompt = Prompt(pack_hashes(hashes), overlaps=on)
-    wanted = {name: fields.pop(name) for name in Wanted._fields if name in fields}
-    if "required_labels" in wanted:
-        wanted["required_labels"] = frozenset(wanted["required_labels"].items())
-    if wanted:
-        fields["wanted"] = Wanted(**wanted)
+    selection = {name: fields.pop(name) for name in WorkerConstraints._fields if name in fields}
+    if "required_labels" in selection:
+        selection["required_labels"] = frozenset(selection["required_labels"].items())
+    if selection:
+        fields["wanted"] = WorkerConstraints(**selection)
     return SelectionRequest(**{"model": MODEL, "isl_tokens": length, "prompt": prompt, **fields})
 
 

@@ -21,7 +21,7 @@ from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
-from kvscout_scheduler.values.request import ANYONE, Prompt, SelectionRequest, Wanted
+from kvscout_scheduler.values.request import UNCONSTRAINED, Prompt, SelectionRequest, WorkerConstraints
 from kvscout_scheduler.values.reservation import MAX_LEASE_SECONDS, OwnerName, RequestKey, Reservation
 from kvscout_scheduler.values.settings import SchedulerSettings
 
@@ -137,7 +137,7 @@ class Replica:
             attempt_id=1,
             priority=ask.priority,
             expected_output_tokens=ask.expected_output_tokens,
-            wanted=Wanted(lora_name=ask.lora_name) if ask.lora_name else ANYONE,
+            constraints=WorkerConstraints(lora_name=ask.lora_name) if ask.lora_name else UNCONSTRAINED,
             charge_prefill=ask.charge_prefill,
             max_output_tokens=ask.max_output_tokens,
             output_class=ask.output_class,

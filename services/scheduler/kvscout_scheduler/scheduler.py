@@ -32,8 +32,8 @@ from kvscout_scheduler.load.cool_downs import CoolDowns
 from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.load.workers import MAX_ENDS, Workers
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
-from kvscout_scheduler.policies.decision_feed import Watchers
-from kvscout_scheduler.policies.selection import Selected, Selector
+from kvscout_scheduler.policies.decision_feed import DecisionFeed
+from kvscout_scheduler.policies.selection import Selection, Selector
 from kvscout_scheduler.queue.admission import Admission
 from kvscout_scheduler.queue.remote_queues import RemoteQueues
 from kvscout_scheduler.queue.waiting import RETRY_SECONDS, Answer, Waiter, WaitingQueues
@@ -116,7 +116,7 @@ class Scheduler:
         self.draining = False
         self.queues_requests = settings.queue_threshold is not None
         """True: requests wait while no worker has room."""
-        self.watchers = Watchers(wall_clock)
+        self.decision_feed = DecisionFeed(wall_clock)
         self.clock = clock
         self.wall_clock = wall_clock
 
@@ -440,18 +440,18 @@ class Scheduler:
         self._selector.begin(pool)
         return pool
 
-    def _select(self, request: SelectionRequest, now: float, *, books: bool) -> Selected:
+    def _select(self, request: SelectionRequest, now: float, *, books: bool) -> Selection:
         try:
             self._require_open()
             pool = self.workers.pool(request.pool)
             self._estimate_prefills(pool, now)
             pool.judge(self.thresholds.get(request.tenant, request.model))
-            watched = self.watchers.explain(request)
+            watched = self.decision_feed.explain(request)
             selected = self._selector.select(pool, request, now, books=books, explains=watched)
         except KvscoutError as error:
             self._refused(request, error)
             raise
-        self.watchers.record(request, selected.decision)
+        self.decision_feed.record(request, selected.decision)
         if watched and not request.explain:
             selected = selected._replace(decision=replace(selected.decision, explanation=None))
         self.stats.decisions[selected.decision.policy] += 1
@@ -511,7 +511,7 @@ class Scheduler:
 
     def _refused(self, request: SelectionRequest, error: KvscoutError) -> None:
         self.stats.refusals[type(error).__name__] += 1
-        self.watchers.record(request, error)
+        self.decision_feed.record(request, error)
 
     def _require_open(self) -> None:
         if self.draining:

@@ -53,8 +53,8 @@ class Caller:
 
     async def book(self, stream: Any, request_id: str) -> None:
         """Books over a stream."""
-        wanted = scheduler_pb2.SelectRequest(model=MODEL, tenant=self._tenant, isl_tokens=5, request_id=request_id)
-        operation = scheduler_pb2.LifecycleOperation(id=1, select_and_reserve=wanted)
+        selection = scheduler_pb2.SelectRequest(model=MODEL, tenant=self._tenant, isl_tokens=5, request_id=request_id)
+        operation = scheduler_pb2.LifecycleOperation(id=1, select_and_reserve=selection)
         await stream.write(scheduler_pb2.LifecycleRequest(operations=[operation], tenant=self._tenant))
         assert [result.code for result in (await stream.read()).results] == [0]
 

@@ -14,7 +14,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.estimates.learned_times import UNREPORTED, LearnedTimes
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.request import Prompt, SelectionRequest, WorkerConstraints, pack_hashes
 from kvscout_scheduler.values.reservation import Phase, RequestKey
 
 BLOCK = 16
@@ -52,7 +52,7 @@ class Engines:
             Prompt(pack_hashes(range(first, first + tokens // BLOCK))),
             request_id=f"r{self._last}",
             attempt_id=1,
-            wanted=Wanted(on),
+            constraints=WorkerConstraints(on),
             **fields,
         )
 

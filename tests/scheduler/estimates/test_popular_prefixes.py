@@ -8,7 +8,7 @@ import pytest
 from support.scheduler_builders import test_seed
 
 from kvscout_scheduler.estimates import popular_prefixes
-from kvscout_scheduler.estimates.popular_prefixes import HORIZON_SECONDS, NOTHING, Popular, PopularPrefixes
+from kvscout_scheduler.estimates.popular_prefixes import HORIZON_SECONDS, NOTHING, PopularPrefix, PopularPrefixes
 from kvscout_scheduler.values.request import pack_hashes
 
 BLOCK = 64
@@ -25,7 +25,7 @@ def test_what_many_prompts_begin_with_is_worth_a_copy_as_far_as_they_have_it_in_
         found = prefixes.of(prompt(20, 40, name), BLOCK, 0.0, 10, counts=True)
         assert (found != NOTHING) == (name >= 16)
     # 20 blocks are 1,280 tokens: the longest prefix that is counted of them has 1,024. A hundred had it, ten a worker.
-    assert prefixes.of(prompt(20, 40, 1_000), BLOCK, 0.0, 10, counts=False) == Popular(1_024.0, 1 - 10 / 110)
+    assert prefixes.of(prompt(20, 40, 1_000), BLOCK, 0.0, 10, counts=False) == PopularPrefix(1_024.0, 1 - 10 / 110)
 
 
 def test_of_what_only_one_conversation_has_nothing_is_worth_a_copy() -> None:
@@ -45,7 +45,7 @@ def test_what_is_asked_for_no_more_is_worth_less_and_less() -> None:
     for _ in range(40):
         prefixes.of(prompt(4), BLOCK, 0.0, 1, counts=True)
     found = [prefixes.of(prompt(4), BLOCK, at, 1, counts=False) for at in (0.0, HORIZON_SECONDS, 1e6)]
-    assert found == [Popular(256.0, 1 - 1 / 41), Popular(256.0, 1 - 1 / 21), NOTHING]
+    assert found == [PopularPrefix(256.0, 1 - 1 / 41), PopularPrefix(256.0, 1 - 1 / 21), NOTHING]
 
 
 def test_a_question_that_books_nothing_counts_for_nothing() -> None:

@@ -7,17 +7,17 @@ from random import Random
 import pytest
 from support.scheduler_builders import test_seed
 
-from kvscout_scheduler.estimates.rates import FEW, LEAST_SLOPE, Line, Mean
+from kvscout_scheduler.estimates.rates import FEW, LEAST_SLOPE, DecayingMean, FittedLine
 
 
 def test_a_line_begins_as_what_is_believed() -> None:
-    line = Line(0.01, 50e-6, 4_096)
+    line = FittedLine(0.01, 50e-6, 4_096)
     assert line.at(0) == 0.01
     assert line.at(1_000) == pytest.approx(0.06)
 
 
 def test_of_a_belief_only_the_shape_counts_once_there_are_observations() -> None:
-    line = Line(0.01, 50e-6, 4_096)
+    line = FittedLine(0.01, 50e-6, 4_096)
     for _ in range(2):
         line.add(500, 0.00035)  # a hundredth of what is believed
     assert line.at(500) == pytest.approx(0.00035)
@@ -29,7 +29,7 @@ def test_of_a_belief_only_the_shape_counts_once_there_are_observations() -> None
 @pytest.mark.parametrize("absurd", [0.0, 1e-9, 0.1, 10.0, 3_600.0])
 @pytest.mark.parametrize("when", [0, 1, 2])
 def test_one_absurd_observation_of_the_first_leaves_a_line_within_a_factor_of_two(absurd: float, when: int) -> None:
-    rng, line = Random(test_seed()), Line(0.01, 50e-6, 4_096)
+    rng, line = Random(test_seed()), FittedLine(0.01, 50e-6, 4_096)
     for number in range(6):
         tokens = rng.randint(100, 8_000)
         believed = 0.01 + 50e-6 * tokens
@@ -42,7 +42,7 @@ def test_one_absurd_observation_of_the_first_leaves_a_line_within_a_factor_of_tw
 @pytest.mark.parametrize("when", [0, 1, 2])
 @pytest.mark.parametrize("speed", [8.0, 0.2])
 def test_nor_does_it_where_the_belief_is_wrong(speed: float, when: int, absurd: float) -> None:
-    line = Line(0.01, 50e-6, 4_096)
+    line = FittedLine(0.01, 50e-6, 4_096)
     for number in range(3):
         line.add(2_000, 0.11 * (absurd if number == when else 1 / speed))
     assert 0.5 <= line.at(2_000) * speed / 0.11 <= 2.0
@@ -51,7 +51,7 @@ def test_nor_does_it_where_the_belief_is_wrong(speed: float, when: int, absurd: 
 @pytest.mark.parametrize("nonsense", [0.0, 0.02])
 @pytest.mark.parametrize(("base", "slope"), [(0.01, 50e-6 / 8), (0.01 / 8, 50e-6 / 8), (0.05, 250e-6), (0.01, 250e-6)])
 def test_fifty_observations_are_enough_however_wrong_the_belief_was(base: float, slope: float, nonsense: float) -> None:
-    rng, line = Random(test_seed()), Line(0.01, 50e-6, 4_096)
+    rng, line = Random(test_seed()), FittedLine(0.01, 50e-6, 4_096)
     for number in range(50):
         tokens = rng.randint(16, 8_000)
         seconds = (base + slope * tokens) * rng.uniform(0.8, 1.2)
@@ -61,7 +61,7 @@ def test_fifty_observations_are_enough_however_wrong_the_belief_was(base: float,
 
 
 def test_a_line_takes_another_belief_until_it_has_an_observation() -> None:
-    line = Line(0.01, 50e-6, 4_096)
+    line = FittedLine(0.01, 50e-6, 4_096)
     states = [(line.is_belief, line.is_settled)]
     line.believe(0.02, 1e-6)
     assert (line.at(0), line.slope) == (0.02, 1e-6)
@@ -78,7 +78,7 @@ def test_a_line_takes_another_belief_until_it_has_an_observation() -> None:
 
 @pytest.mark.parametrize(("base", "slope"), [(0.008, 5e-6), (0.05, 400e-6), (0.001, 50e-6)])
 def test_a_line_follows_what_it_sees_however_wrong_the_belief_was(base: float, slope: float) -> None:
-    rng, line = Random(test_seed()), Line(0.01, 50e-6, 4_096)
+    rng, line = Random(test_seed()), FittedLine(0.01, 50e-6, 4_096)
     for _ in range(1_500):
         tokens = rng.randint(16, 8_000)
         line.add(tokens, (base + slope * tokens) * rng.uniform(0.8, 1.2))
@@ -87,7 +87,7 @@ def test_a_line_follows_what_it_sees_however_wrong_the_belief_was(base: float, s
 
 
 def test_a_line_grows_at_least_a_little_and_never_starts_below_zero() -> None:
-    rng, line = Random(test_seed()), Line(1.0, 1.0, 1.0)
+    rng, line = Random(test_seed()), FittedLine(1.0, 1.0, 1.0)
     for _ in range(500):
         x = rng.uniform(1, 10)
         line.add(x, 20 - x)
@@ -100,7 +100,7 @@ def test_a_line_grows_at_least_a_little_and_never_starts_below_zero() -> None:
 
 
 def test_observations_in_one_place_say_nothing_of_the_slope() -> None:
-    line = Line(0.0, 2.0, 10.0)
+    line = FittedLine(0.0, 2.0, 10.0)
     for _ in range(5_000):
         line.add(10.0, 30.0)
     assert line.at(10.0) == pytest.approx(30.0)
@@ -108,7 +108,7 @@ def test_observations_in_one_place_say_nothing_of_the_slope() -> None:
 
 
 def test_a_line_of_zeros_stays_a_number() -> None:
-    line = Line(0.0, 0.0, 0.0)
+    line = FittedLine(0.0, 0.0, 0.0)
     line.add(0.0, 0.5)
     line.add(0.0, 0.0)
     assert 0 < line.base <= 0.5
@@ -116,7 +116,7 @@ def test_a_line_of_zeros_stays_a_number() -> None:
 
 
 def test_a_mean_forgets_its_belief() -> None:
-    mean = Mean(250.0)
+    mean = DecayingMean(250.0)
     assert mean.value == 250.0
     for _ in range(2_000):
         mean.add(40.0)

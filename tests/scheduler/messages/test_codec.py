@@ -20,7 +20,7 @@ from kvscout_common.settings.config import ServerConfig
 from kvscout_scheduler.messages.codec import Codec
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv
-from kvscout_scheduler.policies.decision_feed import Watcher
+from kvscout_scheduler.policies.decision_feed import DecisionWatcher
 from kvscout_scheduler.rpc.lifecycle import carry_out_all
 from kvscout_scheduler.rpc.operations import Operations
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
@@ -172,19 +172,19 @@ def test_random_operations_have_the_same_results_and_leave_the_same_load(setting
 @BOTH
 def test_overlaps_that_nobody_checked_yet_are_refused_in_the_same_words(packed: bool) -> None:
     overlaps = types_pb2.Overlaps(worker_ids=["a"], device_blocks=[5])
-    wanted = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r", overlaps=overlaps)
-    (result,) = Side(packed=packed).answer(message({"select_and_reserve": wanted})).results
+    selection = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r", overlaps=overlaps)
+    (result,) = Side(packed=packed).answer(message({"select_and_reserve": selection})).results
     assert "5 blocks overlap, the prompt has 2" in result.message
 
 
 @BOTH
 def test_a_watcher_that_wants_explanations_gets_them(packed: bool) -> None:
     side = Side(packed=packed)
-    watcher = Watcher("*", "", True, lambda: None)
-    side.core.watchers.add(watcher)
+    watcher = DecisionWatcher("*", "", True, lambda: None)
+    side.core.decision_feed.add(watcher)
     overlaps = types_pb2.Overlaps(worker_ids=["b"], device_blocks=[1], host_blocks=[2])
-    wanted = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r", overlaps=overlaps)
-    assert side.answer(message({"select_and_reserve": wanted})).results[0].HasField("select")
+    selection = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r", overlaps=overlaps)
+    assert side.answer(message({"select_and_reserve": selection})).results[0].HasField("select")
     (record,) = watcher.take()[1]
     assert record.decision is not None
     explanation = record.decision.explanation
@@ -213,10 +213,10 @@ def test_what_is_no_list_of_operations_is_refused(asked: Any, says: str, packed:
 @BOTH
 def test_operations_name_no_tenant_but_the_callers(packed: bool) -> None:
     side = Side(packed=packed, caller_tenant="team")
-    wanted = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r", tenant="team")
+    selection = scheduler_pb2.SelectRequest(model=MODEL, isl_tokens=40, request_id="r", tenant="team")
     entered = enter(Identity(AccessRole.CLIENT, "team"))
     try:
-        assert side.answer(message({"select_and_reserve": wanted}, tenant="team")).results[0].HasField("select")
+        assert side.answer(message({"select_and_reserve": selection}, tenant="team")).results[0].HasField("select")
         for other in (
             message({"free": ref("r")}),
             message({"free": ref("r", tenant="default")}, tenant="team"),
@@ -252,13 +252,13 @@ async def test_unary_calls_as_bytes_are_answered_like_those_as_objects() -> None
 @BOTH
 def test_classes_of_output_are_of_bounded_length(packed: bool) -> None:
     fields = {"model": MODEL, "isl_tokens": 40, "output_class": "c" * 65}
-    wanted = scheduler_pb2.SelectRequest(request_id="r", **fields)  # type: ignore[arg-type]
+    selection = scheduler_pb2.SelectRequest(request_id="r", **fields)  # type: ignore[arg-type]
     booked = scheduler_pb2.ReserveRequest(request_id="q", worker=types_pb2.WorkerRank(worker_id="a"), **fields)  # type: ignore[arg-type]
     side = Side(packed=packed)
-    for result in side.answer(message({"select_and_reserve": wanted}, {"reserve": booked})).results:
+    for result in side.answer(message({"select_and_reserve": selection}, {"reserve": booked})).results:
         assert "output_class: must not be longer than 64 characters" in result.message
-    wanted.output_class = "c" * 64
-    assert side.answer(message({"select_and_reserve": wanted})).results[0].HasField("select")
+    selection.output_class = "c" * 64
+    assert side.answer(message({"select_and_reserve": selection})).results[0].HasField("select")
 
 
 async def _answer(stub: Any, asked: scheduler_pb2.SelectRequest) -> Any:

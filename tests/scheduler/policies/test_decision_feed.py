@@ -21,7 +21,7 @@ from kvscout_common.errors import InvalidArgument, NotFound, ResourceExhausted
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
 from kvscout_common.settings.config import ServerConfig
-from kvscout_scheduler.policies.decision_feed import KEPT, KEPT_BYTES, MAX_WATCHERS, Watcher
+from kvscout_scheduler.policies.decision_feed import KEPT, KEPT_BYTES, MAX_WATCHERS, DecisionWatcher
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
 
@@ -108,15 +108,15 @@ async def test_a_watcher_may_want_explanations_that_the_caller_did_not_ask_for()
         assert [row.worker.worker_id for row in seen.candidates] == ["a", "b"]
         stream.cancel()
         async with asyncio.timeout(DEADLINE_SECONDS):
-            while core.watchers:
+            while core.decision_feed:
                 await asyncio.sleep(0.01)
 
 
 def test_a_slow_watcher_loses_the_oldest_and_is_told_how_many() -> None:
     made = scheduler("a")
     woken: list[None] = []
-    watcher = Watcher("default", "", explain=False, wake=lambda: woken.append(None))
-    made.watchers.add(watcher)
+    watcher = DecisionWatcher("default", "", explain=False, wake=lambda: woken.append(None))
+    made.decision_feed.add(watcher)
     for number in range(KEPT + 5):
         made.select(request(isl=number + 1))
     lost, records = watcher.take()
@@ -128,12 +128,12 @@ def test_a_slow_watcher_loses_the_oldest_and_is_told_how_many() -> None:
 def test_one_sees_only_the_tenant_and_the_model_that_one_watches() -> None:
     made = scheduler("a", worker("x", model="n"), worker("y", tenant="t"))
     everyone, other, mine = (
-        Watcher("*", "", False, lambda: None),
-        Watcher("t", "", False, lambda: None),
-        Watcher("default", "n", False, lambda: None),
+        DecisionWatcher("*", "", False, lambda: None),
+        DecisionWatcher("t", "", False, lambda: None),
+        DecisionWatcher("default", "n", False, lambda: None),
     )
     for watcher in (everyone, other, mine):
-        made.watchers.add(watcher)
+        made.decision_feed.add(watcher)
     made.select(request([1]))
     made.select(request([1], model="n"))
     made.select(request([1], tenant="t"))
@@ -143,25 +143,25 @@ def test_one_sees_only_the_tenant_and_the_model_that_one_watches() -> None:
 def test_watchers_are_bounded() -> None:
     made = scheduler("a")
     for _ in range(MAX_WATCHERS):
-        made.watchers.add(Watcher("*", "", False, lambda: None))
+        made.decision_feed.add(DecisionWatcher("*", "", False, lambda: None))
     with pytest.raises(ResourceExhausted):
-        made.watchers.add(Watcher("*", "", False, lambda: None))
+        made.decision_feed.add(DecisionWatcher("*", "", False, lambda: None))
 
 
 def test_a_request_that_is_wrong_is_nobodys_decision() -> None:
     made = scheduler("a")
-    watcher = Watcher("*", "", False, lambda: None)
-    made.watchers.add(watcher)
+    watcher = DecisionWatcher("*", "", False, lambda: None)
+    made.decision_feed.add(watcher)
     with pytest.raises(InvalidArgument):
         made.select(request(isl=0))
     assert watcher.take() == (0, [])
 
 
-def watched(workers: int, isl: int, decisions: int, *, explain: bool) -> tuple[int, int, Watcher]:
+def watched(workers: int, isl: int, decisions: int, *, explain: bool) -> tuple[int, int, DecisionWatcher]:
     """Decisions on a long prompt that nobody reads: bytes that stay allocated for each side of the limit."""
     made = scheduler(*(f"w{number}" for number in range(workers)))
-    watcher = Watcher("*", "", explain, lambda: None)
-    made.watchers.add(watcher)
+    watcher = DecisionWatcher("*", "", explain, lambda: None)
+    made.decision_feed.add(watcher)
     hashes = list(range(isl // 16))
     made.select(request(hashes))
     tracemalloc.start()
@@ -195,8 +195,8 @@ def test_a_watcher_that_does_not_read_keeps_no_prompts_and_little_else(workers: 
 def test_a_decision_larger_than_the_limit_is_kept_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvscout_scheduler.policies.decision_feed.KEPT_BYTES", 10)
     made = scheduler("a")
-    watcher = Watcher("*", "", True, lambda: None)
-    made.watchers.add(watcher)
+    watcher = DecisionWatcher("*", "", True, lambda: None)
+    made.decision_feed.add(watcher)
     for _ in range(2):
         made.select(request([1]))
     lost, records = watcher.take()

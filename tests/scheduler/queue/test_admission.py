@@ -176,7 +176,7 @@ class BruteForce(Admission):
 
     def must_wait(self, request: SelectionRequest, now: float) -> bool:
         pool = self._workers.pool(request.pool)
-        if any(waiter.request.wanted == request.wanted for waiter in self._in_order(pool.id)):
+        if any(waiter.request.constraints == request.constraints for waiter in self._in_order(pool.id)):
             return True
         return self._waits(request, now)
 
@@ -221,11 +221,11 @@ class Side:
                 made.workers, made.thresholds, made.waiting, made._book_waiter, made.remote_queues
             )
 
-    def ask(self, wanted: SelectionRequest) -> None:
-        told = self.told.setdefault(wanted.request_id, [])
+    def ask(self, selection: SelectionRequest) -> None:
+        told = self.told.setdefault(selection.request_id, [])
         try:
-            waiter = self.made.reserve_or_wait(wanted, lambda outcome: told.append(shown(outcome)))
-            self.waiters[wanted.request_id] = waiter
+            waiter = self.made.reserve_or_wait(selection, lambda outcome: told.append(shown(outcome)))
+            self.waiters[selection.request_id] = waiter
         except KvscoutError as error:
             told.append(shown(error))
 
@@ -252,8 +252,8 @@ class Events:
         self._requests: dict[str, SelectionRequest] = {}
 
     def arrival(self, number: int) -> Act:
-        wanted = self._request(f"r{number}", self._rng.randint(1, 900), self._rng.randrange(3))
-        return lambda side: side.ask(wanted)
+        selection = self._request(f"r{number}", self._rng.randint(1, 900), self._rng.randrange(3))
+        return lambda side: side.ask(selection)
 
     def other(self) -> Act:
         what = self._rng.randrange(6)

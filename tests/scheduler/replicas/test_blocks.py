@@ -13,7 +13,7 @@ from kvscout.v1 import replication_pb2
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_scheduler.replicas.blocks import KEPT_SECONDS, MAX_KEPT_BYTES, KnownBlocks, RecentBlocks, UnknownBlocks
 from kvscout_scheduler.replicas.claim import claim_from_proto, claim_to_proto
-from kvscout_scheduler.replicas.replication import Outgoing
+from kvscout_scheduler.replicas.replication import OutgoingMessage
 from kvscout_scheduler.replicas.view import CHANGE_WORK, SILENT_SECONDS, SLICE_WORK
 from kvscout_scheduler.values.request import pack_hashes
 from kvscout_scheduler.values.reservation import RequestKey
@@ -32,7 +32,7 @@ class Counting(World):
         # Whoever is there has shown by now.
         self.run(SILENT_SECONDS + 1)
 
-    def outgoing(self, node: Node) -> list[Outgoing]:
+    def outgoing(self, node: Node) -> list[OutgoingMessage]:
         sent = super().outgoing(node)
         self.bytes[node.name] = self.bytes.get(node.name, 0) + sum(len(each.payload) for each in sent)
         if node.name in self.older:

@@ -44,12 +44,12 @@ class Lines(World):
 
     def ask(self, at: str, request_id: str, **fields: Any) -> None:
         """A request comes."""
-        wanted = request(isl=FULL, request_id=request_id, attempt_id=1, **fields)
+        selection = request(isl=FULL, request_id=request_id, attempt_id=1, **fields)
 
         def answer(decision: Decision | KvscoutError) -> None:
             self.answers[request_id] = decision
 
-        self.waiters[request_id] = self[at].core.reserve_or_wait(wanted, answer)
+        self.waiters[request_id] = self[at].core.reserve_or_wait(selection, answer)
 
     def end(self, at: str, request_id: str) -> None:
         self[at].core.free(key(request_id), 1)

@@ -17,7 +17,7 @@ from kvscout_common.hashing import native_available
 from kvscout_common.worker import Adapter, WorkerRank, WorkerSpec
 from kvscout_scheduler.load.feature_sets import MAX_FEATURES
 from kvscout_scheduler.load.pool import Pool
-from kvscout_scheduler.policies.eligibility import Dropped, demands, eligible, with_room
+from kvscout_scheduler.policies.eligibility import Exclusions, constraints_of, eligible, with_room
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.request import SelectionRequest
 from kvscout_scheduler.values.slot_sets import in_order, large_slot_set, packed, slot_set, slots_in
@@ -38,15 +38,19 @@ def test_sets_are_made_and_read_in_each_way() -> None:
             assert in_order(made, order) == [slot for slot in order if slot in slots]
 
 
-def plainly(pool: Pool, wanted: SelectionRequest, now: float) -> list[int]:
+def plainly(pool: Pool, selection: SelectionRequest, now: float) -> list[int]:
     """Who is eligible, and has room if anyone has, by asking each worker everything; empty: nobody is."""
     slots = [
         slot
         for slot in pool.order
-        if all(demand.fits(pool.ranks[slot], pool.specs[slot]) for demand in demands(wanted.wanted))
+        if all(demand.fits(pool.ranks[slot], pool.specs[slot]) for demand in constraints_of(selection.constraints))
         and not pool.specs[slot].draining
     ]
-    among = [slot for slot in pool.order if not pool.specs[slot].draining] if wanted.wanted.pinned_worker_id else slots
+    among = (
+        [slot for slot in pool.order if not pool.specs[slot].draining]
+        if selection.constraints.pinned_worker_id
+        else slots
+    )
     ends = [(pool.cooldown_until[slot], pool.ranks[slot], slot) for slot in among if slot in pool.cooldown_until]
     last = sorted(each for each in ends if each[0] > now)[::-1][: len(among) // 2]
     tokens = pool.load.prefill_tokens
@@ -68,14 +72,14 @@ def test_random_workers_are_eligible_as_if_each_was_asked() -> None:
         asked = request(isl=1, **wish(rng))
         (pool,) = made.workers
         pool.judge(made.thresholds.get("default", asked.model))
-        expected, dropped = plainly(pool, asked, clock()), Dropped()
+        expected, dropped = plainly(pool, asked, clock()), Exclusions()
         for note in (None, dropped):
             try:
                 found = eligible(pool, asked, clock(), note)
                 found = with_room(pool, found, note) or found
             except KvscoutError:
                 found = 0
-            assert pool.members(found) == expected, f"after {number} events, {asked.wanted}"
+            assert pool.members(found) == expected, f"after {number} events, {asked.constraints}"
         if expected:
             assert set(dropped.by_slot()) == set(pool.order) - set(expected)
         outcomes[bool(expected)] += 1
@@ -178,13 +182,13 @@ def unwell(workers: int, policy: str) -> Scheduler:
     ],
     ids=["anyone", "excluded", "allowed", "pinned", "features"],
 )
-def test_a_choice_takes_as_many_steps_however_many_workers_there_are(wanted: dict[str, Any]) -> None:
+def test_a_choice_takes_as_many_steps_however_many_workers_there_are(selection: dict[str, Any]) -> None:
     steps = []
     for workers in (64, 1024):
         made = unwell(workers, "kv-time")
         for _ in range(2):
             # What is kept is there from the first one on.
-            taken = steps_of(partial(made.select, request(isl=1, **wanted)))
+            taken = steps_of(partial(made.select, request(isl=1, **selection)))
         steps.append(taken)
     assert steps[1] <= 1.1 * steps[0], f"steps of 64 and of 1,024 workers: {steps}"
 

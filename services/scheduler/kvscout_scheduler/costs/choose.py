@@ -21,7 +21,7 @@ OUTLIER: Final = 10.0
 are distributed exponentially it is one in a thousand."""
 
 
-class Ranked(Sequence[float], ABC):
+class RankedCosts(Sequence[float], ABC):
     """Costs that find the least of them, and draw, by themselves."""
 
     @abstractmethod
@@ -33,7 +33,7 @@ class Ranked(Sequence[float], ABC):
         """Return the index of the cost that a number in 0 .. 1 draws at a temperature above 0."""
 
 
-def is_ranked(costs: Sequence[float]) -> TypeGuard[Ranked]:
+def is_ranked(costs: Sequence[float]) -> TypeGuard[RankedCosts]:
     """Return whether costs find their least by themselves; what `isinstance` says, in a fifth of the time."""
     return hasattr(costs, "least")
 

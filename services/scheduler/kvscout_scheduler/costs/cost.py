@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from kvscout_scheduler.costs.time_cost import TimeQuestion, time_costs
+from kvscout_scheduler.costs.time_cost import TimeCostInputs, time_costs
 from kvscout_scheduler.values.overlaps import DEFAULT_TIER_WEIGHTS, Overlaps, TierWeights
 
 T = TypeVar("T", int, float)
@@ -32,7 +32,7 @@ class BlockFormat(NamedTuple):
     eagle: bool
 
 
-class Question(NamedTuple):
+class ScoreInputs(NamedTuple):
     """Request for scores: one prompt, as hashed for the workers of a block format."""
 
     block_format: BlockFormat
@@ -68,7 +68,7 @@ class ReferenceScores:
 
     def __init__(
         self,
-        question: Question,
+        question: ScoreInputs,
         slots: Sequence[int],
         overlaps: Overlaps,
         slot_of: Mapping[tuple[str, int], int],
@@ -135,7 +135,7 @@ class ReferenceScores:
             for tokens, blocks in zip(self.prefill_tokens, self.decode_blocks, strict=True)
         ]
 
-    def seconds(self, question: TimeQuestion) -> Sequence[float]:
+    def seconds(self, question: TimeCostInputs) -> Sequence[float]:
         """Return the cost of each worker in seconds, `time_cost`."""
         return time_costs(question, self._question.isl_tokens, self._slots, self.cached_tokens)
 

@@ -92,7 +92,7 @@ ROW: Final = Struct(f"{len(TimeRow._fields)}d")
 """One in the table."""
 
 
-class TimeQuestion(NamedTuple):
+class TimeCostInputs(NamedTuple):
     """Estimates for the cost of one request in seconds."""
 
     table: array[float]
@@ -121,7 +121,7 @@ class TimeQuestion(NamedTuple):
 
 
 def time_costs(
-    question: TimeQuestion, isl_tokens: int, slots: Iterable[int], cached_tokens: Iterable[float]
+    question: TimeCostInputs, isl_tokens: int, slots: Iterable[int], cached_tokens: Iterable[float]
 ) -> list[float]:
     """Return the cost on each of some slots.
 
@@ -164,7 +164,7 @@ def crowding_of(row: TimeRow, now: float) -> float:
     return (crowding if crowding < MOST_CROWDED else MOST_CROWDED) + DECODING_WEIGHT * row.decoding
 
 
-def own_of(row: TimeRow, question: TimeQuestion, isl_tokens: int, cached: float) -> float:
+def own_of(row: TimeRow, question: TimeCostInputs, isl_tokens: int, cached: float) -> float:
     """Return seconds of prefill of the uncached tokens of a prompt, and of those that they evict, as much as they
     count."""
     uncached = isl_tokens - cached
@@ -173,7 +173,7 @@ def own_of(row: TimeRow, question: TimeQuestion, isl_tokens: int, cached: float)
     return row.pace * question.own_seconds * (uncached - question.popular_discount * copied + question.empty * evicted)
 
 
-def decode_of(row: TimeRow, question: TimeQuestion, isl_tokens: int) -> float:
+def decode_of(row: TimeRow, question: TimeCostInputs, isl_tokens: int) -> float:
     """Return seconds that count for decoding, the request's own and those of others."""
     seconds = question.step_seconds
     for stage, contexts, requests in zip(question.stage_seconds, row[9:14], row[14:], strict=True):

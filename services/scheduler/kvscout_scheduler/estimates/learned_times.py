@@ -3,12 +3,12 @@
 ::
 
     first tokens ──▶ seconds of a prefill step, and a token of it     ──┐
-    ends ──────────▶ seconds of a decode step, and a token of context ──┼──▶ TimeQuestion, TimeRow ──▶ time_cost
+    ends ──────────▶ seconds of a decode step, and a token of context ──┼──▶ TimeCostInputs, TimeRow ──▶ time_cost
     output tokens ─▶ lengths of outputs, by class                     ──┘
 
 Learned is what happened, not what was said. What ran before it was booked here teaches nothing, nor does a failure,
 which may be quick. Until anything is known, rates are what registrations say of them (`first_rates`), or engines of
-themselves (`engine_rates`). No worker is faster than others until the pool's own rate has settled (`rates.Line`).
+themselves (`engine_rates`). No worker is faster than others until the pool's own rate has settled (`rates.FittedLine`).
 
 A caller that wants an answer as a whole never receives its first token (`Reservation.estimates_prefill`): such a
 prefill is over when it should be, or when that of one that came later to the same worker is. Where no first token is
@@ -25,11 +25,11 @@ from math import inf
 from typing import Final, NamedTuple
 
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.costs.time_cost import STAGE_WEIGHTS, TimeQuestion, TimeRow
+from kvscout_scheduler.costs.time_cost import STAGE_WEIGHTS, TimeCostInputs, TimeRow
 from kvscout_scheduler.estimates.first_rates import UNKNOWN, Rates
 from kvscout_scheduler.estimates.output_lengths import STAGES, OutputLengths, reaching
 from kvscout_scheduler.estimates.popular_prefixes import PopularPrefixes
-from kvscout_scheduler.estimates.rates import Line, within
+from kvscout_scheduler.estimates.rates import FittedLine, within
 from kvscout_scheduler.estimates.worker_times import LEAST_PACE, MOST_PACE, STEP_TOKENS, ActiveTimes, WorkerTimes
 from kvscout_scheduler.values.request import Prompt, SelectionRequest
 from kvscout_scheduler.values.reservation import End, RequestKey, Reservation
@@ -51,7 +51,7 @@ IDLE: Final = TimeRow()
 """The first row, of all workers that nothing is known of."""
 
 
-class Registered(NamedTuple):
+class RegisteredWorkers(NamedTuple):
     """The workers of a pool that are registered."""
 
     places: Sequence[WorkerRank]
@@ -68,16 +68,16 @@ class LearnedTimes:
         believed: Answers how fast they are, as far as their registrations say.
     """
 
-    def __init__(self, registered: Callable[[], Registered], believed: Callable[[], Rates]) -> None:
+    def __init__(self, registered: Callable[[], RegisteredWorkers], believed: Callable[[], Rates]) -> None:
         self._registered = registered
         self._believed = believed
         self._reported = False
         """True: engines reported their speed."""
         self._arranged = False
         """False: the registered workers have changed since they were arranged."""
-        self.prefill = Line(UNKNOWN.step, UNKNOWN.prompt_token, BELIEVED_TOKENS)
+        self.prefill = FittedLine(UNKNOWN.step, UNKNOWN.prompt_token, BELIEVED_TOKENS)
         """Seconds of a prefill step by its prompt tokens, without what is decoded beside them."""
-        self.decode = Line(UNKNOWN.step, UNKNOWN.context_token, BELIEVED_CONTEXT, LEAST_CONTEXT_SLOPE)
+        self.decode = FittedLine(UNKNOWN.step, UNKNOWN.context_token, BELIEVED_CONTEXT, LEAST_CONTEXT_SLOPE)
         """Seconds of a decode step by the tokens in its contexts, without prompts that are computed meanwhile."""
         self.outputs = OutputLengths()
         self.prefixes = PopularPrefixes()
@@ -140,7 +140,7 @@ class LearnedTimes:
         now: float,
         weight: float,
         books: bool,
-    ) -> TimeQuestion:
+    ) -> TimeCostInputs:
         """Return the estimates for the cost of a request.
 
         Args:
@@ -170,7 +170,7 @@ class LearnedTimes:
         weights, slope = STAGE_WEIGHTS, self.decode.slope
         first, second = weights[0] * first, weights[1] * second
         third, fourth, last = weights[2] * third, weights[3] * fourth, weights[4] * last
-        return TimeQuestion(
+        return TimeCostInputs(
             self._table,
             self._row_of,
             now,

@@ -27,7 +27,7 @@ MAX_PREFIXES: Final = 16_384
 """Those that were not seen for longest are forgotten."""
 
 
-class Popular(NamedTuple):
+class PopularPrefix(NamedTuple):
     """The longest prefix of a prompt that is worth a copy."""
 
     tokens: float = 0.0
@@ -36,7 +36,7 @@ class Popular(NamedTuple):
     """Share of computing it that those pay who come later."""
 
 
-NOTHING: Final = Popular()
+NOTHING: Final = PopularPrefix()
 
 
 class PopularPrefixes:
@@ -49,7 +49,7 @@ class PopularPrefixes:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def of(self, block_hashes: bytes, block_size: int, now: float, workers: int, *, counts: bool) -> Popular:
+    def of(self, block_hashes: bytes, block_size: int, now: float, workers: int, *, counts: bool) -> PopularPrefix:
         """Return the longest prefix of a prompt that is worth a copy.
 
         Args:
@@ -73,7 +73,7 @@ class PopularPrefixes:
                 seen *= HORIZON_SECONDS / (HORIZON_SECONDS + (now - at if now > at else 0.0))
             popular = popular and seen >= least
             if popular:
-                found = Popular(tokens, 1.0 - workers / (workers + seen))
+                found = PopularPrefix(tokens, 1.0 - workers / (workers + seen))
             elif not counts:
                 break
             if counts:

@@ -28,7 +28,7 @@ def within(value: float, least: float, most: float) -> float:
     return least if value < least else most if value > most else value
 
 
-class Line:
+class FittedLine:
     """A straight line through observations (x, y), none negative, that begins as a belief.
 
     Of the belief only the shape counts: it is scaled to what the observations are in all, so that a belief that is
@@ -138,7 +138,7 @@ class Line:
         self.base = base if base > LEAST_BASE else LEAST_BASE
 
 
-class Mean:
+class DecayingMean:
     """A mean that begins as a belief.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvscout_scheduler.costs.time_cost import HORIZON_SECONDS, ROW
 from kvscout_scheduler.estimates.output_lengths import Stages
-from kvscout_scheduler.estimates.rates import Mean, within
+from kvscout_scheduler.estimates.rates import DecayingMean, within
 from kvscout_scheduler.values.reservation import Reservation
 
 LEAST_PACE: Final = 0.1
@@ -75,9 +75,9 @@ class WorkerTimes:
     first_tokens: float = 0.0
     """Σ times of their first tokens."""
     stages: InStages = NONE
-    pace_mean: Mean = field(default_factory=lambda: Mean(1.0, 1.0, kept=0.95))
+    pace_mean: DecayingMean = field(default_factory=lambda: DecayingMean(1.0, 1.0, kept=0.95))
     pace: float = 1.0
-    decode_pace_mean: Mean = field(default_factory=lambda: Mean(1.0, 1.0, kept=0.98))
+    decode_pace_mean: DecayingMean = field(default_factory=lambda: DecayingMean(1.0, 1.0, kept=0.98))
     decode_pace: float = 1.0
     prefilled: float = 0.0
     """Seconds of all prefills so far: those that decode had to wait meanwhile."""

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from kvscout_scheduler.costs.cost import BlockFormat, Question, ReferenceScores
-from kvscout_scheduler.costs.time_cost import TimeQuestion
+from kvscout_scheduler.costs.cost import BlockFormat, ReferenceScores, ScoreInputs
+from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.load.prefix_tree import Node, PrefixTree
 from kvscout_scheduler.values.overlaps import AnyOverlaps
 from kvscout_scheduler.values.slot_sets import in_order, slot_set
@@ -74,7 +74,7 @@ class Scores(Protocol):
     @property
     def costs(self) -> Sequence[float]: ...
 
-    def seconds(self, question: TimeQuestion) -> Sequence[float]: ...
+    def seconds(self, question: TimeCostInputs) -> Sequence[float]: ...
 
     def overlap(self, index: int) -> tuple[int, float]: ...
 
@@ -149,7 +149,7 @@ class ActiveLoad(Protocol):
     def shared(self, block_format: BlockFormat, hashes: bytes) -> dict[int, int]:
         """Return leading blocks of a prompt that are active on each slot; slots with none are left out."""
 
-    def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> Scores:
+    def score(self, question: ScoreInputs, overlaps: AnyOverlaps, slots: int | None) -> Scores:
         """Return the scores of workers for one request.
 
         Args:
@@ -263,7 +263,7 @@ class ReferenceLoad:
         tree = self._trees.get(block_format)
         return tree.shared(hashes) if tree is not None and self.track_blocks else {}
 
-    def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> ReferenceScores:
+    def score(self, question: ScoreInputs, overlaps: AnyOverlaps, slots: int | None) -> ReferenceScores:
         return ReferenceScores(
             question,
             self._order if slots is None else in_order(slots, self._order),

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from kvscout_common.hashing import native_available
-from kvscout_scheduler.costs.choose import Ranked
-from kvscout_scheduler.costs.cost import Question
-from kvscout_scheduler.costs.time_cost import TimeQuestion
+from kvscout_scheduler.costs.choose import RankedCosts
+from kvscout_scheduler.costs.cost import ScoreInputs
+from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.load.active_load import ActiveLoad, ReferenceLoad, SlotLoad
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, PackedOverlaps
 from kvscout_scheduler.values.slot_sets import packed
@@ -87,7 +87,7 @@ class NativeLoad:
         ranks = {slot: rank for rank, slot in slot_of.items()}
         self._core.arrange([(*ranks[slot], slot) for slot in order])
 
-    def score(self, question: Question, overlaps: AnyOverlaps, slots: int | None) -> NativeScores:
+    def score(self, question: ScoreInputs, overlaps: AnyOverlaps, slots: int | None) -> NativeScores:
         block_format, hashes, isl_tokens, weight, tiers, charge_prefill, scale = question
         native = _native(overlaps)
         members = None if slots is None else packed(slots)
@@ -147,11 +147,11 @@ class NativeScores:
     def costs(self) -> NativeCosts:
         return NativeCosts(self._core.costs())
 
-    def seconds(self, question: TimeQuestion) -> NativeCosts:
+    def seconds(self, question: TimeCostInputs) -> NativeCosts:
         return NativeCosts(self._core.seconds(*question))
 
 
-class NativeCosts(Ranked):
+class NativeCosts(RankedCosts):
     """Costs that stay native unless somebody looks at more than a few."""
 
     __slots__ = ("_core",)

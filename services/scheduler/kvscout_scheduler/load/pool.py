@@ -12,7 +12,7 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.costs.cost import BlockFormat
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.estimates.first_rates import Rates, first_rates
-from kvscout_scheduler.estimates.learned_times import LearnedTimes, Registered
+from kvscout_scheduler.estimates.learned_times import LearnedTimes, RegisteredWorkers
 from kvscout_scheduler.load.active_load import Allocation, Limits, MakeLoad
 from kvscout_scheduler.load.cooling_set import CoolingSet
 from kvscout_scheduler.load.feature_sets import FeatureSets
@@ -36,7 +36,7 @@ class HitCounts:
         self.cached_tokens += reservation.isl_tokens - reservation.uncached_tokens
 
 
-class Leaving(NamedTuple):
+class LeavingRank(NamedTuple):
     """A rank that is not registered any more, and has requests that were booked while it was."""
 
     until: float
@@ -89,7 +89,7 @@ class Pool:
         """When `metrics` came."""
         self.silent: set[int] = set()
         """Slots whose engine reported metrics once, and has not for long."""
-        self.leaving: dict[int, Leaving] = {}
+        self.leaving: dict[int, LeavingRank] = {}
         """Slots of ranks that are not registered any more."""
         self.hits: list[HitCounts] = []
         self.times = LearnedTimes(self._registered_ranks, self._first_rates)
@@ -127,11 +127,11 @@ class Pool:
             self.changed = True
             return
         stays = set(new.ranks) if _lane(old) == _lane(new) else set()
-        self._leave([rank for rank in old.ranks if rank not in stays], Leaving(math.inf))
+        self._leave([rank for rank in old.ranks if rank not in stays], LeavingRank(math.inf))
         self._enter([rank for rank in new.ranks if rank not in self.slot_of], new)
         self._registered(new)
 
-    def remove(self, spec: WorkerSpec, leaving: Leaving) -> None:
+    def remove(self, spec: WorkerSpec, leaving: LeavingRank) -> None:
         """Remove the ranks of a worker; those with load stay aside until that is gone."""
         self._leave(spec.ranks, leaving)
         self._reorder()
@@ -282,7 +282,7 @@ class Pool:
         self.load.ensure_slot(slot)
         return slot
 
-    def _leave(self, ranks: Iterable[WorkerRank], leaving: Leaving) -> None:
+    def _leave(self, ranks: Iterable[WorkerRank], leaving: LeavingRank) -> None:
         for rank in ranks:
             slot = self.slot_of.pop(rank)
             self.draining &= ~(1 << slot)
@@ -313,9 +313,9 @@ class Pool:
         self.draining = self.draining | members if spec.draining else self.draining & ~members
         self._features.described(spec, members)
 
-    def _registered_ranks(self) -> Registered:
+    def _registered_ranks(self) -> RegisteredWorkers:
         tokens = {slot: self.specs[slot].total_kv_blocks * self.format_of[slot].block_size for slot in self.order}
-        return Registered(self.places, tokens)
+        return RegisteredWorkers(self.places, tokens)
 
     def _first_rates(self) -> Rates:
         return first_rates(self.specs[slot] for slot in self.order)

@@ -11,7 +11,7 @@ from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.observability.warnings import TenantWarning
 from kvscout_common.registry.registry import Source
 from kvscout_common.worker import ALL_TENANTS, WorkerRank, WorkerSpec
-from kvscout_scheduler.load.pool import Leaving, Pool
+from kvscout_scheduler.load.pool import LeavingRank, Pool
 from kvscout_scheduler.values.reservation import EndReason, PoolId
 from kvscout_scheduler.values.settings import SchedulerSettings
 
@@ -88,7 +88,7 @@ class Workers:
             self._pools[pool_of(new)].update(old, new)
             self._specs[new.tenant, new.worker_id] = new
         else:
-            self._remove(old, Leaving(math.inf))
+            self._remove(old, LeavingRank(math.inf))
             self.worker_added(new)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
@@ -96,7 +96,7 @@ class Workers:
         may come back to them."""
         taken_out, now = reason in TAKEN_OUT, self._clock()
         grace = 0.0 if taken_out else self._settings.worker_grace_seconds
-        self._remove(spec, Leaving(now + grace, taken_out))
+        self._remove(spec, LeavingRank(now + grace, taken_out))
         self.expire(now, MAX_ENDS)
 
     def expire(self, now: float, limit: int) -> int:
@@ -122,7 +122,7 @@ class Workers:
             self._bookings.flush_log()
         return ended
 
-    def _remove(self, spec: WorkerSpec, leaving: Leaving) -> None:
+    def _remove(self, spec: WorkerSpec, leaving: LeavingRank) -> None:
         self._pools[pool_of(spec)].remove(spec, leaving)
         del self._specs[spec.tenant, spec.worker_id]
         self._tenants[spec.tenant] -= 1

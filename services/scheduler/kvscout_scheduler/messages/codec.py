@@ -134,7 +134,7 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
     ) = read
     model, tenant, role, request_id, attempt_id = name
     expected, bound, output_class, estimates = output
-    wanted = SelectionRequest(
+    request = SelectionRequest(
         model=model,
         isl_tokens=isl_tokens,
         prompt=Prompt(hashes, block_size, None, NO_OVERLAPS if overlaps is None else PackedOverlaps(overlaps, _unpack)),
@@ -149,7 +149,7 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
         estimates_prefill=estimates,
         charge_prefill=not prefilled_elsewhere,
     )
-    return Select(wanted, kind == _SELECT_AND_RESERVE, lease, traceparent)
+    return Select(request, kind == _SELECT_AND_RESERVE, lease, traceparent)
 
 
 def columns_of(decision: Decision) -> tuple[str, int, str, int, float, float, int, int]:

@@ -38,8 +38,8 @@ def operation_from_proto(kind: str, message: Any, tenant: str = "", *, output_to
     """
     match kind:
         case "select" | "select_and_reserve":
-            wanted = translate.selection_from_proto(message, tenant)
-            return Select(wanted, kind != "select", message.lease_seconds, message.traceparent)
+            request = translate.selection_from_proto(message, tenant)
+            return Select(request, kind != "select", message.lease_seconds, message.traceparent)
         case "reserve":
             return Reserve(translate.reserve_from_proto(message, tenant), message.lease_seconds)
         case "renew":

@@ -13,7 +13,14 @@ from kvscout_common.rpc.request_names import NamesRequest
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
-from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt, SelectionRequest, Wanted, pack_hashes
+from kvscout_scheduler.values.request import (
+    NO_OVERRIDE,
+    ConfigOverride,
+    Prompt,
+    SelectionRequest,
+    WorkerConstraints,
+    pack_hashes,
+)
 from kvscout_scheduler.values.reservation import FreeOutcome, Phase, PoolId, RequestKey, Reservation
 from kvscout_scheduler.values.thresholds import BusyThresholds
 from kvscout_scheduler.values.views import ActiveRequest, WorkerLoad
@@ -83,7 +90,7 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
         role=role_from_proto(message.role),
         request_id=message.request_id,
         attempt_id=message.attempt_id,
-        wanted=Wanted(
+        constraints=WorkerConstraints(
             message.pinned_worker_id,
             message.pinned_dp_rank if message.HasField("pinned_dp_rank") else None,
             frozenset(message.allowed_worker_ids),

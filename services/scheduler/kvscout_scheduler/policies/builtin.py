@@ -197,7 +197,7 @@ class Direct(LeastLoaded):
     """
 
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
-        if not candidates.request.wanted.pinned_worker_id:
+        if not candidates.request.constraints.pinned_worker_id:
             raise InvalidArgument("policy direct takes no request without it", field="pinned_worker_id")
         return super().pick(candidates, costs, rng)
 

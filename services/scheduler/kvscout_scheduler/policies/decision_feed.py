@@ -57,7 +57,7 @@ class DecisionRecord:
         return replace(self, decision=replace(self.decision, explanation=None))
 
 
-class Watcher:
+class DecisionWatcher:
     """Decisions that one watcher has not read yet.
 
     Args:
@@ -98,17 +98,17 @@ class Watcher:
         return lost, records
 
 
-class Watchers:
+class DecisionFeed:
     """Everyone who watches decisions."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
-        self._watchers: list[Watcher] = []
+        self._watchers: list[DecisionWatcher] = []
         self._wall_clock = wall_clock
 
     def __bool__(self) -> bool:
         return bool(self._watchers)
 
-    def add(self, watcher: Watcher) -> None:
+    def add(self, watcher: DecisionWatcher) -> None:
         """Add a watcher.
 
         Raises:
@@ -118,7 +118,7 @@ class Watchers:
             raise ResourceExhausted(f"{MAX_WATCHERS} watch already (limit)")
         self._watchers.append(watcher)
 
-    def remove(self, watcher: Watcher) -> None:
+    def remove(self, watcher: DecisionWatcher) -> None:
         """End it."""
         self._watchers.remove(watcher)
 

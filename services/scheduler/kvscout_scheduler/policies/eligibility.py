@@ -3,8 +3,8 @@
 allow-list (and exclusions) → pin → required labels → LoRA adapter → not draining → not cooling down → not busy
 → with room, while there is a line and anyone has room
 
-The first four follow from what the request wants (`Wanted`), the others from how the workers are. Each is a set of
-slots (`slot_sets`), so that a filter costs about the same however many workers there are.
+The first four follow from what the request wants (`WorkerConstraints`), the others from how the workers are. Each is a
+set of slots (`slot_sets`), so that a filter costs about the same however many workers there are.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvscout_common.errors import (
 )
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.load.pool import Pool
-from kvscout_scheduler.values.request import ANYONE, SelectionRequest, Wanted
+from kvscout_scheduler.values.request import UNCONSTRAINED, SelectionRequest, WorkerConstraints
 from kvscout_scheduler.values.slot_sets import slots_in
 
 Fits = Callable[[WorkerRank, WorkerSpec], bool]
 
 
-class Demand(NamedTuple):
+class Constraint(NamedTuple):
     """One thing that a request wants of its worker."""
 
     label: str
@@ -39,7 +39,7 @@ class Demand(NamedTuple):
     """Returns the error when no worker of a number has it."""
 
 
-class Dropped:
+class Exclusions:
     """Reasons why workers are not eligible."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Dropped:
         return {slot: label for label, slots in self._labels.items() for slot in slots_in(slots)}
 
 
-def eligible(pool: Pool, request: SelectionRequest, now: float, dropped: Dropped | None = None) -> int:
+def eligible(pool: Pool, request: SelectionRequest, now: float, dropped: Exclusions | None = None) -> int:
     """Return the workers that may take a request, as a set of slots; at least one.
 
     Args:
@@ -70,14 +70,14 @@ def eligible(pool: Pool, request: SelectionRequest, now: float, dropped: Dropped
         FailedPrecondition: No worker has the labels, or the adapter loaded.
         ResourceExhausted: All that remain, or the pinned one, are busy.
     """
-    slots, wanted = pool.everyone, request.wanted
+    slots, constraints = pool.everyone, request.constraints
     if not slots:
         raise Unavailable(f"model {request.model!r} has no {request.role} worker now")
-    if wanted is not ANYONE:
-        if dropped is None and wanted.pinned_worker_id:
+    if constraints is not UNCONSTRAINED:
+        if dropped is None and constraints.pinned_worker_id:
             # All others would be dropped; where the worker is not here, that is what says so.
-            slots = pool.named((wanted.pinned_worker_id,)) or slots
-        for label, _, keep, refusal in demands(wanted):
+            slots = pool.named((constraints.pinned_worker_id,)) or slots
+        for label, _, keep, refusal in constraints_of(constraints):
             kept = keep(pool, slots)
             if dropped is not None:
                 dropped.note(label, slots & ~kept)
@@ -97,7 +97,7 @@ def eligible(pool: Pool, request: SelectionRequest, now: float, dropped: Dropped
     return slots
 
 
-def with_room(pool: Pool, slots: int, dropped: Dropped | None = None) -> int:
+def with_room(pool: Pool, slots: int, dropped: Exclusions | None = None) -> int:
     """Return the workers that may take a request and have room for it (`waiting`); all where nobody ever waits.
 
     Args:
@@ -113,18 +113,18 @@ def with_room(pool: Pool, slots: int, dropped: Dropped | None = None) -> int:
     return slots & ~full
 
 
-def demands(wanted: Wanted) -> Iterator[Demand]:
+def constraints_of(constraints: WorkerConstraints) -> Iterator[Constraint]:
     """Return what a request wants of its worker, in the order in which that is looked at."""
-    pin, dp_rank, allowed, excluded, labels, lora = wanted
+    pin, dp_rank, allowed, excluded, labels, lora = constraints
     if allowed:
-        yield Demand(
+        yield Constraint(
             "not allowed",
             lambda rank, _: rank.worker_id in allowed,
             lambda pool, slots: slots & pool.named(allowed),
             lambda _: Unavailable(f"none of the {len(allowed)} allowed workers is registered for this model and role"),
         )
     if excluded:
-        yield Demand(
+        yield Constraint(
             "excluded",
             lambda rank, _: rank.worker_id not in excluded,
             lambda pool, slots: slots & ~pool.named(excluded),
@@ -132,21 +132,21 @@ def demands(wanted: Wanted) -> Iterator[Demand]:
         )
     if pin:
         which = f"{pin!r}" if dp_rank is None else f"{pin!r}, rank {dp_rank},"
-        yield Demand(
+        yield Constraint(
             "not pinned",
             lambda rank, _: rank.worker_id == pin and dp_rank in (None, rank.dp_rank),
             lambda pool, slots: slots & pool.named((pin,), dp_rank),
             lambda _: NotFound(f"pinned worker {which} is not registered for this model and role"),
         )
     if labels:
-        yield Demand(
+        yield Constraint(
             "labels",
             lambda _, spec: labels <= spec.labels.items(),
             lambda pool, slots: slots & pool.with_labels(labels),
             lambda workers: FailedPrecondition(f"none of {workers} workers has the labels {dict(sorted(labels))}"),
         )
     if lora:
-        yield Demand(
+        yield Constraint(
             "adapter",
             lambda _, spec: any(adapter.name == lora for adapter in spec.adapters),
             lambda pool, slots: slots & pool.with_adapter(lora),
@@ -166,7 +166,7 @@ def _cooling_down(pool: Pool, request: SelectionRequest, slots: int, now: float)
     if not pool.cooldown_until:
         return 0
     # A pinned worker that cools down is refused, as others could do; of one worker alone that would leave nobody.
-    among = pool.everyone & ~pool.draining if request.wanted.pinned_worker_id else slots
+    among = pool.everyone & ~pool.draining if request.constraints.pinned_worker_id else slots
     return slots & pool.left_out(among, now)
 
 
@@ -183,8 +183,8 @@ def _busy(pool: Pool, request: SelectionRequest, slots: int, now: float) -> int:
 
 def _all_busy(pool: Pool, request: SelectionRequest, slots: int, now: float) -> KvscoutError:
     return ResourceExhausted(
-        f"the pinned worker {request.wanted.pinned_worker_id!r} is busy"
-        if request.wanted.pinned_worker_id
+        f"the pinned worker {request.constraints.pinned_worker_id!r} is busy"
+        if request.constraints.pinned_worker_id
         else f"all {slots.bit_count()} workers that could take the request are busy"
     )
 

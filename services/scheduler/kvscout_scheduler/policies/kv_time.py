@@ -12,10 +12,10 @@ class KvTime(Policy):
     """The formula is that of `time_cost`, what it takes is learned by `learned_times`."""
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
-        return candidates.seconds(candidates.time_question())
+        return candidates.seconds(candidates.time_cost_inputs())
 
     def describe(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:
-        isl, now, question = candidates.request.isl_tokens, candidates.now, candidates.time_question()
+        isl, now, question = candidates.request.isl_tokens, candidates.now, candidates.time_cost_inputs()
         rows = [question.row(slot) for slot in candidates.slots]
         row = rows[index]
         cached = candidates.cached_tokens[index]

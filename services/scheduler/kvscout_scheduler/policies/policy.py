@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeVar
 
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.costs.choose import choose, probabilities
-from kvscout_scheduler.costs.cost import BlockFormat, Question, spread
-from kvscout_scheduler.costs.time_cost import TimeQuestion
+from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs, spread
+from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.load.active_load import Scores
 from kvscout_scheduler.load.pool import Pool
@@ -161,7 +161,7 @@ class Candidates:
         """Return the cost of `kvscout_scheduler.costs.cost`; where block sizes differ, in blocks of the smallest."""
         return self._column(lambda scores: scores.costs)
 
-    def time_question(self) -> TimeQuestion:
+    def time_cost_inputs(self) -> TimeCostInputs:
         """Return what is known of the workers and of the time that the request takes."""
         block_format, prompt = next(iter(self._prompts.items()))
         return self._pool.times.question(
@@ -173,7 +173,7 @@ class Candidates:
             books=self.books,
         )
 
-    def seconds(self, question: TimeQuestion) -> Sequence[float]:
+    def seconds(self, question: TimeCostInputs) -> Sequence[float]:
         """Return the cost of `kvscout_scheduler.costs.time_cost`.
 
         Args:
@@ -242,7 +242,7 @@ class Candidates:
 
     def _score(self, block_format: BlockFormat, slots: int | None, unit: int) -> Scores:
         prompt, settings = self._prompts[block_format], self.settings
-        question = Question(
+        question = ScoreInputs(
             block_format,
             prompt.block_hashes,
             self.request.isl_tokens,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvscout_common.errors import InternalError
 from kvscout_scheduler.load.pool import Pool
-from kvscout_scheduler.policies.eligibility import Dropped, eligible, with_room
+from kvscout_scheduler.policies.eligibility import Exclusions, eligible, with_room
 from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.values.decision import Candidate, Decision, Explanation
@@ -18,7 +18,7 @@ from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 
-class Selected(NamedTuple):
+class Selection(NamedTuple):
     """A decision, and what a booking needs of it."""
 
     decision: Decision
@@ -62,7 +62,7 @@ class Selector:
 
     def select(
         self, pool: Pool, request: SelectionRequest, now: float, *, books: bool, explains: bool = False
-    ) -> Selected:
+    ) -> Selection:
         """Pick a worker; change nothing but the position of round-robin policies.
 
         Args:
@@ -78,7 +78,7 @@ class Selector:
             InternalError: The policy fails.
         """
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
-        dropped = Dropped() if request.explain or explains else None
+        dropped = Exclusions() if request.explain or explains else None
         members = eligible(pool, request, now, dropped)
         if pool.queues_requests:
             # A query is answered all the same when everyone is full.
@@ -112,7 +112,7 @@ class Selector:
             candidates.uncached_tokens(slot, effective_overlap_blocks),
             explanation,
         )
-        return Selected(decision, pool, slot, prompts[pool.format_of[slot]])
+        return Selection(decision, pool, slot, prompts[pool.format_of[slot]])
 
     def _in_effect(self, override: ConfigOverride) -> SchedulerSettings:
         given = {name: getattr(override, name) for name in ("overlap_score_weight", "router_temperature", "policy")}

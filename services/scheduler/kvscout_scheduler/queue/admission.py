@@ -23,9 +23,9 @@ from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.load.workers import Workers
 from kvscout_scheduler.policies.eligibility import eligible, with_room
-from kvscout_scheduler.queue.remote_queues import ANYWHERE, RemoteQueues
+from kvscout_scheduler.queue.remote_queues import RemoteQueues
 from kvscout_scheduler.queue.waiting import Group, PoolQueue, Waiter, WaitingQueues
-from kvscout_scheduler.values.request import SelectionRequest
+from kvscout_scheduler.values.request import UNCONSTRAINED, SelectionRequest
 from kvscout_scheduler.values.reservation import PoolId
 from kvscout_scheduler.values.slot_sets import slot_set, slots_in
 from kvscout_scheduler.values.thresholds import ThresholdTable
@@ -64,7 +64,7 @@ class Admission:
         """
         pool = self._workers.pool(request.pool)
         queue = self._waiting.queue(pool.id)
-        if queue is not None and queue.group(request.wanted) is not None:
+        if queue is not None and queue.group(request.constraints) is not None:
             return True
         must_wait = not self._has_vacancy(pool, request, now)
         if must_wait and queue is None:
@@ -126,7 +126,7 @@ class Admission:
         """Return whether a worker has room for a request, and it is not left to another replica."""
         if self._has_room(pool, request, now):
             return not self._remote.come_first(request, now)
-        if request.wanted == ANYWHERE:
+        if request.constraints == UNCONSTRAINED:
             self._remote.filled(pool.id)
         return False
 
@@ -143,5 +143,7 @@ class Admission:
 
 def _groups_for(pool: Pool, queue: PoolQueue, slots: int) -> list[Group]:
     members = slots_in(slots)
-    found = {group.wanted: group for slot in members for group in queue.groups_for(pool.ranks[slot], pool.specs[slot])}
+    found = {
+        group.constraints: group for slot in members for group in queue.groups_for(pool.ranks[slot], pool.specs[slot])
+    }
     return list(found.values())

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from kvscout_scheduler.values.request import SelectionRequest, Wanted
+from kvscout_scheduler.values.request import UNCONSTRAINED, SelectionRequest
 from kvscout_scheduler.values.reservation import PoolId
 
 YIELD_SECONDS: Final = 0.1
 """Seconds for which a vacancy is left to other replicas: a few messages and ticks."""
-ANYWHERE: Final = Wanted()
 
 
 class RemoteQueues:
@@ -34,7 +33,7 @@ class RemoteQueues:
 
     def come_first(self, request: SelectionRequest, now: float) -> bool:
         """Return whether a vacancy that a request could fill is left to others."""
-        if request.wanted != ANYWHERE:
+        if request.constraints != UNCONSTRAINED:
             return False
         highest = self.highest(request.pool)
         if highest is None or request.priority >= highest:

@@ -10,8 +10,8 @@ Rules
 1. A request waits while *all* workers that could take it have more than `threshold · max_num_batched_tokens` active
    prefill tokens. A worker that did not register `max_num_batched_tokens` never makes anyone wait. Who need not wait,
    or has waited, goes to one that has room.
-2. Higher priorities first, then in the order of arrival. Those that want the same of their worker (`Wanted`: pin,
-   lists, labels, adapter) are a group, and go one after the other; one group holds up no other.
+2. Higher priorities first, then in the order of arrival. Those that want the same of their worker
+(`WorkerConstraints`: pin, lists, labels, adapter) are a group, and go one after the other; one group holds up no other.
 3. Who comes while its group waits, waits behind it, also while every worker is over a busy threshold: nobody overtakes
    by asking again at the right moment. Without such a group, busy is a refusal, as it is without a queue.
 4. The queue of a pool is bounded. What does not fit, and what else is refused for want of capacity while anyone waits
@@ -32,9 +32,9 @@ from operator import attrgetter
 
 from kvscout_common.errors import AlreadyExists, Cancelled, KvscoutError, ResourceExhausted
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler.policies.eligibility import Fits, demands
+from kvscout_scheduler.policies.eligibility import Fits, constraints_of
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import SelectionRequest, Wanted
+from kvscout_scheduler.values.request import SelectionRequest, WorkerConstraints
 from kvscout_scheduler.values.reservation import OwnerName, PoolId, RequestKey
 
 RETRY_SECONDS = 1.0
@@ -63,10 +63,10 @@ _PLACE = attrgetter("place")
 class Group:
     """Waiters of a pool that want the same of their worker, in the order in which they go; never empty in a queue."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
+    def __init__(self, constraints: WorkerConstraints) -> None:
+        self.constraints = constraints
         self.waiters: list[Waiter] = []
-        self._fits: tuple[Fits, ...] = tuple(demand.fits for demand in demands(wanted))
+        self._fits: tuple[Fits, ...] = tuple(demand.fits for demand in constraints_of(constraints))
 
     @property
     def head(self) -> Waiter:
@@ -83,7 +83,7 @@ class PoolQueue:
 
     def __init__(self) -> None:
         self.length = 0
-        self._groups: dict[str, dict[Wanted, Group]] = {}
+        self._groups: dict[str, dict[WorkerConstraints, Group]] = {}
         """By pinned worker; "" = none."""
 
     @property
@@ -91,13 +91,13 @@ class PoolQueue:
         """Return all groups, in no order."""
         return [group for groups in self._groups.values() for group in groups.values()]
 
-    def group(self, wanted: Wanted) -> Group | None:
+    def group(self, constraints: WorkerConstraints) -> Group | None:
         """Return those that wait for the same."""
-        return self._groups.get(wanted.pinned_worker_id, {}).get(wanted)
+        return self._groups.get(constraints.pinned_worker_id, {}).get(constraints)
 
-    def priority(self, wanted: Wanted) -> int | None:
+    def priority(self, constraints: WorkerConstraints) -> int | None:
         """Return the highest priority of those that wait for the same; None = nobody does."""
-        group = self.group(wanted)
+        group = self.group(constraints)
         return None if group is None else group.head.request.priority
 
     def groups_for(self, rank: WorkerRank, spec: WorkerSpec) -> Iterator[Group]:
@@ -109,25 +109,25 @@ class PoolQueue:
 
     def add(self, waiter: Waiter) -> None:
         """Add a waiter at its place."""
-        wanted = waiter.request.wanted
-        groups = self._groups.setdefault(wanted.pinned_worker_id, {})
-        group = groups.get(wanted)
+        constraints = waiter.request.constraints
+        groups = self._groups.setdefault(constraints.pinned_worker_id, {})
+        group = groups.get(constraints)
         if group is None:
-            group = groups[wanted] = Group(wanted)
+            group = groups[constraints] = Group(constraints)
         insort(group.waiters, waiter, key=_PLACE)
         self.length += 1
 
     def remove(self, waiter: Waiter) -> None:
         """Take a waiter out."""
-        wanted = waiter.request.wanted
-        groups = self._groups[wanted.pinned_worker_id]
-        waiters = groups[wanted].waiters
+        constraints = waiter.request.constraints
+        groups = self._groups[constraints.pinned_worker_id]
+        waiters = groups[constraints].waiters
         del waiters[bisect_left(waiters, waiter.place, key=_PLACE)]
         self.length -= 1
         if not waiters:
-            del groups[wanted]
+            del groups[constraints]
             if not groups:
-                del self._groups[wanted.pinned_worker_id]
+                del self._groups[constraints.pinned_worker_id]
 
 
 class WaitingQueues:

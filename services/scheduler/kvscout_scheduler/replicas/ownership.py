@@ -44,7 +44,7 @@ SECOND_TO_END_SECONDS = 2.0
 """Seconds that other replicas leave overdue requests of a silent one to the first replica."""
 
 
-class Held(NamedTuple):
+class HeldClaim(NamedTuple):
     """The claim that holds, and whose it is."""
 
     by: Incarnation
@@ -87,7 +87,7 @@ class Ownership(Journal):
         self.merge_cool_down = self.registers.merge_cool_down
         self._bookings.journal = self
 
-    def holder(self, key: RequestKey) -> Held | None:
+    def holder(self, key: RequestKey) -> HeldClaim | None:
         """Return the claim that holds a name, whoever has it."""
         claims = list(self._claims(key))
         over = [held.claim for held in claims if not held.claim.active]
@@ -295,14 +295,14 @@ class Ownership(Journal):
         """Forget a worker, whose bookings have ended by now."""
         self.registers.worker_removed(spec)
 
-    def _claims(self, key: RequestKey) -> Iterator[Held]:
+    def _claims(self, key: RequestKey) -> Iterator[HeldClaim]:
         own = self.log.claims.get(key)
         if own is not None:
-            yield Held(self.me, own)
+            yield HeldClaim(self.me, own)
         for of, view in self.views.items():
             claim = view.claims.get(key)
             if claim is not None:
-                yield Held(of, claim)
+                yield HeldClaim(of, claim)
 
     def _next_term(self, key: RequestKey) -> int:
         return 1 + max((held.claim.term for held in self._claims(key)), default=0)
@@ -322,7 +322,7 @@ class Ownership(Journal):
     def _claim_booking(self, booking: Booking) -> None:
         self._claim(claim_of(booking, self._next_term(booking.key), self._owner_since(booking.owner)))
 
-    def _insist(self, booking: Booking, held: Held | None) -> bool:
+    def _insist(self, booking: Booking, held: HeldClaim | None) -> bool:
         """Claim a request of ours again that another beats or cancels, if its owner came to us last."""
         key, since = booking.key, self._owner_since(booking.owner)
         if not since or self._bookings.freed_by_caller(key, booking.reservation.attempt_id, self._clock()):
@@ -360,7 +360,7 @@ class Ownership(Journal):
         now = self._clock()
         return now - self._began_at >= SILENT_SECONDS and not any(v.needs_blocks(now) for v in self.views.values())
 
-    def _end_remote(self, held: Held, reason: EndReason, now: float) -> None:
+    def _end_remote(self, held: HeldClaim, reason: EndReason, now: float) -> None:
         claim = held.claim
         self._scheduler.stats.ended[reason] += 1
         log.warning(
@@ -404,7 +404,7 @@ class Ownership(Journal):
         else:
             self._unplace(key, (key.tenant, claim.reservation.rank.worker_id))
 
-    def _give_up(self, booking: Booking, held: Held | None) -> None:
+    def _give_up(self, booking: Booking, held: HeldClaim | None) -> None:
         """Give up a claim of ours that is beaten."""
         key = booking.key
         if held is not None and (held.claim.attempt_id, held.claim.reservation.rank) == (

@@ -10,8 +10,8 @@ from typing import Final, Protocol
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.worker_proto import role_from_proto, role_to_proto
-from kvscout_scheduler.queue.remote_queues import ANYWHERE
 from kvscout_scheduler.queue.waiting import WaitingQueues
+from kvscout_scheduler.values.request import UNCONSTRAINED
 from kvscout_scheduler.values.reservation import PoolId
 
 PRIORITIES_SECONDS: Final = 0.2
@@ -31,7 +31,9 @@ class _View(Protocol):
 def priorities_of(waiting: WaitingQueues) -> dict[PoolId, int]:
     """Return the highest priority of waiting requests that could go to any worker, by pool, for `MAX_PRIORITIES`
     pools."""
-    found = ((pool, queue.priority(ANYWHERE)) for pool in waiting.pools if (queue := waiting.queue(pool)) is not None)
+    found = (
+        (pool, queue.priority(UNCONSTRAINED)) for pool in waiting.pools if (queue := waiting.queue(pool)) is not None
+    )
     return dict(islice(((pool, priority) for pool, priority in found if priority is not None), MAX_PRIORITIES))
 
 

@@ -54,7 +54,7 @@ ALL = ""
 """The target of what goes to everyone."""
 
 
-class Outgoing(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """A message to be carried."""
 
     to: str
@@ -83,7 +83,7 @@ class Replication:
         """Divergences, gaps and snapshots of views that are forgotten."""
         self._clock = scheduler.clock
         self._wall_clock = scheduler.wall_clock
-        self._outbox: list[Outgoing] = []
+        self._outbox: list[OutgoingMessage] = []
         self._replies: dict[tuple[str, Incarnation], Iterator[bytes]] = {}
         """Snapshots under way, by requester and subject."""
         self._conflict_at = -math.inf
@@ -163,7 +163,7 @@ class Replication:
         self._leaving = True
         self._beat()
 
-    def take(self) -> list[Outgoing]:
+    def take(self) -> list[OutgoingMessage]:
         """Return the messages to be sent now, in order; the rest of a snapshot comes one message a call, and the rest
         of another's takes effect a slice a call."""
         replacing = next((view for view in self.views.values() if view.replacing), None)
@@ -177,7 +177,7 @@ class Replication:
             if payload is None:
                 del self._replies[requested]
             else:
-                outbox.append(Outgoing(requested[0], payload))
+                outbox.append(OutgoingMessage(requested[0], payload))
         return outbox
 
     @property
@@ -293,7 +293,7 @@ class Replication:
     def _ask(self, view: View, now: float) -> None:
         """Request a snapshot, if one is wanted."""
         request_id = next(self._requests)
-        target = view.wanted(now, self.live, request_id)
+        target = view.snapshot_source(now, self.live, request_id)
         if target:
             request = replication_pb2.ReplicaSnapshotRequest(
                 request_id=request_id,
@@ -408,7 +408,7 @@ class Replication:
         return replication_pb2.ReplicaMessage(version=VERSION, **self.me._asdict(), **body).SerializeToString()
 
     def _send(self, to: str, **body: Any) -> None:
-        self._outbox.append(Outgoing(to, self.message(**body)))
+        self._outbox.append(OutgoingMessage(to, self.message(**body)))
 
     def _refuse(self, reason: str) -> None:
         self.refused += 1

@@ -200,7 +200,7 @@ class View:
             self._witnesses[witness] = sequence
             self._learn(sequence, now)
 
-    def wanted(self, now: float, alive: Callable[[str], bool], request_id: int) -> str:
+    def snapshot_source(self, now: float, alive: Callable[[str], bool], request_id: int) -> str:
         """Return the replica to request a snapshot of now.
 
         Args:

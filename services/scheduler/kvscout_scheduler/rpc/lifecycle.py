@@ -31,7 +31,7 @@ from kvscout_scheduler.bookings.takeover import Takeover
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.messages.codec import MAX_OPERATIONS, Codec, Read
 from kvscout_scheduler.rpc.liveness import LivenessTimer
-from kvscout_scheduler.rpc.operations import Operations, Remote
+from kvscout_scheduler.rpc.operations import Operations, RemoteOperations
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.operations import Operation, Outcome
 from kvscout_scheduler.values.reservation import OwnerName, RequestKey
@@ -59,7 +59,7 @@ class LifecycleRpc:
         remote: Operations on bookings of other replicas; None = there are none.
     """
 
-    def __init__(self, scheduler: Scheduler, remote: Remote | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, remote: RemoteOperations | None = None) -> None:
         self._scheduler = scheduler
         self._remote = remote
         self._streams: dict[asyncio.Task[Any], _Outbox] = {}

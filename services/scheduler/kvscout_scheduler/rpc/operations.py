@@ -25,7 +25,7 @@ from kvscout_scheduler.values.reservation import OwnerName
 Later: TypeAlias = Callable[[int, Operation, Outcome], None]
 
 
-class Remote(Protocol):
+class RemoteOperations(Protocol):
     """Operations on bookings of other replicas."""
 
     def concerns(self, operation: Operation) -> bool:
@@ -46,7 +46,7 @@ class Operations:
     """
 
     def __init__(
-        self, scheduler: Scheduler, owner: OwnerName | None, later: Later, remote: Remote | None = None
+        self, scheduler: Scheduler, owner: OwnerName | None, later: Later, remote: RemoteOperations | None = None
     ) -> None:
         self._scheduler = scheduler
         self._owner = owner
@@ -87,11 +87,11 @@ class Operations:
             # One that another call replaced stays.
             self._scheduler.waiting.leave(waiter)
 
-    async def _forward(self, remote: Remote, number: int, operation: Operation) -> None:
+    async def _forward(self, remote: RemoteOperations, number: int, operation: Operation) -> None:
         self._later(number, operation, await remote.carry_out(operation))
 
     def _select(self, number: int, operation: Select) -> Outcome | None:
-        wanted, books, lease_seconds, traceparent = operation
+        request, books, lease_seconds, traceparent = operation
         if not traceparent and not self._scheduler.queues_requests:
             # As most are: nothing is traced, and nobody waits.
             return self._scheduler.apply(operation, self._owner)
@@ -100,7 +100,7 @@ class Operations:
         span = traced("SelectAndReserve" if books else "Select", traceparent).begun()
 
         def answer(outcome: Decision | KvscoutError) -> None:
-            record(span, wanted, outcome)
+            record(span, request, outcome)
             span.end()
             if waiter is None:
                 outcomes.append(outcome)
@@ -109,9 +109,11 @@ class Operations:
 
         try:
             if books:
-                waiter = self._scheduler.reserve_or_wait(wanted, answer, owner=self._owner, lease_seconds=lease_seconds)
+                waiter = self._scheduler.reserve_or_wait(
+                    request, answer, owner=self._owner, lease_seconds=lease_seconds
+                )
             else:
-                answer(self._scheduler.select(wanted))
+                answer(self._scheduler.select(request))
         except KvscoutError as error:
             answer(error)
         if waiter is None:

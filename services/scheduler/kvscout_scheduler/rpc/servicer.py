@@ -30,7 +30,7 @@ from kvscout_scheduler.messages.operation_messages import answer_to_proto, opera
 from kvscout_scheduler.messages.translate import given_fields, thresholds_to_proto
 from kvscout_scheduler.rpc.lifecycle import LifecycleRpc
 from kvscout_scheduler.rpc.listing import list_active_requests, potential_loads
-from kvscout_scheduler.rpc.operations import Operations, Remote
+from kvscout_scheduler.rpc.operations import Operations, RemoteOperations
 from kvscout_scheduler.rpc.traces import record
 from kvscout_scheduler.rpc.watch import WatchRpcs
 from kvscout_scheduler.scheduler import Scheduler
@@ -47,7 +47,7 @@ class Replicas(Protocol):
     """The other replicas of the scheduler."""
 
     @property
-    def forwarding(self) -> Remote:
+    def forwarding(self) -> RemoteOperations:
         """Return operations on bookings of others."""
 
     @property
@@ -102,7 +102,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             response: scheduler_pb2.SelectResponse = await self.SelectAndReserve(message, context)
             return response.SerializeToString()
         operation = select_of(read)
-        current_identity().require_tenant(operation.wanted.tenant)
+        current_identity().require_tenant(operation.request.tenant)
         return native_load.select_response(columns_of(await self._outcome(operation, context)))
 
     async def Reserve(self, request: scheduler_pb2.ReserveRequest, context: Any) -> Any:
@@ -147,7 +147,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             operations.close()
             raise
         if isinstance(operation, Select):
-            record(tracing.current(), operation.wanted, outcome)
+            record(tracing.current(), operation.request, outcome)
         if isinstance(outcome, KvscoutError):
             raise outcome
         if booked is not None:
@@ -320,6 +320,6 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
 def _booked_by(operation: Operation) -> tuple[RequestKey, int] | None:
     """Return request and attempt that an operation books."""
     match operation:
-        case Select(wanted=wanted, books=True) | Reserve(wanted=wanted):
-            return wanted.key, wanted.attempt_id
+        case Select(request=booked, books=True) | Reserve(reservation=booked):
+            return booked.key, booked.attempt_id
     return None

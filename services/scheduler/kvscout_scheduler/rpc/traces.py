@@ -15,16 +15,16 @@ def traced(rpc: str, traceparent: str) -> tracing.Span:
     return tracing.span(f"kvscout.v1.Scheduler/{rpc}", tracing.Kind.SERVER, parent=traceparent)
 
 
-def record(span: tracing.Span, wanted: SelectionRequest, outcome: Decision | KvscoutError) -> None:
+def record(span: tracing.Span, request: SelectionRequest, outcome: Decision | KvscoutError) -> None:
     """Record a decision, or its error, in a span."""
     if span is tracing.NOTHING:
         return
     span.tell(
-        tenant=wanted.tenant,
-        model=wanted.model,
-        role=wanted.role.value,
-        request_id=wanted.request_id,
-        isl_tokens=wanted.isl_tokens,
+        tenant=request.tenant,
+        model=request.model,
+        role=request.role.value,
+        request_id=request.request_id,
+        isl_tokens=request.isl_tokens,
     )
     if isinstance(outcome, KvscoutError):
         span.failed(outcome)

@@ -12,7 +12,7 @@ from kvscout_common.identity.identity import current_identity
 from kvscout_common.transport.statuses import status_code
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_scheduler.messages import translate
-from kvscout_scheduler.policies.decision_feed import DecisionRecord, Watcher
+from kvscout_scheduler.policies.decision_feed import DecisionRecord, DecisionWatcher
 from kvscout_scheduler.rpc.listing import potential_loads
 from kvscout_scheduler.scheduler import Scheduler
 
@@ -56,8 +56,8 @@ class WatchRpcs:
         if tenant == ALL_TENANTS:
             tenant = current_identity().tenant
         news = asyncio.Event()
-        watcher = Watcher(tenant, request.model, request.explain, news.set)
-        self._scheduler.watchers.add(watcher)
+        watcher = DecisionWatcher(tenant, request.model, request.explain, news.set)
+        self._scheduler.decision_feed.add(watcher)
         try:
             # Headers go out at once: the caller knows from when on it misses nothing.
             await context.send_initial_metadata(())
@@ -69,7 +69,7 @@ class WatchRpcs:
                     yield _to_proto(record, lost=lost)
                     lost = 0
         finally:
-            self._scheduler.watchers.remove(watcher)
+            self._scheduler.decision_feed.remove(watcher)
 
 
 def _to_proto(record: DecisionRecord, *, lost: int) -> scheduler_pb2.WatchDecisionsResponse:

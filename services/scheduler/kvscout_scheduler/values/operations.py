@@ -13,7 +13,7 @@ from kvscout_scheduler.values.reservation import FreeOutcome, RequestKey, Reserv
 class Select(NamedTuple):
     """Picks a worker, and books it or not."""
 
-    wanted: SelectionRequest
+    request: SelectionRequest
     books: bool
     lease_seconds: int = 0
     traceparent: str = ""
@@ -22,7 +22,7 @@ class Select(NamedTuple):
 class Reserve(NamedTuple):
     """Books a given worker."""
 
-    wanted: Reservation
+    reservation: Reservation
     lease_seconds: int = 0
 
 

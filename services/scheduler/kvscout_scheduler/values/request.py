@@ -109,7 +109,7 @@ class Prompt:
 EMPTY_PROMPT = Prompt()
 
 
-class Wanted(NamedTuple):
+class WorkerConstraints(NamedTuple):
     """Which workers of a pool a request can go to: two that want the same can go to the same."""
 
     pinned_worker_id: str = ""
@@ -136,7 +136,7 @@ class Wanted(NamedTuple):
             raise InvalidArgument(f"{pin!r} is excluded as well", field="pinned_worker_id")
 
 
-ANYONE = Wanted()
+UNCONSTRAINED = WorkerConstraints()
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ class SelectionRequest:
     """Names the booking; a query needs none."""
     attempt_id: int = 0
     """0 = the caller does not distinguish attempts."""
-    wanted: Wanted = ANYONE
+    constraints: WorkerConstraints = UNCONSTRAINED
     override: ConfigOverride = NO_OVERRIDE
     priority: int = 0
     expected_output_tokens: int = 0
@@ -191,7 +191,7 @@ class SelectionRequest:
         if self.isl_tokens < 1:
             raise InvalidArgument("must be at least 1", field="isl_tokens")
         check_output_class(self.output_class)
-        if self.wanted is not ANYONE:
-            self.wanted.validate()
+        if self.constraints is not UNCONSTRAINED:
+            self.constraints.validate()
         if self.override is not NO_OVERRIDE:
             self.override.validate()
