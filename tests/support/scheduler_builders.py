@@ -92,7 +92,7 @@ def request(
     if "required_labels" in selection:
         selection["required_labels"] = frozenset(selection["required_labels"].items())
     if selection:
-        fields["wanted"] = WorkerConstraints(**selection)
+        fields["constraints"] = WorkerConstraints(**selection)
     return SelectionRequest(**{"model": MODEL, "isl_tokens": length, "prompt": prompt, **fields})
 
 

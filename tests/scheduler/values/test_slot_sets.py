@@ -172,7 +172,7 @@ def unwell(workers: int, policy: str) -> Scheduler:
 
 @pytest.mark.skipif(not native_available(), reason="the reference looks at each worker")
 @pytest.mark.parametrize(
-    "wanted",
+    "selection",
     [
         {},
         {"excluded_worker_ids": frozenset({"w0003", "w0004"})},
