@@ -22,10 +22,9 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.hashing_reference import SEED, MmItem
 from kvscout_common.variables import NATIVE, REQUIRE_NATIVE
 
 __all__ = [
@@ -44,11 +43,24 @@ __all__ = [
     "sequence_hashes",
 ]
 
+SEED: Final = 1337
+"""Seed of every chain, and of every block of a prompt without adapter and salt."""
+
 _log = logging.getLogger(__name__)
 
 
+class MmItem(NamedTuple):
+    """A multimodal item of a prompt: its id and the placeholder tokens that stand for it."""
+
+    id: str
+    offset: int
+    """First placeholder token, counted from the start of the prompt."""
+    length: int
+    """Number of placeholder tokens, at least 1."""
+
+
 def _native_wanted() -> bool:
-    """Whether to use the extension; raises if it is required and cannot be imported."""
+    """Decide whether to use the extension; raise if it is required and cannot be imported."""
     if os.environ.get(NATIVE) == "0":
         return False
     try:
@@ -71,17 +83,17 @@ else:
 
 
 def native_available() -> bool:
-    """Whether this process uses the extension: it is built, and not switched off."""
+    """Return whether this process uses the extension: it is built, and not switched off."""
     return _NATIVE
 
 
 def native_module() -> ModuleType | None:
-    """The extension, where this process uses it: for what has a twin beside it."""
+    """Return the extension, where this process uses it; None: the reference backend is used."""
     return sys.modules["kvscout_native"] if _NATIVE else None
 
 
 def backend_name() -> str:
-    """What does the work, for status output: "native" or "reference"."""
+    """Return the backend's name for status output: "native" or "reference"."""
     return "native" if _NATIVE else "reference"
 
 
@@ -102,7 +114,7 @@ def block_hashes(
     mm_items: Sequence[tuple[str, int, int]] = (),
     eagle: bool = False,
 ) -> list[int]:
-    """Local hashes of a prompt's complete blocks, in order; a trailing partial block has none.
+    """Return the local hashes of a prompt's complete blocks, in order; a trailing partial block has none.
 
     Args:
         token_ids: The prompt, as integers of 32 bits or as their little-endian bytes, four a token.
@@ -132,14 +144,14 @@ def block_hashes_packed(
     mm_items: Sequence[tuple[str, int, int]] = (),
     eagle: bool = False,
 ) -> bytes:
-    """The same hashes as little-endian u64s, eight bytes a block: the form they have on the wire."""
+    """Return the same hashes as little-endian u64s, eight bytes a block: the form they have on the wire."""
     return _backend.block_hashes_packed(
         token_ids, block_size, lora_name=lora_name, cache_salt=cache_salt, mm_items=mm_items, eagle=eagle
     )
 
 
 def sequence_hashes(local: Sequence[int] | bytes | bytearray | memoryview) -> list[int]:
-    """Sequence hashes of a chain of local hashes that begins at the prompt's first block.
+    """Return the sequence hashes of a chain of local hashes that begins at the prompt's first block.
 
     Args:
         local: Local hashes, as integers or as little-endian u64s.
@@ -151,17 +163,17 @@ def sequence_hashes(local: Sequence[int] | bytes | bytearray | memoryview) -> li
 
 
 def extend_sequence(parent_sequence_hash: int | None, local: int) -> int:
-    """Sequence hash of a block from its parent's (None: it is a prompt's first) and its local hash."""
+    """Return the sequence hash of a block from its parent's (None: it is a prompt's first) and its local hash."""
     return _backend.extend_sequence(parent_sequence_hash, local)
 
 
 def mm_hash(item_id: str) -> int:
-    """Number of a multimodal item: the first 16 of 64 hex digits, else XXH3_64 of the id."""
+    """Return the number of a multimodal item: the first 16 of 64 hex digits, else XXH3_64 of the id."""
     return _backend.mm_hash(item_id)
 
 
 def engine_hash(value: int | bytes) -> int:
-    """An engine's block hash as u64: unsigned, signed (bit for bit) or the last 8 bytes, big-endian.
+    """Return an engine's block hash as u64: unsigned, signed (bit for bit) or the last 8 bytes, big-endian.
 
     Raises:
         InvalidArgument: The value fits in neither u64 nor i64, or has no bytes.
@@ -170,5 +182,5 @@ def engine_hash(value: int | bytes) -> int:
 
 
 def block_seed(lora_name: str, cache_salt: str, first: bool) -> int:
-    """Seed of a prompt's first block, or of every other one."""
+    """Return the seed of a prompt's first block, or of every other one."""
     return _backend.block_seed(lora_name, cache_salt, first)

@@ -8,33 +8,20 @@ from __future__ import annotations
 import operator
 import re
 import struct
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
 from kvscout_common.errors import InvalidArgument
-
-SEED = 1337
-"""Seed of every chain, and of every block of a prompt without adapter and salt."""
+from kvscout_common.hashing import SEED, MmItem
 
 _MASK = 2**64 - 1
 _TOKEN_BYTES = 4
 _HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
-class MmItem(NamedTuple):
-    """A multimodal item of a prompt: its id and the placeholder tokens that stand for it."""
-
-    id: str
-    offset: int
-    """First placeholder token, counted from the start of the prompt."""
-    length: int
-    """Number of placeholder tokens, at least 1."""
-
-
 def block_seed(lora_name: str, cache_salt: str, first: bool) -> int:
-    """Seed of a block; see `kvscout_common.hashing.block_seed`."""
+    """Return the seed of a block; see `kvscout_common.hashing.block_seed`."""
     seed = SEED
     if lora_name:
         seed += xxh3_64_intdigest(lora_name.encode(), seed=0)
@@ -44,14 +31,14 @@ def block_seed(lora_name: str, cache_salt: str, first: bool) -> int:
 
 
 def mm_hash(item_id: str) -> int:
-    """Number of a multimodal item; see `kvscout_common.hashing.mm_hash`."""
+    """Return the number of a multimodal item; see `kvscout_common.hashing.mm_hash`."""
     if _HEX_DIGEST.fullmatch(item_id):
         return int(item_id[:16], 16)
     return xxh3_64_intdigest(item_id.encode(), seed=0)
 
 
 def engine_hash(value: int | bytes) -> int:
-    """An engine's block hash as u64; see `kvscout_common.hashing.engine_hash`."""
+    """Return an engine's block hash as u64; see `kvscout_common.hashing.engine_hash`."""
     if isinstance(value, bytes) and value:
         return int.from_bytes(value[-8:], "big")
     if isinstance(value, int) and -(2**63) <= value < 2**64:
@@ -60,14 +47,14 @@ def engine_hash(value: int | bytes) -> int:
 
 
 def extend_sequence(parent_sequence_hash: int | None, local: int) -> int:
-    """Sequence hash of a block after its parent; see `kvscout_common.hashing.extend_sequence`."""
+    """Return the sequence hash of a block after its parent; see `kvscout_common.hashing.extend_sequence`."""
     if parent_sequence_hash is None:
         return local
     return xxh3_64_intdigest(struct.pack("<QQ", parent_sequence_hash, local), seed=SEED)
 
 
 def sequence_hashes(local: Sequence[int] | bytes) -> list[int]:
-    """Sequence hashes of a chain; see `kvscout_common.hashing.sequence_hashes`."""
+    """Return the sequence hashes of a chain; see `kvscout_common.hashing.sequence_hashes`."""
     parent: int | None = None
     chain = []
     for hash_ in _unpacked(local):
@@ -85,7 +72,7 @@ def block_hashes(
     mm_items: Sequence[tuple[str, int, int]] = (),
     eagle: bool = False,
 ) -> list[int]:
-    """Local hashes of a prompt's complete blocks; see `kvscout_common.hashing.block_hashes`."""
+    """Return the local hashes of a prompt's complete blocks; see `kvscout_common.hashing.block_hashes`."""
     if block_size < 1:
         raise InvalidArgument("must be at least 1 token", field="block_size")
     items = [MmItem(*item) for item in mm_items]
@@ -95,13 +82,12 @@ def block_hashes(
     count = max(0, len(tokens) // _TOKEN_BYTES - int(eagle)) // block_size
     first_seed, seed = (block_seed(lora_name, cache_salt, first) for first in (True, False))
     local = []
-    for index, window in enumerate(_windows(tokens, block_size, count, eagle)):
-        start = index * block_size
-        touching = sorted(
-            mm_hash(item.id) for item in items if item.offset < start + block_size and item.offset + item.length > start
-        )
+    for start in range(0, count * block_size, block_size):
+        end = start + block_size
+        window = tokens[start * _TOKEN_BYTES : (end + int(eagle)) * _TOKEN_BYTES]
+        touching = sorted(mm_hash(item.id) for item in items if item.offset < end and item.offset + item.length > start)
         data = window + struct.pack(f"<{len(touching)}Q", *touching)
-        local.append(xxh3_64_intdigest(data, seed=seed if index else first_seed))
+        local.append(xxh3_64_intdigest(data, seed=seed if start else first_seed))
     return local
 
 
@@ -114,7 +100,7 @@ def block_hashes_packed(
     mm_items: Sequence[tuple[str, int, int]] = (),
     eagle: bool = False,
 ) -> bytes:
-    """The same as little-endian u64s; see `kvscout_common.hashing.block_hashes_packed`."""
+    """Return the same as little-endian u64s; see `kvscout_common.hashing.block_hashes_packed`."""
     local = block_hashes(
         token_ids,
         block_size,
@@ -124,12 +110,6 @@ def block_hashes_packed(
         eagle=eagle,
     )
     return struct.pack(f"<{len(local)}Q", *local)
-
-
-def _windows(tokens: bytes, block_size: int, count: int, eagle: bool) -> Iterator[bytes]:
-    for index in range(count):
-        start = index * block_size
-        yield tokens[start * _TOKEN_BYTES : (start + block_size + int(eagle)) * _TOKEN_BYTES]
 
 
 def _token_bytes(token_ids: Sequence[int] | bytes | bytearray | memoryview) -> bytes:

@@ -32,6 +32,16 @@ except SystemExit as ended:
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"aiohttp", "nats"}), file=sys.stderr)
 """
 
+REFERENCES = """
+import sys
+import kvscout_gateway.gateway, kvscout_gateway.main
+import kvscout_indexer.indexer, kvscout_indexer.main
+import kvscout_bridge.bridge, kvscout_bridge.main
+import kvscout_client, kvscout_client.kv_publisher
+reference = {"kvscout_blocks.bytes.codec", "kvscout_blocks.bytes.wire"}
+print(*(name for name in sys.modules if name in reference or "reference" in name))
+"""
+
 DECIDES = """
 import sys
 import kvscout_scheduler.scheduler
@@ -42,6 +52,12 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"grpc", "googl
 
 def test_what_decides_loads_neither_grpc_nor_messages_nor_the_extension() -> None:
     done = subprocess.run([sys.executable, "-c", DECIDES], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+@pytest.mark.skipif(not native_available(), reason="without the extension the reference backend is used")
+def test_services_and_the_client_load_nothing_of_the_reference_backend_beside_the_extension() -> None:
+    done = subprocess.run([sys.executable, "-c", REFERENCES], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvscout_common.hashing import native_module
-from kvscout_common.http import json_scan_reference
+from kvscout_common.hashing import native_available
 
-if TYPE_CHECKING:
-    _backend = json_scan_reference
+if TYPE_CHECKING or not native_available():
+    from kvscout_common.http import json_scan_reference as _backend
 else:
-    _backend = native_module() or json_scan_reference
+    import kvscout_native as _backend
 
 MAX_FIELDS: Final = 10_000
 """Of the object itself."""

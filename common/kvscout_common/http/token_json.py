@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvscout_common.hashing import native_module
-from kvscout_common.http import token_json_reference
+from kvscout_common.hashing import native_available
 
-if TYPE_CHECKING:
-    _backend = token_json_reference
+if TYPE_CHECKING or not native_available():
+    from kvscout_common.http import token_json_reference as _backend
 else:
-    _backend = native_module() or token_json_reference
+    import kvscout_native as _backend
 
 
 def write_tokens(token_ids: bytes) -> bytes:
