@@ -23,7 +23,7 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 SPEC = WorkerSpec("w", "m", 4)
 RANK = WorkerRank("w", 0)
 NATIVE_ONLY = pytest.mark.skipif(not native_available(), reason="the reference does all at once")
-BLOCKS = 512 * SLICE
+BLOCKS = 128 * SLICE
 
 
 class Feed:
@@ -107,8 +107,8 @@ def batch(event_id: int, *hashes: int, size_bytes: int = 10) -> SequencedBatch[D
     return SequencedBatch(event_id, 1000 + event_id, EventBatch((event,)), size_bytes)
 
 
-def many(first: int) -> tuple[int, ...]:
-    return tuple(range(first, first + BLOCKS))
+def many(first: int, blocks: int = BLOCKS) -> tuple[int, ...]:
+    return tuple(range(first, first + blocks))
 
 
 def state(first: int, last_id: int) -> SourceState:
@@ -157,7 +157,7 @@ async def test_a_demotion_of_many_blocks_gives_the_loop_away_and_later_batches_w
 @NATIVE_ONLY
 async def test_a_cut_of_many_blocks_is_of_its_beginning_and_later_batches_wait_for_it() -> None:
     world = World()
-    world.source.on_batch(batch(0, *many(1)))
+    world.source.on_batch(batch(0, *many(1, 4 * BLOCKS)))
     expected = world.index.dump(RANK)
     cutting = asyncio.ensure_future(world.source.cut())
     await asyncio.sleep(0)

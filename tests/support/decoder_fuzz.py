@@ -28,7 +28,7 @@ from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
 from kvscout_blocks.index.native import NativeIndex, NativeQueries
 from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_common import hashing_reference
+from kvscout_common import hashing, hashing_reference
 from kvscout_common.errors import ConfigError, FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.hashing import native_available
 from kvscout_common.http.event_relay import EventRelay
@@ -276,7 +276,7 @@ def check_hashing(data: bytes) -> None:
     arguments: dict[str, Any] = {"lora_name": names[0], "cache_salt": names[1], "eagle": rng.random() < 0.5}
     found: list[object] = []
     for backend in (hashing_reference, kvscout_native) if native_available() else (hashing_reference,):
-        spans: Any = [hashing_reference.MmItem(*item) for item in items]
+        spans: Any = [hashing.MmItem(*item) for item in items]
         try:
             found.append(backend.block_hashes(data, block_size, mm_items=spans, **arguments))
         except InvalidArgument:
