@@ -23,7 +23,7 @@ from support.gateway_stack import (
     mocker_worker,
     running_stack,
 )
-from support.grpc_relay import Relay, relaying
+from support.grpc_relay import Relay
 from support.mocker_process import MockerProcess
 from support.processes import Running, eventually, running
 from support.scripted_engine import (
@@ -542,31 +542,6 @@ async def another_gateway(
         async with connected(gateway, stack.scheduler, stack.indexer) as client:
             await client.until_known("w0", "w1", "w2")
             yield gateway, client
-
-
-async def test_where_a_scheduler_has_no_streams_the_bookings_of_a_killed_gateway_end_with_their_leases(
-    stack: Stack, slow: MockerProcess
-) -> None:
-    async with (
-        relaying(stack.scheduler.address, streams=False) as old,
-        another_gateway(stack, "--lease-seconds", "3", scheduler=old.address) as (gateway, client),
-    ):
-        running_call = client.start(fresh_prompt(100), model="slow", max_tokens=1000)
-        await running_call.read()
-        await until_running(slow)
-
-        async def renewed() -> bool:  # at a third of the lease: the age grows, the rest of the lease does not shrink
-            [active] = await client.active()
-            return active.age_seconds > 1.2 and active.lease_remaining_seconds > 2
-
-        await eventually(renewed)
-        gateway.process.kill()
-        with pytest.raises(grpc.aio.AioRpcError):
-            await rest(running_call, Answer())
-        assert len(await client.active()) == 1
-        await client.until_idle("slow")
-        await until_not_running(slow)
-        await gateway.process.wait()
 
 
 async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(stack: Stack, slow: MockerProcess) -> None:

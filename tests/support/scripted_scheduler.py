@@ -99,9 +99,10 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 await self.goes_on.wait()
                 self.messages.append(len(message.operations))
                 response = scheduler_pb2.LifecycleResponse()
-                for operation in reversed(message.operations):  # in no order
+                for operation in message.operations:
                     self._carry_out(operation, response, context)
-                await self._write(context, response)
+                results = reversed(response.results)  # answers come in no order
+                await self._write(context, scheduler_pb2.LifecycleResponse(results=results))
         except asyncio.CancelledError:
             if reader not in self._cut:
                 raise

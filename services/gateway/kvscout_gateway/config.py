@@ -78,7 +78,7 @@ class GatewayConfig:
     session_affinity: str = ""
     """Where the name of a session stands: "user" or "header:NAME"; "" = sessions are nothing here."""
     lease_seconds: int = 30
-    """Lease of the gateway's own bookings where it has no stream to the scheduler; renewed while a request runs."""
+    """Lease of the gateway's own bookings at replicas of a scheduler that is gone."""
     endpoint_picker: EndpointPickerConfig | None = None
     """None = off."""
 

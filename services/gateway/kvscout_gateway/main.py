@@ -33,10 +33,10 @@ from kvscout_gateway.fronts.shadow.config import ShadowConfig, shadow_flags
     "--indexer",
     multiple=True,
     default=("127.0.0.1:7051",),
-    help="Indexer host:port, or dns://name:port for all addresses of a name, such as a headless service; I/N= before it"
-    " = of shard I of N; repeat in order of preference.",
+    help="Indexer host:port, or dns://name:port for all addresses of a name, such as a headless service; "
+    "prefix I/N= for shard I of N; repeat in order of preference.",
 )
-@flag("--no-indexer", is_flag=True, help="Run without an indexer: route on load alone.")
+@flag("--no-indexer", is_flag=True, help="Run without an indexer: route by load alone.")
 @flag(
     "--scheduler",
     multiple=True,
@@ -47,55 +47,55 @@ from kvscout_gateway.fronts.shadow.config import ShadowConfig, shadow_flags
     "--migration-limit",
     default=1,
     type=click.IntRange(0, 10),
-    help="Tries on other workers after one failed before its first token.",
+    help="Retries on other workers after one failed before its first token.",
 )
 @flag(
     "--conditional-disagg",
     is_flag=True,
     section=BEHAVIOUR,
-    help="Decode workers that can compute prompts compute those of which they lack little.",
+    help="Let decode workers with can_fallback compute prompts that are mostly cached there.",
 )
 @flag(
     "--indexer-timeout-ms",
     default=20.0,
     type=click.FloatRange(min=0.1),
     section=PERFORMANCE,
-    help="A slower indexer is not waited for.",
+    help="Timeout of calls to an indexer; a slower one is skipped.",
 )
 @flag(
     "--scheduler-timeout-ms",
     default=1000.0,
     type=click.FloatRange(min=1),
     section=PERFORMANCE,
-    help="A slower scheduler counts as down.",
+    help="Timeout of calls to a scheduler; a slower one counts as down.",
 )
 @flag(
     "--queue-wait-seconds",
     default=60.0,
     type=click.FloatRange(min=1),
     section=BEHAVIOUR,
-    help="Longest wait in line at a scheduler that queues.",
+    help="Longest time for which a request waits in a scheduler's queue.",
 )
 @flag(
     "--engine-connect-seconds",
     default=2.0,
     type=click.FloatRange(min=0.01),
     section=PERFORMANCE,
-    help="Longest wait for a connection to an engine.",
+    help="Timeout for connecting to an engine.",
 )
 @flag(
     "--engine-first-output-seconds",
     default=30.0,
     type=click.FloatRange(min=0.1),
     section=PERFORMANCE,
-    help="Longest silence of an engine before a first token, beside the time for the prompt.",
+    help="Longest silence of an engine before the first token, in addition to the time for the prompt.",
 )
 @flag(
     "--engine-prefill-tokens-per-second",
     default=1000.0,
     type=click.FloatRange(min=1),
     section=PERFORMANCE,
-    help="How fast the slowest engine computes a prompt: longer ones may be silent for longer.",
+    help="Prefill speed of the slowest engine, which extends the timeout for long prompts.",
 )
 @flag(
     "--engine-idle-seconds",
@@ -109,49 +109,50 @@ from kvscout_gateway.fronts.shadow.config import ShadowConfig, shadow_flags
     default=300.0,
     type=click.FloatRange(min=0.1),
     section=PERFORMANCE,
-    help="Longest silence for one request while its worker rank puts out tokens for others.",
+    help="Longest silence for one request while its worker rank outputs tokens for others.",
 )
 @flag(
     "--engine-answer-seconds",
     default=1800.0,
     type=click.FloatRange(min=0.1),
     section=PERFORMANCE,
-    help="Longest time for an answer that comes as a whole, from an engine that answers its health checks.",
+    help="Longest time for a non-streamed response, from an engine that passes its health checks.",
 )
 @flag(
     "--engine-health-seconds",
     default=10.0,
     type=click.FloatRange(min=0),
     section=PERFORMANCE,
-    help="Time between two health checks of an engine that puts out nothing; 0 = none.",
+    help="Interval of health checks of an engine without output; 0 = none.",
 )
 @flag(
     "--client-write-seconds",
     default=60.0,
     type=click.FloatRange(min=0.1),
     section=PERFORMANCE,
-    help="Longest wait for a client that does not read what was generated for it.",
+    help="Longest time for which a client may not read its output.",
 )
 @flag(
     "--max-in-flight",
     default=10_000,
     type=click.IntRange(min=1),
     section=PERFORMANCE,
-    help="Requests that run at once; more are refused.",
+    help="Concurrent requests; more are refused.",
 )
 @flag(
     "--max-prompt-tokens",
     default=1 << 20,
     type=click.IntRange(min=1),
     section=PERFORMANCE,
-    help="Longer prompts are refused, as are those that the cache of none of the model's workers could hold.",
+    help="Maximum prompt length; longer prompts, and those too large for the cache of every worker of the "
+    "model, are refused.",
 )
 @flag(
     "--lease-seconds",
     default=30,
     type=click.IntRange(3, 3600),
     section=BEHAVIOUR,
-    help="Lease of bookings made without a stream, renewed at a third of it; those of a killed gateway end with it.",
+    help="Lease of this gateway's bookings at replicas of a scheduler that is gone.",
 )
 @endpoint_picker_flags()
 @shadow_flags()
@@ -167,58 +168,59 @@ from kvscout_gateway.fronts.shadow.config import ShadowConfig, shadow_flags
     multiple=True,
     metavar="ORIGIN",
     section=SERVER,
-    help="Origin whose pages may ask the HTTP port from a browser, such as https://chat.example.com; * = any. Repeat.",
+    help="Origin whose pages may use the HTTP port from a browser, such as https://chat.example.com; * = "
+    "any. Repeatable.",
 )
 @flag(
     "--client-path",
     multiple=True,
     metavar="PATH",
     section=SERVER,
-    help="Further path of engines that clients may ask for, such as /v1/videos/*; * = one part of it. Repeat.",
+    help="Additional engine path open to clients, such as /v1/videos/*; * = one path segment. Repeatable.",
 )
-@flag("--no-dashboard", is_flag=True, section=SERVER, help="No page at / of that port.")
+@flag("--no-dashboard", is_flag=True, section=SERVER, help="Disable the dashboard at / of the HTTP port.")
 @flag(
     "--tokenizer",
     multiple=True,
-    help="[MODEL=]DIR with tokenizer.json and tokenizer_config.json, for routing texts by their tokens; repeat for"
-    " further models. auto = those of others are looked for on this machine.",
+    help="[MODEL=]DIR with tokenizer.json and tokenizer_config.json, to tokenize text for routing; repeat "
+    "for further models. auto = look for other models' tokenizers on this machine.",
 )
 @flag(
     "--tokenizer-cache-mib",
     default=64,
     type=click.IntRange(1, 65536),
     section=PERFORMANCE,
-    help="Texts and tokens kept for each tenant and model, so that a conversation is tokenized once.",
+    help="Cache of tokenized text per tenant and model, so that a conversation is tokenized once.",
 )
 @flag(
     "--tokenize-timeout-ms",
     default=50.0,
     type=click.FloatRange(min=0),
     section=PERFORMANCE,
-    help="Longest wait for an engine's /tokenize, for models without --tokenizer; 0 = engines are not asked.",
+    help="Timeout of an engine's /tokenize, for models without --tokenizer; 0 = never query engines.",
 )
 @flag(
     "--session-affinity",
     default="",
-    help="user or header:NAME: requests that have the same there go to the same worker, as long as it is well.",
+    help="user or header:NAME: keep requests with the same value on one worker, as long as it is healthy.",
 )
 @flag(
     "--engine-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     section=SERVER,
-    help="File with the API key of the engines.",
+    help="File with the API key sent to engines.",
 )
 @flag(
     "--engine-ca",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     section=SERVER,
-    help="CA of engines that speak https, PEM; without it those that this machine trusts.",
+    help="CA of engines that use https, PEM; by default the machine's trusted CAs.",
 )
 @client_flags()
 @nats_flags()
 @server_flags("gateway", port=7050, metrics_port=9093)
 def main(**values: Any) -> None:
-    """Place LLM requests on the workers that have their prompts cached, and run them there."""
+    """Route LLM requests to the workers that have their prompts cached, and run them."""
     try:
         config = GatewayConfig(
             server=ServerConfig.from_flags(values),

@@ -4,7 +4,7 @@ import pytest
 
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.engines.observation import Observations, Reports, computes_a_block, predicted_cached_tokens
-from kvscout_gateway.metrics import ObservationCollector
+from kvscout_gateway.request.metrics import ObservationCollector
 
 RANK = WorkerRank("a", 0)
 

@@ -106,7 +106,7 @@ async def test_helpers_behind_a_name_are_told_and_used_as_they_come_and_let_go_o
             await world.gateway.warm()
             world.gateway.registry.register(WORKER)
             await world.until_told(A)
-            schedulers = world.gateway.schedulers
+            schedulers = world.gateway.scheduler.peers
             [first] = schedulers.members
             await world.until(lambda: schedulers.primary is first, "attached")
 
@@ -114,7 +114,7 @@ async def test_helpers_behind_a_name_are_told_and_used_as_they_come_and_let_go_o
             names.addresses = [B, A]
             await world.until_told(A, B)
             assert schedulers.members[0] is first, "ordered by address, as at every gateway"
-            assert [status.address for status in world.gateway.upstream_statuses()] == [
+            assert [status.address for status in world.gateway.membership.statuses()] == [
                 member.address for member in world.gateway.membership.members
             ]
 

@@ -33,9 +33,9 @@ from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.engines.vllm import VllmAdapter
-from kvscout_gateway.metrics import GatewayMetrics
 from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
 from kvscout_gateway.request.exchange import Exchange, Exchanges
+from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan import Aggregated, Plan
 from kvscout_gateway.upstreams.scheduler.booking import Booking
 from kvscout_gateway.values.placement import Placement
@@ -49,7 +49,7 @@ def body() -> TokenBody:
     return TokenBody({"max_tokens": 2})
 
 
-class Helpers:
+class Upstreams:
     """A scheduler that places on the workers in turn, and notes what is booked and freed."""
 
     def __init__(self) -> None:
@@ -93,18 +93,15 @@ class Helpers:
     def failed(self, placement: Placement) -> None:
         self.log.append(f"withdraw {placement.worker.worker_id}")
 
-    def add(self, booking: Booking) -> None:
+    def hold(self, booking: Booking) -> None:
         self.open.add(booking.ref.attempt_id)
 
-    def mark_prefill_complete(self, booking: Booking) -> None:
+    def prefill_complete(self, booking: Booking) -> None:
         self.log.append("prefilled")
 
     def free(self, booking: Booking, output_tokens: int) -> None:
         self.output_tokens.append(output_tokens)
         self.open.remove(booking.ref.attempt_id)
-
-    async def freed(self, booking: Booking) -> None:
-        assert booking.ref.attempt_id not in self.open
 
 
 class Client:
@@ -134,14 +131,14 @@ class Client:
 class World:
     """Exchanges between helpers and engines of this process."""
 
-    def __init__(self, helpers: Helpers, engines: Engines) -> None:
-        self.helpers = helpers
+    def __init__(self, upstreams: Upstreams, engines: Engines) -> None:
+        self.upstreams = upstreams
         self.reported: list[tuple[str, Fault]] = []
         self.plan: Plan = Aggregated()
-        fake = cast(Any, helpers)
+        fake = cast(Any, upstreams)
         self.context = AttemptContext(
             routing=fake,
-            bookings=fake,
+            scheduler=fake,
             engines=engines,
             adapters={EngineKind.VLLM: VllmAdapter()},
             observations=Observations(lambda tenant, worker_id: True),
@@ -169,7 +166,7 @@ class World:
         return client
 
     def assert_over(self) -> None:
-        assert not self.helpers.open
+        assert not self.upstreams.open
         assert self.exchanges.in_flight == 0
         assert self.exchanges.idle.is_set()
 
@@ -177,7 +174,7 @@ class World:
 @pytest_asyncio.fixture
 async def world() -> AsyncIterator[World]:
     engines = Engines(connect(), EngineTimeouts(), client_write_seconds=5.0)
-    made = World(Helpers(), engines)
+    made = World(Upstreams(), engines)
     try:
         yield made
     finally:
@@ -192,7 +189,7 @@ async def serve(world: World) -> AsyncIterator[Callable[..., Any]]:
 
         async def start(*scripts: Script) -> None:
             for script in scripts:
-                world.helpers.urls.append((await stack.enter_async_context(scripted_engine(script))).url)
+                world.upstreams.urls.append((await stack.enter_async_context(scripted_engine(script))).url)
 
         yield start
 
@@ -207,15 +204,15 @@ async def test_a_leg_is_booked_sent_told_of_its_first_token_and_freed(world: Wor
     await serve(answer)
     client = await world.run()
     assert client.token_ids == [1, 2]
-    assert world.helpers.log == ["book aggregated w0", "send w0", "prefilled"]
-    assert world.helpers.output_tokens == [2]
+    assert world.upstreams.log == ["book aggregated w0", "send w0", "prefilled"]
+    assert world.upstreams.output_tokens == [2]
 
 
 async def test_what_fails_before_the_client_has_a_byte_is_tried_elsewhere(world: World, serve: Any) -> None:
     await serve(drop, answer)
     client = await world.run()
     assert (client.placements, client.token_ids) == (["w0", "w1"], [1, 2])
-    assert world.helpers.log[:3] == ["book aggregated w0", "send w0", "withdraw w0"]
+    assert world.upstreams.log[:3] == ["book aggregated w0", "send w0", "withdraw w0"]
     assert world.reported == [("w0", Fault.WORKER)]
 
 
@@ -339,13 +336,13 @@ async def test_a_front_that_sends_a_leg_itself_tells_what_happens(world: World, 
         attempt.first_output()
         attempt.first_output()
         attempt.ended(Usage(2, 0))
-        assert len(world.helpers.open) == 1
+        assert len(world.upstreams.open) == 1
         attempt.free()
         attempt.free()
         again = await exchange.place(replace(exchange.request, excluded=("w0",)))
         again.sent()
         exchange.failed(again, EngineFailed("gone"))
-    assert world.helpers.log.count("prefilled") == 1
+    assert world.upstreams.log.count("prefilled") == 1
     assert (world.reported, again.placement.worker.worker_id) == ([("w1", Fault.WORKER)], "w1")
 
 
@@ -377,7 +374,7 @@ async def test_legs_nest_and_each_has_its_own_tries(world: World, serve: Any) ->
     await serve(every_other, answer)
     client = await world.run()
     assert client.token_ids == [1, 2]
-    booked = [line for line in world.helpers.log if line.startswith("book")]
+    booked = [line for line in world.upstreams.log if line.startswith("book")]
     assert booked == ["book decode w0", "book prefill w0", "book prefill w1"]
 
 

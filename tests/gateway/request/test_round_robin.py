@@ -7,7 +7,7 @@ import pytest
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvscout_common.worker import Adapter, Role, WorkerSpec
-from kvscout_gateway.catalog import NOBODY, Serving, Target
+from kvscout_gateway.members.catalog import NOBODY, Serving, Target
 from kvscout_gateway.request.round_robin import RoundRobin
 from kvscout_gateway.values.prompt import Prompt
 from kvscout_gateway.values.request import Request

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 
-from kvscout_common.worker import WorkerRank
+from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.timeouts import Liveness
 
 EVENTFUL_KEPT = 16
@@ -140,8 +141,29 @@ class Observations:
         for totals in (seen.reports, self.total):
             totals.add(isl_tokens=isl_tokens, cached=cached or 0, predicted=predicted)
 
+    def eventful(self, key: tuple[str, WorkerRank]) -> Iterable[float]:
+        """Return when a rank was sent the requests that should have brought events, by tenant and rank."""
+        seen = self.by_rank.get(key)
+        return seen.eventful if seen is not None else ()
+
+    def has_output_within(self, spec: WorkerSpec, seconds: float) -> bool:
+        """Return whether one of a worker's ranks has put out something in the last seconds."""
+        since = asyncio.get_running_loop().time() - seconds
+        return any(liveness.last_beat() > since for liveness in self._liveness_of(spec))
+
+    def lose(self, spec: WorkerSpec, problem: str, asked_at: float) -> None:
+        """Fail what waits for a worker that does not answer health checks, if it has put out nothing since one."""
+        ranks = self._liveness_of(spec)
+        if all(liveness.last_beat() <= asked_at for liveness in ranks):
+            for liveness in ranks:
+                liveness.lose(problem, asked_at)
+
+    def _liveness_of(self, spec: WorkerSpec) -> list[Liveness]:
+        seen = (self.by_rank.get((spec.tenant, rank)) for rank in spec.ranks)
+        return [one.liveness for one in seen if one is not None]
+
     def forget(self, tenant: str, worker_id: str) -> None:
-        """Drops a removed worker's totals."""
+        """Drop a removed worker's totals."""
         self._reporting.discard((tenant, worker_id))
         for key in [k for k in self.by_rank if k[0] == tenant and k[1].worker_id == worker_id]:
             del self.by_rank[key]

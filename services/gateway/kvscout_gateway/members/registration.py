@@ -117,9 +117,9 @@ class Registration:
                 member.failed(str(error) or type(error).__name__)
             after = problem(member)
             if after and not before:
-                log.warning("%s", text_of(about(f"{member.name} is not told of all workers", after)))
+                log.warning("%s", text_of(about(f"{member.name} has not received all workers", after)))
             elif before and not after:
-                log.info("%s is told of all workers again", member.name)
+                log.info("%s has received all workers again", member.name)
             await self._adopt()
             if member.error:
                 await asyncio.sleep(RETRY_SECONDS)
@@ -165,7 +165,7 @@ class Registration:
         self._registry.register(entry.registered, lease_seconds=lease)
 
     def _yield(self, spec: WorkerSpec) -> None:
-        log.info("worker %s is another gateway's now", spec.worker_id)
+        log.info("worker %s is now registered by another gateway", spec.worker_id)
         self._registry.register(spec, source=Source.PEER)
 
     def _peers_elsewhere(self, asking: MemberSync) -> dict[WorkerName, Peer] | None:

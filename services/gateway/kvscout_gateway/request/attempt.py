@@ -21,9 +21,9 @@ from kvscout_gateway.values.request import NO_FIELDS, EngineAdapter, Request
 if TYPE_CHECKING:
     from kvscout_gateway.engines.engine_call import EngineCall, Engines
     from kvscout_gateway.engines.health import Key, WorkerHealth
-    from kvscout_gateway.metrics import GatewayMetrics
+    from kvscout_gateway.request.metrics import GatewayMetrics
     from kvscout_gateway.request.routing import RoutingFlow
-    from kvscout_gateway.upstreams.scheduler.bookings import Bookings
+    from kvscout_gateway.upstreams.scheduler.remote import Scheduler
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Of an answer that is no stream of events."""
@@ -48,7 +48,7 @@ class AttemptContext:
     """What attempts are run with: one for a gateway."""
 
     routing: RoutingFlow
-    bookings: Bookings
+    scheduler: Scheduler
     engines: Engines
     adapters: Mapping[EngineKind, EngineAdapter]
     observations: Observations
@@ -103,7 +103,7 @@ class Attempt:
         self.usage: Usage | None = None
         """What its engine said of the prompt, at the end of its answer."""
         if placement.booking is not None:
-            context.bookings.add(placement.booking)
+            context.scheduler.hold(placement.booking)
         context.health.sent(self.key)
 
     @property
@@ -224,7 +224,7 @@ class Attempt:
         self._on_output()
         self._metrics.first_token(self._context.clock() - self._started)
         if not whole_answer and self.placement.booking is not None:
-            self._context.bookings.mark_prefill_complete(self.placement.booking)
+            self._context.scheduler.prefill_complete(self.placement.booking)
 
     def prefilled(self, usage: Usage | None) -> None:
         """The engine has computed the prompt, which was all that it was asked for.
@@ -270,7 +270,7 @@ class Attempt:
         if self._relayed is not None and (report := self._relayed.report).outputs > 1:
             self._observe_itl(report)
         if self.placement.booking is not None:
-            self._context.bookings.free(self.placement.booking, self._output_tokens)
+            self._context.scheduler.free(self.placement.booking, self._output_tokens)
 
     @property
     def _output_tokens(self) -> int:
@@ -284,12 +284,6 @@ class Attempt:
             self._answer = None
         if self._call is not None:
             self._call.end()
-
-    async def freed(self) -> None:
-        """Waits until its scheduler knows that, at most as long as one answer may take: the request id can be booked
-        again then, not before."""
-        if self.placement.booking is not None:
-            await self._context.bookings.freed(self.placement.booking)
 
     async def _pass_whole(self, answer: HttpAnswer, sink: Sink) -> None:
         assert self._call is not None

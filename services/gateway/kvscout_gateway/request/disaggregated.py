@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, ResourceExhausted, Unavailable
 from kvscout_common.worker import EngineKind, Role, WorkerSpec
-from kvscout_gateway.catalog import Catalog
-from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.request.attempt import Attempt, Reply
+from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan import Handover, PrefillFailed
 from kvscout_gateway.values.output import ONE_TOKEN
 from kvscout_gateway.values.request import Request
@@ -130,7 +130,6 @@ class Disaggregated:
             return Path.REMOTE, decode, await exchange.place(self._prefill_request(exchange.request, decode))
         except _NO_ONE as error:
             decode.free()
-            await decode.freed()
             refused = Unavailable(f"no prefill worker takes it: {error}", retry_after_seconds=1.0)
             refused.__cause__ = error
             return await self._place_instead(exchange, refused)
@@ -166,7 +165,6 @@ class Disaggregated:
             await exchange.run_attempts(_decode_request(exchange.request), decode)
             return Path.REMOTE
         except PrefillFailed as failed:
-            await decoding[-1].freed()
             return await self._instead(exchange, alone, failed.error)
         except Unavailable as error:  # no decode worker did its part; all busy is another error, and stays one
             return await self._instead(exchange, alone, error, among=(Path.FALLBACK_AGGREGATED,))

@@ -36,9 +36,6 @@ from kvscout_gateway.request.plan import Plan
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import Request, new_request_id
 
-MAX_TRIES = 256
-"""Attempt ids leave eight bits for the number of the try, the highest of which is `UNBOOKED_ATTEMPT`."""
-
 Tried: TypeAlias = list[tuple[Attempt, EngineFailed]]
 """Attempts that failed, and how."""
 Use: TypeAlias = Callable[[Attempt], Awaitable[None]]
@@ -260,7 +257,6 @@ class Exchange:
                 attempt.free()
             if request.pinned:
                 break
-            await attempt.freed()
         self._judge(request, tried, ran=False)
         raise _given_up(tried) from tried[-1][1]
 

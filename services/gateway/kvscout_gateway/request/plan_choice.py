@@ -5,9 +5,9 @@ from __future__ import annotations
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import EngineKind, Role, WorkerSpec
-from kvscout_gateway.catalog import Catalog
-from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.request.disaggregated import Disaggregated
+from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan import Aggregated, Handover, Plan
 from kvscout_gateway.request.sglang_handover import SglangHandover
 from kvscout_gateway.request.vllm_handover import VllmHandover

@@ -12,7 +12,7 @@ from kvscout_common.errors import (
     Unavailable,
 )
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
-from kvscout_gateway.catalog import Serving, Target
+from kvscout_gateway.members.catalog import Serving, Target
 from kvscout_gateway.values.request import Request
 
 Seat = tuple[WorkerSpec, WorkerRank]

@@ -1,6 +1,6 @@
 """Placing a prompt: hash it, ask for overlaps, have a worker selected.
 
-A request does not fail because a helper did: without the indexer the choice is made on load alone, without any
+A request does not fail because an upstream did: without the indexer the choice is made on load alone, without any
 scheduler the workers take turns. Either way the answer says so (`degraded`).
 """
 
@@ -19,15 +19,14 @@ from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.registry.worker_proto import role_to_proto
 from kvscout_common.transport.wire_fields import bytes_field, number_field
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_gateway.catalog import Catalog, Serving, Target, TenantView
-from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.members.catalog import Catalog, Serving, Target, TenantView
+from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.round_robin import RoundRobin, eligible
 from kvscout_gateway.upstreams.failover import UpstreamDown
-from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND, Found, OverlapQuery
-from kvscout_gateway.upstreams.indexer.reporter import Reporter
-from kvscout_gateway.upstreams.scheduler.booking import UNBOOKED_ATTEMPT, Booking, Schedulers
-from kvscout_gateway.upstreams.scheduler.link import Selection
-from kvscout_gateway.upstreams.scheduler.placing import Placing
+from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND, Found
+from kvscout_gateway.upstreams.indexer.remote import Indexer
+from kvscout_gateway.upstreams.scheduler.booking import UNBOOKED_ATTEMPT, Booking
+from kvscout_gateway.upstreams.scheduler.remote import Scheduler, Selection
 from kvscout_gateway.values.output import Output
 from kvscout_gateway.values.placement import Decision, Placement
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry, PromptTooLong, hash_prompt
@@ -54,39 +53,28 @@ class RoutingFlow:
     def __init__(
         self,
         catalog: Catalog,
-        overlaps: OverlapQuery,
-        reporter: Reporter,
-        schedulers: Schedulers,
+        indexer: Indexer,
+        scheduler: Scheduler,
         metrics: GatewayMetrics,
         *,
-        placing: Placing,
-        scheduler_timeout_seconds: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Places prompts.
 
         Args:
             catalog: The registered workers.
-            overlaps: How indexers are asked.
-            reporter: How indexers are told.
-            schedulers: In order of preference.
-            metrics: Where latencies and degraded decisions are counted.
-            placing: How they are asked for a worker.
-            scheduler_timeout_seconds: Longest wait for all of them together, for anything else.
+            indexer: Knows where prompts are cached.
+            scheduler: Chooses workers.
+            metrics: Counts latencies and degraded decisions.
             clock: Seconds.
         """
         self._catalog = catalog
-        self._overlaps = overlaps
-        self._reporter = reporter
-        self._schedulers = schedulers
+        self._indexer = indexer
+        self._scheduler = scheduler
         self._metrics = metrics
-        self._scheduler_timeout = scheduler_timeout_seconds
-        self._placing = placing
         self._clock = clock
         self._turns = RoundRobin()
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
-        self.overlap_score_weight = 1.0
-        """The scheduler's; 0 = prefix caches are ignored, the indexer is neither asked nor told."""
 
     async def place(self, request: Request) -> Placement:
         """Picks a worker, and books the request on it if it has an id; one that runs already is booked a moment later.
@@ -105,7 +93,7 @@ class RoutingFlow:
         hashed = self._clock()
         if self._wants_overlaps(request):
             with tracing.span("find_matches", tracing.Kind.CLIENT) as span:
-                asked.found = await self._overlaps.find(
+                asked.found = await self._indexer.match(
                     asked.target.model, request.tenant, asked.hashes, prompt_tokens=request.prompt.own_tokens
                 )
                 self._count_missed(asked.found)
@@ -144,7 +132,7 @@ class RoutingFlow:
     def dispatched(self, placement: Placement) -> None:
         """The prompt goes to its engine now: the indexers may predict its blocks there. Returns at once."""
         if placement.decision is not None:
-            self._reporter.report(placement.decision)
+            self._indexer.routed(placement.decision)
 
     def failed(self, placement: Placement) -> None:
         """The engine failed before its first token: what no indexer was told of yet, none needs to know."""
@@ -159,7 +147,7 @@ class RoutingFlow:
             InvalidArgument, NotFound: As the scheduler answers.
         """
         asked = self._prepare(request)
-        found = await self._overlaps.find(
+        found = await self._indexer.match(
             asked.target.model, request.tenant, asked.hashes, prompt_tokens=request.prompt.own_tokens
         )
         self._count_missed(found)
@@ -171,10 +159,7 @@ class RoutingFlow:
             isl_tokens=request.prompt.isl_tokens,
         )
         message.MergeFromString(_hashed(kind, replace(asked, found=found)))
-        answer, _ = await self._schedulers.call(
-            lambda stub: stub.GetPotentialLoads, message, timeout_seconds=self._scheduler_timeout
-        )
-        return answer
+        return await self._scheduler.call(lambda stub: stub.GetPotentialLoads, message)
 
     def unroutable(self, request: Request) -> tuple[str, ...]:
         """Ids of the workers that Route may choose and Generate must not.
@@ -218,17 +203,17 @@ class RoutingFlow:
         override = request.override
         if override is not None and override.HasField("overlap_score_weight"):
             return override.overlap_score_weight != 0
-        return self.overlap_score_weight != 0
+        return self._scheduler.overlap_score_weight != 0
 
     def _count_missed(self, found: Found) -> None:
-        for helper in found.problems:
-            self._metrics.degraded(helper)
+        for upstream in found.problems:
+            self._metrics.degraded(upstream)
 
     def _decision(self, asked: _Asked, request: Request, rank: WorkerRank, pool: Geometry) -> Decision | None:
         """What to tell the indexers. Not where the scheduler ignores caches, unless this request asks for them: one
         that asks not to see them fills them all the same."""
         hashes = asked.hashes.get(pool)
-        if not hashes or not (self.overlap_score_weight or self._wants_overlaps(request)):
+        if not hashes or not (self._scheduler.overlap_score_weight or self._wants_overlaps(request)):
             return None
         return Decision(request.tenant, asked.target.model, rank, pool, hashes)
 
@@ -236,13 +221,13 @@ class RoutingFlow:
         async def refresh() -> Selection:
             if not self._wants_overlaps(request):
                 return _selection(asked, request)
-            found = await self._overlaps.find(
+            found = await self._indexer.match(
                 asked.target.model, request.tenant, asked.hashes, prompt_tokens=request.prompt.own_tokens
             )
             return _selection(replace(asked, found=found), request)
 
         ref = _ref(asked, request)
-        answer, found, booking = await self._placing.place(
+        answer, found, booking = await self._scheduler.reserve(
             # What is there is not chosen a place for, and not booked as if it came now: `attachment` does that.
             scheduler_pb2.RequestRef() if request.running else ref,
             _selection(asked, request),

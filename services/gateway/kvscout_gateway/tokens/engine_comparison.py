@@ -107,7 +107,7 @@ class EngineComparison:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("tokens not compared", exc_info=error)
+            log.error("the tokens could not be compared", exc_info=error)
 
 
 def _ours(tokens: PromptTokens) -> bool:

@@ -77,7 +77,7 @@ class FoundTokenizers:
         if self._mismatches[model] >= MAX_MISMATCHES:
             del self._found[model], self._mismatches[model]
             self._searched[model] = float("inf")
-            log.warning("the tokenizer that was found for model %s is not its engine's: not used", printable(model))
+            log.warning("the tokenizer found for model %s differs from its engine's and is not used", printable(model))
 
     async def close(self) -> None:
         """End the searches."""
@@ -99,7 +99,7 @@ class FoundTokenizers:
                 told = await self._ask_folder(tenant, model)
                 folder = await asyncio.to_thread(first_folder, told) if told else None
             if folder is None:
-                log.info("no tokenizer of model %s is on this machine: engines are asked", printable(model))
+                log.info("no tokenizer for model %s on this machine: using the engines' /tokenize", printable(model))
                 return
             self._found[model] = await asyncio.to_thread(self._load, folder)
             log.info("tokenizer of model %s: %s", printable(model), folder)

@@ -1,11 +1,11 @@
-"""One open stream to a helper: operations in, each with an answer of its own, several a message.
+"""One open stream to an upstream: operations in, each with an answer of its own, several a message.
 
-What is put in one turn of the event loop goes in one message, or in two, where nobody waits for it: that a request's
-output has begun and that it is over is often read at once, and told one after the other. What comes while a message is
-under way goes in the next one. A message is under way until something of it is answered, or for `PACE_SECONDS`: what
-takes long is answered late, and must hold up nobody.
+What is put in one iteration of the event loop goes in one message, or in two, where nobody waits for it: that a
+request's output has begun and that it is over is often read together, and reported one after the other. What comes
+while a message is under way goes in the next one. A message is under way until something of it is answered, or for
+`PACE_SECONDS`: what takes long is answered late, and must hold up nobody.
 
-Messages are bytes: an operation is serialised once, by whoever asks it.
+Messages are bytes: an operation is serialised once, by whoever puts it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Operation(Generic[Result]):
         self.answer = answer
 
     async def within(self, seconds: float) -> bool:
-        """Whether the answer comes in time, be it that the stream ends."""
+        """Wait for the answer, or the end of the stream; return whether it came in time."""
         answer = self.answer
         if not answer.done():
             loop = answer.get_loop()
             over = loop.create_future()
-            answer.add_done_callback(tell := partial(_tell, over))
-            late = loop.call_later(seconds, tell, answer)
+            answer.add_done_callback(set_over := partial(_set_over, over))
+            late = loop.call_later(seconds, set_over, answer)
             try:
                 await over
             finally:
                 late.cancel()
-                answer.remove_done_callback(tell)
+                answer.remove_done_callback(set_over)
         return answer.done()
 
 
@@ -107,13 +107,11 @@ class CoalescedStream(ABC, Generic[Result]):
         self._call: Any = None
         """Once operations may be sent."""
         self._is_due = False
-        """`_send` is called in the next turn of the loop."""
+        """`_send` is called in the next iteration of the loop."""
         self._wake = asyncio.Event()
         """Has the stream's task write, where that has to be waited for."""
         self._closing = False
         self.ended = False
-        self._owed = False
-        """It ended with answers owed."""
         self.error: KvscoutError = Unavailable("the stream is closed")
         """Why it ended."""
         self.operations = 0
@@ -122,10 +120,10 @@ class CoalescedStream(ABC, Generic[Result]):
 
     @abstractmethod
     def _take(self, message: bytes) -> None:
-        """A message came: calls `_answered` for each result in it."""
+        """Read a message: call `_answered` for each result in it."""
 
     def put(self, body: bytes, *, awaited: bool = True) -> Operation[Result]:
-        """Sends an operation with the next message; returns at once.
+        """Send an operation with the next message.
 
         Args:
             body: Serialised, without its id.
@@ -146,12 +144,12 @@ class CoalescedStream(ABC, Generic[Result]):
         return operation
 
     def drop(self, operation: Operation[Result]) -> None:
-        """Nobody waits for an operation any more; what was not sent is not."""
+        """Forget an operation; if it was not sent, it is not."""
         self._pending.pop(operation.id, None)
         self._unsent.pop(operation.id, None)
 
     async def ask(self, body: bytes, seconds: float) -> Result | None:
-        """Sends an operation and waits for its answer; None = the stream ended.
+        """Send an operation and wait for its answer; None = the stream ended.
 
         Raises:
             DeadlineExceeded: It did not come in time.
@@ -168,22 +166,17 @@ class CoalescedStream(ABC, Generic[Result]):
         return result
 
     def break_off(self, error: KvscoutError) -> None:
-        """Ends the stream; what waits for answers gets none."""
+        """End the stream; what waits for answers gets none."""
         self.error = error
         self._task.cancel()
 
     async def close(self, seconds: float) -> None:
-        """Sends what is there, waits so long for the answers that come, ends the stream."""
+        """Send what is there, wait that long for the answers, end the stream."""
         self._closing = True
         self._wake.set()
         await asyncio.wait([self._task], timeout=seconds)
         self._task.cancel()
         await asyncio.wait([self._task])
-
-    @property
-    def broke(self) -> bool:
-        """Whether it ended before it was closed, or with answers owed."""
-        return self.ended and (not self._closing or self._owed)
 
     async def _run(self, open_stream: Callable[[], Any], first: bytes) -> None:
         stream = open_stream()
@@ -199,7 +192,7 @@ class CoalescedStream(ABC, Generic[Result]):
         except grpc.aio.AioRpcError as error:
             self.error = status.of(error)
         except (grpc.aio.UsageError, asyncio.InvalidStateError):
-            await asyncio.wait([reading], timeout=STATUS_SECONDS)  # it ended: the reader is told why
+            await asyncio.wait([reading], timeout=STATUS_SECONDS)  # it ended: the reader knows why
         finally:
             # Before anything else: who waits must not wait for this to end.
             self._end()
@@ -209,7 +202,6 @@ class CoalescedStream(ABC, Generic[Result]):
 
     def _end(self) -> None:
         self.ended, self._call = True, None
-        self._owed = bool(self._pending)
         if self._pace is not None:
             self._pace.cancel()
         for operation in self._pending.values():
@@ -259,7 +251,7 @@ class CoalescedStream(ABC, Generic[Result]):
         return b"".join(bytes_field(self._field, each.body + number_field(self._id_field, each.id)) for each in taken)
 
     def _arrived(self) -> None:
-        """The next message may go."""
+        """Let the next message go."""
         self._under_way = 0
         if self._pace is not None:
             self._pace.cancel()
@@ -291,7 +283,7 @@ class CoalescedStream(ABC, Generic[Result]):
             operation.answer.set_result(result)
 
 
-def _tell(over: asyncio.Future[None], answer: object) -> None:
+def _set_over(over: asyncio.Future[None], answer: object) -> None:
     if not over.done():
         over.set_result(None)
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -37,12 +37,8 @@ Answer = TypeVar("Answer")
 
 COOL_DOWN_SECONDS = 1.0
 """How long a member that failed is passed over while others are left."""
-PROBE_PAUSE_SECONDS = 0.25
-"""Between two questions to a member that hangs, whether it still does."""
-PROBE_SECONDS = 1.0
-"""How long it may take to answer one."""
 RETIRE_SECONDS = 30.0
-"""How long a member that left the list may be called still: what runs is booked elsewhere by then."""
+"""How long a member that left the list may be called still: what runs is booked at another one by then."""
 DNS = "dns://"
 
 _REFUSALS = (Draining, Unauthenticated, PermissionDenied, Unimplemented)
@@ -52,7 +48,7 @@ _TRANSPORT = (Unavailable, DeadlineExceeded, Cancelled)
 
 
 def is_member_fault(error: KvscoutError) -> bool:
-    """Whether another member may do better; else the error is the answer to the request."""
+    """Return whether another member may do better; else the error is the answer to the request."""
     return isinstance(error, (*_REFUSALS, InternalError)) or (isinstance(error, _TRANSPORT) and not error.answered)
 
 
@@ -70,8 +66,6 @@ class Member(Generic[Stub]):
     avoid_until: float = 0.0
     shard: Shard | None = None
     """The share of the workers that it has; None = all of them."""
-    probing: asyncio.Task[None] | None = None
-    """Set while it hangs: nobody waits for it meanwhile."""
     closed: bool = False
     """It has been off the list for a while."""
 
@@ -83,7 +77,7 @@ class Member(Generic[Stub]):
     async def call(
         self, method: Callable[[Stub], Callable[..., Awaitable[Answer]]], request: object, timeout_seconds: float
     ) -> Answer:
-        """Calls an rpc and keeps account of it.
+        """Call an rpc and record how that went.
 
         Raises:
             KvscoutError: What the service answered, or Unavailable / DeadlineExceeded.
@@ -95,27 +89,27 @@ class Member(Generic[Stub]):
             answer = await call(method(self.stub), request, timeout=timeout_seconds)
         except KvscoutError as error:
             if is_member_fault(error):
-                self.failures += 1
-                self.avoid_until = time.monotonic() + COOL_DOWN_SECONDS
-                if not self.last_error:
-                    log.warning("%s fails: %s: %s", self.name, type(error).__name__, error)
-                self.last_error = str(error)
+                self.failed(error)
             else:
                 self.works()
             raise
         self.works()
         return answer
 
+    def failed(self, error: KvscoutError) -> None:
+        """Record that it did not answer: others are preferred for a while."""
+        self.failures += 1
+        self.avoid_until = time.monotonic() + COOL_DOWN_SECONDS
+        if not self.last_error:
+            log.warning("%s fails: %s: %s", self.name, type(error).__name__, error)
+        self.last_error = str(error)
+
     def works(self) -> None:
-        """It answered."""
+        """Record that it answered."""
         if self.last_error:
             log.info("%s answers again", self.name)
             self.last_error = ""
             self.avoid_until = 0.0
-
-
-Probe: TypeAlias = "Callable[[Stub, float], Awaitable[object]]"
-"""A call that any member answers, within so many seconds."""
 
 
 class UpstreamDown(Unavailable):
@@ -125,18 +119,14 @@ class UpstreamDown(Unavailable):
 
 
 def address_order(address: str) -> tuple[int, int, int]:
-    """By number: every gateway has the same order, so that all use the same one of the list."""
+    """Sort by number: every gateway has the same order, so that all use the same one of the list."""
     host, _, port = address.rpartition(":")
     ip = ipaddress.ip_address(host.strip("[]"))
     return ip.version, int(ip), int(port)
 
 
 class Failover(Generic[Stub]):
-    """An ordered list of members.
-
-    Where there is a probe, a member that does not answer in time is asked by nothing but that until it answers again:
-    one request waits for a member that hangs, not each.
-    """
+    """An ordered list of members."""
 
     def __init__(
         self,
@@ -146,10 +136,9 @@ class Failover(Generic[Stub]):
         security: ClientSecurity,
         *,
         shard: Shard | None = None,
-        probe: Probe[Stub] | None = None,
         order: Callable[[str], Any] = address_order,
     ) -> None:
-        """Connects lazily.
+        """Connect lazily.
 
         Args:
             kind: What the members are, for people.
@@ -157,12 +146,10 @@ class Failover(Generic[Stub]):
             make_stub: What a member is called by.
             security: How.
             shard: Their share of the workers.
-            probe: What one that hangs is asked.
             order: Sorts the addresses of one name.
         """
         self.kind = kind
         self._shard = shard
-        self._probe = probe
         self._make_stub = make_stub
         self._security = security
         self._order = order
@@ -180,7 +167,7 @@ class Failover(Generic[Stub]):
         self._arrange()
 
     def resolved(self, name: str, addresses: Sequence[str]) -> tuple[list[Member[Stub]], list[Member[Stub]]]:
-        """Says which addresses a name has now; who is no longer there may be called for a while still.
+        """Replace the addresses of a name; a member that is no longer there may be called for a while still.
 
         Args:
             name: One of `names`.
@@ -205,7 +192,7 @@ class Failover(Generic[Stub]):
         left = [member for address, member in known.items() if address not in arranged]
         self.members = list(arranged.values())
         for member in left:
-            task = asyncio.get_running_loop().create_task(self._retire(member), name=f"let go of {member.name}")
+            task = asyncio.get_running_loop().create_task(self._retire(member), name=f"retire {member.name}")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         return joined, left
@@ -215,15 +202,13 @@ class Failover(Generic[Stub]):
         return Member(self.kind, address, channel, self._make_stub(channel), shard=self._shard)
 
     async def _retire(self, member: Member[Stub]) -> None:
-        """Closes the channel of a member that left, once what was under way to it is over."""
-        if member.probing is not None:
-            member.probing.cancel()
+        """Close the channel of a member that left, once what was under way to it is over."""
         await asyncio.sleep(RETIRE_SECONDS)
         member.closed = True
         await member.channel.close()
 
     def preferred(self) -> list[Member[Stub]]:
-        """Members in the order to try: the favourite, then the list's; those that just failed last."""
+        """Return the members in the order to try: the primary, then the list's; those that just failed last."""
         if len(self.members) < 2:
             return self.members
         now, primary = time.monotonic(), self.primary
@@ -235,17 +220,14 @@ class Failover(Generic[Stub]):
         request: object,
         *,
         timeout_seconds: float,
-        lost: Callable[[Member[Stub]], object] | None = None,
         is_stale: Callable[[Member[Stub], KvscoutError], bool] = lambda member, error: False,
     ) -> tuple[Answer, Member[Stub]]:
-        """Calls the first member that answers, all within one deadline of which each gets an equal share.
+        """Call the first member that answers, all within one deadline of which each gets an equal share.
 
         Args:
             method: Takes a stub, gives its rpc.
             request: The rpc's request.
             timeout_seconds: The deadline.
-            lost: Told of each member that may have done what was asked although its answer did not come: the call
-                was cancelled, timed out, or the connection failed.
             uninformed: Whether an error that a member answered only shows that it does not know yet what this gateway
                 knows; the next one may.
 
@@ -260,62 +242,24 @@ class Failover(Generic[Stub]):
         deadline = time.monotonic() + timeout_seconds
         problem = f"no {self.kind} is configured"
         unknown: KvscoutError | None = None
-        order = []
-        for member in self.preferred():
-            if member.probing is None:
-                order.append(member)
-            else:
-                problem = f"{member.name} hangs: {member.last_error}"
+        order = self.preferred()
         for position, member in enumerate(order):
             share = max(0.0, deadline - time.monotonic()) / (len(order) - position)
             try:
                 return await member.call(method, request, share), member
-            except asyncio.CancelledError:
-                if lost is not None:
-                    lost(member)
-                raise
             except KvscoutError as error:
                 if not is_member_fault(error):
                     if not is_stale(member, error):
                         raise
                     unknown = error
                     continue
-                if isinstance(error, DeadlineExceeded):
-                    self._hangs(member)
-                if lost is not None and not isinstance(error, _REFUSALS):
-                    lost(member)
                 problem = f"{member.name}: {error}"
         if unknown is not None:
             raise unknown
         raise UpstreamDown(problem, retry_after_seconds=COOL_DOWN_SECONDS)
 
-    def _hangs(self, member: Member[Stub]) -> None:
-        if self._probe is not None and member.probing is None:
-            probing = self._until_it_answers(member, self._probe)
-            member.probing = asyncio.get_running_loop().create_task(probing, name=f"probe {member.name}")
-
-    async def _until_it_answers(self, member: Member[Stub], probe: Probe[Stub]) -> None:
-        try:
-            while True:
-                await asyncio.sleep(PROBE_PAUSE_SECONDS)
-                try:
-                    await probe(member.stub, PROBE_SECONDS)
-                except KvscoutError as error:
-                    if error.answered:
-                        break
-                    if not isinstance(error, DeadlineExceeded):
-                        return  # it is gone, which calls notice at once
-                else:
-                    break
-            member.works()
-        finally:
-            member.probing = None
-
     async def close(self) -> None:
-        """Closes every channel."""
+        """Close every channel."""
         for task in self._closing:
             task.cancel()
-        for member in self.members:
-            if member.probing is not None:
-                member.probing.cancel()
         await asyncio.gather(*(member.channel.close() for member in self.members))

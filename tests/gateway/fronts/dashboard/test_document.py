@@ -10,7 +10,7 @@ from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot
 from kvscout_gateway.fronts.dashboard.document import MAX_CANDIDATES, MAX_WORKERS, state
 from kvscout_gateway.fronts.dashboard.history import KEPT, History, Totals
-from kvscout_gateway.tally import Tally
+from kvscout_gateway.values.tally import Tally
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202e\x1b[2J"
 

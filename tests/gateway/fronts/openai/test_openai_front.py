@@ -44,7 +44,7 @@ from kvscout_gateway.engines.health import MISSED_CHECKS
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.upstreams.failover import UpstreamDown
 from kvscout_gateway.upstreams.scheduler.booking import Booking
-from kvscout_gateway.upstreams.scheduler.link import Selection
+from kvscout_gateway.upstreams.scheduler.remote import Selection
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import Request
 
@@ -640,20 +640,19 @@ async def test_a_scheduler_is_told_what_is_known_of_an_output_and_again_when_it_
     async with engine(script) as one, front(spec("w", one.url, adapters=(Adapter("sql"),))) as served:
         asked: list[scheduler_pb2.SelectRequest] = []
         kept: list[scheduler_pb2.ReserveRequest] = []
-        routing, bookings = served.gateway.routing, served.gateway.bookings
+        scheduler: Any = served.gateway.scheduler
 
         async def nobody(ref: Any, selection: Selection, **_: Any) -> Any:
             asked.append(scheduler_pb2.SelectRequest.FromString(selection.fields))
             raise UpstreamDown("away")
 
-        free = bookings.free
+        free = scheduler.free
 
         def freed(booking: Booking, output_tokens: int = 0) -> None:
             kept.append(booking.reserve_request())
             free(booking, output_tokens)
 
-        routing._placing.place = nobody  # type: ignore[method-assign]
-        bookings.free = freed  # type: ignore[method-assign]
+        scheduler.reserve, scheduler.free = nobody, freed
         body = {**CHAT, "model": "sql", "max_tokens": 4096, "tools": [{"type": "function"}], "stream": streamed}
         assert (await served.post("/v1/chat/completions", body))[0] == 200
         for message in (asked[0], kept[0]):

@@ -223,7 +223,7 @@ async def test_only_a_stream_tells_when_a_prompt_was_computed_and_both_tell_how_
     transport: Transport, streamed: bool
 ) -> None:
     def held() -> list[Booking]:
-        return [each for each in one.gateway.bookings.in_flight() if each.worker is not None]
+        return [each for each in one.gateway.scheduler.bookings.in_flight() if each.worker.worker_id]
 
     async def until_booked(request: web.Request, body: bytes) -> web.StreamResponse:
         await eventually(lambda: asyncio.sleep(0, len(held()) == 1), what="a booking")
@@ -251,7 +251,7 @@ async def test_what_is_placed_after_its_first_token_is_booked_as_what_runs(trans
         kept.extend(held())
 
     def held() -> list[Booking]:
-        return one.gateway.bookings.in_flight()
+        return one.gateway.scheduler.bookings.in_flight()
 
     async with (
         engine(streams(TEXT, then=until_rebooked)) as balancer,

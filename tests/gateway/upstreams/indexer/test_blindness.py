@@ -17,7 +17,7 @@ class World:
 
     def __init__(self) -> None:
         self.observations = Observations(lambda tenant, worker_id: True)
-        self.ranks = BlindRanks(self.observations)
+        self.ranks = BlindRanks(self.observations.eventful)
 
     def serve(self, *dispatched_at: float, worker_id: str = "w", dp_rank: int = 0) -> None:
         self.observations.of("default", WorkerRank(worker_id, dp_rank)).eventful.extend(dispatched_at)

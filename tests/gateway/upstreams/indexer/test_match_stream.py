@@ -21,19 +21,12 @@ class Answering(indexer_pb2_grpc.IndexerServicer):
     """Answers with the number of blocks asked for; a first hash of 0 is an error, of 1 is never answered."""
 
     def __init__(self) -> None:
-        self.unary = 0
         self.streams = 0
         self.ended = 0
         self.messages: list[int] = []
-        self.breaks = False
+        self.breaks = 0
         self.goes_on = asyncio.Event()
         self.goes_on.set()
-
-    async def FindMatches(
-        self, request: indexer_pb2.FindMatchesRequest, context: Any
-    ) -> indexer_pb2.FindMatchesResponse:
-        self.unary += 1
-        return indexer_pb2.FindMatchesResponse(num_blocks=len(request.block_hashes))
 
     async def StreamFindMatches(
         self, requests: AsyncIterator[indexer_pb2.StreamFindMatchesRequest], context: Any
@@ -44,6 +37,7 @@ class Answering(indexer_pb2_grpc.IndexerServicer):
                 self.messages.append(len(message.requests))
                 await self.goes_on.wait()
                 if self.breaks:
+                    self.breaks -= 1
                     raise errors.Unavailable("broken")
                 yield self._answer(message)
         finally:
@@ -82,7 +76,7 @@ async def test_requests_of_one_turn_go_together_and_find_their_own_answers() -> 
         assert await asyncio.gather(*(ask(stream, *[7] * (n + 1)) for n in range(20))) == list(range(1, 21))
         assert servicer.messages == [20]
         assert await ask(stream, 7, 8) == 2
-        assert (servicer.streams, servicer.unary) == (1, 0)
+        assert servicer.streams == 1
 
 
 async def test_what_waits_while_a_message_is_long_under_way_is_split_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +91,7 @@ async def test_an_error_is_the_answer_of_its_request_alone() -> None:
         answers = await asyncio.gather(ask(stream, 0), ask(stream, 7, 7), return_exceptions=True)
         assert isinstance(answers[0], errors.NotFound)
         assert (str(answers[0]), answers[0].answered, answers[1]) == ("no such model", True, 2)
-        assert (servicer.streams, servicer.unary) == (1, 0)
+        assert servicer.streams == 1
 
 
 async def test_each_request_has_its_own_deadline_and_the_stream_goes_on() -> None:
@@ -109,28 +103,18 @@ async def test_each_request_has_its_own_deadline_and_the_stream_goes_on() -> Non
         with pytest.raises(errors.DeadlineExceeded):
             await late
         assert await ask(stream, 7, 7) == 2
-        assert (servicer.streams, servicer.unary) == (1, 0)
+        assert servicer.streams == 1
 
 
-async def test_where_a_stream_breaks_the_unary_rpc_answers_and_a_stream_is_tried_again_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(match_stream, "UNARY_SECONDS", 0.3)
+async def test_where_a_stream_breaks_another_one_is_tried_once() -> None:
     async with streaming() as (stream, servicer):
-        servicer.breaks = True
+        servicer.breaks = 1
         assert await asyncio.gather(*(ask(stream, *[7] * n) for n in (1, 2, 3))) == [1, 2, 3]
-        assert await ask(stream, 7) == 1
-        assert (servicer.streams, servicer.unary) == (1, 4)
-        servicer.breaks = False
-
-        async def streams_again() -> bool:
+        assert servicer.streams == 2
+        servicer.breaks = 2
+        with pytest.raises(errors.Unavailable, match="broken"):
             await ask(stream, 7)
-            return servicer.streams == 2
-
-        await eventually(streams_again)
-        unary = servicer.unary
-        await ask(stream, 7)
-        assert servicer.unary == unary
+        assert await ask(stream, 7) == 1
 
 
 async def test_a_stream_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +129,13 @@ async def test_a_stream_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
         await eventually(sent)
         behind = asyncio.create_task(ask(stream, 7))  # waits for the message under way
-        assert list(await asyncio.gather(hanging, behind)) == [2, 1]  # by the unary rpc
-        assert (servicer.streams, servicer.unary) == (1, 2)
+
+        async def renewed() -> bool:
+            return servicer.streams == 2
+
+        await eventually(renewed)
         servicer.goes_on.set()
+        assert list(await asyncio.gather(hanging, behind)) == [2, 1]
 
 
 async def test_a_stream_ends_by_itself_so_that_the_server_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,4 +149,3 @@ async def test_a_stream_ends_by_itself_so_that_the_server_can(monkeypatch: pytes
         await eventually(ended)
         for _ in range(100):  # across several renewals
             assert await ask(stream, 7) == 1
-        assert servicer.unary == 0

@@ -18,12 +18,13 @@ from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.upstreams.failover import Member
 from kvscout_gateway.upstreams.indexer import reporter
-from kvscout_gateway.upstreams.indexer.indexers import IndexerLink, Indexers
+from kvscout_gateway.upstreams.indexer.link import IndexerLink
+from kvscout_gateway.upstreams.indexer.remote import RemoteIndexer
 from kvscout_gateway.upstreams.indexer.reporter import (
     BATCH_DECISIONS,
     MAX_AGE_SECONDS,
     DecisionQueue,
-    Reporter,
+    ReplicaReports,
 )
 from kvscout_gateway.values.placement import Decision
 from kvscout_gateway.values.prompt import Geometry
@@ -116,13 +117,24 @@ class Recording(indexer_pb2_grpc.IndexerServicer):
 
 
 class Told:
-    """A reporter and the indexers of this process that it tells."""
+    """The indexers of this process, and what is reported to them."""
 
-    def __init__(self, told: Reporter, servicers: list[Recording], suspected: list[str]) -> None:
-        self.reporter = told
-        self.servicers = servicers
-        self.suspected = suspected
+    def __init__(self, shards: int) -> None:
         self.now = 100.0
+        self.servicers: list[Recording] = []
+        self.suspected: list[str] = []
+        self.indexer = RemoteIndexer(
+            [[] for _ in range(shards)],
+            PLAINTEXT,
+            timeout_seconds=1.0,
+            served=lambda key: (),
+            resync=lambda member: self.suspected.append(member.address),
+            clock=lambda: self.now,
+        )
+
+    @property
+    def replicas(self) -> list[ReplicaReports]:
+        return list(self.indexer.reports.values())
 
     async def until_told(self, servicer: Recording, *numbers: int) -> None:
         async def told() -> bool:
@@ -134,11 +146,10 @@ class Told:
 @asynccontextmanager
 async def telling(shards: int = 1, replicas: int = 1) -> AsyncIterator[Told]:
     """Runs a reporter."""
-    indexers = Indexers([[] for _ in range(shards)], PLAINTEXT)
-    servicers: list[Recording] = []
-    suspected: list[str] = []
+    told = Told(shards)
+    tasks = []
     async with AsyncExitStack() as stack:
-        for shard in indexers.shards:
+        for shard in told.indexer.shards:
             for _ in range(replicas):
                 servicer = Recording()  # type: ignore[abstract]  # the rest answers UNIMPLEMENTED
 
@@ -146,14 +157,11 @@ async def telling(shards: int = 1, replicas: int = 1) -> AsyncIterator[Told]:
                     indexer_pb2_grpc.add_IndexerServicer_to_server(servicer, server)
 
                 channel = await stack.enter_async_context(serving(add))
-                shard.members.append(Member("indexer", f"{len(servicers)}", channel, IndexerLink(channel)))
-                servicers.append(servicer)
-
-        def suspect(member: Member[Any]) -> None:
-            suspected.append(member.address)
-
-        told = Told(Reporter(indexers, resync=suspect, clock=lambda: told.now), servicers, suspected)
-        tasks = [asyncio.create_task(make()) for make in told.reporter.tasks().values()]
+                member = Member("indexer", f"{len(told.servicers)}", channel, IndexerLink(channel))
+                shard.members.append(member)
+                told.servicers.append(servicer)
+                works = told.indexer.join(member)
+                tasks.append(asyncio.create_task(works[f"report to {member.name}"]()))
         try:
             yield told
             assert not [task for task in tasks if task.done()]
@@ -166,7 +174,7 @@ async def telling(shards: int = 1, replicas: int = 1) -> AsyncIterator[Told]:
 async def test_every_replica_of_the_shard_that_has_the_worker_is_told_and_no_other() -> None:
     async with telling(shards=2, replicas=2) as told:
         for number in range(8):
-            told.reporter.report(decision(number, worker=f"w{number}"))
+            told.indexer.routed(decision(number, worker=f"w{number}"))
         for shard in range(2):
             numbers = [n for n in range(8) if shard_of("default", f"w{n}", 2) == shard]
             assert numbers
@@ -174,7 +182,7 @@ async def test_every_replica_of_the_shard_that_has_the_worker_is_told_and_no_oth
                 await told.until_told(servicer, *numbers)
 
         async def counted() -> bool:
-            return sum(replica.delivered for replica in told.reporter.replicas) == 16
+            return sum(replica.delivered for replica in told.replicas) == 16
 
         await eventually(counted)
         prompt = told.servicers[0].messages[0].prompts[0]
@@ -185,14 +193,14 @@ async def test_what_comes_while_a_message_is_under_way_goes_together_one_message
     async with telling() as told:
         [servicer] = told.servicers
         servicer.goes_on.clear()
-        told.reporter.report(decision(0))
+        told.indexer.routed(decision(0))
         await told.until_told(servicer, 0)
         for number in range(1, 100):
-            told.reporter.report(decision(number, model="ab"[number % 2]))
+            told.indexer.routed(decision(number, model="ab"[number % 2]))
         servicer.goes_on.set()
 
         async def all_told() -> bool:
-            return told.reporter.replicas[0].delivered == 100
+            return told.replicas[0].delivered == 100
 
         await eventually(all_told)
         assert sorted(servicer.told) == list(range(100))
@@ -201,8 +209,8 @@ async def test_what_comes_while_a_message_is_under_way_goes_together_one_message
 
 async def test_a_prompt_without_a_complete_block_is_not_worth_a_message() -> None:
     async with telling() as told:
-        told.reporter.report(decision(0, blocks=0))
-        told.reporter.report(decision(1))
+        told.indexer.routed(decision(0, blocks=0))
+        told.indexer.routed(decision(1))
         await told.until_told(told.servicers[0], 1)
 
 
@@ -210,11 +218,11 @@ async def test_one_that_lags_loses_the_oldest_and_hears_the_newest(monkeypatch: 
     monkeypatch.setattr(reporter, "CALL_SECONDS", 0.05)
     monkeypatch.setattr(reporter, "RETRY_SECONDS", 0.01)
     async with telling() as told:
-        [servicer], [replica] = told.servicers, told.reporter.replicas
+        [servicer], [replica] = told.servicers, told.replicas
         replica.queue.max_decisions = 10
         servicer.goes_on.clear()
         for number in range(50):
-            told.reporter.report(decision(number))
+            told.indexer.routed(decision(number))
 
         async def noticed() -> bool:  # between two tries: during one, what is tried is in no queue
             return bool(replica.problem) and (len(replica.queue), replica.lost) == (10, 40)
@@ -236,9 +244,9 @@ async def test_one_that_lags_loses_the_oldest_and_hears_the_newest(monkeypatch: 
 )
 async def test_one_that_predicts_nothing_is_left_alone_and_asked_again_later(error: Exception) -> None:
     async with telling() as told:
-        [servicer], [replica] = told.servicers, told.reporter.replicas
+        [servicer], [replica] = told.servicers, told.replicas
         servicer.error = error
-        told.reporter.report(decision(0))
+        told.indexer.routed(decision(0))
 
         async def left_alone() -> bool:
             return bool(replica.problems())
@@ -246,11 +254,11 @@ async def test_one_that_predicts_nothing_is_left_alone_and_asked_again_later(err
         await eventually(left_alone)
         assert str(error) in shown(replica.problems())[0]
         for number in range(1, 20):
-            told.reporter.report(decision(number))
+            told.indexer.routed(decision(number))
         assert (len(replica.queue), replica.lost) == (0, 0)
         servicer.error = None
         told.now += reporter.REFUSAL_SECONDS
-        told.reporter.report(decision(20))
+        told.indexer.routed(decision(20))
         await told.until_told(servicer, 0, 20)
 
         async def well() -> bool:
@@ -261,21 +269,21 @@ async def test_one_that_predicts_nothing_is_left_alone_and_asked_again_later(err
 
 async def test_one_that_takes_nothing_of_one_model_is_told_of_the_others() -> None:
     async with telling() as told:
-        [servicer], [replica] = told.servicers, told.reporter.replicas
+        [servicer], [replica] = told.servicers, told.replicas
         servicer.refused_models = {"bad"}
-        told.reporter.report(decision(0, model="bad"))
+        told.indexer.routed(decision(0, model="bad"))
 
         async def noted() -> bool:
             return bool(replica.problems())
 
         await eventually(noted)
         for number in range(1, 5):
-            told.reporter.report(decision(number, model=("good", "bad")[number % 2]))
+            told.indexer.routed(decision(number, model=("good", "bad")[number % 2]))
         await told.until_told(servicer, 0, 2, 4)
         assert replica.problems() == [TenantWarning("default", "bad: other blocks")]
         told.now += reporter.REFUSAL_SECONDS
         servicer.refused_models = set()
-        told.reporter.report(decision(5, model="bad"))
+        told.indexer.routed(decision(5, model="bad"))
         await told.until_told(servicer, 0, 2, 4, 5)
 
         async def well() -> bool:
@@ -286,9 +294,9 @@ async def test_one_that_takes_nothing_of_one_model_is_told_of_the_others() -> No
 
 async def test_one_that_does_not_know_the_worker_is_suspected_and_nothing_else_is_lost() -> None:
     async with telling() as told:
-        [servicer], [replica] = told.servicers, told.reporter.replicas
+        [servicer], [replica] = told.servicers, told.replicas
         servicer.error = errors.NotFound("no worker")
-        told.reporter.report(decision(0))
+        told.indexer.routed(decision(0))
 
         async def lost() -> int:
             return replica.lost
@@ -297,7 +305,7 @@ async def test_one_that_does_not_know_the_worker_is_suspected_and_nothing_else_i
         servicer.error, servicer.not_recorded = None, [1]
         servicer.goes_on.clear()
         for number in (1, 2, 3):
-            told.reporter.report(decision(number))
+            told.indexer.routed(decision(number))
         servicer.goes_on.set()
         await told.until_told(servicer, 0, 1, 2, 3)
 

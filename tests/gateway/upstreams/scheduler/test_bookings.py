@@ -1,169 +1,105 @@
-"""Bookings: freed exactly once, renewed while they run, whatever the scheduler does."""
+"""Bookings: freed exactly once, whatever the streams to schedulers do."""
 
-import asyncio
+from __future__ import annotations
+
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
-from support.grpc_server import serving
 from support.processes import eventually
+from support.scripted_scheduler import ScriptedScheduler, scripted_scheduler
 
-from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
-from kvscout_common import errors
-from kvscout_common.identity.client_security import PLAINTEXT
-from kvscout_gateway.metrics import GatewayMetrics
-from kvscout_gateway.upstreams.failover import Failover, Member
-from kvscout_gateway.upstreams.scheduler import bookings as keeping
-from kvscout_gateway.upstreams.scheduler.booking import Booking
+from kvscout.v1 import scheduler_pb2
+from kvscout_common.worker import WorkerRank
+from kvscout_gateway.upstreams.failover import Member
+from kvscout_gateway.upstreams.scheduler.booking import Booking, SchedulerMember
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
+from kvscout_gateway.upstreams.scheduler.lifecycle import CLOSE_SECONDS, LifecycleStream, name_of
 from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
 
 
-class Recording(scheduler_pb2_grpc.SchedulerServicer):
-    """Writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-        self.failures: list[Exception] = []
-        self.renewed: list[list[str]] = []
-        self.open = asyncio.Event()
-        self.open.set()
-
-    async def MarkPrefillComplete(self, request: Any, context: Any) -> scheduler_pb2.MarkPrefillCompleteResponse:
-        await self.open.wait()
-        self.heard.append(f"prefill {request.request_id}")
-        return scheduler_pb2.MarkPrefillCompleteResponse()
-
-    async def Free(self, request: Any, context: Any) -> scheduler_pb2.FreeResponse:
-        self.heard.append(f"free {request.request_id}")
-        if self.failures:
-            raise self.failures.pop(0)
-        return scheduler_pb2.FreeResponse()
-
-    async def Renew(self, request: Any, context: Any) -> scheduler_pb2.RenewResponse:
-        if self.failures:
-            raise self.failures.pop(0)
-        self.renewed.append([ref.request_id for ref in request.requests])
-        return scheduler_pb2.RenewResponse(unknown=[0])
-
-
 @asynccontextmanager
-async def kept(lease_seconds: int = 300) -> AsyncIterator[tuple[Bookings, Recording, "Member[SchedulerLink]"]]:
-    """Bookings at a scheduler in this process."""
-    recording = Recording()  # type: ignore[abstract]  # the rest answers UNIMPLEMENTED
-    async with serving(lambda s: scheduler_pb2_grpc.add_SchedulerServicer_to_server(recording, s)) as channel:
-        schedulers: Failover[SchedulerLink] = Failover("scheduler", [], SchedulerLink, PLAINTEXT)
-        member = Member("scheduler", "here", channel, SchedulerLink(channel))
-        schedulers.members.append(member)
-        metrics = GatewayMetrics(CollectorRegistry())
-        yield Bookings(schedulers, metrics, lease_seconds=lease_seconds, timeout_seconds=5), recording, member
+async def held() -> AsyncIterator[tuple[Bookings, ScriptedScheduler, SchedulerMember]]:
+    """Bookings at a scheduler in this process, to which there is a stream."""
+    async with scripted_scheduler() as (scheduler, channel):
+        member: SchedulerMember = Member("scheduler", "here", channel, SchedulerLink(channel))
+        stream = LifecycleStream(member.stub.open_lifecycle, "me", [])
+        await stream.hello
+        member.stub.use(stream)
+        yield Bookings(), scheduler, member
+        await stream.close(CLOSE_SECONDS)
 
 
-def booking(member: "Member[SchedulerLink]", request_id: str = "r", tenant: str = "") -> Booking:
-    return Booking(scheduler_pb2.RequestRef(model="m", request_id=request_id, tenant=tenant), member)
+def booking(member: SchedulerMember | None, request_id: str = "r") -> Booking:
+    return Booking(scheduler_pb2.RequestRef(model="m", request_id=request_id), member, WorkerRank("w", 0))
+
+
+async def until_heard(scheduler: ScriptedScheduler, *what: str) -> None:
+    async def heard() -> bool:
+        return scheduler.heard == list(what)
+
+    await eventually(heard, what=f"{what}, heard {scheduler.heard}")
 
 
 async def test_reports_come_once_and_in_order() -> None:
-    async with kept() as (bookings, recording, member):
-        held = booking(member)
-        bookings.add(held)
-        recording.open.clear()
-        bookings.mark_prefill_complete(held)
-        bookings.free(held)
-        bookings.free(held)
-        bookings.mark_prefill_complete(held)
-        recording.open.set()
-        await bookings.settle()
-        assert recording.heard == ["prefill r", "free r"]
+    async with held() as (bookings, scheduler, member):
+        one = booking(member)
+        bookings.hold(one)
+        bookings.prefill_complete(one)
+        bookings.free(one)
+        bookings.free(one)
+        bookings.prefill_complete(one)
+        await until_heard(scheduler, "prefill_complete r", "free r")
+        assert bookings.undelivered == 0
 
 
 async def test_a_booking_that_was_never_taken_over_is_not_freed() -> None:
-    async with kept() as (bookings, recording, member):
-        bookings.free(booking(member))
-        await bookings.settle()
-        assert recording.heard == []
+    async with held() as (bookings, scheduler, member):
+        bookings.free(booking(member, "never"))
+        one = booking(member)
+        bookings.hold(one)
+        bookings.free(one)
+        await until_heard(scheduler, "free r")
 
 
-async def test_freed_waits_for_the_free_and_for_nothing_else() -> None:
-    async with kept() as (bookings, recording, member):
-        held = booking(member)
-        bookings.add(held)
-        await bookings.freed(held)
-        bookings.free(held)
-        await bookings.freed(held)
-        assert recording.heard == ["free r"]
+@pytest.mark.parametrize("listed_first", [True, False])
+async def test_what_ends_around_a_hello_that_lists_it_is_freed_once(listed_first: bool) -> None:
+    async with held() as (bookings, scheduler, member):
+        one = booking(member)
+        bookings.hold(one)
+        listed = bookings.in_flight()
+        stream = member.stub.drop_stream()
+        assert stream is not None
+        if not listed_first:
+            bookings.free(one)  # no stream is open: the hello is under way
+            assert bookings.undelivered == 1
+        member.stub.use(stream)
+        bookings.listed(member, listed, ())
+        if listed_first:
+            bookings.free(one)
+        await until_heard(scheduler, "free r")
 
 
-async def test_a_free_is_repeated_until_it_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "RETRY_SECONDS", (0.01,))
-    async with kept() as (bookings, recording, member):
-        recording.failures = [RuntimeError("a defect"), errors.Draining("bye")]
-        held = booking(member)
-        bookings.add(held)
-        bookings.free(held)
-        await eventually(lambda: _after(lambda: len(recording.heard) == 3))
-        await bookings.settle()
-        assert recording.heard == ["free r"] * 3
+async def test_what_the_scheduler_does_not_know_is_unbooked_there() -> None:
+    async with held() as (bookings, _, member):
+        known, unknown = booking(member, "known"), booking(member, "unknown")
+        for one in (known, unknown):
+            bookings.hold(one)
+        bookings.listed(member, bookings.in_flight(), {name_of(unknown.ref)})
+        assert bookings.unbooked(member) == [unknown]
+        assert (known.scheduler, unknown.scheduler) == (member, None)
 
 
-async def _after(condition: Any) -> bool:
-    return bool(condition())
+async def test_a_free_that_no_scheduler_acknowledges_is_counted() -> None:
+    async with held() as (bookings, scheduler, member):
+        one = booking(member)
+        bookings.hold(one)
+        scheduler.goes_on.clear()
+        bookings.free(one)
+        scheduler.cut()
+        scheduler.goes_on.set()
 
+        async def counted() -> bool:
+            return bookings.undelivered == 1
 
-async def test_a_free_that_is_refused_or_outlived_by_its_lease_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kept() as (bookings, recording, member):
-        recording.failures = [errors.InvalidArgument("no")]
-        held = booking(member)
-        bookings.add(held)
-        bookings.free(held)
-        await bookings.freed(held)
-        assert recording.heard == ["free r"]
-    monkeypatch.setattr(keeping, "RETRY_SECONDS", (2.0,))
-    async with kept(lease_seconds=1) as (bookings, recording, member):
-        recording.failures = [errors.Draining("bye")]
-        held = booking(member)
-        bookings.add(held)
-        bookings.free(held)
-        await bookings.freed(held)
-        assert recording.heard == ["free r"]
-
-
-async def test_whoever_stops_tries_once_more_and_does_not_wait() -> None:
-    async with kept() as (bookings, recording, member):
-        recording.failures = [errors.Draining("bye") for _ in range(100)]
-        held = booking(member)
-        bookings.add(held)
-        bookings.free(held)
-        await eventually(lambda: _after(lambda: len(recording.heard) >= 3))  # in a pause of two seconds now
-        async with asyncio.timeout(1.5):
-            await bookings.settle()
-        assert len(recording.heard) == 4
-
-
-async def test_what_may_have_been_booked_is_freed_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "RETRY_SECONDS", (0.01, 0.01, 100.0))
-    async with kept() as (bookings, recording, member):
-        recording.failures = [errors.Draining("bye") for _ in range(100)]
-        lost = booking(member)
-        bookings.free_lost(lost)
-        await bookings.freed(lost)
-        assert recording.heard == ["free r"] * 3
-
-
-async def test_leases_of_what_runs_are_renewed_by_scheduler_and_tenant(caplog: pytest.LogCaptureFixture) -> None:
-    async with kept() as (bookings, recording, member):
-        await bookings.renew_once()
-        assert recording.renewed == []
-        for name, tenant in (("a", ""), ("b", ""), ("c", "other")):
-            bookings.add(booking(member, name, tenant))
-        ended = booking(member, "d")
-        bookings.add(ended)
-        bookings.free(ended)
-        await bookings.renew_once()
-        assert sorted(map(sorted, recording.renewed)) == [["a", "b"], ["c"]]
-        assert "no longer booked" in caplog.text
-        recording.failures = [errors.Draining("bye"), errors.Draining("bye")]
-        await bookings.renew_once()
-        assert "could not renew" in caplog.text
+        await eventually(counted)

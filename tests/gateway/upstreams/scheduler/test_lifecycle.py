@@ -41,7 +41,7 @@ def ref(request_id: str) -> scheduler_pb2.RequestRef:
 
 def book(stream: LifecycleStream, request_id: str, model: str = "m", blocks: int = 0) -> Operation:
     request = scheduler_pb2.SelectRequest(model=model, request_id=request_id, block_hashes=range(blocks))
-    return stream.tell("select_and_reserve", request)
+    return stream.send("select_and_reserve", request)
 
 
 async def worker_of(operation: Operation) -> str:
@@ -76,12 +76,12 @@ async def test_operations_of_one_turn_go_together_and_find_their_own_answers() -
 async def test_what_nobody_waits_for_goes_with_what_is_told_in_the_next_turn() -> None:
     async with streaming() as (stream, scheduler):
         await worker_of(book(stream, "a"))
-        begun = stream.tell("prefill_complete", ref("a"), awaited=False)
+        begun = stream.send("prefill_complete", ref("a"), awaited=False)
         await asyncio.sleep(0)
-        over = stream.tell("free", ref("a"), awaited=False)
+        over = stream.send("free", ref("a"), awaited=False)
         await asyncio.gather(begun.answer, over.answer)
         assert scheduler.messages == [1, 2]
-        alone = stream.tell("free", ref("a"), awaited=False)
+        alone = stream.send("free", ref("a"), awaited=False)
         await alone.answer
         assert scheduler.messages == [1, 2, 1]
 
@@ -95,7 +95,7 @@ async def test_what_comes_while_a_message_is_under_way_goes_in_the_next_one_in_o
         scheduler.goes_on.clear()
         first = book(stream, "a")
         await until(lambda: stream.messages == 1)
-        later = [book(stream, "b"), stream.tell("prefill_complete", ref("b")), stream.tell("free", ref("b"))]
+        later = [book(stream, "b"), stream.send("prefill_complete", ref("b")), stream.send("free", ref("b"))]
         await asyncio.sleep(0)
         assert stream.messages == 1
         scheduler.goes_on.set()
@@ -226,7 +226,7 @@ async def test_a_scheduler_that_drains_says_so_and_is_served_to_the_end() -> Non
         await scheduler.drain()
         await stream.changed.wait()
         assert (stream.draining, stream.ended) == (True, False)
-        freeing = stream.tell("free", ref("r"))
+        freeing = stream.send("free", ref("r"))
         await stream.close(lifecycle.CLOSE_SECONDS)
         assert await freeing.answer is not None
         assert stream.ended

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvscout_gateway.tally import quantile
+from kvscout_gateway.values.tally import quantile
 
 SPAN_SECONDS: Final = 10.0
 KEPT: Final = 360

@@ -114,70 +114,71 @@ def endpoint_picker_flags() -> Callable[[F], F]:
             "--endpoint-picker-port",
             type=click.IntRange(0, 65535),
             section=SERVER,
-            help=f"Serve Envoy's external processing there, {PORT} by the endpoint picker protocol; 0 = any free port,"
-            " unset = off.",
+            help=f"Port for Envoy's external processing, by convention {PORT}; 0 = any free port, unset = off.",
         ),
         flag(
             "--endpoint-picker-plaintext",
             is_flag=True,
             section=SERVER,
-            help="Without TLS there; else with --tls-cert, or a certificate made at start.",
+            help="Disable TLS on the endpoint picker's port; by default it uses --tls-cert, or a certificate "
+            "generated at start.",
         ),
         flag(
             "--endpoint-picker-tenant",
             default=_DEFAULT.tenant,
             section=SERVER,
-            help="Tenant of all requests that come there: their proxy needs no token then.",
+            help="Tenant of all requests on the endpoint picker's port; their proxy then needs no token.",
         ),
         flag(
             "--endpoint-picker-watch",
             default=_DEFAULT.watch.value,
             type=ValueOf(Watch),
             section=BEHAVIOUR,
-            help="What of responses is looked at: observe = what the proxy passes on; sample = one in so many, others"
-            " are left to the proxy; leave = none, leases end the bookings.",
+            help="Responses to follow: observe = all that the proxy forwards; sample = one in "
+            "--endpoint-picker-sample-every; leave = none, bookings end with their leases.",
         ),
         flag(
             "--endpoint-picker-sample-every",
             default=_DEFAULT.sample_every,
             type=click.IntRange(min=0),
             section=BEHAVIOUR,
-            help="One response in so many is followed to its usage, for the prediction check; 0 = none.",
+            help="Interval, in requests, at which a response is followed up to its usage, to verify predictions; 0 "
+            "= never.",
         ),
         flag(
             "--endpoint-picker-timeout-ms",
             default=_DEFAULT.pick_seconds * 1000,
             type=click.FloatRange(min=1),
             section=PERFORMANCE,
-            help="Longest wait for a pick; then it is made by turns, or the client gets 429 if it stood in line.",
+            help="Longest time for a pick; then it is made round-robin, or a request that was queued gets 429.",
         ),
         flag(
             "--endpoint-picker-lease-seconds",
             default=_DEFAULT.lease_seconds,
             type=click.FloatRange(min=1),
             section=BEHAVIOUR,
-            help="How long a request counts whose end the proxy does not show.",
+            help="Lease of bookings whose end the proxy does not report.",
         ),
         flag(
             "--endpoint-picker-fallbacks",
             default=_DEFAULT.fallbacks,
             type=click.IntRange(0, 16),
             section=BEHAVIOUR,
-            help="Further endpoints named, for a proxy that retries where the first cannot be reached.",
+            help="Additional endpoints in a pick, for proxies that retry.",
         ),
         flag(
             "--endpoint-picker-objective",
             multiple=True,
             metavar="NAME=PRIORITY",
             section=BEHAVIOUR,
-            help="Queue priority, higher first, of requests whose x-gateway-inference-objective has this name; others"
-            " have 0. Repeatable.",
+            help="NAME=PRIORITY: queue priority, higher first, of requests with this "
+            "x-gateway-inference-objective; others have 0. Repeatable.",
         ),
         flag(
             "--endpoint-picker-conformance",
             is_flag=True,
             section=BEHAVIOUR,
-            help="For conformance tests only: clients say by a header where their requests go.",
+            help="For conformance tests only: clients select the endpoint by a header.",
         ),
     ]
 

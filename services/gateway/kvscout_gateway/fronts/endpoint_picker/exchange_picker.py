@@ -31,7 +31,6 @@ from kvscout_common.identity.identity import current_identity
 from kvscout_common.observability import tracing
 from kvscout_common.observability.log_lines import about_request
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
-from kvscout_gateway.catalog import Serving, TenantView
 from kvscout_gateway.engines.faults import EngineFailed, fault_of_status
 from kvscout_gateway.engines.usage import output_tokens_of, usage_of_stream
 from kvscout_gateway.fronts.answering import spread_answering
@@ -42,6 +41,7 @@ from kvscout_gateway.fronts.endpoint_picker.asked import Asked
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.json_request import request_of, tokens_of
 from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.members.catalog import Serving, TenantView
 from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.exchange import Exchange
 from kvscout_gateway.request.round_robin import eligible
@@ -374,7 +374,6 @@ class ExchangePick:
     async def _move(self, exchange: Exchange, attempt: Attempt, served: str) -> None:
         """Books the request where it runs, instead of where it was meant to."""
         attempt.free()
-        await attempt.freed()
         worker_id = self._picker.worker_at(exchange.request, served)
         if not worker_id:
             return

@@ -36,7 +36,7 @@ def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: Col
     """
     if config.conformance:
         log.warning(
-            "--endpoint-picker-conformance: any client sends its requests where it likes (%s); for test runs only",
+            "--endpoint-picker-conformance: any client can choose its endpoint (%s); for test runs only",
             SELECTION,
         )
     counts = PickerMetrics(metrics)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +13,7 @@ from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.identity.identity import AccessRole, current_identity
 from kvscout_common.registry.worker_proto import spec_from_proto
 from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
-from kvscout_common.rpc.request_names import NamesRequest, free_request, reference_of
+from kvscout_common.rpc.request_names import NamesRequest
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.generate import generate
@@ -21,10 +21,10 @@ from kvscout_gateway.fronts.grpc.status import gateway_status
 from kvscout_gateway.gateway import Gateway
 
 if TYPE_CHECKING:
-    from kvscout.v1 import scheduler_pb2_grpc
+    pass
 
 SERVICE = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
-Answer = TypeVar("Answer")
+Named = TypeVar("Named", bound=NamesRequest)
 
 
 class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
@@ -65,7 +65,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self._take_over(request.tenant, request.worker_id)
         await super().DrainWorker(request, context)
         await self._gateway.registration.flush()
-        return await self._scheduler(lambda stub: stub.DrainWorker, request)
+        return await self._gateway.scheduler.call(lambda stub: stub.DrainWorker, request)
 
     async def KeepAlive(self, request: workers_pb2.KeepAliveRequest, context: Any) -> workers_pb2.KeepAliveResponse:
         answer = await super().KeepAlive(request, context)
@@ -101,55 +101,49 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     async def MarkPrefillComplete(
         self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any
     ) -> scheduler_pb2.MarkPrefillCompleteResponse:
-        return await self._gateway.fanout.mark_prefill_complete(self._ref(request))
+        return await self._gateway.scheduler.call_booked(
+            lambda stub: stub.MarkPrefillComplete, self._of_base_model(request, request.tenant)
+        )
 
     async def Free(self, request: scheduler_pb2.FreeRequest, context: Any) -> scheduler_pb2.FreeResponse:
-        return await self._gateway.fanout.free(free_request(self._ref(request), request.output_tokens))
+        return await self._gateway.scheduler.call_booked(
+            lambda stub: stub.Free,
+            self._of_base_model(request, request.tenant),
+            lambda answer: answer.outcome != scheduler_pb2.FREE_OUTCOME_UNKNOWN,
+        )
 
     async def Renew(self, request: scheduler_pb2.RenewRequest, context: Any) -> scheduler_pb2.RenewResponse:
         if not request.requests:
             raise InvalidArgument("names no request", field="requests")
-        onward = scheduler_pb2.RenewRequest(
-            tenant=request.tenant,
-            requests=[self._ref(one, request.tenant) for one in request.requests],
-            lease_seconds=request.lease_seconds,
-        )
-        return await self._gateway.fanout.renew(onward)
+        for ref in request.requests:
+            self._of_base_model(ref, ref.tenant or request.tenant)
+        return await self._gateway.scheduler.renew(request)
 
     async def AddOutput(self, request: scheduler_pb2.AddOutputRequest, context: Any) -> scheduler_pb2.AddOutputResponse:
-        ref = self._ref(request)
-        onward = scheduler_pb2.AddOutputRequest(
-            model=ref.model,
-            tenant=ref.tenant,
-            role=ref.role,
-            request_id=ref.request_id,
-            attempt_id=ref.attempt_id,
-            blocks=request.blocks,
+        return await self._gateway.scheduler.call_booked(
+            lambda stub: stub.AddOutput, self._of_base_model(request, request.tenant)
         )
-        return await self._gateway.fanout.add_output(onward)
 
     async def ListActiveRequests(
         self, request: scheduler_pb2.ListActiveRequestsRequest, context: Any
     ) -> scheduler_pb2.ListActiveRequestsResponse:
-        answer = await self._scheduler(lambda stub: stub.ListActiveRequests, request)
+        answer = await self._gateway.scheduler.call(lambda stub: stub.ListActiveRequests, request)
         if current_identity().role is not AccessRole.ADMIN:  # the scheduler was asked by this gateway, which is one
             for one in answer.requests:
                 one.ClearField("owner_id")
         return answer
 
-    def _ref(self, request: NamesRequest, tenant: str = "") -> scheduler_pb2.RequestRef:
-        """The reference as the scheduler has it: an adapter's name stands for its base model.
+    def _of_base_model(self, request: Named, tenant: str) -> Named:
+        """Have a message name its request as the scheduler does: by the base model, where it names an adapter.
 
         Args:
-            request: As a caller named it.
-            tenant: Of the message that it is in; "" = it is the message.
+            request: As a caller sent it.
+            tenant: The tenant that it names, be it by the message that it is in.
         """
         if not request.request_id:
             raise InvalidArgument("must not be empty", field="request_id")
-        target = self._gateway.catalog.tenant(request.tenant or tenant or DEFAULT_TENANT).resolve(request.model, "")
-        ref = reference_of(request)
-        ref.model = target.model
-        return ref
+        request.model = self._gateway.catalog.tenant(tenant or DEFAULT_TENANT).resolve(request.model, "").model
+        return request
 
     async def GetPotentialLoads(
         self, request: gateway_pb2.GatewayGetPotentialLoadsRequest, context: Any
@@ -161,24 +155,24 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.DumpEventsRequest, context: Any
     ) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
         onward = indexer_pb2.DumpRequest(tenant=request.tenant, model=request.model)
-        async with aclosing(self._gateway.fanout.dump(onward)) as batches:
+        async with aclosing(self._gateway.indexer.dump(onward)) as batches:
             async for batch in batches:
                 yield batch
 
     async def GetBusyThresholds(
         self, request: types_pb2.GetBusyThresholdsRequest, context: Any
     ) -> types_pb2.GetBusyThresholdsResponse:
-        return await self._scheduler(lambda stub: stub.GetBusyThresholds, request)
+        return await self._gateway.scheduler.call(lambda stub: stub.GetBusyThresholds, request)
 
     async def SetBusyThresholds(
         self, request: types_pb2.SetBusyThresholdsRequest, context: Any
     ) -> types_pb2.SetBusyThresholdsResponse:
-        return await self._gateway.fanout.set_busy_thresholds(request)
+        return await self._gateway.scheduler.set_busy_thresholds(request)
 
     async def ListBusyThresholds(
         self, request: types_pb2.ListBusyThresholdsRequest, context: Any
     ) -> types_pb2.ListBusyThresholdsResponse:
-        return await self._scheduler(lambda stub: stub.ListBusyThresholds, request)
+        return await self._gateway.scheduler.call(lambda stub: stub.ListBusyThresholds, request)
 
     async def GetStatus(
         self, request: types_pb2.GetStatusRequest, context: Any
@@ -190,13 +184,3 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         if request.model and not self.registry.entries(tenant, request.model):
             raise NotFound(f"no worker of model {request.model!r}", field="model")
         return gateway_status(gateway, tenant, request.model)
-
-    async def _scheduler(
-        self,
-        method: Callable[[scheduler_pb2_grpc.SchedulerAsyncStub], Callable[..., Awaitable[Answer]]],
-        request: object,
-    ) -> Answer:
-        answer, _ = await self._gateway.schedulers.call(
-            method, request, timeout_seconds=self._gateway.config.scheduler_timeout_seconds
-        )
-        return answer

@@ -13,10 +13,10 @@ from kvscout_common.errors import NotFound
 from kvscout_common.http.http import HttpCall, HttpFailed, HttpRequest
 from kvscout_common.http.json_scan import load_json
 from kvscout_common.worker import WorkerSpec
-from kvscout_gateway.catalog import TenantView
 from kvscout_gateway.fronts.access import Caller
 from kvscout_gateway.fronts.body import respond_json
 from kvscout_gateway.fronts.client_paths import model_named
+from kvscout_gateway.members.catalog import TenantView
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway

@@ -113,7 +113,7 @@ class Passthrough:
             if not passed:
                 raise
             # The client sees what happened: its connection breaks off, too.
-            log.warning("%s did not end its answer to %s: %s", spec.worker_id, call.path[:100], error)
+            log.warning("%s did not complete its response to %s: %s", spec.worker_id, call.path[:100], error)
         finally:
             engine.end()
             if answer is not None:

@@ -22,28 +22,22 @@ class Thresholds:
     """Answers requests for /busy_threshold."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._schedulers = gateway.schedulers
-        self._fanout = gateway.fanout
+        self._scheduler = gateway.scheduler
         self._charge = gateway.charge
-        self._seconds = gateway.config.scheduler_timeout_seconds
 
     async def answer(self, call: HttpCall, caller: Caller) -> None:
         """Answer one request."""
         if call.method == "GET":
             everything = types_pb2.ListBusyThresholdsRequest(tenant=caller.tenant)
-            listed, _ = await self._schedulers.call(
-                lambda stub: stub.ListBusyThresholds, everything, timeout_seconds=self._seconds
-            )
+            listed = await self._scheduler.call(lambda stub: stub.ListBusyThresholds, everything)
             await respond_json(call, {"thresholds": [shown(one) for one in listed.thresholds]})
             return
         change = change_of(await json_of(call, self._charge(caller.tenant)), caller.tenant)
         if isinstance(change, types_pb2.SetBusyThresholdsRequest):
             caller.require("SetBusyThresholds")
-            await respond_json(call, shown((await self._fanout.set_busy_thresholds(change)).thresholds))
+            await respond_json(call, shown((await self._scheduler.set_busy_thresholds(change)).thresholds))
             return
-        read, _ = await self._schedulers.call(
-            lambda stub: stub.GetBusyThresholds, change, timeout_seconds=self._seconds
-        )
+        read = await self._scheduler.call(lambda stub: stub.GetBusyThresholds, change)
         await respond_json(call, shown(read.thresholds))
 
 

@@ -52,14 +52,14 @@ def shadow_flags() -> Callable[[F], F]:
             "--shadow-served-by",
             default=SERVED_BY,
             section=BEHAVIOUR,
-            help="Header in which that balancer's answers name the worker: its id, or host:port.",
+            help="Response header in which the load balancer names the worker: its id, or host:port.",
         )
         balancer = flag(
             "--shadow",
             default="",
             metavar="URL",
             section=BEHAVIOUR,
-            help="Pass requests on to this balancer, as it decides, and report what the policy would have done.",
+            help="Forward requests to this load balancer, which decides, and report what the policy would have done.",
         )
         return balancer(served_by(command))
 

@@ -94,7 +94,7 @@ class Score:
         """
         self._prefilled = True
         if self._booking is not None and not whole_answer:
-            self._gateway.bookings.mark_prefill_complete(self._booking)
+            self._gateway.scheduler.prefill_complete(self._booking)
 
     def end(self, *, failed: bool, usage: Usage | None, served_by: str) -> None:
         """The request is over.
@@ -132,7 +132,7 @@ class Score:
                 raise  # the gateway ends
         finally:
             if self._booking is not None:
-                self._gateway.bookings.free(self._booking, self._usage.output_tokens if self._usage is not None else 0)
+                self._gateway.scheduler.free(self._booking, self._usage.output_tokens if self._usage is not None else 0)
         self._count(LeftOut.FAILED if self._failed else outcome)
 
     async def _place(self) -> Placement | LeftOut:
@@ -159,7 +159,7 @@ class Score:
         )
         if placement.booking is not None:
             self._booking = placement.booking
-            gateway.bookings.add(placement.booking)
+            gateway.scheduler.hold(placement.booking)
         if self._prefilled:
             # What it found cached may be what this very request has left there meanwhile.
             self._book_as_running()
@@ -169,10 +169,10 @@ class Score:
     def _book_as_running(self) -> None:
         """Its first token was out before it was booked: from how long that took afterwards nothing is to be learned."""
         booking = self._booking
-        if booking is not None and booking.worker is not None:
-            self._gateway.bookings.free(booking)
+        if booking is not None:
+            self._gateway.scheduler.free(booking)
             self._booking = booking.again()
-            self._gateway.bookings.add(self._booking)
+            self._gateway.scheduler.hold(self._booking)
 
     def _compared(self, placement: Placement) -> Comparison | LeftOut:
         if self._usage is None:

@@ -8,11 +8,14 @@ question to the next to arrive. That one decides, and shows such sources as BLIN
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from kvscout.v1 import indexer_pb2, workers_pb2
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.engines.observation import Observations
+
+Served: TypeAlias = Callable[[tuple[str, WorkerRank]], Iterable[float]]
+"""Gives by tenant and worker rank when it was sent the requests that should have brought events, in seconds."""
 
 _SILENT = (indexer_pb2.SOURCE_STATE_WAITING, indexer_pb2.SOURCE_STATE_INCOMPLETE)
 """States of a source from which nothing ever came, if it has no last event: over NATS, one that leaves requests for
@@ -29,17 +32,17 @@ def _is_silent(source: indexer_pb2.SourceStatus) -> bool:
 
 
 class BlindRanks:
-    """Of one indexer."""
+    """Blind worker ranks of one indexer."""
 
-    def __init__(self, observations: Observations) -> None:
-        self._observations = observations
+    def __init__(self, served: Served) -> None:
+        self._served_at = served
         self._served: dict[tuple[str, WorkerRank], tuple[float, ...]] = {}
-        """What the silent ranks had served at the last question, see `Observation.eventful`."""
+        """When the silent ranks had been sent requests, at the last reading."""
         self.blind: dict[tuple[str, WorkerRank], str] = {}
-        """What the indexer showed as BLIND then, by tenant and worker rank, and why."""
+        """Why the indexer showed a worker rank as BLIND then, by tenant and rank."""
 
     def judge(self, sources: Iterable[indexer_pb2.SourceStatus], now: float) -> list[indexer_pb2.RecordRoutingRequest]:
-        """Takes the answer to a question; returns what the indexer is to be told, one message a tenant and model.
+        """Compare a status; return what is to be reported to the indexer, one message a tenant and model.
 
         Args:
             sources: The indexer's.
@@ -57,12 +60,10 @@ class BlindRanks:
             opened_at = now - source.open_seconds
             unreported = sum(dispatched_at > opened_at for dispatched_at in served_before.get(key, ()))
             if unreported:
-                tell = messages.setdefault(
+                report = messages.setdefault(
                     (source.tenant, source.model),
                     indexer_pb2.RecordRoutingRequest(tenant=source.tenant, model=source.model),
                 )
-                tell.prompts.extend([indexer_pb2.RoutedPrompt(worker=source.worker)] * unreported)
-            seen = self._observations.by_rank.get(key)
-            if seen is not None:
-                self._served[key] = tuple(seen.eventful)
+                report.prompts.extend([indexer_pb2.RoutedPrompt(worker=source.worker)] * unreported)
+            self._served[key] = tuple(self._served_at(key))
         return list(messages.values())

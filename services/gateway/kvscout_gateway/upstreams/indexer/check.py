@@ -1,4 +1,4 @@
-"""What indexers say of themselves, asked every now and then: what is wrong with them is silent otherwise.
+"""Status of the indexers, read every now and then: what is wrong with them is silent otherwise.
 
 * An indexer with another shard of the workers than `--indexer` says: the overlaps of those it lacks are 0.
 * Workers from which no event ever came to it though they have served requests: so are theirs (blindness.py).
@@ -18,21 +18,20 @@ from kvscout_common.rpc.channel import call
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import ALL_TENANTS
-from kvscout_gateway.engines.observation import Observations
-from kvscout_gateway.upstreams.indexer.blindness import BlindRanks
-from kvscout_gateway.upstreams.indexer.indexers import IndexerMember, Indexers
+from kvscout_gateway.upstreams.indexer.blindness import BlindRanks, Served
+from kvscout_gateway.upstreams.indexer.link import IndexerMember
 
 log = logging.getLogger("kvscout.gateway")
 
 CHECK_SECONDS = 30.0
-"""How often an indexer is asked: it may have restarted with other flags. Events have as long to arrive."""
+"""Between two readings: an indexer may have restarted with other flags. Events have as long to arrive."""
 RETRY_SECONDS = 1.0
 CALL_SECONDS = 2.0
 
 
 @dataclass(slots=True)
 class CheckedIndexer:
-    """One indexer, and what it said last."""
+    """One indexer, and its last status."""
 
     member: IndexerMember
     shard: Shard
@@ -43,41 +42,30 @@ class CheckedIndexer:
 
 
 class IndexerCheck:
-    """What the indexers say, against what the gateway was told and what it has seen."""
+    """The indexers' statuses, compared with the flags and with what the gateway has seen.
 
-    def __init__(
-        self,
-        indexers: Indexers,
-        observations: Observations,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """Has asked nobody yet.
+    Args:
+        served: Gives when a worker rank was sent requests that should have brought events.
+        clock: Seconds, as of those times.
+    """
 
-        Args:
-            indexers: By shard.
-            observations: What was seen of the workers.
-            clock: Seconds, as in the observations.
-        """
-        self._indexers = indexers
-        self._observations = observations
+    def __init__(self, served: Served, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._served = served
         self._clock = clock
         self.checked: list[CheckedIndexer] = []
 
-    def join(self, member: IndexerMember) -> CheckedIndexer:
-        """Checks one more; to be kept by a task of its own."""
-        shards = self._indexers.shards
-        index = next(index for index, replicas in enumerate(shards) if member in replicas.members)
-        one = CheckedIndexer(member, Shard(index, len(shards)), BlindRanks(self._observations))
+    def join(self, member: IndexerMember, shard: Shard) -> CheckedIndexer:
+        """Add an indexer; `keep` is a task for as long as it is there."""
+        one = CheckedIndexer(member, shard, BlindRanks(self._served))
         self.checked.append(one)
         return one
 
     def leave(self, member: IndexerMember) -> None:
-        """Checks one no more."""
+        """Remove an indexer that is gone."""
         self.checked = [one for one in self.checked if one.member is not member]
 
     def warnings(self) -> list[Warned]:
-        """What is wrong, in sentences."""
+        """Return what is wrong, in sentences."""
         wrong: list[Warned] = [f"{one.member.name} {one.wrong_shard}" for one in self.checked if one.wrong_shard]
         return wrong + [
             TenantWarning(tenant, f"worker {rank.worker_id}/{rank.dp_rank} is blind at {one.member.name}: {reason}")
@@ -86,30 +74,29 @@ class IndexerCheck:
         ]
 
     async def keep(self, one: CheckedIndexer) -> None:
-        """Asks one for ever."""
+        """Read the status of an indexer, for ever."""
         while True:
-            answered = await self._ask(one)
+            answered = await self._read(one)
             await asyncio.sleep(CHECK_SECONDS if answered else RETRY_SECONDS)
 
-    async def _ask(self, one: CheckedIndexer) -> bool:
-        """One question; False if it was not answered."""
+    async def _read(self, one: CheckedIndexer) -> bool:
+        """Read the status of an indexer; return False if it did not answer."""
         try:
             status = await call(
                 one.member.stub.GetStatus, types_pb2.GetStatusRequest(tenant=ALL_TENANTS), timeout=CALL_SECONDS
             )
         except KvscoutError:
             return False  # that it does not answer is known from its other calls
-        # An indexer that says nothing of shards is one of before there were any.
         actual = Shard(status.shard_index, status.shard_count) if status.shard_count else WHOLE
         one.wrong_shard = (
             "" if actual == one.shard else f"has shard {actual} of the workers, --indexer expects {one.shard} there"
         )
         for served in one.ranks.judge(status.sources, self._clock()):
-            await self._tell(one.member, served)
+            await self._report(one.member, served)
         return True
 
-    async def _tell(self, member: IndexerMember, served: indexer_pb2.RecordRoutingRequest) -> None:
+    async def _report(self, member: IndexerMember, served: indexer_pb2.RecordRoutingRequest) -> None:
         try:
             await call(member.stub.RecordRouting, served, timeout=CALL_SECONDS)
-        except KvscoutError as error:  # what still waits at the next question is told then
-            log.debug("%s was not told which workers served: %s", member.name, error)
+        except KvscoutError as error:  # what still waits then is reported with the next status
+            log.debug("workers that served were not reported to %s: %s", member.name, error)

@@ -1,29 +1,28 @@
 """FindMatches of one indexer over an open stream, called like the unary rpc: half the CPU for the indexer.
 
 A stream is renewed after a second or two and not kept open while nothing is asked, so that an indexer that drains does
-not wait for its gateways. Where one breaks, what waits on it is asked by the unary rpc, in what is left of its time.
+not wait for its gateways. Where one ends under a request, that is sent once more over a new one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from kvscout.v1 import indexer_pb2
 from kvscout_common.errors import KvscoutError, Unavailable
-from kvscout_common.observability import tracing
 from kvscout_common.transport.statuses import from_status
 from kvscout_gateway.upstreams.coalesced_stream import CoalescedStream
 
 RENEW_SECONDS = 1.0
-UNARY_SECONDS = 1.0
-"""After a stream broke, or could not be opened: an indexer that has none is asked by the unary rpc meanwhile."""
 CLOSE_SECONDS = 1.0
 """Longest wait for the last answers of a stream."""
+MAX_STREAMS = 2
+"""Over which a request is sent, if they end under it."""
 
 SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -38,9 +37,6 @@ class MatchStream:
     """
 
     def __init__(self, channel: grpc.aio.Channel, *, clock: Callable[[], float] = time.monotonic) -> None:
-        read = indexer_pb2.FindMatchesResponse.FromString
-        unary: Any = channel.unary_unary(f"/{SERVICE}/FindMatches", response_deserializer=read)
-        self._unary: Callable[..., Awaitable[indexer_pb2.FindMatchesResponse]] = unary
         self._open: Any = channel.stream_stream(f"/{SERVICE}/StreamFindMatches")
         self._clock = clock
         self._current: _Matches | None = None
@@ -48,27 +44,31 @@ class MatchStream:
         """The current one, and those that wait for their last answers."""
         self._closing: set[asyncio.Task[None]] = set()
         self._renewal: asyncio.TimerHandle | None = None
-        self._unary_until = 0.0
 
     async def __call__(self, request: bytes, *, timeout: float) -> indexer_pb2.FindMatchesResponse:
-        """Asks a serialised `FindMatchesRequest`, within so many seconds.
+        """Send a serialised `FindMatchesRequest`; return its answer.
+
+        Args:
+            request: The request.
+            timeout: Longest wait in seconds.
 
         Raises:
-            KvscoutError: What the indexer answered, or DeadlineExceeded.
-            AioRpcError: The same from the unary rpc.
+            KvscoutError: As the indexer answers, or DeadlineExceeded, or the stream's own error.
         """
-        now = self._clock()
-        deadline = now + timeout
-        if now >= self._unary_until:
-            result = await self._stream().ask(request, timeout)
+        deadline = self._clock() + timeout
+        error: KvscoutError = Unavailable("no stream")
+        for _ in range(MAX_STREAMS):
+            stream = self._stream()
+            result = await stream.ask(request, max(0.0, deadline - self._clock()))
             if result is not None:
                 if result.code:
                     raise _error(result)
                 return result.response
-        return await self._unary(request, timeout=max(0.0, deadline - self._clock()), **tracing.call_options())
+            error = stream.error
+        raise error
 
     async def close(self) -> None:
-        """Ends every stream; what waits is broken off."""
+        """End every stream; what waits is broken off."""
         self._leave()
         for stream in self._streams:
             stream.break_off(Unavailable("this gateway stops"))
@@ -83,7 +83,7 @@ class MatchStream:
         return stream
 
     def _leave(self) -> None:
-        """The next request opens another one."""
+        """Have the next request open another stream."""
         if self._renewal is not None:
             self._renewal.cancel()
         stream, self._current = self._current, None
@@ -96,8 +96,6 @@ class MatchStream:
         self._streams.discard(stream)
         if stream is self._current:
             self._leave()
-        if stream.broke:
-            self._unary_until = self._clock() + UNARY_SECONDS
 
 
 class _Matches(CoalescedStream[indexer_pb2.FindMatchesResult]):

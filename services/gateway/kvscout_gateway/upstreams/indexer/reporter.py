@@ -1,8 +1,8 @@
-"""Telling the indexers where prompts went, so that they can predict their blocks there.
+"""Reports of where prompts went to the indexers, so that they can predict their blocks there.
 
 A decision is reported when its request is handed to the engine, to every replica of the shard that has the worker.
 Nothing waits for a report: each replica has a bounded queue of its own and a task that empties it, many decisions a
-message. A replica that lags or is away loses the oldest decisions, counted; one that takes none of a model is asked
+message. A replica that lags or is away loses the oldest decisions, counted; one that takes none of a model is tried
 again every few seconds, since it may have restarted in another mode, or the model's workers may have changed.
 """
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from kvscout_common.rpc.channel import call
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.transport.wire_fields import bytes_field
 from kvscout_gateway.upstreams.failover import Member, is_member_fault
-from kvscout_gateway.upstreams.indexer.indexers import IndexerMember, Indexers
+from kvscout_gateway.upstreams.indexer.link import IndexerMember
 from kvscout_gateway.values.placement import Decision
 
 log = logging.getLogger("kvscout.gateway")
@@ -44,7 +43,7 @@ RETRY_SECONDS = 0.5
 REFUSAL_SECONDS = 5.0
 """How long a replica is left alone about a model of which it takes no decisions."""
 MAX_REFUSED = 4096
-"""Models that are remembered as such; above, the one that was refused first is asked about again."""
+"""Models that are remembered as such; above, the one that was refused first is tried again."""
 CALL_SECONDS = 1.0
 
 
@@ -63,7 +62,7 @@ class DecisionQueue:
         return len(self._waiting)
 
     def put(self, decision: Decision, now: float) -> None:
-        """Adds one; the oldest go if there are too many."""
+        """Add one; the oldest go if there are too many."""
         self._waiting.append((now, decision))
         self._blocks += decision.blocks
         while len(self._waiting) > self.max_decisions or (self._blocks > self.max_blocks and len(self._waiting) > 1):
@@ -71,7 +70,7 @@ class DecisionQueue:
             self.lost += 1
 
     def take(self, now: float) -> list[tuple[float, Decision]]:
-        """The oldest ones that fit into a message and are worth it, with the time at which they came."""
+        """Remove the oldest ones that fit into a message and are worth it; return them with the time of their `put`."""
         taken: list[tuple[float, Decision]] = []
         blocks = 0
         while self._waiting and len(taken) < BATCH_DECISIONS:
@@ -89,7 +88,7 @@ class DecisionQueue:
         return taken
 
     def restore(self, taken: Sequence[tuple[float, Decision]]) -> None:
-        """Puts back what could not be delivered, as far as there is room."""
+        """Put back what could not be delivered, as far as there is room."""
         for since, decision in reversed(taken):
             blocks = decision.blocks
             if len(self._waiting) >= self.max_decisions or self._blocks + blocks > self.max_blocks:
@@ -99,7 +98,7 @@ class DecisionQueue:
             self._blocks += blocks
 
     def forget(self, tenant: str, model: str) -> None:
-        """Forgets those of a model: nobody wants them."""
+        """Drop those of a model that is refused."""
         self._waiting = deque(
             (since, decision)
             for since, decision in self._waiting
@@ -113,7 +112,7 @@ class DecisionQueue:
 
 
 class ReplicaReports:
-    """What one indexer is told. `run` is to be kept by a task of its own."""
+    """Reports to one indexer. `run` is a task for as long as it is there."""
 
     def __init__(
         self,
@@ -127,21 +126,21 @@ class ReplicaReports:
         self.unknown = 0
         """Of workers that it did not know."""
         self.problem = ""
-        """Why it cannot be told; "" = it can."""
+        """Why nothing can be reported to it; "" = it can."""
         self.queue = DecisionQueue()
         self._resync = resync
         self._clock = clock
         self._refused: dict[tuple[str, str], tuple[str, float]] = {}
-        """Tenants' models of which it took nothing: why, and until when nothing is told of them."""
+        """Tenants' models of which it took nothing: why, and until when nothing is reported of them."""
         self._wake = asyncio.Event()
 
     @property
     def lost(self) -> int:
-        """Decisions that it missed."""
+        """Return the number of decisions that it missed."""
         return self.queue.lost + self.unknown
 
     def put(self, decision: Decision) -> None:
-        """Will tell of a decision; returns at once."""
+        """Queue a decision."""
         now = self._clock()
         _, until = self._refused.get((decision.tenant, decision.model), ("", now))
         if now >= until:
@@ -149,24 +148,24 @@ class ReplicaReports:
             self._wake.set()
 
     def problems(self) -> list[Warned]:
-        """Why it is not told, or not of some models; empty = it is told of all."""
+        """Return why nothing is reported to it, or not of some models; empty = all is."""
         own: list[Warned] = [self.problem] if self.problem else []
         return own + [TenantWarning(tenant, f"{model}: {why}") for (tenant, model), (why, _) in self._refused.items()]
 
     async def run(self) -> None:
-        """Tells for ever."""
+        """Send what is queued, for ever."""
         loop, not_before = asyncio.get_running_loop(), 0.0
         while True:
             await self._wake.wait()
             if (pause := not_before - loop.time()) > 0:
                 await asyncio.sleep(pause)
-            reached = await self.tell()
+            reached = await self.send_batch()
             if not len(self.queue):
                 self._wake.clear()
             not_before = loop.time() + (LINGER_SECONDS if reached else RETRY_SECONDS)
 
-    async def tell(self) -> bool:
-        """Sends what fits into a message, one for each model; False if the replica cannot be reached."""
+    async def send_batch(self) -> bool:
+        """Send what fits into a message, one for each model; return False if the replica cannot be reached."""
         models: defaultdict[tuple[str, str], list[tuple[float, Decision]]] = defaultdict(list)
         for entry in self.queue.take(self._clock()):
             models[entry[1].tenant, entry[1].model].append(entry)
@@ -188,12 +187,12 @@ class ReplicaReports:
                     self._note(tenant, model, error, until=self._clock())
                     self.queue.lost += len(entries)
                     continue
-                self._say(str(error) or type(error).__name__)
+                self._set_problem(str(error) or type(error).__name__)
                 self.queue.restore(sorted((e for rest in (entries, *models.values()) for e in rest), key=_since))
                 return False
             else:
                 self._refused.pop((tenant, model), None)
-                self._say("")
+                self._set_problem("")
                 missed = len(answer.not_recorded)
                 self.delivered += len(entries) - missed
                 if missed:
@@ -201,13 +200,13 @@ class ReplicaReports:
         return True
 
     def _not_known(self, decisions: int) -> None:
-        """It may have restarted, with the workers that this gateway knows still under way to it."""
-        self._say("")
+        """Count decisions of workers that it does not know: it may have restarted, and is brought up to date."""
+        self._set_problem("")
         self.unknown += decisions
         self._resync(self.member)
 
     def _refuses(self, tenant: str, model: str, error: KvscoutError) -> None:
-        """It predicts nothing, or not with these workers' blocks: other models are told of as before."""
+        """Leave it alone about a model: it predicts nothing, or not with these workers' blocks."""
         self._note(tenant, model, error, until=self._clock() + REFUSAL_SECONDS)
         self.queue.forget(tenant, model)
 
@@ -218,61 +217,10 @@ class ReplicaReports:
         if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
 
-    def _say(self, problem: str) -> None:
+    def _set_problem(self, problem: str) -> None:
         if problem and not self.problem:
-            log.warning("%s cannot be told of routing decisions: %s", self.member.name, problem)
+            log.warning("routing decisions cannot be reported to %s: %s", self.member.name, problem)
         self.problem = problem
-
-
-class Reporter:
-    """What the indexers of one gateway are told."""
-
-    def __init__(
-        self,
-        indexers: Indexers,
-        *,
-        resync: Callable[[Member[Any]], object],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Has nothing to tell yet.
-
-        Args:
-            indexers: By shard.
-            resync: Told of an indexer that does not know workers which this gateway knows.
-            clock: Monotonic seconds.
-        """
-        self._indexers = indexers
-        self._resync = resync
-        self._clock = clock
-        self._reports: dict[IndexerMember, ReplicaReports] = {}
-        for member in indexers.members:
-            self.join(member)
-
-    @property
-    def replicas(self) -> list[ReplicaReports]:
-        """In the order of `Indexers.members`."""
-        return [self._reports[member] for member in self._indexers.members]
-
-    def join(self, member: IndexerMember) -> ReplicaReports:
-        """Tells one more, or as before; to be run by a task of its own."""
-        if member not in self._reports:
-            self._reports[member] = ReplicaReports(member, resync=self._resync, clock=self._clock)
-        return self._reports[member]
-
-    def leave(self, member: IndexerMember) -> None:
-        """Tells one no more."""
-        self._reports.pop(member, None)
-
-    def report(self, decision: Decision) -> None:
-        """Tells every replica that has the worker; returns at once."""
-        shards = self._indexers.shards
-        if shards and decision.block_hashes:
-            for member in shards[self._indexers.position(decision.tenant, decision.worker.worker_id)].members:
-                self._reports[member].put(decision)
-
-    def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What runs beside the server, by name."""
-        return {f"report to {replica.member.name}": replica.run for replica in self.replicas}
 
 
 def _since(entry: tuple[float, Decision]) -> float:
@@ -283,9 +231,9 @@ def _message(tenant: str, model: str, decisions: Sequence[Decision]) -> bytes:
     kind, prompt = indexer_pb2.RecordRoutingRequest, indexer_pb2.RoutedPrompt
     fields = [kind(tenant=tenant, model=model).SerializeToString()]
     for decision in decisions:
-        told = prompt(
+        fixed = prompt(
             worker=rank_to_proto(decision.worker), block_size=decision.pool.block_size, eagle=decision.pool.eagle
         ).SerializeToString()
         hashes = bytes_field(prompt.BLOCK_HASHES_FIELD_NUMBER, decision.block_hashes)
-        fields.append(bytes_field(kind.PROMPTS_FIELD_NUMBER, told + hashes))
+        fields.append(bytes_field(kind.PROMPTS_FIELD_NUMBER, fixed + hashes))
     return b"".join(fields)

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvscout.v1 import types_pb2
-from kvscout_common.errors import DeadlineExceeded, Draining, KvscoutError, NotFound, Unimplemented
-from kvscout_gateway.upstreams.failover import Member
+from kvscout_common.errors import DeadlineExceeded, Draining, KvscoutError, NotFound
+from kvscout_gateway.upstreams.failover import Member, UpstreamDown
 from kvscout_gateway.upstreams.scheduler.booking import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.lifecycle import CLOSE_SECONDS, PROBE_SECONDS, LifecycleStream
@@ -41,8 +41,8 @@ log = logging.getLogger("kvscout.gateway")
 
 RETRY_SECONDS = 0.25
 """Between two rounds of the list while no scheduler of it can be attached to."""
-UNARY_SECONDS = 30.0
-"""For how long a scheduler that has no Lifecycle is called by unary rpcs before it is asked again."""
+STUCK_SHARE = 0.75
+"""Of the time for an answer: a stream on which nothing comes for that long is broken off, where an answer is due."""
 HEALTH_SECONDS = 1.0
 """How often those are asked that come before the one in use."""
 HEALTH_TIMEOUT_SECONDS = 0.5
@@ -64,7 +64,7 @@ class _Health:
 
 
 def owner_name() -> str:
-    """A name that no other gateway has, for the life of this process."""
+    """Return a name that no other gateway has, for the life of this process."""
     return f"gateway-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -81,13 +81,13 @@ class Attachment:
         owner_id: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Attaches to these.
+        """Attach to none yet.
 
         Args:
-            schedulers: In order of preference; told which one is in use.
+            schedulers: In order of preference.
             bookings: What is in flight.
             timeout_seconds: Longest wait for one answer of a scheduler.
-            resync: Told of a scheduler that does not know workers on which requests run.
+            resync: Called with a scheduler that does not know workers on which requests run.
             owner_id: Name of this gateway; "" = one that no other has.
             clock: Monotonic seconds.
         """
@@ -103,9 +103,14 @@ class Attachment:
         """Of the newest stream."""
         self._rebooked_at = 0.0
         self._asked_at = 0.0
+        self._down = "no scheduler is attached"
+        """Why requests do not wait for a scheduler; "" = there is one, or it is not known yet that there is none."""
+        self._round: asyncio.Future[None] | None = None
+        """Done when one is attached, or none of the list can be."""
 
     async def run(self) -> None:
-        """Stays attached to the best scheduler there is, for ever."""
+        """Stay attached to the best scheduler there is, for ever."""
+        self._down = ""
         member: SchedulerMember | None = None
         first: SchedulerMember | None = None
         while True:
@@ -117,36 +122,59 @@ class Attachment:
             else:
                 member, first = await self._stay(member)
 
+    async def attached(self) -> tuple[SchedulerMember, LifecycleStream]:
+        """Return the scheduler that decides and its stream; wait while it is not known which that is.
+
+        Raises:
+            UpstreamDown: There is none.
+        """
+        while True:
+            member = self._schedulers.primary
+            stream = member.stub.stream if member is not None else None
+            if member is not None and stream is not None and not stream.draining:
+                return member, stream
+            if self._down:
+                raise UpstreamDown(self._down, retry_after_seconds=1.0)
+            if self._round is None:
+                self._round = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._round])
+
+    def _round_over(self, problem: str = "") -> None:
+        self._down = problem
+        if self._round is not None:
+            self._round.set_result(None)
+            self._round = None
+
     async def close(self) -> None:
-        """Ends every stream; what is still booked ends after the schedulers' grace time."""
+        """End every stream; what is still booked ends after the schedulers' grace time."""
         for member in self._schedulers.members:
             self._leave(member)
         if self._closing:
             await asyncio.wait(self._closing)
 
     async def _attach_to_any(self, first: SchedulerMember | None) -> SchedulerMember | None:
-        """Attaches to the first one that can be; `first` is tried before the others."""
-        members = self._schedulers.members
-        for member in sorted(members, key=lambda member: member is not first):
+        """Attach to the first one that can be; `first` is tried before the others, those that hang last."""
+        problem = "no scheduler is configured"
+        for member in sorted(self._schedulers.preferred(), key=lambda member: member is not first):
             try:
                 await self._attach(member)
-            except Unimplemented:
-                self._schedulers.primary = member
-                await asyncio.sleep(UNARY_SECONDS)
-                return None
             except KvscoutError as error:
+                problem = f"{member.name}: {error}"
+                member.failed(error)
                 log.debug("not attached to %s: %s", member.name, error)
             else:
                 return member
+        self._round_over(problem)
         return None
 
     async def _attach(self, member: SchedulerMember) -> None:
-        """Opens the stream, and has everything booked there that runs.
+        """Open the stream, and have everything booked there that runs.
 
         Raises:
-            KvscoutError: It is away, drains, or has no Lifecycle.
+            KvscoutError: It is away, or drains.
         """
         link = member.stub
+        member.calls += 1
         listed = self._bookings.in_flight()
         self._opened_at = max(time.time_ns() // 1000, self._opened_at + 1)
         stream = LifecycleStream(
@@ -154,7 +182,7 @@ class Attachment:
             self.owner_id,
             [booking.ref for booking in listed],
             opened_at=self._opened_at,
-            stuck_seconds=max(self._timeout, 1.0),
+            stuck_seconds=self._timeout * STUCK_SHARE,
         )
         try:
             async with asyncio.timeout(self._timeout):
@@ -171,17 +199,19 @@ class Attachment:
             stream.break_off(Draining("the scheduler is draining"))
             raise Draining("the scheduler is draining")
         link.use(stream)
+        member.works()
         self._bookings.listed(member, listed, unknown)
-        await self._rebook(member, stream)
         before, self._schedulers.primary = self._schedulers.primary, member
+        self._round_over()
+        await self._rebook(member, stream)
         if before is not member:
-            log.info("%s decides, with %d requests in flight", member.name, len(listed))
+            log.info("%s decides from now on, with %d requests in flight", member.name, len(listed))
         for other in self._schedulers.members:
             if other is not member:
                 self._leave(other)
 
     async def _stay(self, member: SchedulerMember) -> tuple[SchedulerMember | None, SchedulerMember | None]:
-        """Returns when its stream is gone: the member that is attached now, and else the one to try first."""
+        """Follow a stream to its end; return the member that is attached then, and else the one to try first."""
         self._health[member].well_since = None
         while (stream := member.stub.stream) is not None:
             try:
@@ -208,13 +238,16 @@ class Attachment:
                     return better, None
         ended = member.stub.drop_stream()
         why = ended.error if ended is not None else None
-        log.warning("the stream to %s broke: %s", member.name, why)
+        log.warning("the stream to %s was lost: %s", member.name, why)
         self._unwell(member)
-        # A connection that broke is made again at once; one that hangs, or a scheduler that drains, is not waited for.
-        return None, None if isinstance(why, DeadlineExceeded | Draining) else member
+        # A connection that broke is made again first; one that hangs, or a scheduler that drains, is tried last.
+        if isinstance(why, DeadlineExceeded | Draining):
+            member.failed(why)
+            return None, None
+        return None, member
 
     def left(self, member: SchedulerMember) -> None:
-        """A scheduler is no longer on the list."""
+        """Forget a scheduler that is no longer on the list."""
         self._health.pop(member, None)
 
     async def _move_from(self, member: SchedulerMember) -> SchedulerMember | None:
@@ -233,7 +266,7 @@ class Attachment:
         return None
 
     async def _rebook(self, member: SchedulerMember, stream: LifecycleStream) -> None:
-        """Books at a scheduler what runs and is not booked there."""
+        """Book at a scheduler what runs and is not booked there."""
         self._rebooked_at = self._clock()
         unbooked = self._bookings.unbooked(member)
         for start in range(0, len(unbooked), REBOOK_BATCH):
@@ -242,11 +275,11 @@ class Attachment:
                 return
 
     async def _rebook_some(self, member: SchedulerMember, stream: LifecycleStream, unbooked: list[Booking]) -> None:
-        asked = [(booking, stream.tell("reserve", booking.reserve_request())) for booking in unbooked]
-        _, late = await asyncio.wait([operation.answer for _, operation in asked], timeout=self._timeout)
+        sent = [(booking, stream.send("reserve", booking.reserve_request())) for booking in unbooked]
+        _, late = await asyncio.wait([operation.answer for _, operation in sent], timeout=self._timeout)
         if late:
             stream.break_off(DeadlineExceeded("no answer on the stream"))
-        for booking, operation in asked:
+        for booking, operation in sent:
             result = operation.answer.result() if operation.answer.done() else None
             if result is None:
                 continue
@@ -260,7 +293,7 @@ class Attachment:
             self._bookings.moved(booking, member)
 
     async def _better(self, used: SchedulerMember) -> SchedulerMember | None:
-        """One that comes earlier in the list, and has been well for long enough."""
+        """Return a scheduler that comes earlier in the list, and has been well for long enough."""
         self._asked_at = self._clock()
         earlier = list(itertools.takewhile(lambda member: member is not used, self._schedulers.members))
         if not earlier:
@@ -287,7 +320,7 @@ class Attachment:
         return not status.service.draining
 
     def _unwell(self, member: SchedulerMember) -> None:
-        """It failed: if it did so soon after it was gone back to, it has to last longer the next time."""
+        """Record a failure: one soon after it was gone back to has it wait longer the next time."""
         health = self._health[member]
         health.well_since = None
         lasted = self._clock() - health.returned_at

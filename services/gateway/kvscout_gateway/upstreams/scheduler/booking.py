@@ -1,9 +1,10 @@
-"""What was booked, and everything that it takes to book it anew."""
+"""A booking, and everything that it takes to book it anew."""
 
 from __future__ import annotations
 
+import random
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvscout.v1 import scheduler_pb2
@@ -19,6 +20,16 @@ SchedulerMember: TypeAlias = "Member[SchedulerLink]"
 UNBOOKED_ATTEMPT = 128
 """Added to the attempt id of what runs without having been booked: the attempt itself may have been freed, in case a
 scheduler had booked it after all, and cannot be booked again."""
+MAX_TRIES = 256
+"""Attempt ids leave eight bits for the number of the try, the highest of which is `UNBOOKED_ATTEMPT`."""
+UNPLACED = WorkerRank("", 0)
+
+_SYSTEM_RANDOM = random.SystemRandom()
+
+
+def draw_attempt() -> int:
+    """Draw an attempt id, of `MAX_TRIES`s, that no other booking call has."""
+    return _SYSTEM_RANDOM.randrange(1, 1 << 55) * MAX_TRIES
 
 
 @dataclass(slots=True, eq=False)
@@ -28,9 +39,7 @@ class Booking:
     ref: scheduler_pb2.RequestRef
     scheduler: SchedulerMember | None = None
     """None = none has it (yet)."""
-    leased: bool = True
-    """It has a lease there; else it is this gateway's as long as that is connected."""
-    worker: WorkerRank | None = None
+    worker: WorkerRank = UNPLACED
     """Where it runs; with what follows, all that it takes to book it anew."""
     block_hashes: bytes = b""
     """u64 as `array("Q")` packs them, eight bytes a block."""
@@ -43,11 +52,9 @@ class Booking:
     """And the scheduler knows."""
     output_tokens: int = 0
     """That were generated until it was freed; 0 = unknown."""
-    elsewhere: list[SchedulerMember] = field(default_factory=list)
-    """Schedulers that had it before, with leases that have not ended."""
 
     def again(self) -> Booking:
-        """The same, of which the first token is out and that no scheduler has: it will be booked as what runs."""
+        """Return the same, prefilled and without a scheduler: it will be booked as what runs."""
         ref = scheduler_pb2.RequestRef()
         ref.CopyFrom(self.ref)
         ref.attempt_id |= UNBOOKED_ATTEMPT
@@ -62,8 +69,7 @@ class Booking:
         )
 
     def reserve_request(self) -> scheduler_pb2.ReserveRequest:
-        """What books it anew, where it runs: nothing is to be learned from how long that takes from now on."""
-        assert self.worker is not None
+        """Return what books it anew, where it runs: the scheduler learns nothing from how long it takes from now on."""
         ref = self.ref
         return scheduler_pb2.ReserveRequest(
             model=ref.model,

@@ -71,6 +71,10 @@ class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
         """Names of the listed requests that are not active there; None = it came to nothing."""
         self.changed = asyncio.Event()
         """Set when the scheduler drains, and when the stream ends."""
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the stream has ended."""
+        self.unary_calls = 0
+        """Calls beside the stream that wait for an answer: the stream tells whether the scheduler is there."""
         self.draining = False
         hello = scheduler_pb2.LifecycleHello(
             owner_id=owner_id,
@@ -89,8 +93,8 @@ class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
             clock=clock,
         )
 
-    def tell(self, kind: str, message: Message | bytes, *, awaited: bool = True, output_tokens: int = 0) -> Operation:
-        """Sends an operation with the next message; returns at once.
+    def send(self, kind: str, message: Message | bytes, *, awaited: bool = True, output_tokens: int = 0) -> Operation:
+        """Send an operation with the next message.
 
         Args:
             kind: Field of `LifecycleOperation`.
@@ -101,42 +105,49 @@ class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
         return self.put(body_of(kind, message, output_tokens), awaited=awaited)
 
     def carried_out(self, operation: Operation) -> bool:
-        """Whether the scheduler has seen to an operation, be it that it waits in line."""
+        """Return whether the scheduler has carried out an operation, be it that it waits in line."""
         return operation.id <= self._acknowledged
 
     @property
     def waiting(self) -> int:
-        """Operations that were carried out and are not answered: they wait in line."""
+        """Return the number of operations that wait in line: carried out, and not answered."""
         return sum(number < self._acknowledged for number in self._pending)
 
+    @property
+    def _owes_answer(self) -> bool:
+        return bool(self._pending or self.unary_calls)
+
     def probe(self) -> None:
-        """Asks for a sign of life, unless one is on its way."""
+        """Send a probe, unless one is on its way."""
         if self._probing not in self._unsent:
-            probe = self.tell("renew", _PROBE)
+            probe = self.send("renew", _PROBE)
             self._pending.pop(probe.id, None)  # that something comes is all of its answer
             self._probing = probe.id
 
     def check(self) -> None:
-        """Asks for a sign of life where an answer is due or nothing was said for long, and breaks the stream off where
-        none came; to be called every `PROBE_SECONDS` or so."""
+        """Send a probe where an answer is due or nothing was said for long; break the stream off where none came.
+
+        To be called every `PROBE_SECONDS` or so.
+        """
         now = self._clock()
         if self._sent:
             last, since = self._sent[0]
-            silent, timeouts = now - since, self._stuck_seconds if self._pending else SILENT_SECONDS
+            silent, limit = now - since, self._stuck_seconds if self._owes_answer else SILENT_SECONDS
             # Twice the same: a pause of this process must not look like one of the scheduler.
-            if silent > timeouts and self._suspect == last:
+            if silent > limit and self._suspect == last:
                 self.break_off(DeadlineExceeded("no answer on the stream"))
                 return
-            self._suspect = last if silent > timeouts else 0
+            self._suspect = last if silent > limit else 0
             if silent < PROBE_SECONDS:
                 return
-        if (self._pending and not self._unsent) or now - self._sent_at >= HEARTBEAT_SECONDS:
+        if (self._owes_answer and not self._unsent) or now - self._sent_at >= HEARTBEAT_SECONDS:
             self.probe()
 
     def _ended(self) -> None:
         if not self.hello.done():
             self.hello.set_result(None)
         self.changed.set()
+        self.closed.set_result(None)
 
     def _take(self, message: bytes) -> None:
         response = scheduler_pb2.LifecycleResponse.FromString(message)
@@ -150,13 +161,13 @@ class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
 
 
 def body_of(kind: str, message: Message | bytes, output_tokens: int = 0) -> bytes:
-    """An operation as streams take it."""
+    """Serialise an operation."""
     body = bytes_field(_KINDS[kind], message if isinstance(message, bytes) else message.SerializeToString())
     return body + number_field(_OUTPUT_TOKENS, output_tokens) if output_tokens else body
 
 
 def name_of(ref: scheduler_pb2.RequestRef) -> Name:
-    """A reference as a key."""
+    """Return a reference as a key."""
     return (
         ref.model,
         ref.tenant or DEFAULT_TENANT,

@@ -7,7 +7,7 @@ import pytest
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import Adapter, EngineKind, WorkerSpec
-from kvscout_gateway.catalog import NOBODY, Catalog, Target
+from kvscout_gateway.members.catalog import NOBODY, Catalog, Target
 from kvscout_gateway.values.prompt import Geometry
 
 A = WorkerSpec("a", "base", 16, http_endpoint="http://a", adapters=(Adapter("poet"),))

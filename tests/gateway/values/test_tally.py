@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvscout_gateway.tally import LONGEST_SECONDS, SHORTEST_SECONDS, Tally, quantile
+from kvscout_gateway.values.tally import LONGEST_SECONDS, SHORTEST_SECONDS, Tally, quantile
 
 
 def test_a_quantile_is_within_a_twentieth_of_the_true_one() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as CounterMetric
@@ -15,12 +14,7 @@ from prometheus_client.registry import Collector
 from kvscout_common.observability.latencies import Latencies
 from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.fronts.shadow.report import ShadowReport
-from kvscout_gateway.tally import Tally
-from kvscout_gateway.upstreams.indexer.check import IndexerCheck
-from kvscout_gateway.upstreams.indexer.reporter import Reporter
-
-if TYPE_CHECKING:
-    from kvscout_gateway.upstreams.scheduler.booking import Schedulers
+from kvscout_gateway.values.tally import Tally
 
 _ROUTING_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -85,9 +79,6 @@ class GatewayMetrics(Collector):
             "Requests of models with prefill and decode workers, by the path they took",
             ["path"],
             registry=registry,
-        )
-        self.unfreed = CounterMetric(
-            "kvscout_frees_left_to_lease", "Bookings whose Free could not be delivered", registry=registry
         )
 
     def of(self, tenant: str, model: str) -> ModelMetrics:
@@ -198,90 +189,6 @@ class ObservationCollector(Collector):
             failures.add_metric(values, seen.failures)
         yield failures
         yield GaugeMetricFamily("kvscout_requests_in_flight", "Requests running", value=float(self._in_flight()))
-
-
-class ReportCollector(Collector):
-    """Samples of what the indexers were told, read when they are scraped."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
-
-    def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
-        decisions = CounterMetricFamily(
-            "kvscout_reported_decisions",
-            "Routing decisions, by whether the indexer was told of them",
-            labels=["indexer", "outcome"],
-        )
-        waiting = GaugeMetricFamily(
-            "kvscout_reported_decisions_waiting", "Routing decisions that wait to be told", labels=["indexer"]
-        )
-        for replica in self._reporter.replicas:
-            address = replica.member.address
-            decisions.add_metric([address, "delivered"], replica.delivered)
-            decisions.add_metric([address, "lost"], replica.lost)
-            waiting.add_metric([address], len(replica.queue))
-        yield from (decisions, waiting)
-
-
-class StreamCollector(Collector):
-    """Samples of the streams to the schedulers, read when they are scraped."""
-
-    def __init__(self, schedulers: Schedulers) -> None:
-        self._schedulers = schedulers
-
-    def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
-        labels = ["scheduler"]
-        connected = GaugeMetricFamily(
-            "kvscout_scheduler_stream_connected", "1 = the Lifecycle stream to this scheduler is open", labels=labels
-        )
-        connects = CounterMetricFamily(
-            "kvscout_scheduler_stream_connects", "Times that the stream was opened", labels=labels
-        )
-        operations = CounterMetricFamily(
-            "kvscout_scheduler_stream_operations", "Operations sent over the stream", labels=labels
-        )
-        messages = CounterMetricFamily(
-            "kvscout_scheduler_stream_messages", "Messages in which they went", labels=labels
-        )
-        rebooked = CounterMetricFamily(
-            "kvscout_rebooked_requests",
-            "Running requests booked anew at a scheduler that did not know them",
-            labels=labels,
-        )
-        waiting = GaugeMetricFamily(
-            "kvscout_requests_waiting_in_line",
-            "Requests that wait at the scheduler for a worker with room",
-            labels=labels,
-        )
-        for member in self._schedulers.members:
-            link, values = member.stub, [member.address]
-            connected.add_metric(values, float(link.stream is not None))
-            connects.add_metric(values, link.connects)
-            operations.add_metric(values, link.operations)
-            messages.add_metric(values, link.messages)
-            rebooked.add_metric(values, link.rebooked)
-            waiting.add_metric(values, link.stream.waiting if link.stream is not None else 0)
-        yield from (connected, connects, operations, messages, rebooked, waiting)
-
-
-class BlindCollector(Collector):
-    """Samples of the worker ranks of which indexers hear nothing, read when they are scraped."""
-
-    def __init__(self, check: IndexerCheck) -> None:
-        self._check = check
-
-    def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
-        blind = GaugeMetricFamily(
-            "kvscout_blind_worker_ranks",
-            "Worker ranks that serve requests and whose events never came, as the indexer says",
-            labels=["indexer"],
-        )
-        for one in self._check.checked:
-            blind.add_metric([one.member.address], len(one.ranks.blind))
-        yield blind
 
 
 class ShadowCollector(Collector):

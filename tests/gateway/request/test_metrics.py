@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvscout_gateway import metrics as module
-from kvscout_gateway.metrics import GatewayMetrics
+from kvscout_gateway.request import metrics as module
+from kvscout_gateway.request.metrics import GatewayMetrics
 
 
 def series(registry: CollectorRegistry) -> dict[tuple[str, str], int]:

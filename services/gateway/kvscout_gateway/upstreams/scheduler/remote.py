@@ -1,0 +1,538 @@
+"""The schedulers of a gateway, as one.
+
+::
+
+    reserve ──▶ the stream of the scheduler that is attached (attachment.py)
+       │              ├─ answered, or waits in line: overlaps are refreshed meanwhile
+       │              └─ it ends: the same at the scheduler that is attached next, as another attempt
+       └── for a caller of Route: a unary call with a lease, for as long as that stream says that the scheduler is there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import grpc
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
+from kvscout_common.errors import (
+    Draining,
+    KvscoutError,
+    NotFound,
+    ResourceExhausted,
+)
+from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.observability import tracing
+from kvscout_common.rpc.channel import to_error
+from kvscout_common.rpc.request_names import free_request
+from kvscout_common.transport.wire_fields import number_field
+from kvscout_common.worker import ALL_TENANTS
+from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown, is_member_fault
+from kvscout_gateway.upstreams.indexer.overlaps import Found
+from kvscout_gateway.upstreams.scheduler.attachment import Attachment
+from kvscout_gateway.upstreams.scheduler.booking import Booking, SchedulerMember, Schedulers, draw_attempt
+from kvscout_gateway.upstreams.scheduler.bookings import Bookings
+from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, body_of
+from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS, SchedulerLink, error_of
+
+MAX_STREAMS = 4
+"""Streams that may end under one request that does not wait in line."""
+REFRESH_SECONDS = 1.0
+"""Wait in line after which overlaps are refreshed; doubles each time, up to the next."""
+MAX_REFRESH_SECONDS = 8.0
+
+SETTINGS_SECONDS = 5.0
+"""How often the scheduler's settings are read."""
+UNDO_SECONDS = (0.1, 0.5, 2.0)
+"""After each try of a Free for a call that was cancelled."""
+MAX_FAILURE_REPORTS = 256
+"""Reports of ejected workers, under way; more are dropped: this gateway ejects them all the same."""
+
+log = logging.getLogger("kvscout.gateway")
+
+Answer = TypeVar("Answer")
+Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+Rpc = Callable[[SchedulerLink], Callable[..., Awaitable[Answer]]]
+
+
+class WaitedTooLong(ResourceExhausted):
+    """A request stood in line until its time was over."""
+
+
+class Selection(NamedTuple):
+    """A request that wants a worker, with the overlaps that are known of it."""
+
+    fields: bytes
+    """A serialised `SelectRequest` without its attempt."""
+    found: Found
+    """The overlaps in it."""
+
+
+class Chosen(NamedTuple):
+    """A scheduler's decision."""
+
+    response: scheduler_pb2.SelectResponse
+    found: Found
+    """The overlaps on which it was decided."""
+    booking: Booking | None
+    """None for a query."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingReservation:
+    """A request that wants a worker, from scheduler to scheduler."""
+
+    selection: Selection
+    """As it was sent last."""
+    ref: scheduler_pb2.RequestRef
+    """Its name, and the attempt that is made now."""
+    ends_at: float
+    """On the monotonic clock: it is not left in line for longer."""
+    refresh: Callable[[], Awaitable[Selection]]
+    """The same with overlaps of now."""
+    given_up: list[scheduler_pb2.RequestRef] = field(default_factory=list)
+    """Attempts at other schedulers, of which the next one may have heard: freed first."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Time until it is taken out of the line."""
+        return max(0.0, self.ends_at - time.monotonic())
+
+    def message(self) -> bytes:
+        """Serialise the `SelectRequest`."""
+        attempt = scheduler_pb2.SelectRequest.ATTEMPT_ID_FIELD_NUMBER
+        return self.selection.fields + number_field(attempt, self.ref.attempt_id)
+
+    def give_up_attempt(self) -> scheduler_pb2.RequestRef:
+        """Begin another attempt: what is booked of the one before, by a scheduler that only hung, cannot be meant."""
+        self.given_up.append(self.ref)
+        another = scheduler_pb2.RequestRef()
+        another.CopyFrom(self.ref)
+        another.attempt_id = draw_attempt()
+        self.ref = another
+        return another
+
+
+class Scheduler(Protocol):
+    """What a request needs of the schedulers."""
+
+    overlap_score_weight: float
+    """0 = prefix caches are ignored: no indexer need be asked or reported to."""
+
+    async def reserve(
+        self,
+        ref: scheduler_pb2.RequestRef,
+        selection: Selection,
+        *,
+        owned: bool,
+        knows_workers: bool,
+        queue_wait_seconds: float | None,
+        refresh: Callable[[], Awaitable[Selection]],
+    ) -> Chosen:
+        """Have a worker chosen, and the request booked on it if it has an id."""
+
+    def hold(self, booking: Booking) -> None:
+        """Take over a booking."""
+
+    def prefill_complete(self, booking: Booking) -> None:
+        """Report its first token."""
+
+    def free(self, booking: Booking, output_tokens: int = 0) -> None:
+        """Free it; a second call does nothing."""
+
+    async def call(self, method: Rpc[Answer], request: object) -> Answer:
+        """Call an rpc of the first scheduler that answers."""
+
+
+class RemoteScheduler(Collector):
+    """Schedulers behind rpcs: one decides, and holds what this gateway has booked.
+
+    Args:
+        addresses: In order of preference.
+        security: How they are called.
+        timeout_seconds: Longest wait for an answer.
+        queue_wait_seconds: Longest wait in line.
+        resync: Called with a scheduler that does not know workers which this gateway knows.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        security: ClientSecurity,
+        *,
+        timeout_seconds: float,
+        queue_wait_seconds: float,
+        resync: Callable[[Member[Any]], object],
+    ) -> None:
+        self.peers: Schedulers = Failover("scheduler", addresses, SchedulerLink, security)
+        self.bookings = Bookings()
+        self.attachment = Attachment(self.peers, self.bookings, timeout_seconds=timeout_seconds, resync=resync)
+        self._timeout = timeout_seconds
+        self._queue_wait = queue_wait_seconds
+        self._resync = resync
+        self._background: set[asyncio.Task[None]] = set()
+        self.overlap_score_weight = 1.0
+        self.hold = self.bookings.hold
+        self.prefill_complete = self.bookings.prefill_complete
+        self.free = self.bookings.free
+
+    @property
+    def lists(self) -> tuple[Schedulers, ...]:
+        """The lists of peers that may change."""
+        return (self.peers,)
+
+    @property
+    def members(self) -> list[SchedulerMember]:
+        """Every scheduler."""
+        return self.peers.members
+
+    def join(self, member: SchedulerMember) -> dict[str, Work]:
+        """Return what is to run for a scheduler as long as it is there: nothing, one stream is kept for all."""
+        return {}
+
+    def leave(self, member: SchedulerMember) -> None:
+        """Forget a scheduler that is gone."""
+        self.attachment.left(member)
+
+    def tasks(self) -> dict[str, Work]:
+        """Return what runs beside the server, by name."""
+        return {"attachment": self.attachment.run, "scheduler-settings": self._follow_settings}
+
+    async def _follow_settings(self) -> None:
+        """Read the weight of overlaps, for ever."""
+        while True:
+            try:
+                status = await self.call(lambda stub: stub.GetStatus, types_pb2.GetStatusRequest(tenant=ALL_TENANTS))
+                self.overlap_score_weight = status.overlap_score_weight
+            except KvscoutError as error:
+                log.debug("scheduler settings not read: %s", error)
+            await asyncio.sleep(SETTINGS_SECONDS)
+
+    async def reserve(
+        self,
+        ref: scheduler_pb2.RequestRef,
+        selection: Selection,
+        *,
+        owned: bool,
+        knows_workers: bool,
+        queue_wait_seconds: float | None,
+        refresh: Callable[[], Awaitable[Selection]],
+    ) -> Chosen:
+        """Have a worker chosen, and the request booked on it if it has an id.
+
+        Args:
+            ref: Its name, and its first attempt.
+            selection: The request.
+            owned: This gateway runs it, and holds the booking; else its caller does, who has a lease.
+            knows_workers: This gateway knows workers that can take it; a scheduler that does not is brought up to date.
+            queue_wait_seconds: Longest wait in line for this one; None = as for all.
+            refresh: Gives the request with overlaps of now.
+
+        Raises:
+            UpstreamDown: No scheduler answers.
+            WaitedTooLong: No worker had room in time.
+            KvscoutError: As a scheduler answers.
+        """
+        booking = Booking(ref) if ref.request_id else None
+        ends_at = time.monotonic() + (self._queue_wait if queue_wait_seconds is None else queue_wait_seconds)
+        pending = PendingReservation(selection, ref, ends_at, refresh)
+        ask = self._select if booking is None else self._book if owned else self._lease
+        with self.bookings.reserving(booking) if booking is not None and owned else nullcontext():
+            for _ in range(MAX_STREAMS):
+                member, stream = await self.attachment.attached()
+                member.calls += 1
+                began = time.monotonic()
+                try:
+                    response = await ask(member, stream, pending)
+                except KvscoutError as error:
+                    if isinstance(error, NotFound) and knows_workers:
+                        self._resync(member)
+                    if not is_member_fault(error):
+                        member.works()
+                        raise
+                    member.failed(error)
+                    await self._until_gone(member, stream, error)
+                    response = None
+                if response is not None:
+                    member.works()
+                    if booking is not None:
+                        booking.scheduler = member
+                    return Chosen(response, pending.selection.found, booking)
+                if booking is not None and owned:
+                    booking.ref = pending.give_up_attempt()
+                if time.monotonic() - began > REFRESH_SECONDS:
+                    pending.selection = await refresh()
+        raise UpstreamDown("no scheduler stays", retry_after_seconds=RETRY_SECONDS)
+
+    async def _until_gone(self, member: SchedulerMember, stream: LifecycleStream, error: KvscoutError) -> None:
+        """Wait until another stream takes the place of one whose scheduler drains, or cannot be reached."""
+        try:
+            async with asyncio.timeout(0 if error.answered and not isinstance(error, Draining) else self._timeout):
+                await stream.changed.wait()
+        except TimeoutError:
+            raise UpstreamDown(f"{member.name}: {error}", retry_after_seconds=RETRY_SECONDS) from error
+
+    async def _select(
+        self, member: SchedulerMember, stream: LifecycleStream, pending: PendingReservation
+    ) -> scheduler_pb2.SelectResponse | None:
+        result = await stream.ask(body_of("select", pending.message()), self._timeout)
+        return _checked(result, stream).select if result is not None else None
+
+    async def _book(
+        self, member: SchedulerMember, stream: LifecycleStream, pending: PendingReservation
+    ) -> scheduler_pb2.SelectResponse | None:
+        for ref in pending.given_up:
+            stream.send("free", ref, awaited=False)
+        operation = stream.send("select_and_reserve", pending.message())
+        pause = REFRESH_SECONDS
+        try:
+            if not await operation.within(min(self._timeout, pending.seconds_left) / 2):
+                stream.probe()
+            while not await operation.within(min(pause, pending.seconds_left)):
+                if not pending.seconds_left:
+                    if stream.carried_out(operation):
+                        raise _waited_too_long()
+                    raise UpstreamDown(f"{member.name} does not answer", retry_after_seconds=RETRY_SECONDS)
+                if stream.carried_out(operation):
+                    fresh = await pending.refresh()
+                    if not operation.answer.done():
+                        stream.drop(operation)
+                        pending.selection = fresh
+                        operation = stream.send("select_and_reserve", pending.message())
+                pause = min(2 * pause, MAX_REFRESH_SECONDS)
+            result = operation.answer.result()
+            return _checked(result, stream).select if result is not None else None
+        except (asyncio.CancelledError, WaitedTooLong, UpstreamDown):
+            stream.drop(operation)
+            stream.send("free", pending.ref, awaited=False)
+            raise
+        finally:
+            stream.drop(operation)
+
+    async def _lease(
+        self, member: SchedulerMember, stream: LifecycleStream, pending: PendingReservation
+    ) -> scheduler_pb2.SelectResponse | None:
+        """Book by a unary call, which is cancelled where the stream ends before it."""
+        calling: Any = member.stub.select_and_reserve(
+            pending.message(), timeout=pending.seconds_left, **tracing.call_options()
+        )
+
+        def cancel(closed: object) -> None:
+            calling.cancel()
+
+        stream.closed.add_done_callback(cancel)
+        stream.unary_calls += 1
+        try:
+            response: scheduler_pb2.SelectResponse = await calling
+            return response
+        except asyncio.CancelledError:
+            if not stream.closed.done():
+                self._in_background(self._undo(member, pending.ref))
+                raise
+            return None
+        except grpc.aio.AioRpcError as error:
+            # The deadline is the line's. A scheduler may see it pass a moment before it does here.
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise _waited_too_long() from None
+            raise to_error(error) from error
+        finally:
+            stream.unary_calls -= 1
+            stream.closed.remove_done_callback(cancel)
+
+    async def call(self, method: Rpc[Answer], request: object) -> Answer:
+        """Call an rpc of the first scheduler that answers.
+
+        Raises:
+            UpstreamDown: None does.
+            KvscoutError: As the first one does.
+        """
+        answer, _ = await self.peers.call(method, request, timeout_seconds=self._timeout)
+        return answer
+
+    def report_failure(self, request: scheduler_pb2.ReportFailureRequest) -> None:
+        """Report a worker that is ejected, which concerns the other gateways, too; in the background."""
+        if len(self._background) < MAX_FAILURE_REPORTS:
+            self._in_background(self._deliver_failure(request))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _undo(self, member: SchedulerMember, ref: scheduler_pb2.RequestRef) -> None:
+        """Free what a call may have booked that its caller has cancelled; what cannot be is left to its lease."""
+        for pause in UNDO_SECONDS:
+            try:
+                await member.call(lambda stub: stub.Free, free_request(ref), self._timeout)
+                return
+            except KvscoutError as error:
+                log.debug("%s, if it is booked, is not freed yet: %s", ref.request_id, error)
+            await asyncio.sleep(pause)
+
+    async def _deliver_failure(self, request: scheduler_pb2.ReportFailureRequest) -> None:
+        try:
+            await self.call(lambda stub: stub.ReportFailure, request)
+        except KvscoutError as error:
+            log.warning("failure of %s not reported: %s", request.worker.worker_id, error)
+
+    async def call_booked(
+        self, method: Rpc[Answer], request: object, has_it: Callable[[Answer], bool] = lambda answer: True
+    ) -> Answer:
+        """Call an rpc about a request that Route booked, at whichever scheduler has it.
+
+        Args:
+            method: Takes a stub, gives its rpc.
+            request: The rpc's request.
+            has_it: Tells from an answer whether the scheduler knows the request; NotFound says that it does not.
+
+        Raises:
+            NotFound: None has it.
+            UpstreamDown: None that answers has it, and not all answer.
+        """
+        unknown: Answer | NotFound | None = None
+        problem = ""
+        for member in self.peers.preferred():
+            try:
+                answer = await member.call(method, request, self._timeout)
+            except NotFound as error:
+                unknown = error
+            except KvscoutError as error:
+                if not is_member_fault(error):
+                    raise
+                problem = f"{member.name}: {error}"
+            else:
+                if has_it(answer):
+                    return answer
+                unknown = answer
+        if problem or unknown is None:
+            raise UpstreamDown(problem or "no scheduler is configured", retry_after_seconds=RETRY_SECONDS)
+        if isinstance(unknown, NotFound):
+            raise unknown
+        return unknown
+
+    async def renew(self, request: scheduler_pb2.RenewRequest) -> scheduler_pb2.RenewResponse:
+        """Renew leases of requests that Route booked, each at whichever scheduler has it.
+
+        Raises:
+            UpstreamDown: Some are at none that answers, and not all answer.
+        """
+        unknown, problem = list(range(len(request.requests))), ""
+        for member in self.peers.preferred():
+            rest = scheduler_pb2.RenewRequest(
+                tenant=request.tenant,
+                requests=[request.requests[index] for index in unknown],
+                lease_seconds=request.lease_seconds,
+            )
+            try:
+                answer = await member.call(lambda stub: stub.Renew, rest, self._timeout)
+            except KvscoutError as error:
+                if not is_member_fault(error):
+                    raise
+                problem = f"{member.name}: {error}"
+                continue
+            unknown = [unknown[position] for position in answer.unknown]
+            if not unknown:
+                break
+        if unknown and (problem or not self.peers.members):
+            raise UpstreamDown(problem or "no scheduler is configured", retry_after_seconds=RETRY_SECONDS)
+        return scheduler_pb2.RenewResponse(unknown=unknown)
+
+    async def set_busy_thresholds(
+        self, request: types_pb2.SetBusyThresholdsRequest
+    ) -> types_pb2.SetBusyThresholdsResponse:
+        """Change thresholds on every scheduler.
+
+        Raises:
+            UpstreamDown: Some scheduler did not answer; names it. Those that did have changed.
+            InvalidArgument: As the schedulers answer.
+        """
+        members = self.peers.members
+        answers = await asyncio.gather(
+            *(member.call(lambda stub: stub.SetBusyThresholds, request, self._timeout) for member in members),
+            return_exceptions=True,
+        )
+        changed: types_pb2.SetBusyThresholdsResponse | None = None
+        down: list[str] = []
+        for member, answer in zip(members, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                changed = changed or answer
+            elif isinstance(answer, KvscoutError) and is_member_fault(answer):
+                down.append(f"{member.name}: {answer}")
+            else:
+                raise answer
+        if changed is None or down:
+            raise UpstreamDown(f"not changed everywhere: {'; '.join(down) or 'no scheduler is configured'}")
+        return changed
+
+    async def close(self) -> None:
+        """End the stream when what is due on it was sent; close every channel."""
+        if self._background:
+            await asyncio.wait(self._background, timeout=self._timeout)
+        await self.attachment.close()
+        await self.peers.close()
+
+    def fill_status(self, member: SchedulerMember, status: gateway_pb2.HelperStatus) -> None:
+        """Add to the status of a scheduler what is known here."""
+        link = member.stub
+        status.stream_connected = link.stream is not None
+        status.stream_connects = link.connects
+        status.stream_operations = link.operations
+        status.stream_messages = link.messages
+        status.rebooked = link.rebooked
+        status.waiting_in_line = link.stream.waiting if link.stream is not None else 0
+
+    def collect(self) -> Iterator[Metric]:
+        """Return samples of the streams."""
+        labels = ["scheduler"]
+        connected = GaugeMetricFamily(
+            "kvscout_scheduler_stream_connected", "1 = the Lifecycle stream to this scheduler is open", labels=labels
+        )
+        connects = CounterMetricFamily(
+            "kvscout_scheduler_stream_connects", "Times that the stream was opened", labels=labels
+        )
+        operations = CounterMetricFamily(
+            "kvscout_scheduler_stream_operations", "Operations sent over the stream", labels=labels
+        )
+        messages = CounterMetricFamily(
+            "kvscout_scheduler_stream_messages", "Messages in which they went", labels=labels
+        )
+        rebooked = CounterMetricFamily(
+            "kvscout_rebooked_requests",
+            "Running requests booked anew at a scheduler that did not know them",
+            labels=labels,
+        )
+        waiting = GaugeMetricFamily(
+            "kvscout_requests_waiting_in_line",
+            "Requests that wait at the scheduler for a worker with room",
+            labels=labels,
+        )
+        for member in self.peers.members:
+            link, values = member.stub, [member.address]
+            connected.add_metric(values, float(link.stream is not None))
+            connects.add_metric(values, link.connects)
+            operations.add_metric(values, link.operations)
+            messages.add_metric(values, link.messages)
+            rebooked.add_metric(values, link.rebooked)
+            waiting.add_metric(values, link.stream.waiting if link.stream is not None else 0)
+        yield from (connected, connects, operations, messages, rebooked, waiting)
+        yield CounterMetricFamily(
+            "kvscout_frees_left_to_lease", "Bookings whose Free could not be delivered", self.bookings.undelivered
+        )
+
+
+def _checked(result: scheduler_pb2.LifecycleResult, stream: LifecycleStream) -> scheduler_pb2.LifecycleResult:
+    if result.code:
+        raise error_of(result, draining=stream.draining)
+    return result
+
+
+def _waited_too_long() -> WaitedTooLong:
+    return WaitedTooLong("no worker had room for the request in time", retry_after_seconds=RETRY_SECONDS)
