@@ -18,7 +18,7 @@ from kvscout_common.registry.engine_facts import EngineFacts
 from kvscout_common.registry.registry import Registry, Source
 from kvscout_common.rpc.service_info import shown
 from kvscout_common.worker import DEFAULT_TENANT, EventEndpoint, WorkerSpec
-from kvscout_gateway.members import listed_specs, member_sync, registration
+from kvscout_gateway.members import member_sync, registration
 from kvscout_gateway.members.registration import Registration, problem
 
 A = WorkerSpec("a", "m", 16)
@@ -435,7 +435,7 @@ async def test_a_round_over_a_fleet_leaves_others_their_turn_and_reads_only_what
 ) -> None:
     read = Stretches(worker_proto.spec_from_proto)
     written = Stretches(worker_proto.spec_to_proto)
-    monkeypatch.setattr(listed_specs, "spec_from_proto", read)
+    monkeypatch.setattr(member_sync, "spec_from_proto", read)
     monkeypatch.setattr(worker_rpcs, "spec_to_proto", written)
     specs = [replace(A, worker_id=f"w{number}") for number in range(500)]
     for spec in specs:
@@ -450,5 +450,5 @@ async def test_a_round_over_a_fleet_leaves_others_their_turn_and_reads_only_what
     assert read.calls == len(specs) + 1
     for task in watching:
         task.cancel()
-    assert 0 < read.longest <= member_sync.WORKERS_A_TURN
+    assert 0 < read.longest <= member_sync.WORKERS_A_SLICE
     assert 0 < written.longest <= worker_rpcs.WORKERS_A_TURN

@@ -40,7 +40,7 @@ class Serving:
     routable_roles: frozenset[Role] = frozenset()
     """Of the others."""
     longest_prompt: int | None = None
-    """Tokens that the largest cache of a rank holds; None = some worker does not tell the size of its own."""
+    """Tokens that the largest cache of a rank holds; None = some worker's size is unknown."""
 
 
 NOBODY = Serving()
@@ -57,7 +57,7 @@ class TenantView:
     """Base model of each adapter that a worker has loaded."""
 
     def resolve(self, model: str, lora_name: str) -> Target:
-        """What a request's model name means: an adapter's name stands for its base model.
+        """Return the model that a request's model name means: an adapter's name stands for its base model.
 
         Args:
             model: As the request names it.
@@ -76,7 +76,7 @@ class TenantView:
         return Target(base, model)
 
     def serving(self, model: str) -> Serving:
-        """The workers of a base model; nobody if there are none."""
+        """Return the workers of a base model; nobody if there are none."""
         return self.models.get(model, NOBODY)
 
 
@@ -92,28 +92,28 @@ class Catalog:
         registry.listen(self)
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """Its tenant's view is made anew."""
+        """Drop its tenant's view."""
         self._views.pop(spec.tenant, None)
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """Its tenant's view is made anew."""
+        """Drop its tenant's view."""
         self._views.pop(new.tenant, None)
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """Its tenant's view is made anew."""
+        """Drop its tenant's view."""
         self._views.pop(spec.tenant, None)
 
     def serves(self, tenant: str, model: str) -> bool:
-        """Whether a tenant has workers of a model now."""
+        """Return whether a tenant has workers of a model now."""
         return model in self.tenant(tenant).models
 
     def model_of(self, tenant: str, worker_id: str) -> str:
-        """The model of a registered worker; "" of any other."""
+        """Return the model of a registered worker; "" for any other."""
         spec = self.tenant(tenant).specs.get(worker_id)
         return spec.model if spec is not None else ""
 
     def tenant(self, tenant: str) -> TenantView:
-        """The workers of a tenant now."""
+        """Return the workers of a tenant now."""
         view = self._views.get(tenant)
         if view is None:
             specs = [entry.spec for entry in self._registry.entries(tenant)]

@@ -1,14 +1,14 @@
 """Bringing one indexer or scheduler to what this gateway knows of the workers.
 
-What a member is told: every worker registered here or in this gateway's file, in full; removals made here; the renewals
+Pushed to a member: every worker registered here or in this gateway's file, in full; removals made here; the renewals
 that workers send here. A worker's lease is timed by each member for itself, so that it ends everywhere at the same
 time, whether or not this gateway still runs.
 
-What a member tells: who is registered with it. Three things may have happened to one of ours that it lists otherwise
+Read from a member: its list of workers. Three things may have happened to one of ours that it lists otherwise
 or no longer lists, and each has its own answer:
-* the member restarted, or could not be reached for as long as the lease: it is told again;
-* another gateway changed it or removed it: that gateway has it from now on (`yielded`);
-* it is declared to this gateway (file, Kubernetes, DNS): that wins, it is told again.
+* the member restarted, or could not be reached for as long as the lease: it is pushed again;
+* another gateway changed it or removed it: that gateway has it from now on (`on_release`);
+* it is declared to this gateway (file, Kubernetes, DNS): that wins, it is pushed again.
 
 What was registered with one member alone, as publishers do that know indexers only, is passed on to the others, with a
 lease that is renewed while it is listed there. Who was passed something passes nothing on: what is gone where it was
@@ -22,7 +22,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import grpc
 
@@ -34,15 +34,13 @@ from kvscout_common.registry.registry import DECLARED, Entry, Registry, Source, 
 from kvscout_common.registry.worker_proto import spec_from_proto, spec_to_proto
 from kvscout_common.rpc.channel import call
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
-from kvscout_gateway.members.listed_specs import ListedSpecs
-from kvscout_gateway.members.peer import LEARNED, Peer, source_of
 
 log = logging.getLogger("kvscout.gateway")
 
 SYNC_SECONDS = 2.0
-"""How often a member is asked who is registered with it."""
+"""Between two readings of a member's list."""
 SUSPECT_SECONDS = 0.2
-"""However many requests meet a member that seems not to know what it should, it is not asked more often than this."""
+"""Shortest time between two readings, however many requests meet a member that seems not to know a worker."""
 FILE_LEASE_SECONDS = 300
 """Members forget workers of a gateway's file this long after the gateway is gone."""
 PASSED_ON_AFTER_SECONDS = 1.0
@@ -50,14 +48,20 @@ PASSED_ON_AFTER_SECONDS = 1.0
 removals arrive, within half a second."""
 PASSED_ON_LEASE_SECONDS = 10
 CALL_SECONDS = 2.0
-WORKERS_A_TURN = 32
-"""Looked at in a row: about a millisecond where all are new, after which requests have their turn."""
-CALLS_AT_ONCE = 32
-"""Registrations under way to one member: a fleet of 1,000 is told in well under a second."""
+WORKERS_A_SLICE = 32
+"""Looked at in a row: about a millisecond where all are new, after which other tasks run."""
+CALLS_IN_PARALLEL = 32
+"""Registrations under way to one member: a fleet of 1,000 is pushed in well under a second."""
+
+LEARNED = (Source.PEER, Source.NATS)
+"""Sources whose workers are not pushed: members have them, or follow the registry in NATS themselves."""
+KEPT = (*DECLARED, Source.NATS)
+"""Sources of a member that bring its workers to others, or to nobody else, without this gateway."""
+_SOURCES = {source.value: source for source in Source}
 
 
-class HelperStatus(Protocol):
-    """What indexers and schedulers both say of themselves."""
+class ServiceStatus(Protocol):
+    """The part of a status that indexers and schedulers have in common."""
 
     @property
     def service(self) -> types_pb2.ServiceInfo:
@@ -75,13 +79,33 @@ class WorkerStub(Protocol):
     ListWorkers: grpc.aio.UnaryUnaryMultiCallable[workers_pb2.ListWorkersRequest, workers_pb2.ListWorkersResponse]
 
     @property
-    def GetStatus(self) -> Callable[..., Awaitable[HelperStatus]]:
+    def GetStatus(self) -> Callable[..., Awaitable[ServiceStatus]]:
         """State of the service."""
 
 
+class Peer(NamedTuple):
+    """A registration as a member lists it."""
+
+    spec: WorkerSpec
+    lease_seconds: int
+    source: Source
+    listed_at: float
+    """When the member was asked for its list, on the gateway's clock."""
+
+    @property
+    def registered_there(self) -> bool:
+        """True = by a call to the member, so that nobody else need know the worker."""
+        return self.source not in KEPT and self.source is not Source.PEER
+
+    @property
+    def declared(self) -> bool:
+        """True = by the member's own file, pods or DNS names: nobody else can change it there."""
+        return self.source in DECLARED
+
+
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What a member was told of one worker, and when last."""
+class _Sent:
+    """A registration as it was pushed to a member last."""
 
     entry: Entry
     listed: WorkerSpec
@@ -99,33 +123,33 @@ class MemberSync:
         registry: Registry,
         *,
         clock: Callable[[], float],
-        peers_elsewhere: Callable[[], dict[WorkerName, Peer] | None],
-        yielded: Callable[[WorkerSpec], object],
+        peers_of_others: Callable[[], dict[WorkerName, Peer] | None],
+        on_release: Callable[[WorkerSpec], object],
     ) -> None:
-        """Knows nothing of the member yet.
+        """Know nothing of the member yet.
 
         Args:
             name: For people.
             stub: Its rpcs.
-            registry: What this gateway knows.
+            registry: The workers of this gateway.
             clock: Monotonic seconds.
-            peers_elsewhere: What other members list; None = one of them has not been asked yet.
-            yielded: Told of an own worker that another gateway has changed or removed, as the member lists it now or
-                as it was last.
+            peers_of_others: Gives the lists of other members; None = one of them has not been read yet.
+            on_release: Called with an own worker that another gateway has changed or removed, as the member lists it
+                now or as it was last.
         """
         self.name = name
         self._stub = stub
         self._registry = registry
         self._clock = clock
-        self._peers_elsewhere = peers_elsewhere
-        self._yielded = yielded
-        self._told: dict[WorkerName, _Told] = {}
+        self._peers_of_others = peers_of_others
+        self._on_release = on_release
+        self._sent: dict[WorkerName, _Sent] = {}
         self._to_remove: set[WorkerName] = set()
         self._to_renew: set[WorkerName] = set()
         self._listed_at: float | None = None
         self._list_due = 0.0
         self._new = True
-        """It has (re)started, and was not told yet of workers that other members know."""
+        """It has (re)started, and workers that other members know were not pushed to it yet."""
         self.changed = asyncio.Event()
         self.synced = asyncio.Event()
         self.tried = False
@@ -139,41 +163,42 @@ class MemberSync:
         self._unlisted: set[WorkerName] = set()
         self._lacks: dict[WorkerName, float] = {}
         """Workers that others list and this one does not, and since when that is known."""
-        self._specs = ListedSpecs()
+        self._specs: dict[bytes, WorkerSpec] = {}
+        """Registrations of the last list, by their serialised form."""
         self._warnings = RateLimitedLog(log)
 
     @property
     def pending(self) -> int:
-        """Registrations and removals that the member has not been told yet, or refuses."""
+        """Return the number of registrations and removals that are not pushed yet, or refused."""
         return len(self._to_remove) + len(self._missing())
 
     def touch(self, removed: WorkerName | None = None) -> None:
-        """The registry changed."""
+        """Have changes of the registry pushed."""
         if removed is not None:
             self._to_remove.add(removed)
         self.synced.clear()
         self.changed.set()
 
     def renew(self, names: Iterable[WorkerName]) -> None:
-        """Workers renewed their leases."""
+        """Pass renewals of leases on."""
         self._to_renew.update(names)
         self.changed.set()
 
     def suspect(self) -> None:
-        """The member does not know a worker that it was told of: look soon, not in a while."""
+        """Read the list soon: the member does not know a worker that was pushed to it."""
         if self._listed_at is None or self._clock() - self._listed_at > SUSPECT_SECONDS:
             self._list_due = 0.0
             self.changed.set()
 
     def failed(self, error: str) -> None:
-        """A round failed."""
+        """Record that a round failed."""
         self.error = error
         self.tried = True
         self._list_due = 0.0
         self.synced.clear()
 
     async def sync(self) -> None:
-        """One round.
+        """Run one round.
 
         Raises:
             KvscoutError: If the member cannot be reached; what was done stays done.
@@ -189,26 +214,26 @@ class MemberSync:
             self.synced.set()
 
     def wait_seconds(self) -> float:
-        """Until the next round is due, if nothing changes."""
+        """Return the seconds until the next round is due, if nothing changes."""
         return max(0.0, self._list_due - self._clock())
 
     def _own(self) -> dict[WorkerName, Entry]:
-        """What this member is to be told."""
+        """Return the registrations that this member should have."""
         return {entry.name: entry for entry in self._registry.entries() if entry.source not in LEARNED}
 
     def _missing(self) -> list[Entry]:
         return [entry for name, entry in self._own().items() if not self._knows(name, entry)]
 
     def _knows(self, name: WorkerName, entry: Entry) -> bool:
-        told = self._told.get(name)
+        sent = self._sent.get(name)
         return (
-            told is not None
-            and (told.entry.registered is entry.registered or told.entry.registered == entry.registered)
-            and told.entry.lease_seconds == entry.lease_seconds
+            sent is not None
+            and (sent.entry.registered is entry.registered or sent.entry.registered == entry.registered)
+            and sent.entry.lease_seconds == entry.lease_seconds
             and name not in self.refused
         )
 
-    # Telling
+    # Pushing
 
     async def _push(self) -> None:
         own = self._own()
@@ -216,8 +241,8 @@ class MemberSync:
         for name in list(self._to_remove):
             await self._remove(name)
         missing = self._missing()
-        for start in range(0, len(missing), CALLS_AT_ONCE):
-            await _all(self._register(entry) for entry in missing[start : start + CALLS_AT_ONCE])
+        for start in range(0, len(missing), CALLS_IN_PARALLEL):
+            await _all(self._register(entry) for entry in missing[start : start + CALLS_IN_PARALLEL])
         await self._keep_alive()
 
     async def _remove(self, name: WorkerName) -> None:
@@ -228,7 +253,7 @@ class MemberSync:
                 await call(self._stub.RemoveWorker, request, timeout=CALL_SECONDS)
         except (NotFound, FailedPrecondition):
             pass  # gone already, or the member has it from a file of its own
-        self._told.pop(name, None)
+        self._sent.pop(name, None)
         self.refused.pop(name, None)
         self.peers.pop(name, None)
         self._to_remove.discard(name)
@@ -237,17 +262,17 @@ class MemberSync:
         listed = self.peers.get(entry.name)
         if listed is not None and listed.declared:
             # It would refuse: what it is declared there is there to change.
-            self._told[entry.name] = _Told(entry, listed.spec, self._clock())
+            self._sent[entry.name] = _Sent(entry, listed.spec, self._clock())
             return
         lease = FILE_LEASE_SECONDS if entry.source in DECLARED else entry.lease_seconds
-        proto = await self._tell(entry.name, entry.registered, lease)
+        proto = await self._register_worker(entry.name, entry.registered, lease)
         if proto is not None:
-            self._told[entry.name] = _Told(entry, spec_from_proto(proto), self._clock())
+            self._sent[entry.name] = _Sent(entry, spec_from_proto(proto), self._clock())
 
-    async def _tell(
+    async def _register_worker(
         self, name: WorkerName, spec: WorkerSpec, lease_seconds: int, *, passed_on: bool = False
     ) -> workers_pb2.Worker | None:
-        """Registers a worker; None = the member refuses it, which is no reason to keep others from it."""
+        """Register a worker; None = the member refuses it, which is no reason to keep others from it."""
         proto = spec_to_proto(spec)
         request = workers_pb2.RegisterWorkerRequest(
             tenant=spec.tenant,
@@ -267,7 +292,7 @@ class MemberSync:
 
     async def _keep_alive(self) -> None:
         due = self._clock() - FILE_LEASE_SECONDS / 10
-        due_files = {n for n, told in self._told.items() if told.entry.source in DECLARED and told.at <= due}
+        due_files = {n for n, sent in self._sent.items() if sent.entry.source in DECLARED and sent.at <= due}
         names = self._to_renew | due_files
         by_tenant: defaultdict[str, list[WorkerName]] = defaultdict(list)
         for name in names:
@@ -276,39 +301,43 @@ class MemberSync:
             request = workers_pb2.KeepAliveRequest(tenant=tenant, worker_ids=[name.worker_id for name in members])
             answer = await call(self._stub.KeepAlive, request, timeout=CALL_SECONDS)
             for name in members:
-                told = self._told.get(name)
-                if told is not None and name.worker_id not in answer.unknown_worker_ids:
-                    self._told[name] = _Told(told.entry, told.listed, self._clock())
+                sent = self._sent.get(name)
+                if sent is not None and name.worker_id not in answer.unknown_worker_ids:
+                    self._sent[name] = _Sent(sent.entry, sent.listed, self._clock())
             self._to_renew.difference_update(members)
             if answer.unknown_worker_ids:
                 self.suspect()
 
-    # Listening
+    # Reading
 
     async def _compare(self) -> None:
-        """Asks who is registered, and draws the conclusions."""
+        """Read the list of workers, and draw the conclusions."""
         asked_at = self._clock()
         answer = await call(
             self._stub.ListWorkers, workers_pb2.ListWorkersRequest(tenant=ALL_TENANTS), timeout=CALL_SECONDS
         )
         listed: dict[WorkerName, Peer] = {}
-        self._specs.begin()
+        specs: dict[bytes, WorkerSpec] = {}
         for number, entry in enumerate(answer.workers):
-            if number % WORKERS_A_TURN == 0:
+            if number % WORKERS_A_SLICE == 0:
                 await asyncio.sleep(0)
             try:
-                spec = self._specs.read(entry.registered if entry.HasField("registered") else entry.worker)
+                proto = entry.registered if entry.HasField("registered") else entry.worker
+                serialised = proto.SerializeToString(deterministic=True)
+                # Of a fleet nearly all are as they were a round ago: those are not read again.
+                spec = specs[serialised] = self._specs.get(serialised) or spec_from_proto(proto)
             except InvalidArgument as error:
-                # Of a release with other rules; the rest of what it lists is of use all the same.
+                # Of a release with other rules; the others in the list are of use all the same.
                 self._warnings.warning("listed", "%s lists a worker that cannot be read: %s", self.name, error)
                 continue
             listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(
-                spec, entry.lease_seconds, source_of(word_of(workers_pb2.RegistrationSource, entry.source)), asked_at
+                spec, entry.lease_seconds, _source_of(entry), asked_at
             )
-        lost = (self.peers.keys() | self._told.keys()) - listed.keys()
+        self._specs = specs
+        lost = (self.peers.keys() | self._sent.keys()) - listed.keys()
         if lost and self._listed_at is not None and await self._restarted_since(self._listed_at):
             self._new = True
-            self._told.clear()
+            self._sent.clear()
         self._compare_shared(listed)
         await asyncio.sleep(0)
         self._compare_own(listed)
@@ -319,7 +348,7 @@ class MemberSync:
         self._listed_at = asked_at
 
     async def _restarted_since(self, then: float) -> bool:
-        """Whether the member's process started after a time. Only asked when workers are missing: it costs more."""
+        """Return whether the member's process started after a time; called only when workers are missing: it costs."""
         status = await call(self._stub.GetStatus, types_pb2.GetStatusRequest(tenant=ALL_TENANTS), timeout=CALL_SECONDS)
         return self._clock() - status.service.uptime_seconds > then
 
@@ -330,37 +359,37 @@ class MemberSync:
 
     def _compare_own(self, listed: dict[WorkerName, Peer]) -> None:
         own = self._own()
-        for name, told in list(self._told.items()):
+        for name, sent in list(self._sent.items()):
             if name in self._to_remove:
-                continue  # the next thing it is told
+                continue  # that is pushed next
             entry = own.get(name)
             if entry is None:
-                del self._told[name]  # its lease ended, or another gateway has it
+                del self._sent[name]  # its lease ended, or another gateway has it
                 continue
             there = listed.get(name)
             if there is not None and there.source is Source.PEER:
-                del self._told[name]  # it restarted, and another gateway was faster
+                del self._sent[name]  # it restarted, and another gateway was faster
                 continue
             # The same object, nearly always: comparing all fields of a fleet takes as long as reading them.
-            if there is not None and (there.declared or there.spec is told.listed):
+            if there is not None and (there.declared or there.spec is sent.listed):
                 continue
-            if there is not None and there.spec == told.listed:
-                self._told[name] = _Told(told.entry, there.spec, told.at)
+            if there is not None and there.spec == sent.listed:
+                self._sent[name] = _Sent(sent.entry, there.spec, sent.at)
                 continue
             lease = entry.lease_seconds
-            lapsed = there is None and lease and self._clock() - told.at >= lease
-            del self._told[name]
-            changed_here = told.entry.registered != entry.registered
+            lapsed = there is None and lease and self._clock() - sent.at >= lease
+            del self._sent[name]
+            changed_here = sent.entry.registered != entry.registered
             if entry.source not in DECLARED and not lapsed and not changed_here:
-                self._yielded(there.spec if there is not None else entry.registered)
+                self._on_release(there.spec if there is not None else entry.registered)
 
     async def _bring_up(self, listed: dict[WorkerName, Peer]) -> None:
-        """Tells a member that is new of the workers that others know: whoever registered them may be gone."""
-        elsewhere = self._peers_elsewhere()
-        if elsewhere is None:
+        """Push to a member that is new the workers that others know: whoever registered them may be gone."""
+        listed_by_others = self._peers_of_others()
+        if listed_by_others is None:
             return
         own = self._own()
-        for name, peer in elsewhere.items():
+        for name, peer in listed_by_others.items():
             if name in listed or name in own or name in self._to_remove or not peer.registered_there:
                 continue
             # A lease is renewed by whoever registered it, perhaps with the other member only.
@@ -368,17 +397,17 @@ class MemberSync:
                 await self._pass_on_one(name, peer)
                 listed[name] = peer._replace(source=Source.PEER)
             else:
-                await self._tell(name, peer.spec, 0)
+                await self._register_worker(name, peer.spec, 0)
                 listed[name] = peer
         self._new = False
 
     async def _pass_on(self, listed: dict[WorkerName, Peer]) -> None:
-        """Brings the member what is registered with others, for as long as it is there."""
+        """Push what is registered with others, for as long as it is there."""
         now = self._clock()
-        elsewhere = self._peers_elsewhere() or {}
+        listed_by_others = self._peers_of_others() or {}
         lacks, before = {}, self._lacks
         own = self._own()
-        for name, peer in elsewhere.items():
+        for name, peer in listed_by_others.items():
             if name in own or name in self._to_remove or not peer.registered_there:
                 continue
             here = listed.get(name)
@@ -394,13 +423,18 @@ class MemberSync:
         self._lacks = lacks
 
     async def _pass_on_one(self, name: WorkerName, peer: Peer) -> None:
-        if await self._tell(name, peer.spec, PASSED_ON_LEASE_SECONDS, passed_on=True) is None:
+        if await self._register_worker(name, peer.spec, PASSED_ON_LEASE_SECONDS, passed_on=True) is None:
             why = self.refused.pop(name)
             self._warnings.warning(name, "%s refuses worker %s, which others know: %s", self.name, name.worker_id, why)
 
 
+def _source_of(listed: workers_pb2.WorkerEntry) -> Source:
+    """Return a source as a member lists it; one that only its release knows counts as any other peer's."""
+    return _SOURCES.get(word_of(workers_pb2.RegistrationSource, listed.source), Source.RPC)
+
+
 async def _all(calls: Iterable[Awaitable[None]]) -> None:
-    """Runs calls together; the first error is raised when all have ended."""
+    """Run calls together; raise the first error when all have ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -1,12 +1,12 @@
-"""Telling indexers and schedulers of the workers, and learning from them of those that others registered.
+"""Registry of this gateway and lists of the indexers and schedulers, brought in line with one another.
 
 One loop a member (`member_sync`) brings it to what this gateway knows. Workers that the members know and this gateway
-does not (registered at another gateway, or before a restart) are adopted as `peer` entries: routed to, but told to
+does not (registered at another gateway, or before a restart) are adopted as `peer` entries: routed to, but pushed to
 nobody except a member that is new. The first call about one of them that comes here makes it this gateway's own.
 
-Where the registry is shared, in NATS, members follow that themselves: what is in it is neither told to them nor learned
+Where the registry is shared, in NATS, members follow that themselves: what is in it is neither pushed to them nor read
 from them, and a member that does not seem to follow is a problem of that member. Workers of this gateway's file, pods
-and DNS names are told as ever.
+and DNS names are pushed as ever.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Un
 from kvscout_common.registry.registry import DECLARED, Registry, Source, WorkerName
 from kvscout_common.rpc.service_info import TenantWarning, Warned, about, shown, text_of
 from kvscout_common.worker import WorkerSpec
-from kvscout_gateway.members.member_sync import CALL_SECONDS, WORKERS_A_TURN, MemberSync, WorkerStub
-from kvscout_gateway.members.peer import Peer
+from kvscout_gateway.members.member_sync import CALL_SECONDS, WORKERS_A_SLICE, MemberSync, Peer, WorkerStub
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -39,10 +38,10 @@ class Registration:
         *,
         shared: bool = False,
     ) -> None:
-        """Knows the members; each is to be kept by a task of its own, for as long as it is a member.
+        """Know the members; `keep` is a task of each, for as long as it is a member.
 
         Args:
-            registry: What this gateway knows.
+            registry: The workers of this gateway.
             members: Names and stubs, in order of preference.
             clock: Monotonic seconds.
             shared: Worker rpcs take effect in the registry that services share.
@@ -56,32 +55,32 @@ class Registration:
         registry.listen(self)
 
     def join(self, name: str, stub: WorkerStub) -> MemberSync:
-        """Knows one more member."""
+        """Add a member."""
         member = MemberSync(
             name,
             stub,
             self._registry,
             clock=self._clock,
-            peers_elsewhere=lambda: self._peers_elsewhere(member),
-            yielded=self._yield,
+            peers_of_others=lambda: self._peers_of_others(member),
+            on_release=self._release,
         )
         self.members.append(member)
         return member
 
     def leave(self, member: MemberSync) -> None:
-        """A member is gone, and what only it has told with it."""
+        """Remove a member that is gone, and the workers that only it has listed."""
         self.members.remove(member)
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """Tells of a new worker."""
+        """Push a new worker."""
         self._touch()
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """Tells of a changed worker."""
+        """Push a changed worker."""
         self._touch()
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """Tells of a removal. Not of a lease that ended: members time it too, and another gateway may have renewed
+        """Push a removal. Not the end of a lease: members time it too, and another gateway may have renewed
         it; nor of a peer that is gone: it is the members who said so."""
         if reason == "removed" or reason in DECLARED:
             self._touch(WorkerName(spec.tenant, spec.worker_id))
@@ -91,10 +90,10 @@ class Registration:
             member.touch(removed)
 
     async def flush(self, timeout_seconds: float = CALL_SECONDS) -> None:
-        """Waits until every member knows what the registry says now; not where they learn it by themselves.
+        """Wait until every member knows all changes of the registry; not where they follow it themselves.
 
         Raises:
-            Unavailable: If a member does not within the time; it is told as soon as it is back.
+            Unavailable: If a member does not within the time; it is brought up to date as soon as it is back.
         """
         if self._shared:
             return
@@ -108,7 +107,7 @@ class Registration:
             raise Unavailable(f"done here, not everywhere yet; told again: {late}", retry_after_seconds=1.0) from None
 
     async def keep(self, member: MemberSync) -> None:
-        """Syncs one member for ever."""
+        """Sync one member, for ever."""
         while True:
             before = problem(member)
             try:
@@ -131,13 +130,13 @@ class Registration:
                 pass  # time for the next round
 
     def announce(self, spec: WorkerSpec) -> None:
-        """Tells of a worker that registered (again): its lease begins anew everywhere."""
+        """Push a worker that registered (again): its lease begins anew everywhere."""
         if not self._shared:
             self._touch()
             self.keep_alive(spec.tenant, [spec.worker_id])
 
     def keep_alive(self, tenant: str, worker_ids: Iterable[str]) -> None:
-        """Passes renewals on to the members."""
+        """Pass renewals on to the members."""
         if self._shared:
             return
         names = [WorkerName(tenant, worker_id) for worker_id in worker_ids]
@@ -145,7 +144,7 @@ class Registration:
             member.renew(names)
 
     def take_over(self, tenant: str, worker_id: str) -> None:
-        """Makes a peer's worker this gateway's own, so that a call about it here takes effect everywhere.
+        """Make a peer's worker this gateway's own, so that a call about it here takes effect everywhere.
 
         Raises:
             FailedPrecondition: It comes from a member's file, which is where to change it.
@@ -154,7 +153,7 @@ class Registration:
         try:
             entry = self._registry.get(tenant, worker_id)
         except NotFound:
-            return  # whoever asked is told by the call itself
+            return  # the call itself says so
         if entry.source is not Source.PEER:
             return
         for member in self.members:
@@ -164,11 +163,11 @@ class Registration:
         lease = next((m.peers[name].lease_seconds for m in self.members if name in m.peers), 0)
         self._registry.register(entry.registered, lease_seconds=lease)
 
-    def _yield(self, spec: WorkerSpec) -> None:
+    def _release(self, spec: WorkerSpec) -> None:
         log.info("worker %s is now registered by another gateway", spec.worker_id)
         self._registry.register(spec, source=Source.PEER)
 
-    def _peers_elsewhere(self, asking: MemberSync) -> dict[WorkerName, Peer] | None:
+    def _peers_of_others(self, asking: MemberSync) -> dict[WorkerName, Peer] | None:
         others = [member for member in self.members if member is not asking]
         if not all(member.tried for member in others):
             return None
@@ -176,8 +175,10 @@ class Registration:
 
     @staticmethod
     def _union(members: Sequence[MemberSync]) -> dict[WorkerName, Peer]:
-        """What members list; the first that lists a worker says how it is registered. Those that are out of reach
-        count only where all are: what they said may be long out of date."""
+        """Return what members list; the first that lists a worker says how it is registered.
+
+        Those that are out of reach count only where all are: their lists may be long out of date.
+        """
         reachable = [member for member in members if not member.error]
         union: dict[WorkerName, Peer] = {}
         for member in reversed(reachable or members):
@@ -188,8 +189,8 @@ class Registration:
         return union
 
     async def _adopt(self) -> None:
-        """Makes the registry's peers those that members list: what is new some at a time, the rest at once."""
-        while fresh := [spec for spec in self._peers() if not self._knows(spec)][:WORKERS_A_TURN]:
+        """Make the registry's peers those that members list: new ones some at a time, the rest in one call."""
+        while fresh := [spec for spec in self._peers() if not self._knows(spec)][:WORKERS_A_SLICE]:
             self._registry.add_to_source(Source.PEER, fresh)
             await asyncio.sleep(0)
         self._registry.replace_source(Source.PEER, self._peers())
@@ -207,7 +208,7 @@ class Registration:
 
 
 def problem(member: MemberSync) -> Warned:
-    """What keeps a member from knowing every worker; "" = nothing."""
+    """Return what keeps a member from knowing every worker; "" = nothing."""
     if not member.error and not member.refused and member.unaware:
         return f"does not follow the registry in NATS: {member.unaware} of its workers are unknown there"
     if member.error or not member.refused:
