@@ -1,15 +1,15 @@
 # One image for every service: docker run IMAGE kvscout-gateway --help
 #
-#   docker build -t kvscout .                             compiles kvscout here; needs PyPI, crates.io and Debian's packages
-#   make image-wheels && docker build -t kvscout --build-arg WHEELS=given .        takes wheels made on this machine
+#   docker build -t kvscout .                             compiles kvscout; needs PyPI, crates.io and Debian's packages
+#   make image-wheels && docker build -t kvscout --build-arg WHEELS=given .        uses wheels built on this machine
 #
 # With BuildKit (DOCKER_BUILDKIT=1 before Docker 23), which builds only the stages that are used.
 
 # Any Linux with glibc and python3 ≥ 3.11 that can make virtual environments.
-# Both as they were on one day; `make image-digests` takes those of today.
+# Both pinned by digest; `make image-digests` updates them.
 ARG BASE_IMAGE=python:3.13-slim-bookworm@sha256:67a1e1f215ccda113cfc024e8639049257e88f273898f595b61476d128d387e8
 ARG RUST_IMAGE=rust:1.95-slim-bookworm@sha256:d7482085ff5b415f84dba5647ae71606650bdef00db7aeb69f4b3d170c3e4082
-# built = compile them here · given = those in dist/image
+# built = compile them in the image · given = use those in dist/image
 ARG WHEELS=built
 
 FROM ${RUST_IMAGE} AS rust
@@ -24,7 +24,7 @@ COPY . .
 RUN python3 -m venv /build && sh deploy/make-wheels.sh /build/bin/python /wheels
 
 FROM ${BASE_IMAGE} AS wheels-given
-# The licence is there in any case: a pattern may match nothing, a COPY may not.
+# LICENSE always exists: a pattern may match nothing, but a COPY needs at least one file.
 COPY LICENSE dist/image/* /wheels/
 
 FROM wheels-${WHEELS} AS installed
@@ -42,8 +42,8 @@ COPY --from=installed /opt/kvscout /opt/kvscout
 ENV PATH=/opt/kvscout/bin:$PATH PYTHONDONTWRITEBYTECODE=1 kvscout_require_native=1
 USER 65532:65532
 WORKDIR /tmp
-# Of whichever service listens at its default port. A service at another one: --health-cmd 'kvscout health HOST:PORT'.
-# Generous on a machine that is busy: a service that hangs shows for good, a probe that waits for the CPU does not.
+# Checks the service on its default port; for another port: --health-cmd 'kvscout health HOST:PORT'.
+# Long timeout for busy machines: a hanging service keeps failing, a probe waiting for the CPU does not.
 HEALTHCHECK --interval=30s --timeout=15s --start-period=60s CMD ["kvscout", "health"]
-# Nothing binds beyond the container's loopback unasked: give --host 0.0.0.0, and --auth-tokens or --allow-anonymous.
+# Services bind only the container's loopback by default: give --host 0.0.0.0, and --auth-tokens or --allow-anonymous.
 CMD ["kvscout", "--help"]

@@ -1,6 +1,6 @@
 #!/bin/sh
-# make-env.sh: writes the passwords that compose.yaml wants into .env, which Compose reads; those that are there stay.
-# Letters and digits, beginning with a letter: they stand in URLs, and NATS reads what looks like a number as one.
+# make-env.sh: writes missing passwords required by compose.yaml to .env, which Compose reads.
+# Letters and digits, beginning with a letter: passwords are used in URLs, and NATS parses digits as a number.
 set -eu
 cd "$(dirname "$0")/../.."
 umask 077

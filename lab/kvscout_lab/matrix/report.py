@@ -116,10 +116,10 @@ def summary(found: Sequence[Verdict], policy: str) -> str:
     lost = [each for each in found if each.lost]
     won = sum(each.ttft_percent.high < 0 and not each.failed for each in found)
     text = (
-        f"{len(found)} cells: {policy} has the least mean TTFT by more than chance in {won}, is within "
+        f"{len(found)} cells: {policy} has the significantly lowest mean TTFT in {won}; it is within "
         f"{TTFT_PERCENT:g} % or its interval in TTFT and {GOODPUT_PERCENT:g} % in goodput in {len(found) - len(lost)}"
     )
-    return f"{text}, and is not in {len(lost)}." if lost else f"{text}."
+    return f"{text}, and outside in {len(lost)}." if lost else f"{text}."
 
 
 def markdown(found: Sequence[Verdict], plan: MatrixPlan, command: str) -> str:
@@ -139,8 +139,8 @@ def markdown(found: Sequence[Verdict], plan: MatrixPlan, command: str) -> str:
         "",
         summary(found, ours),
         "",
-        f"Mean TTFT in ms over {plan.seeds} {'seed' if plan.seeds == 1 else 'seeds'} ± its 95 % interval, and what "
-        f"`{ours}` has against the best of the others, seed by seed. **Bold** is what is lost: more than "
+        f"Mean TTFT in ms over {plan.seeds} {'seed' if plan.seeds == 1 else 'seeds'} ± its 95 % interval, and the "
+        f"paired difference of `{ours}` to the best of the others. **Bold** marks losses: more than "
         f"{TTFT_PERCENT:g} % of TTFT and more than its interval, or more than {GOODPUT_PERCENT:g} % of goodput "
         "(the share of all requests that had their first token within 2 s and 75 ms between tokens).",
     ]
