@@ -1,8 +1,8 @@
-"""What engines and kvscouts say of blocks, as plain values and as bytes.
+"""KV cache events and index state, as plain values and as bytes.
 
 ::
 
-    engine's msgpack ◀──▶ wire ◀──▶ events ◀──▶ codec ◀──▶ KvEventBatch
+    engine's msgpack ──▶ wire ──▶ events ◀──▶ codec ◀──▶ KvEventBatch (messages)
                                       │           │
                                  acceptance      dump
 """

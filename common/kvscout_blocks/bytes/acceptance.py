@@ -1,4 +1,4 @@
-"""What a Stored event adds to the index: whether its content can be indexed, and its local hashes."""
+"""Acceptance of a Stored event: the reasons for which its content cannot be indexed, and its local hashes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvscout_common.hashing import MmItem, block_hashes
 
 
 class Ignored(StrEnum):
-    """Why something an engine said was not indexed; each is counted for its worker.
+    """Reason for which an engine's event was not indexed; each is counted for its worker.
 
     In the order in which a Stored event is judged; counts are in events where not said otherwise.
     """
@@ -51,7 +51,7 @@ class Ignored(StrEnum):
 
     @property
     def is_limit(self) -> bool:
-        """Whether a limit of the index kept out what the worker said: it may have more than is found."""
+        """Return whether a limit of the index kept blocks out: the worker may have more than is found."""
         return self in _LIMITS
 
 
@@ -61,7 +61,7 @@ _LIMITS = frozenset(
 
 
 def judge_content(event: Stored, block_size: int, eagle: bool, adapters: Mapping[int, str]) -> Ignored | None:
-    """Why an event that has tokens or local hashes cannot be indexed, in the order of `Ignored`.
+    """Judge whether an event that has tokens or local hashes can be indexed, in the order of `Ignored`.
 
     Args:
         event: The event; its group is full attention.
@@ -90,7 +90,7 @@ def judge_content(event: Stored, block_size: int, eagle: bool, adapters: Mapping
 
 
 def local_hashes_of(event: Stored, block_size: int, eagle: bool, adapters: Mapping[int, str]) -> Sequence[int]:
-    """Local hashes of the blocks of an event that `judge_content` accepted, one a block."""
+    """Return the local hashes of an event that `judge_content` accepted, one a block."""
     if event.local_hashes:
         return event.local_hashes
     tokens = event.tokens

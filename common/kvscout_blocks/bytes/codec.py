@@ -52,7 +52,7 @@ def encode_dump(
     history_incomplete: bool = False,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> Iterator[events_pb2.KvEventBatch]:
-    """The messages of a dump, in order; at least one.
+    """Encode a dump as messages, in order; at least one.
 
     Args:
         pool: The index it is from.
@@ -167,7 +167,7 @@ def _copies_to_proto(copies: Copies, position: int = 0) -> events_pb2.StateCopie
 
 
 def decode_events(message: events_pb2.KvEventBatch) -> Published:
-    """Reads a message of events; one that cannot be read costs itself, as in the engines' own batches.
+    """Read a message of events; one that cannot be read costs itself, as in the engines' own batches.
 
     Raises:
         FailedPrecondition: If its version cannot be read.
@@ -241,7 +241,7 @@ def encode_events(
     epoch: int,
     event_id: int | None,
 ) -> events_pb2.KvEventBatch:
-    """The message of a batch, with local hashes in place of tokens.
+    """Encode a batch as a message, with local hashes in place of tokens.
 
     A reader's index does with it what it would have done with the engine's own bytes: what cannot be indexed is sent
     without its hashes, as it still teaches the kind of its group; full blocks of another size are told by that size.
@@ -313,7 +313,7 @@ def _stored_to_proto(event: Stored, pool: PoolKey, adapters: Mapping[int, str]) 
 
 @dataclass(slots=True)
 class DumpReader:
-    """Puts the chunks of one source's dump together again."""
+    """Reader that puts the chunks of one source's dump together again."""
 
     _header: events_pb2.KvEventBatch | None = None
     _next_index: int = 0
@@ -326,7 +326,7 @@ class DumpReader:
     _incompatible: str = ""
 
     def feed(self, batch: events_pb2.KvEventBatch) -> Dumped | None:
-        """Takes the next message; returns the dump with the last one, else None.
+        """Take the next message; return the dump with the last one, else None.
 
         Raises:
             FailedPrecondition: If its version cannot be read.

@@ -1,4 +1,4 @@
-"""KV cache events as plain values: what an engine says happened to its blocks.
+"""KV cache events as plain values.
 
 ::
 
@@ -21,7 +21,7 @@ FAULT_LIMIT: Final = 1024
 
 
 class Tier(IntEnum):
-    """Where a block lies, fastest first."""
+    """Storage tier of a block, fastest first."""
 
     DEVICE = 0
     HOST = 1
@@ -96,7 +96,7 @@ Event = Stored | Removed | Cleared
 
 
 class FaultKind(StrEnum):
-    """Why an event of a batch was not read."""
+    """Kind of an event that was not read."""
 
     UNKNOWN_TAG = "unknown_tag"
     BAD_EVENT = "bad_event"
@@ -111,7 +111,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What an engine published in one message."""
+    """Events of one message of an engine."""
 
     events: tuple[Event, ...]
     timestamp: float = 0.0
@@ -122,7 +122,7 @@ class EventBatch:
 
     @property
     def cleared(self) -> bool:
-        """Whether it contains a Cleared, which makes all batches before it irrelevant."""
+        """Return whether it contains a Cleared, which makes all batches before it irrelevant."""
         return any(isinstance(event, Cleared) for event in self.events)
 
 

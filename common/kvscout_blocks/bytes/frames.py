@@ -29,7 +29,7 @@ class Message(NamedTuple):
 
 
 def parse_message(frames: Sequence[bytes]) -> Message:
-    """Reads the frames of a published message.
+    """Read the frames of a published message.
 
     Raises:
         MalformedBatch: They are not topic, 8 bytes of seq, payload.
@@ -40,17 +40,17 @@ def parse_message(frames: Sequence[bytes]) -> Message:
 
 
 def malformed_frames(lengths: Sequence[int]) -> MalformedBatch:
-    """What is wrong with a published message whose frames have these lengths, in bytes."""
+    """Make the error for a published message whose frames have these lengths, in bytes."""
     return MalformedBatch(f"want topic, 8 bytes of seq, payload; got frames of {lengths[:8]} bytes", field="frames")
 
 
 def replay_request(first_seq: int) -> list[bytes]:
-    """The frames that ask an engine's replay socket for all it has from `first_seq` on."""
+    """Return the frames that request all that an engine's replay socket has from `first_seq` on."""
     return [b"", first_seq.to_bytes(_SEQ_BYTES, "big")]
 
 
 def parse_replay_reply(frames: Sequence[bytes]) -> Message | None:
-    """Reads one reply of a replay socket, with or without a topic; None is the end of the replay.
+    """Read one reply of a replay socket, with or without a topic; None is the end of the replay.
 
     Raises:
         MalformedBatch: The last two frames are not 8 bytes of seq and a payload.

@@ -15,13 +15,13 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import DEFAULT_TENANT, PoolKey, WorkerRank
 
 VERSION = 1
-"""Of the message; readers take this one and the one before."""
+"""Version of the message; readers take this one and the one before."""
 MAX_CHUNK_BYTES = 512 * 1024
 """NATS refuses messages of over 1 MiB by default; half of that leaves room for what a proxy adds."""
 
 
 def check_version(batch: events_pb2.KvEventBatch) -> None:
-    """Refuses a message that this release cannot read.
+    """Refuse a message that this release cannot read.
 
     Raises:
         FailedPrecondition: If its version is neither ours nor the one before.
@@ -31,7 +31,7 @@ def check_version(batch: events_pb2.KvEventBatch) -> None:
 
 
 class Published(NamedTuple):
-    """Events of one source, as a publisher sent them."""
+    """Events of one source, as its publisher sent them."""
 
     worker: WorkerRank
     pool: PoolKey
@@ -43,7 +43,7 @@ class Published(NamedTuple):
 
 
 def parse_batch(message: bytes) -> events_pb2.KvEventBatch:
-    """A serialised message.
+    """Parse a serialised message.
 
     Raises:
         InvalidArgument: The bytes are none.
@@ -55,7 +55,7 @@ def parse_batch(message: bytes) -> events_pb2.KvEventBatch:
 
 
 def source_of(message: events_pb2.KvEventBatch) -> tuple[WorkerRank, PoolKey]:
-    """Whose events or state a message carries, and of which index."""
+    """Return the source of a message's events or state, and the key of its index."""
     return (
         WorkerRank(message.worker_id, message.dp_rank),
         PoolKey(message.model, message.tenant or DEFAULT_TENANT, message.block_size, message.eagle),

@@ -75,12 +75,12 @@ class _BadEvent(Exception):
 
 
 def is_full_attention(kind: str | None, group: int) -> bool:
-    """Whether a cache group decides prefix hits; engines that tell no kind have only group 0."""
+    """Return whether a cache group decides prefix hits; engines that tell no kind have only group 0."""
     return kind in FULL_ATTENTION_KINDS if kind else group == 0
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Decodes one payload, whatever the engine's release.
+    """Decode one payload, whatever the engine's release.
 
     Args:
         payload: msgpack, at most `MAX_PAYLOAD_BYTES`.
@@ -178,7 +178,7 @@ def _stored(fields: Mapping[str, Any]) -> Stored:
 
 
 def _fields(raw: Any, names: Sequence[str]) -> Mapping[str, Any] | None:
-    """The named fields of an array or map; None if it is neither."""
+    """Return the named fields of an array or map; None if it is neither."""
     if isinstance(raw, list):
         return dict(zip(names, raw, strict=False))
     return raw if isinstance(raw, dict) else None
@@ -218,7 +218,7 @@ def _u32s(values: list[Any]) -> tuple[int, ...]:
 
 
 def _tokens(values: Any) -> tuple[tuple[int, ...], bool, int | None]:
-    """Token ids, whether they came as EAGLE pairs, and then the last pair's second.
+    """Return the token ids, whether they came as EAGLE pairs, and then the last pair's second.
 
     Pairs are read as one run of tokens: the first of each, and the second of the last.
     """
@@ -235,7 +235,7 @@ def _tokens(values: Any) -> tuple[tuple[int, ...], bool, int | None]:
 
 
 def _lookahead(values: Any, tokens: tuple[int, ...], block_size: int, blocks: int) -> int | None:
-    """The token that follows the last block, if an engine with speculative decoding tells it."""
+    """Return the token after the last block, if an engine with speculative decoding sends it."""
     if values is None:
         return None
     if not isinstance(values, list):
@@ -289,7 +289,7 @@ def _window(fields: Mapping[str, Any]) -> int:
 
 
 def _extra_keys(raw: Any, lora_name: str, *, first: bool) -> tuple[str, tuple[tuple[str, ...], ...]]:
-    """The salt and each block's multimodal ids, from what else entered the engine's block hashes.
+    """Return the salt and each block's multimodal ids, from the extra keys of the engine's block hashes.
 
     A key that we cannot express would give the blocks another identity than the engine's: it costs the event.
     """

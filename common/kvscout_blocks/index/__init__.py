@@ -1,1 +1,1 @@
-"""The block index: `block_index` is its interface, `reference` and `native` are its twins."""
+"""The block index: `block_index` is its interface, `backend` chooses between `native` and `reference`."""

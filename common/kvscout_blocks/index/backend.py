@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.messages import parse_batch, source_of
-from kvscout_blocks.index.block_index import (
-    DEFAULT_MAX_PREDICTED_BLOCKS,
-    DEFAULT_PRUNE_RATIO,
-    BlockIndex,
-    Loading,
-)
+from kvscout_blocks.index.block_index import BlockIndex, Loading
 from kvscout_blocks.index.native import NativeIndex, NativeQueries
 from kvscout_blocks.index.native import encode_batch as encode_native
 from kvscout_common.errors import InvalidArgument
@@ -24,23 +19,8 @@ if TYPE_CHECKING or not native_available():
     from kvscout_blocks.index.reference import encode_batch as encode_reference
 
 
-def make_index(
-    block_size: int,
-    eagle: bool = False,
-    *,
-    max_blocks: int = 0,
-    max_predicted_blocks: int = DEFAULT_MAX_PREDICTED_BLOCKS,
-    prune_ratio: float = DEFAULT_PRUNE_RATIO,
-) -> BlockIndex:
-    """Make an empty index of this process's backend."""
-    kind = NativeIndex if native_available() else ReferenceIndex
-    return kind(
-        block_size,
-        eagle,
-        max_blocks=max_blocks,
-        max_predicted_blocks=max_predicted_blocks,
-        prune_ratio=prune_ratio,
-    )
+make_index: type[BlockIndex] = NativeIndex if native_available() else ReferenceIndex
+"""Makes an empty index of this process's backend; see `BlockIndex` for the arguments."""
 
 
 def make_queries() -> NativeQueries | None:

@@ -41,12 +41,11 @@ Invariants, checked by `check_invariants`:
    Stored names it, by itself or as a parent, it and its like above it get a copy again in each place in which all
    full-attention groups had one, as far as no Removed told otherwise since.
 
-Events of one worker must come in order, from one caller at a time. The reference
-(`reference.ReferenceIndex`) serves one thread, such as an event loop: each call, and each slice of work on a
-whole rank, finds all that was called before. The native twin serves any number of readers during writes: a reader
-may see what was before a write and what comes after it mixed, but of no worker more than it held at one of these
-times, and a reader that comes after the write sees all of it. No call waits for anything but the work it names, and
-one slice at most of work on a whole rank (`demotion`, `cut`, `loading`).
+Events of one worker must come in order, from one caller at a time. The reference (`reference`) serves one thread,
+such as an event loop, and does everything at once. The native backend serves any number of readers during writes: a
+reader may see a mixture of before and after a write, but of no worker more than it held at one of these times, and a
+reader that comes after the write sees all of it. No call waits for anything but the work it names, and one slice at
+most of work on a whole rank (`demotion`, `cut`, `loading`).
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ DEFAULT_PRUNE_RATIO = 0.8
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What the index must know of a worker rank besides its events."""
+    """Registered facts of a worker rank that the index needs besides its events."""
 
     copies: CopyMode = CopyMode.COUNT
     adapters: Mapping[int, str] = field(default_factory=dict)
@@ -109,7 +108,7 @@ class WorkerOptions:
 
     @classmethod
     def of(cls, spec: WorkerSpec) -> WorkerOptions:
-        """What a registration says of each of its ranks."""
+        """Return the options of each rank of a registration."""
         return cls(
             copies=spec.copies,
             adapters={adapter.lora_id: adapter.name for adapter in spec.adapters if adapter.lora_id},
@@ -118,7 +117,7 @@ class WorkerOptions:
 
 
 class Applied(NamedTuple):
-    """What became of one batch."""
+    """Result of applying one batch."""
 
     events: int
     """Events read, whether they changed anything or not."""
@@ -127,7 +126,7 @@ class Applied(NamedTuple):
     over_capacity: bool
     """The worker now has more device copies than `total_kv_blocks`: removals were lost."""
     incompatible: str
-    """Why the worker cannot be indexed; "" if it can."""
+    """Reason for which the worker cannot be indexed; "" if it can."""
 
 
 class Overlap(NamedTuple):
@@ -156,7 +155,7 @@ class Overlaps(NamedTuple):
     predicted: tuple[int, ...] = ()
 
     def by_worker(self) -> dict[WorkerRank, Overlap]:
-        """The rows by worker rank."""
+        """Return the rows by worker rank."""
         columns = zip(self.device, self.host, self.disk, self.external, self.predicted, strict=True)
         return {worker: Overlap(*row) for worker, row in zip(self.workers, columns, strict=True)}
 
@@ -168,7 +167,7 @@ class WorkerStats:
     blocks: int
     """Blocks (prefixes) held on any tier."""
     hidden: int
-    """Of these, the ones below a hole."""
+    """Blocks among these that are held below a hole."""
     orphans: int
     ghosts: int
     """Blocks that went last and have a place, those that were stored again since included."""
@@ -184,7 +183,7 @@ class WorkerStats:
     incomplete: bool
     """A limit kept something out since the worker was empty; see `BlockIndex.incomplete`."""
     incompatible: str
-    """Why the worker is not indexed; "" if it is."""
+    """Reason for which the worker is not indexed; "" if it is."""
     ignored: Mapping[Ignored, int]
     """Since the worker was added; reasons that never happened are left out."""
 
@@ -204,7 +203,7 @@ class IndexStats:
     ghosts: int
     predictions: int
     bytes: int
-    """Memory: exact in the native twin, estimated in the reference."""
+    """Memory: exact in the native index, estimated in the reference."""
     evicted: int
     """Blocks dropped by the `max_blocks` bound, since start."""
     queries: int
@@ -317,6 +316,16 @@ class BlockIndex(ABC):
             raise InvalidArgument("must be at least 1", field="max_predicted_blocks")
         if not 0 < prune_ratio <= 1:
             raise InvalidArgument("must be above 0 and at most 1", field="prune_ratio")
+        self.block_size = block_size
+        self.eagle = eagle
+        self.max_blocks = max_blocks
+        self.max_predicted_blocks = max_predicted_blocks
+        self.prune_ratio = prune_ratio
+        self._begin()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Make it empty."""
 
     # Workers
 

@@ -13,8 +13,6 @@ from kvscout_blocks.bytes.dump import Copies, DumpedBlock, DumpedOrphan, DumpedW
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Tier
 from kvscout_blocks.bytes.messages import MAX_CHUNK_BYTES, Published
 from kvscout_blocks.index.block_index import (
-    DEFAULT_MAX_PREDICTED_BLOCKS,
-    DEFAULT_PRUNE_RATIO,
     Applied,
     BlockIndex,
     Cut,
@@ -35,23 +33,10 @@ if TYPE_CHECKING or native_available():
 class NativeIndex(BlockIndex):
     """The block index in Rust."""
 
-    def __init__(
-        self,
-        block_size: int,
-        eagle: bool = False,
-        *,
-        max_blocks: int = 0,
-        max_predicted_blocks: int = DEFAULT_MAX_PREDICTED_BLOCKS,
-        prune_ratio: float = DEFAULT_PRUNE_RATIO,
-    ) -> None:
-        super().__init__(
-            block_size,
-            eagle,
-            max_blocks=max_blocks,
-            max_predicted_blocks=max_predicted_blocks,
-            prune_ratio=prune_ratio,
+    def _begin(self) -> None:
+        self.core = kvscout_native.BlockIndex(
+            self.block_size, self.eagle, self.max_blocks, self.max_predicted_blocks, self.prune_ratio
         )
-        self.core = kvscout_native.BlockIndex(block_size, eagle, max_blocks, max_predicted_blocks, prune_ratio)
         """The extension's own object."""
 
     def add_worker(self, worker: WorkerRank, options: WorkerOptions) -> None:

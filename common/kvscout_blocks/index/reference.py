@@ -26,8 +26,6 @@ from kvscout_blocks.bytes.messages import Published, parse_batch
 from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.block_index import (
     BATCH_LIMIT,
-    DEFAULT_MAX_PREDICTED_BLOCKS,
-    DEFAULT_PRUNE_RATIO,
     GROUP_LIMIT,
     MAX_COPIES,
     ORPHAN_LIMIT,
@@ -55,27 +53,7 @@ _BINDING_BYTES = 360
 class ReferenceIndex(BlockIndex):
     """The block index in plain Python."""
 
-    def __init__(
-        self,
-        block_size: int,
-        eagle: bool = False,
-        *,
-        max_blocks: int = 0,
-        max_predicted_blocks: int = DEFAULT_MAX_PREDICTED_BLOCKS,
-        prune_ratio: float = DEFAULT_PRUNE_RATIO,
-    ) -> None:
-        super().__init__(
-            block_size,
-            eagle,
-            max_blocks=max_blocks,
-            max_predicted_blocks=max_predicted_blocks,
-            prune_ratio=prune_ratio,
-        )
-        self._block_size = block_size
-        self._eagle = eagle
-        self._max_blocks = max_blocks
-        self._max_predictions = max_predicted_blocks
-        self._kept_predictions = int(max_predicted_blocks * prune_ratio)
+    def _begin(self) -> None:
         self._tree = PrefixTree()
         self._workers: dict[WorkerRank, Worker] = {}
         self._expiries: list[tuple[float, int, int, Worker, Node]] = []
@@ -97,7 +75,7 @@ class ReferenceIndex(BlockIndex):
             self._workers[worker] = self._new_worker(options)
 
     def _new_worker(self, options: WorkerOptions) -> Worker:
-        return Worker(self._tree, self._block_size, self._eagle, self._max_blocks, options)
+        return Worker(self._tree, self.block_size, self.eagle, self.max_blocks, options)
 
     def remove_rank(self, worker: WorkerRank) -> bool:
         known = self._workers.pop(worker, None)
@@ -182,7 +160,7 @@ class ReferenceIndex(BlockIndex):
 
     def _enforce_bound(self, stored: int) -> None:
         """Drop blocks above the bound, and a little more; see the invariants of `block_index`."""
-        most = self._max_blocks
+        most = self.max_blocks
         if not most:
             return
         self._stored += stored
@@ -242,8 +220,8 @@ class ReferenceIndex(BlockIndex):
                 worker.predictions[node] = expiry
                 heapq.heappush(self._expiries, (expiry, -node.depth, next(self._serial), worker, node))
         added = len(worker.predictions) - before
-        if self._predicted() > self._max_predictions:
-            while self._predicted() > self._kept_predictions:
+        if self._predicted() > self.max_predicted_blocks:
+            while self._predicted() > int(self.max_predicted_blocks * self.prune_ratio):
                 self._end_soonest()
         if len(self._expiries) > 2 * self._predicted() + 1024:
             self._expiries = [entry for entry in self._expiries if entry[3].predictions.get(entry[4]) == entry[0]]
@@ -289,7 +267,7 @@ class ReferenceIndex(BlockIndex):
         """
         if dump.worker not in self._workers:
             raise NotFound(f"worker {dump.worker.worker_id} rank {dump.worker.dp_rank} is not known")
-        _check_dump(dump, self._block_size)
+        _check_dump(dump, self.block_size)
         return self._workers[dump.worker]
 
     def replace(self, old: Worker, dump: WorkerDump) -> bool:
@@ -343,9 +321,9 @@ class ReferenceIndex(BlockIndex):
     def check_invariants(self) -> None:
         for worker in self._workers.values():
             worker.check_invariants()
-        if self._max_blocks:
-            assert sum(worker.entries for worker in self._workers.values()) <= self._max_blocks, "blocks are bounded"
-            assert sum(len(worker.gone) for worker in self._workers.values()) <= self._max_blocks, "ghosts are bounded"
+        if self.max_blocks:
+            assert sum(worker.entries for worker in self._workers.values()) <= self.max_blocks, "blocks are bounded"
+            assert sum(len(worker.gone) for worker in self._workers.values()) <= self.max_blocks, "ghosts are bounded"
 
 
 class _Demoted(Demotion):

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What the field has whose token ids are packed."""
+    """Content of the field whose token ids are packed."""
 
     token_ids: bytes | None = None
     """Little-endian u32: its list, or the first of its lists; None = there is no such list."""
@@ -55,7 +55,7 @@ class Scanned(NamedTuple):
 
 
 def scan_object(data: bytes, *, strict: bool = True, packed: str = "prompt", max_values: int = MAX_VALUES) -> Scanned:
-    """The fields of an object.
+    """Find the fields of an object.
 
     Args:
         data: UTF-8.
@@ -73,7 +73,7 @@ def scan_object(data: bytes, *, strict: bool = True, packed: str = "prompt", max
 
 
 def load_json(data: bytes, *, max_values: int) -> Any:
-    """Any JSON as Python objects, where it is little.
+    """Read any JSON as Python objects, if it is small.
 
     Args:
         data: UTF-8.

@@ -16,7 +16,7 @@ else:
 
 
 def write_tokens(token_ids: bytes) -> bytes:
-    """What stands between the brackets of a list.
+    """Write token ids as JSON, without the brackets of the list.
 
     Args:
         token_ids: Packed.
@@ -25,7 +25,7 @@ def write_tokens(token_ids: bytes) -> bytes:
 
 
 def read_tokens(text: str, at: int) -> tuple[bytes, int] | None:
-    """A list in a text.
+    """Read a list of token ids from a text.
 
     Args:
         text: ASCII.
