@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.errors import FailedPrecondition
@@ -38,11 +38,7 @@ from kvscout_gateway.members.membership import Membership
 from kvscout_gateway.members.registration import Registration, problem
 from kvscout_gateway.request.attempt import AttemptContext
 from kvscout_gateway.request.exchange import Exchanges
-from kvscout_gateway.request.metrics import (
-    GatewayMetrics,
-    ObservationCollector,
-    ShadowCollector,
-)
+from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.tokens.sources import Tokens
@@ -73,7 +69,7 @@ class Gateway:
         self.backends.discover()
         self.catalog = Catalog(self.registry)
         self.metrics = GatewayMetrics(metrics, self.catalog.serves)
-        self.observations = Observations(lambda tenant, worker_id: worker_id in self.catalog.tenant(tenant).specs)
+        self.observations = Observations(self.catalog.model_of)
         self.indexer = RemoteIndexer(
             config.indexers,
             config.security,
@@ -144,13 +140,13 @@ class Gateway:
         self.on_drain: list[Callable[[], object]] = []
         """Called when nothing new is taken any more, by whom something would wait for longer than it has to."""
         self.tokens = Tokens(self, metrics)
-        metrics.register(
-            ObservationCollector(self.observations, self.catalog.model_of, lambda: self.exchanges.in_flight)
-        )
+        metrics.register(self.observations)
+        in_flight = Gauge("kvscout_requests_in_flight", "Requests running", registry=metrics)
+        in_flight.set_function(lambda: self.exchanges.in_flight)
         metrics.register(self.indexer)
         metrics.register(self.scheduler)
         if config.shadow is not None:
-            metrics.register(ShadowCollector(self.shadow_report))
+            metrics.register(self.shadow_report)
         self.registry.listen(self)
 
     def charge(self, tenant: str) -> Charge:

@@ -4,7 +4,6 @@ import pytest
 
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.engines.observation import Observations, Reports, computes_a_block, predicted_cached_tokens
-from kvscout_gateway.request.metrics import ObservationCollector
 
 RANK = WorkerRank("a", 0)
 
@@ -33,7 +32,7 @@ def report(
 
 
 def test_predictions_are_checked_only_where_there_was_one() -> None:
-    observations = Observations(lambda tenant, worker_id: True)
+    observations = Observations(lambda tenant, worker_id: "m")
     report(observations, 32, 32)
     report(observations, 32, 48)
     report(observations, 86, None)
@@ -44,7 +43,7 @@ def test_predictions_are_checked_only_where_there_was_one() -> None:
 
 
 def test_a_total_miss_that_is_left_out_counts_once_the_engine_reports_at_all_also_before() -> None:
-    observations = Observations(lambda tenant, worker_id: True)
+    observations = Observations(lambda tenant, worker_id: "m")
     for _ in range(4):
         report(observations, None, 16)
     assert observations.total == Reports()
@@ -56,7 +55,7 @@ def test_a_total_miss_that_is_left_out_counts_once_the_engine_reports_at_all_als
 
 
 def test_what_an_engine_never_says_is_unknown() -> None:
-    observations = Observations(lambda tenant, worker_id: True)
+    observations = Observations(lambda tenant, worker_id: "m")
     for _ in range(9):
         report(observations, None, 0)
     report(observations, 50, None, WorkerRank("other", 0))
@@ -65,14 +64,11 @@ def test_what_an_engine_never_says_is_unknown() -> None:
 
 
 def test_what_is_unknown_counts_in_no_hit_rate_and_a_sum_over_workers_counts_nothing_twice() -> None:
-    observations = Observations(lambda tenant, worker_id: True)
+    observations = Observations(lambda tenant, worker_id: "m")
     report(observations, None)
     report(observations, 0, worker=WorkerRank("misses", 0))
     report(observations, 50, worker=WorkerRank("hits", 0))
-    families = {
-        family.name: family.samples
-        for family in ObservationCollector(observations, lambda tenant, worker_id: "m", lambda: 0).collect()
-    }
+    families = {family.name: family.samples for family in observations.collect()}
     silent = RANK.worker_id
     expected = {"prompt": {"hits": 100, silent: 0, "misses": 100}, "cached": {"hits": 50, silent: 0, "misses": 0}}
     for what, values in expected.items():
@@ -82,7 +78,7 @@ def test_what_is_unknown_counts_in_no_hit_rate_and_a_sum_over_workers_counts_not
 
 
 def test_an_engine_that_reports_a_zero_reports() -> None:
-    observations = Observations(lambda tenant, worker_id: True)
+    observations = Observations(lambda tenant, worker_id: "m")
     report(observations, None)
     report(observations, 0)
     report(observations, None)
@@ -90,7 +86,7 @@ def test_an_engine_that_reports_a_zero_reports() -> None:
 
 
 def test_what_one_rank_reports_its_engine_does() -> None:
-    observations = Observations(lambda tenant, worker_id: True)
+    observations = Observations(lambda tenant, worker_id: "m")
     report(observations, None, worker=WorkerRank("a", 1))
     report(observations, 90)
     assert observations.total.hit_rate == 0.45
@@ -99,7 +95,7 @@ def test_what_one_rank_reports_its_engine_does() -> None:
 
 
 def test_another_engine_of_the_same_name_has_to_show_anew_what_it_reports() -> None:
-    observations = Observations(lambda tenant, worker_id: True)
+    observations = Observations(lambda tenant, worker_id: "m")
     report(observations, 50)
     observations.forget("default", "a")
     report(observations, None)
@@ -107,7 +103,7 @@ def test_another_engine_of_the_same_name_has_to_show_anew_what_it_reports() -> N
 
 
 def test_reports_of_workers_that_are_gone_count_in_the_total_alone() -> None:
-    observations = Observations(lambda tenant, worker_id: False)
+    observations = Observations(lambda tenant, worker_id: "")
     report(observations, None)
     report(observations, 50)
     assert observations.total == Reports(100, 50)
@@ -116,7 +112,7 @@ def test_reports_of_workers_that_are_gone_count_in_the_total_alone() -> None:
 
 def test_workers_that_are_gone_are_forgotten_and_stay_so() -> None:
     registered = {"a"}
-    observations = Observations(lambda tenant, worker_id: worker_id in registered)
+    observations = Observations(lambda tenant, worker_id: "m" if worker_id in registered else "")
     seen = observations.of("default", RANK)
     assert observations.of("default", RANK) is seen
     registered.clear()

@@ -141,7 +141,7 @@ class World:
             scheduler=fake,
             engines=engines,
             adapters={EngineKind.VLLM: VllmAdapter()},
-            observations=Observations(lambda tenant, worker_id: True),
+            observations=Observations(lambda tenant, worker_id: "m"),
             health=WorkerHealth(),
             metrics=GatewayMetrics(CollectorRegistry()),
         )

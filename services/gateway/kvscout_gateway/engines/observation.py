@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.timeouts import Liveness
 
 EVENTFUL_KEPT = 16
 """One would do to find that a worker's events never come; people want to see that it was no accident."""
+
+_REPORTS = {
+    "prompt_tokens": ("kvscout_reported_prompt_tokens", "Prompt tokens of requests whose engine reports cached ones"),
+    "cached_tokens": ("kvscout_reported_cached_tokens", "Of those, tokens that the engine had cached"),
+    "checked": ("kvscout_predictions_checked", "Requests whose predicted cached tokens were compared"),
+    "mispredicted": ("kvscout_mispredictions", "Of those, requests that differed"),
+    "prediction_error_tokens": ("kvscout_prediction_error_tokens", "Sum of |predicted - reported| cached tokens"),
+}
 
 
 @dataclass(slots=True)
@@ -84,7 +95,7 @@ def computes_a_block(isl_tokens: int, cached_tokens: int, block_size: int) -> bo
     return cached_tokens < whole
 
 
-class Observations:
+class Observations(Collector):
     """Observations by worker rank: of those that are registered, no others.
 
     Several engines leave `cached_tokens` out where it is 0, others never report it; a usage without it looks the same.
@@ -92,13 +103,13 @@ class Observations:
     requests before. What a worker says nothing of, ever, counts nowhere.
     """
 
-    def __init__(self, is_registered: Callable[[str, str], bool]) -> None:
-        """Starts with nothing seen.
+    def __init__(self, model_of: Callable[[str, str], str]) -> None:
+        """Start with nothing seen.
 
         Args:
-            is_registered: Whether a worker is, by tenant and worker id.
+            model_of: Gives a worker's model by tenant and worker id; "" = it is not registered.
         """
-        self._is_registered = is_registered
+        self._model_of = model_of
         self.by_rank: dict[tuple[str, WorkerRank], Observation] = {}
         self.total = Reports()
         """Of all workers that ever were."""
@@ -110,7 +121,7 @@ class Observations:
         seen = self.by_rank.get((tenant, worker))
         if seen is None:
             seen = Observation()
-            if self._is_registered(tenant, worker.worker_id):
+            if self._model_of(tenant, worker.worker_id):
                 self.by_rank[tenant, worker] = seen
         return seen
 
@@ -161,6 +172,23 @@ class Observations:
     def _liveness_of(self, spec: WorkerSpec) -> list[Liveness]:
         seen = (self.by_rank.get((spec.tenant, rank)) for rank in spec.ranks)
         return [one.liveness for one in seen if one is not None]
+
+    def collect(self) -> Iterator[Metric]:
+        """Return samples of what was seen of the workers."""
+        labels = ["tenant", "model", "worker", "dp_rank"]
+        rows = [
+            ([tenant, self._model_of(tenant, rank.worker_id), rank.worker_id, str(rank.dp_rank)], seen)
+            for (tenant, rank), seen in self.by_rank.items()
+        ]
+        for counted, (name, help_text) in _REPORTS.items():
+            reported = CounterMetricFamily(name, help_text, labels=labels)
+            for values, seen in rows:
+                reported.add_metric(values, getattr(seen.reports, counted))
+            yield reported
+        failures = CounterMetricFamily("kvscout_worker_failures", "Requests a worker failed", labels=labels)
+        for values, seen in rows:
+            failures.add_metric(values, seen.failures)
+        yield failures
 
     def forget(self, tenant: str, worker_id: str) -> None:
         """Drop a removed worker's totals."""

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as CounterMetric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvscout_common.observability.latencies import Latencies
-from kvscout_gateway.engines.observation import Observations
-from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.values.tally import Tally
 
 _ROUTING_BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
@@ -145,77 +143,3 @@ class GatewayMetrics(Collector):
             model.ttft.add_to(ttft, key)
             model.itl.add_to(itl, key)
         yield from (routing, degraded, requests, ttft, itl)
-
-
-_REPORTS = {
-    "prompt_tokens": ("kvscout_reported_prompt_tokens", "Prompt tokens of requests whose engine reports cached ones"),
-    "cached_tokens": ("kvscout_reported_cached_tokens", "Of those, tokens that the engine had cached"),
-    "checked": ("kvscout_predictions_checked", "Requests whose predicted cached tokens were compared"),
-    "mispredicted": ("kvscout_mispredictions", "Of those, requests that differed"),
-    "prediction_error_tokens": ("kvscout_prediction_error_tokens", "Sum of |predicted - reported| cached tokens"),
-}
-
-
-class ObservationCollector(Collector):
-    """Samples of what was seen of the workers, read when they are scraped.
-
-    Args:
-        observations: By worker rank.
-        model_of: A worker's model, by tenant and id.
-        in_flight: Requests that run now.
-    """
-
-    def __init__(
-        self, observations: Observations, model_of: Callable[[str, str], str], in_flight: Callable[[], int]
-    ) -> None:
-        self._observations = observations
-        self._model_of = model_of
-        self._in_flight = in_flight
-
-    def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
-        labels = ["tenant", "model", "worker", "dp_rank"]
-        rows = [
-            ([tenant, self._model_of(tenant, rank.worker_id), rank.worker_id, str(rank.dp_rank)], seen)
-            for (tenant, rank), seen in self._observations.by_rank.items()
-        ]
-        for counted, (name, help_text) in _REPORTS.items():
-            reported = CounterMetricFamily(name, help_text, labels=labels)
-            for values, seen in rows:
-                reported.add_metric(values, getattr(seen.reports, counted))
-            yield reported
-        failures = CounterMetricFamily("kvscout_worker_failures", "Requests a worker failed", labels=labels)
-        for values, seen in rows:
-            failures.add_metric(values, seen.failures)
-        yield failures
-        yield GaugeMetricFamily("kvscout_requests_in_flight", "Requests running", value=float(self._in_flight()))
-
-
-class ShadowCollector(Collector):
-    """Samples of what was passed on to the user's own balancer, read when they are scraped."""
-
-    def __init__(self, report: ShadowReport) -> None:
-        self._report = report
-
-    def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
-        labels = ["tenant", "model"]
-        requests = CounterMetricFamily(
-            "kvscout_shadow_requests",
-            "Requests passed on in shadow mode, by whether they were compared, or why not",
-            labels=[*labels, "outcome"],
-        )
-        prompt = CounterMetricFamily("kvscout_shadow_prompt_tokens", "Of those compared", labels=labels)
-        cached = CounterMetricFamily("kvscout_shadow_cached_tokens", "Of them, cached as it was", labels=labels)
-        policy = CounterMetricFamily(
-            "kvscout_shadow_policy_cached_tokens",
-            "Of them, cached where the policy would have sent them",
-            labels=labels,
-        )
-        for who, span in self._report.totals():
-            for outcome, count in {"compared": span.sums.compared, **span.reasons()}.items():
-                requests.add_metric([*who, outcome], count)
-            prompt.add_metric(who, span.sums.prompt_tokens)
-            cached.add_metric(who, span.sums.cached_tokens)
-            policy.add_metric(who, span.sums.policy_cached_tokens)
-        yield from (requests, prompt, cached, policy)

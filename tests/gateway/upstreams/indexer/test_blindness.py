@@ -16,7 +16,7 @@ class World:
     """An indexer as its answers show it, and what this gateway has seen."""
 
     def __init__(self) -> None:
-        self.observations = Observations(lambda tenant, worker_id: True)
+        self.observations = Observations(lambda tenant, worker_id: "m")
         self.ranks = BlindRanks(self.observations.eventful)
 
     def serve(self, *dispatched_at: float, worker_id: str = "w", dp_rank: int = 0) -> None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Final, NamedTuple
 
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
 HOUR: Final = 3600
 MAX_HOURS: Final = 500
 """Hours of models that are kept, the oldest go: of three models a week."""
@@ -109,7 +112,7 @@ class Hour(NamedTuple):
     model: str
 
 
-class ShadowReport:
+class ShadowReport(Collector):
     """All of it. Engines leave cached tokens out where they are 0, or never tell them: who has told of any tells."""
 
     def __init__(self) -> None:
@@ -125,6 +128,29 @@ class ShadowReport:
     def totals(self) -> Iterator[tuple[tuple[str, str], Span]]:
         """Since start, by tenant and model."""
         return iter(self._totals.items())
+
+    def collect(self) -> Iterator[Metric]:
+        """Return samples of what was passed on to the user's own balancer."""
+        labels = ["tenant", "model"]
+        requests = CounterMetricFamily(
+            "kvscout_shadow_requests",
+            "Requests passed on in shadow mode, by whether they were compared, or why not",
+            labels=[*labels, "outcome"],
+        )
+        prompt = CounterMetricFamily("kvscout_shadow_prompt_tokens", "Of those compared", labels=labels)
+        cached = CounterMetricFamily("kvscout_shadow_cached_tokens", "Of them, cached as it was", labels=labels)
+        policy = CounterMetricFamily(
+            "kvscout_shadow_policy_cached_tokens",
+            "Of them, cached where the policy would have sent them",
+            labels=labels,
+        )
+        for who, span in self.totals():
+            for outcome, count in {"compared": span.sums.compared, **span.reasons()}.items():
+                requests.add_metric([*who, outcome], count)
+            prompt.add_metric(who, span.sums.prompt_tokens)
+            cached.add_metric(who, span.sums.cached_tokens)
+            policy.add_metric(who, span.sums.policy_cached_tokens)
+        yield from (requests, prompt, cached, policy)
 
     def add(self, at: float, tenant: str, model: str, outcome: Comparison | LeftOut) -> None:
         """One request is over.
