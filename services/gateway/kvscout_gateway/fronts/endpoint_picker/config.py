@@ -120,8 +120,7 @@ def endpoint_picker_flags() -> Callable[[F], F]:
             "--endpoint-picker-plaintext",
             is_flag=True,
             section=SERVER,
-            help="Disable TLS on the endpoint picker's port; by default it uses --tls-cert, or a certificate "
-            "generated at start.",
+            help="Disable TLS on that port; the default is --tls-cert, or a certificate generated at start.",
         ),
         flag(
             "--endpoint-picker-tenant",
