@@ -313,13 +313,9 @@ class PushOutlet:
     def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
         """See `Outlet.applied`."""
         rank = self._rank
-        message: bytes | None = encode_batch(
-            rank.rank, rank.spec.pool, {}, batch.content, epoch=rank.epoch, event_id=batch.event_id
-        )
-        assert message is not None
-        if len(message) > MAX_CHUNK_BYTES:
-            self._oversized += 1
-            message = None
+        encoded = encode_batch(rank.rank, rank.spec.pool, {}, batch.content, epoch=rank.epoch, event_id=batch.event_id)
+        message = encoded if len(encoded) <= MAX_CHUNK_BYTES else None
+        self._oversized += message is None
         rank.local.add(batch.event_id, message)
         self._wake()
 

@@ -31,7 +31,7 @@ class Record:
     """Digest of that batch's payload, as the engine sent it."""
 
     def encode(self) -> bytes:
-        """Return a it is stored."""
+        """Return the bytes to store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod

@@ -213,13 +213,11 @@ class Publication:
         """Queue a batch that the local index has applied."""
         local = self.local
         assert local.epoch is not None
-        message: bytes | None = encode_batch(
+        encoded = encode_batch(
             self.rank, self.pool, self.adapters, batch.content, epoch=local.epoch, event_id=batch.event_id
         )
-        assert message is not None
-        if len(message) > self._max_message_bytes:
-            self.oversized += 1
-            message = None
+        message = encoded if len(encoded) <= self._max_message_bytes else None
+        self.oversized += message is None
         expected = 0 if local.last_event_id is None else local.last_event_id + 1
         follows = batch.event_id == expected or batch.cleared
         local.add(batch.event_id, message)

@@ -104,11 +104,10 @@ class Recall:
 
     def batches(self, first_id: int, *, max_bytes: int) -> list[bytes]:
         """Return messages of consecutive batches from one in the ring on: as many as fit, at least one."""
-        oldest = self.oldest_event_id
-        assert oldest is not None
-        assert self.last_event_id is not None
-        assert oldest <= first_id <= self.last_event_id
-        newest_first = list(islice(reversed(self._ring), self.last_event_id - first_id + 1))
+        oldest, last = self.oldest_event_id, self.last_event_id
+        if oldest is None or last is None or not oldest <= first_id <= last:
+            raise ValueError(f"batch {first_id} is not in the ring")
+        newest_first = list(islice(reversed(self._ring), last - first_id + 1))
         taken, size_bytes = [newest_first.pop()], 0
         while newest_first and (size_bytes := size_bytes + len(taken[-1])) + len(newest_first[-1]) <= max_bytes:
             taken.append(newest_first.pop())

@@ -118,8 +118,8 @@ class Source:
             dp_rank=rank.dp_rank, can_replay=feed.can_replay, rewinds=feed.rewinds
         )
         self._bypass: Bypass | None = None
-        self._lent = False
-        """True if the bypass has the position of the sequence."""
+        self._lent: Bypass | None = None
+        """Bypass that has the position of the sequence; None = the sequence has it."""
         self.malformed_frames = 0
         self.faulty_events = 0
         self.resets = 0
@@ -177,8 +177,8 @@ class Source:
     @property
     def sequence(self) -> SourceSequence[DecodedBatch]:
         """Return the state machine. Nothing is applied from here on until the event loop runs."""
-        if self._lent:
-            self._take_back()
+        if self._lent is not None:
+            self._take_back(self._lent)
         return self._sequence
 
     @property
@@ -289,11 +289,10 @@ class Source:
             self._lend()
         return taken
 
-    def _take_back(self) -> None:
+    def _take_back(self, bypass: Bypass) -> None:
         """Stop the bypass and note what it applied."""
-        assert self._bypass is not None
-        self._lent = False
-        progress = self._bypass.take()
+        self._lent = None
+        progress = bypass.take()
         if progress is not None and progress.applied:
             self._sequence.advance(last_id=progress.last_id, digests=progress.digests, applied=progress.applied)
             self.received_at = self._clock() - (progress.age_seconds or 0.0)
@@ -305,9 +304,10 @@ class Source:
             return
         sequence = self.sequence
         if sequence.quiet and sequence.last_id is not None:
-            self._lent = self._bypass.lend(
+            lent = self._bypass.lend(
                 sequence.last_id, sequence.digests, lambda: self._gate.do(lambda: self._carry_out([]))
             )
+            self._lent = self._bypass if lent else None
 
     def _set_incomplete(self, incomplete: bool) -> None:
         if incomplete != self._incomplete:

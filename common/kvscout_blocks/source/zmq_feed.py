@@ -75,6 +75,7 @@ class ZmqFeed:
         self._failed = failed
         self._intake = intake
         self._source: SourceInput | None = None
+        """None = not open: nothing is delivered."""
         self._reopen_at: float | None = None
         self._pause = REOPEN_SECONDS
         self._refused_at: float | None = None
@@ -156,7 +157,8 @@ class ZmqFeed:
 
     def _subscribe(self, endpoint: str) -> None:
         source = self._source
-        assert source is not None
+        if source is None:
+            return
         self._unsubscribe()
         try:
             self._subscription = self._subscription_of(source, replace(self.address, endpoint=endpoint))
@@ -179,10 +181,10 @@ class ZmqFeed:
         self._subscription = None
 
     def _on_connected(self) -> None:
-        assert self._source is not None
         away = self._away_since is not None and self._clock() - self._away_since >= NEW_AFTER_SECONDS
         self.outage, self._away_since = "", None
-        self._source.on_reconnect(new_publisher=away)
+        if self._source is not None:
+            self._source.on_reconnect(new_publisher=away)
 
     def _on_unconnected(self) -> None:
         endpoint = self.address.endpoint
@@ -195,10 +197,10 @@ class ZmqFeed:
 
     def _on_refused(self, reason: str) -> None:
         """Connect again, later, after a connection that was ended because of what it sent."""
-        assert self._source is not None
         self._away_since = None
         reason = f"{reason}, from {self._connects_to}"
-        self._source.on_malformed(reason)
+        if self._source is not None:
+            self._source.on_malformed(reason)
         if self.address.bind:
             return
         now = self._clock()

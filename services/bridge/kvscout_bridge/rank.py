@@ -183,12 +183,9 @@ class BridgedRank:
         self._comparison = None
         last = self._held[-1] if self._held else None
         seen = Confirmed(last.event_id, last.digest) if last is not None else None
-        if verdict is Verdict.OTHER:
+        if verdict is Verdict.OTHER or record is None or record.event_id is None or record.digest is None:
             self._begin(next_epoch(record.epoch if record is not None else 0, self._wall_clock()), seen)
         else:
-            assert record is not None
-            assert record.event_id is not None
-            assert record.digest is not None
             self.written = record
             if self._held_all:
                 self.publication.resume(record.epoch, Confirmed(record.event_id, record.digest))

@@ -84,7 +84,8 @@ class PublisherFeed:
         self._index = index
         self._security = security
         self._reader = PublishedReader(index, rank, spec.pool)
-        self._source: SourceInput | None = None
+        self._source: SourceInput
+        """Set by `open`."""
         self._received = 0
         self._unanswered = 0
         """Requests in a row that nobody answered, with events between them."""
@@ -108,19 +109,16 @@ class PublisherFeed:
 
     def tick(self, now: float) -> None:
         """See `Feed.tick`."""
-        assert self._source is not None
         self._healing.tick(self._source, now, possible=self._carrier.link.connected)
 
     def on_reconnect(self) -> None:
         """Note that messages may have been lost."""
-        assert self._source is not None
         # Chunks of before belong to a state that may have lost some.
         self._reader = PublishedReader(self._index, self._rank, self._spec.pool)
         self._source.on_reconnect()
 
     def receive(self, message: bytes) -> None:
         """Take a message of its subject."""
-        assert self._source is not None
         self._received += 1
         try:
             item = self._reader.read(message)

@@ -173,7 +173,8 @@ class PushFeed:
         self._spec = spec
         self._rank = rank
         self._index = index
-        self._source: SourceInput | None = None
+        self.source: SourceInput
+        """Receiver of its batches; set by `open`."""
         self._stream: Stream | None = None
         self._healing = Healing()
 
@@ -182,15 +183,9 @@ class PushFeed:
         """See `Feed.outage`."""
         return "" if self._stream is not None else "no publisher is connected"
 
-    @property
-    def source(self) -> SourceInput:
-        """Return where it delivers to; it is open."""
-        assert self._source is not None
-        return self._source
-
     def open(self, source: SourceInput) -> None:
         """See `Feed.open`."""
-        self._source = source
+        self.source = source
         self._feeds[self._spec.tenant, self._rank] = self
 
     def close(self) -> None:

@@ -117,7 +117,7 @@ class JetStream:
         async with asyncio.TaskGroup() as group:
             self._group = group
             for key in self.readers:
-                self._start(key)
+                self._start(group, key)
             await asyncio.Event().wait()
 
     async def warm(self) -> None:
@@ -158,7 +158,7 @@ class JetStream:
                 self.link, reader, holder=self.replica, shard=self._shard, warnings=self._warnings
             )
             if self._group is not None:
-                self._start((tenant, model))
+                self._start(self._group, (tenant, model))
         return reader
 
     def add(self, feed: JetStreamFeed) -> None:
@@ -169,13 +169,12 @@ class JetStream:
         """End delivery; what was delivered is kept, for the worker may come back."""
         self.reader_of(feed.spec.tenant, feed.spec.model).sources.detach(feed.rank, feed, feed.state)
 
-    def _start(self, key: tuple[str, str]) -> None:
-        assert self._group is not None
+    def _start(self, group: asyncio.TaskGroup, key: tuple[str, str]) -> None:
         reader, snapshotter = self.readers[key], self.snapshotters[key]
         if self.link.connected:
             reader.connected()
-        self._group.create_task(reader.run(), name=f"stream {key[1]}")
-        self._group.create_task(snapshotter.run(), name=f"snapshots {key[1]}")
+        group.create_task(reader.run(), name=f"stream {key[1]}")
+        group.create_task(snapshotter.run(), name=f"snapshots {key[1]}")
 
     async def _on_connected(self) -> None:
         """Wake the readers; a hook of the link."""
@@ -264,14 +263,12 @@ class JetStreamFeed(PublisherFeed):
     @property
     def settled(self) -> bool:
         """See `Taker.settled`."""
-        assert self._source is not None
         amid_state = self._reader.amid_state and time.monotonic() - self._received_at < ABANDONED_SECONDS
         return not self._source.replaying and not amid_state
 
     @property
     def cursor(self) -> Cursor:
         """See `Taker.cursor`."""
-        assert self._source is not None
         return self._source.cursor
 
     def deliver(self, data: bytes) -> None:
@@ -281,18 +278,15 @@ class JetStreamFeed(PublisherFeed):
 
     def verify(self) -> None:
         """See `Taker.verify`."""
-        assert self._source is not None
         if not self._source.replaying:
             self._source.on_reconnect()
 
     async def caught_up(self) -> None:
         """See `Taker.caught_up`."""
-        assert self._source is not None
         await self._source.caught_up()
 
     async def dump(self) -> list[bytes]:
         """See `Taker.dump`."""
-        assert self._source is not None
         taken = await self._source.cut()
         messages = None
         if taken is not None:
@@ -309,7 +303,6 @@ class JetStreamFeed(PublisherFeed):
         cut = self._index.cut(self.rank) if stats is not None and stats.blocks <= KEEP_BLOCKS else None
         if cut is None:
             return None
-        assert self._source is not None
         return cut.messages(self.spec.pool, history_incomplete=self._source.incomplete, epoch=self._source.cursor.epoch)
 
 

@@ -25,7 +25,7 @@ from kvscout_blocks.publish.event_stream import ensure_stream
 from kvscout_common.nats.link import NatsLink, end_if_cancelled
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.shards import Shard
-from kvscout_indexer.streams.position import SnapshotId, SnapshotSchedule, StreamState, follows, resume
+from kvscout_indexer.streams.position import SnapshotId, SnapshotSchedule, StreamState, resume
 from kvscout_indexer.streams.pull import PullBroken, StreamMessage, StreamPull
 from kvscout_indexer.streams.snapshots import SnapshotBroken, Snapshots
 from kvscout_indexer.streams.sources import SLICE_SECONDS, StreamSources
@@ -177,7 +177,7 @@ class StreamReader:
             end_if_cancelled()
             stream = await self.state()
             self.stream = stream
-            if self.sources.incarnation is not None and follows(stream, self.sources.incarnation, self.position):
+            if self.sources.follows(stream):
                 return
             complete = (await self.snapshots.complete())[self._shard]
             usable = [each for each in complete if self._unreadable.get(each, 0) < READ_ATTEMPTS]
@@ -271,8 +271,7 @@ class StreamReader:
             PullBroken: They do not fit.
         """
         self.stream = await self.state()
-        assert self.sources.incarnation is not None
-        if not follows(self.stream, self.sources.incarnation, self.position):
+        if not self.sources.follows(self.stream):
             raise PullBroken(f"the stream has {self.stream.first}..{self.stream.last} now")
         self.problem = ""
         if self.position < self._target:
@@ -305,8 +304,7 @@ class StreamReader:
             PullBroken: A snapshot may have them: it is looked for.
         """
         stream = await self.state()
-        assert self.sources.incarnation is not None
-        if not follows(stream, self.sources.incarnation, self.position):
+        if not self.sources.follows(stream):
             raise PullBroken(f"{self.position + 1}..{sequence - 1} were purged")
         log.warning("stream of model %r: %d..%d were removed", self.model, self.position + 1, sequence - 1)
         self.sources.doubt_all()

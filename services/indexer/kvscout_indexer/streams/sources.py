@@ -23,7 +23,7 @@ from kvscout_common.nats.names import NatsNames
 from kvscout_common.shards import Shard
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.streams.partitions import Partition, Partitions, Taker
-from kvscout_indexer.streams.position import Resume, SnapshotId, SnapshotSchedule, StreamState
+from kvscout_indexer.streams.position import Resume, SnapshotId, SnapshotSchedule, StreamState, follows
 from kvscout_indexer.streams.pull import StreamMessage
 from kvscout_indexer.streams.snapshot import Snapshot, SourceCut
 
@@ -79,6 +79,10 @@ class StreamSources:
         self._past_lost = False
         """True if events from before reading began are in no snapshot."""
         self._stopped = False
+
+    def follows(self, stream: StreamState) -> bool:
+        """Return whether reading can continue at the position, as the stream is now."""
+        return self.incarnation is not None and follows(stream, self.incarnation, self.position)
 
     def stop(self) -> None:
         """Stop: takers that leave from now on are the end of the process."""
@@ -163,8 +167,7 @@ class StreamSources:
             self.ignored += 1
         elif message.sequence <= partition.covered:
             pass
-        elif partition.live:
-            assert partition.taker is not None
+        elif partition.live and partition.taker is not None:
             self._deliver_live(partition, partition.taker, message)
         else:
             self.partitions.park(partition, message.data)
