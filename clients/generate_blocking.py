@@ -1,4 +1,4 @@
-"""Writes the blocking twin of the client from the asynchronous one: the same methods with the same signatures.
+"""Write the blocking client from the asynchronous one: the same methods with the same signatures.
 
 `generate_blocking.py` writes kvscout_client/blocking_router.py; `generate_blocking.py --check` exits 1 if it is not up
 to date.
@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 CLIENT = Path(__file__).resolve().parent / "kvscout_client"
-TWIN = CLIENT / "blocking_router.py"
+BLOCKING = CLIENT / "blocking_router.py"
 OWN = frozenset({"__init__", "__aenter__", "__aexit__", "close"})
 """Methods that the base class has in a form of its own."""
 
-HEADER = '''"""The blocking twin of `Router` and `Booking`. Written by clients/generate_blocking.py: do not edit."""
+HEADER = '''"""The blocking forms of `Router` and `Booking`. Written by clients/generate_blocking.py: do not edit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 
 def generated() -> str:
-    """The text of the twin, as ruff formats it."""
+    """Return the text of the blocking client, as ruff formats it."""
     router = ast.parse((CLIENT / "router.py").read_text())
     booking = ast.parse((CLIENT / "booking.py").read_text())
     imports = [node for tree in (router, booking) for node in tree.body if _is_import(node)]
@@ -34,11 +34,11 @@ def generated() -> str:
         + "\nfrom collections.abc import Iterator\n"
         + "from kvscout_client.blocking import BlockingBookingBase, BlockingRouterBase\n"
         + "from kvscout_client.router import UNCHANGED, Unchanged, WorkerId\n\n"
-        + _twin(router, "Router", "BlockingRouter", "self._router", "BlockingRouterBase")
-        + _twin(booking, "Booking", "BlockingBooking", "self._booking", "BlockingBookingBase")
+        + _class(router, "Router", "BlockingRouter", "self._router", "BlockingRouterBase")
+        + _class(booking, "Booking", "BlockingBooking", "self._booking", "BlockingBookingBase")
     )
     for arguments in (("check", "--fix", "--exit-zero", "--select", "F401,F811,I"), ("format",)):
-        command = [sys.executable, "-m", "ruff", *arguments, "--quiet", "--stdin-filename", str(TWIN), "-"]
+        command = [sys.executable, "-m", "ruff", *arguments, "--quiet", "--stdin-filename", str(BLOCKING), "-"]
         text = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
     return text
 
@@ -47,7 +47,7 @@ def _is_import(node: ast.stmt) -> bool:
     return isinstance(node, (ast.Import, ast.ImportFrom)) and ast.unparse(node) != "from __future__ import annotations"
 
 
-def _twin(tree: ast.Module, of: str, name: str, inner: str, base: str) -> str:
+def _class(tree: ast.Module, of: str, name: str, inner: str, base: str) -> str:
     [original] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == of]
     methods = [
         _method(method, of, inner)
@@ -90,9 +90,9 @@ def _indented(text: str) -> str:
 def main() -> None:
     text = generated()
     if "--check" not in sys.argv[1:]:
-        TWIN.write_text(text)
-    elif TWIN.read_text() != text:
-        raise SystemExit(f"{TWIN.name} is not up to date (run `make protos`)")
+        BLOCKING.write_text(text)
+    elif BLOCKING.read_text() != text:
+        raise SystemExit(f"{BLOCKING.name} is not up to date (run `make protos`)")
 
 
 if __name__ == "__main__":

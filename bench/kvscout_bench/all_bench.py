@@ -33,16 +33,16 @@ PEERS: Mapping[str, str] = {
     "smg": SMG.replace("==", " "),
     "envoy": ENVOY.replace("==", " "),
 }
-"""What may be measured beside us, and what of it."""
+"""Peers, and the parts of each that are measured."""
 PARTS = ("index", "rpc", "ingest", "scheduler", "gateway", "http")
 GATEWAY_SECONDS = 4.0
 INDEX_SECONDS = 0.3
-"""Of one run of one side, in a run of everything: it must end within half an hour."""
+"""Length of one run of one side in a run of everything, which must end within half an hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a part gave."""
+    """Result of a part."""
 
     rows: tuple[Row, ...]
     failure: str
@@ -65,13 +65,13 @@ class Report:
     parts: Mapping[str, Measured]
 
     def lost(self) -> list[tuple[str, Row]]:
-        """Rows in which a peer that was measured is better, the worst first, with their parts."""
+        """Return rows in which a peer that was measured is better, the worst first, with their parts."""
         rows = [(name, row) for name, part in self.parts.items() for row in part.rows]
         worse = [(name, row) for name, row in rows if row.ratio is not None and row.ratio < 1 and is_measured(row)]
         return sorted(worse, key=lambda each: each[1].ratio or 0.0)
 
     def missed(self) -> list[tuple[str, Row]]:
-        """Rows that miss their goals, with their parts."""
+        """Return rows that miss their goals, with their parts."""
         return [(name, row) for name, part in self.parts.items() for row in part.rows if row.met is False]
 
     def as_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class AllBench:
-    """What to run.
+    """Parts, peers and rounds of a run of everything.
 
     Raises:
         InvalidArgument: A value is out of range or names nothing.
@@ -119,10 +119,10 @@ class AllBench:
                     raise InvalidArgument(f"{each!r} is none of {', '.join(known)}", field=name)
 
     def run(self, say: Callable[[str], None]) -> Report:
-        """Measures part by part; blocks. What a part cannot do is told, and the next one begins.
+        """Measure part by part; blocks. The failure of a part is reported, and the next one begins.
 
         Args:
-            say: Is told what is going on.
+            say: Reports progress, a line a call.
         """
         runs = self._runs()
         measured = {}
@@ -149,7 +149,7 @@ class AllBench:
 
 
 def is_measured(row: Row) -> bool:
-    """Whether its peer ran beside it: else what was published of it is shown."""
+    """Return whether its peer ran beside it: else what was published of it is shown."""
     return row.peer is not None and "(peer: published)" not in row.title
 
 
@@ -167,20 +167,20 @@ def _measured(rows: Iterable[Row]) -> Measured:
 
 
 def _versions() -> dict[str, str]:
-    """Of what carries us."""
+    """Return the versions of the libraries that carry calls."""
     names = ("grpcio", "protobuf", "uvloop", "pyzmq")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def commit() -> str:
-    """The commit of the source tree, as git says; "" where there is none."""
+    """Return the commit of the source tree, as git says; "" where there is none."""
     git = shutil.which("git")
     if git is None or not (ROOT / ".git").exists():
         return ""
 
-    def asked(*words: str) -> str:
+    def git_says(*words: str) -> str:
         done = subprocess.run([git, "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    changed = "+" if asked("status", "--porcelain", "--untracked-files=no") else ""
-    return asked("rev-parse", "--short=12", "HEAD") + changed
+    changed = "+" if git_says("status", "--porcelain", "--untracked-files=no") else ""
+    return git_says("rev-parse", "--short=12", "HEAD") + changed

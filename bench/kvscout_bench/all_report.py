@@ -12,7 +12,7 @@ _RULE = "|---|---|---|---|---|---|---|---|"
 
 
 def markdown(report: Report) -> str:
-    """The whole report."""
+    """Return the whole report."""
     return "\n".join(_lines(report)) + "\n"
 
 

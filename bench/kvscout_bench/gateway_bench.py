@@ -40,17 +40,17 @@ class Cost:
     """CPU of one run, and how long its requests took."""
 
     parts: Mapping[str, float]
-    """Microseconds a request, by process; what the same processes take while nothing is asked is taken off."""
+    """Microseconds a request, by process; without what the same processes take while idle."""
     p99: float = 0.0
     """Milliseconds from when a request was due to its end."""
     first_ms: tuple[float, float] = (0.0, 0.0)
     """Median and 99th percentile of the milliseconds from then to its first output."""
     grown_kib: Mapping[str, float] = field(default_factory=dict)
-    """By how much each process is larger than before anything was asked, at most, a request."""
+    """Largest growth of each process since its start, a request."""
 
     @property
     def microseconds(self) -> float:
-        """Of all processes."""
+        """Return the microseconds of all processes."""
         return sum(self.parts.values())
 
 
@@ -64,17 +64,17 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a side is asked, and how often."""
+    """Requests to a side, and their rate."""
 
     name: str
     per_second: float
     http: bool = False
     direct: bool = False
-    """An engine is asked, whatever the side."""
+    """Requests go to an engine, whatever the side."""
     seconds: float | None = None
     """For how long requests begin; None = as all."""
     send: Callable[[Any], Send]
-    """Of the client of that side."""
+    """Makes the request from the client of that side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +85,10 @@ class GatewayCase(Case):
     """
 
     value: Callable[[Any], float]
-    """Of a cost, in `unit`."""
+    """Value of a cost, in `unit`."""
     loads: tuple[Load, ...]
     cost: Callable[[tuple[Cost, ...]], Cost]
-    """Of a run of each load."""
+    """Cost of a row, from one run of each load."""
 
 
 def _microseconds(cost: Any) -> float:
@@ -112,7 +112,7 @@ def _request(costs: tuple[Cost, ...]) -> Cost:
 
 
 def _added(costs: tuple[Cost, ...]) -> Cost:
-    """What the first output waits for beside the engine's own time."""
+    """Return the delay of the first output beside the engine's own time."""
     direct, through = costs
     median, p99 = (ours - engines for ours, engines in zip(through.first_ms, direct.first_ms, strict=True))
     return replace(through, first_ms=(median, p99), p99=p99)
@@ -141,7 +141,7 @@ def _case(
 
 
 def _added_rows(kind: str, title: str, send: Callable[[Any], Send], *, http: bool) -> list[GatewayCase]:
-    """Rows of what comes before the first output at 100/s; what the engine itself takes is asked in the same round."""
+    """Return the rows of the delay before the first output at 100/s, measured beside the engine alone."""
     direct = replace(load_of("direct", 100, lambda client: client.complete(FEW_CHUNKS), http=True), direct=True)
     loads, said = (
         (direct, load_of(f"first/{kind}", 100, send, http=http)),
@@ -154,7 +154,7 @@ def _added_rows(kind: str, title: str, send: Callable[[Any], Send], *, http: boo
 
 
 def _many_streams(kind: str, title: str, send: Callable[[Any], Send], *, http: bool) -> GatewayCase:
-    """A thousand streams at once of five tokens a second each: any error ends the run."""
+    """Return a thousand streams at once of five tokens a second each: any error ends the run."""
     load = replace(load_of(f"many/{kind}", STREAMS / MANY_SECONDS, send, http=http), seconds=MANY_SECONDS)
     said = f"{title}, {STREAMS:,} streams at once of {1e3 / MANY_GAP_MS:g} tokens/s, memory a stream"
     return _case(f"many/{kind}", said, 64.0, _memory, load, unit="KiB")
@@ -168,7 +168,7 @@ def streams(
     http: bool,
     goals_us: tuple[float, float] = (1_200.0, 30.0),
 ) -> list[GatewayCase]:
-    """Rows of streams at 40/s: what a request costs, and what a chunk."""
+    """Return rows of streams at 40/s: what a request costs, and what a chunk."""
     loads = tuple(load_of(f"{kind}/{chunks}", 40, send(chunks), http=http) for chunks in (1, CHUNKS))
     return [
         _case(f"{kind}/40/request", f"{title}, 40/s, a request", goals_us[0], _request, *loads),
@@ -200,7 +200,7 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class GatewayBench(Selection):
-    """What of the rows to run. Errors as of `Selection`."""
+    """Rows to run. Errors as of `Selection`."""
 
     peers: tuple[str, ...] = ()
     seconds: float = SECONDS
@@ -215,17 +215,17 @@ class GatewayBench(Selection):
 
     @classmethod
     def cases(cls) -> Sequence[GatewayCase]:
-        """What there is to measure."""
+        """Return all rows."""
         return CASES
 
     @classmethod
     def our_stack(cls, engines: list[str]) -> Any:
-        """What is measured, before these engines: a context manager."""
+        """Start our stack before engines."""
         return our_stack(engines, "native" if native_available() else "grpcio")
 
     @classmethod
     def peer_stacks(cls) -> Mapping[str, Callable[[list[str]], Any]]:
-        """What may be measured beside it, by name."""
+        """Return what starts each peer, by name."""
         return _PEERS
 
     @classmethod
@@ -234,10 +234,10 @@ class GatewayBench(Selection):
         return [case.name for case in cls.cases()]
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
-        """Measures every side of every workload in turns, then tells; blocks.
+        """Measure every side of every workload in turns, then yield the rows; blocks.
 
         Args:
-            say: Is told what is going on.
+            say: Reports progress, a line a call.
 
         Raises:
             DriverFailed: A process cannot be started, or a request fails.
@@ -271,7 +271,7 @@ class GatewayBench(Selection):
     async def _measure(
         self, stacks: Mapping[str, Stack], loads: Mapping[str, Load], engine: str, say: Callable[[str], None]
     ) -> dict[tuple[str, str], list[Cost]]:
-        """Costs by side and load, one a round."""
+        """Return costs by side and load, one a round."""
         costs: dict[tuple[str, str], list[Cost]] = {}
         idle = await self._idle(stacks, say)
         at_rest = {side: stack.rss_bytes() for side, stack in stacks.items()}
@@ -287,7 +287,7 @@ class GatewayBench(Selection):
         return costs
 
     async def _idle(self, stacks: Mapping[str, Stack], say: Callable[[str], None]) -> dict[str, Mapping[str, float]]:
-        """CPU seconds a second of each process while nothing is asked."""
+        """Return the CPU seconds a second of each idle process."""
         say("idle")
         seconds = QUICK_SECONDS if self.quick else self.seconds
         before = {side: stack.cpu_seconds() for side, stack in stacks.items()}
@@ -333,7 +333,7 @@ def _ms(seconds: list[float], share: int) -> float:
 
 @asynccontextmanager
 async def _growth(stack: Stack, at_rest: Mapping[str, int]) -> AsyncIterator[dict[str, int]]:
-    """By how many bytes each process is larger than before anything was asked, at most, while this is entered."""
+    """Follow the largest growth of each process in bytes, while this is entered."""
     grown = dict.fromkeys(at_rest, 0)
 
     async def look() -> None:

@@ -20,11 +20,11 @@ _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nt
 _MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","owned_by":"bench"}]}'
 MODEL = "bench"
 GAP_FIELD = "bench_gap_ms"
-"""Of a request: milliseconds between two events."""
+"""Field of a request: milliseconds between two events."""
 
 
 def events(chunks: int, prompt_tokens: int) -> list[bytes]:
-    """What a completion is answered with: so many events of one token, then usage and the end."""
+    """Return the events of a completion: `chunks` of one token each, then usage and the end."""
     head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL}
     documents: list[dict[str, object]] = [
         {
@@ -134,7 +134,7 @@ async def _serve(engines: int, gap_ms: float) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves until SIGTERM; the first line of its output has the ports."""
+    """Serve until SIGTERM; the first line of its output has the ports."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--gap-ms", type=float, default=10.0)

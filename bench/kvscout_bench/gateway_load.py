@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Self
@@ -18,7 +17,7 @@ from kvscout_bench.gateway_engines import GAP_FIELD, MODEL
 from kvscout_bench.peer import DriverFailed
 from kvscout_common.errors import KvscoutError
 from kvscout_common.http.factory import connect
-from kvscout_common.http.http import HttpClient, HttpFailed, HttpRequest
+from kvscout_common.http.http import HttpFailed, HttpRequest
 
 PROMPTS = 64
 CALL_SECONDS = 20.0
@@ -34,17 +33,17 @@ Send = Callable[[int], Awaitable[float | None]]
 
 @dataclass(slots=True)
 class Sent:
-    """How a run went."""
+    """Result of a run."""
 
     requests: int = 0
     seconds: list[float] = field(default_factory=list)
-    """How long each took, from when it was due."""
+    """Duration of each request, from when it was due."""
     first_seconds: list[float] = field(default_factory=list)
-    """How long the first output of each took."""
+    """Time to the first output of each request."""
 
 
 async def at_rate(send: Send, *, per_second: float, seconds: float, first: int = 0) -> Sent:
-    """Sends for so long; returns when all are over.
+    """Send for so long; return when all are over.
 
     Args:
         send: Sends one.
@@ -84,8 +83,8 @@ class GrpcClient:
     """Calls a gateway over gRPC, in bytes that were made before.
 
     Args:
-        address: Of the gateway.
-        tokens: Of each prompt.
+        address: Address of the gateway.
+        tokens: Tokens of each prompt.
         seed: Same seed, same prompts.
     """
 
@@ -104,11 +103,11 @@ class GrpcClient:
         await self._channel.close()
 
     async def route(self, number: int) -> None:
-        """Asks where a prompt would go."""
+        """Query the worker of a prompt."""
         await self._unary("Route", self._routes[number % PROMPTS])
 
     async def life(self, number: int) -> None:
-        """Places a request, says that its prefill is complete, frees it."""
+        """Book a request, report its first token, free it."""
         ref = scheduler_pb2.RequestRef(model=MODEL, request_id=f"{self._name}-{number}", attempt_id=1)
         # Messages in a row are one message.
         named = gateway_pb2.RouteRequest(request_id=ref.request_id, attempt_id=1).SerializeToString()
@@ -117,7 +116,7 @@ class GrpcClient:
         await self._unary("Free", ref.SerializeToString())
 
     def generate(self, chunks: int, gap_ms: float | None = None) -> Send:
-        """Runs requests of so many chunks of output, so far apart; None = as the engine likes."""
+        """Return what runs a request with `chunks` chunks of output, `gap_ms` apart; None = the engine's default."""
         limits = gateway_pb2.GenerateRequest(stop_conditions=gateway_pb2.StopConditions(max_tokens=chunks))
         if gap_ms is not None:
             limits.engine_fields = json.dumps({GAP_FIELD: gap_ms})
@@ -147,7 +146,7 @@ class CompletionClient:
 
     Args:
         address: Whom.
-        tokens: Of each prompt.
+        tokens: Tokens of each prompt.
         seed: Same seed, same prompts.
         as_text: Prompts are words, for servers that take no token ids.
     """
@@ -157,19 +156,16 @@ class CompletionClient:
         self._prompts: list[Any] = [random_tokens(tokens, seed + number) for number in range(PROMPTS)]
         if as_text:
             self._prompts = [" ".join(map(str, prompt)) for prompt in self._prompts]
-        self._opened = AsyncExitStack()
-        self._client: HttpClient | None = None
+        self._client = connect()
 
     async def __aenter__(self) -> Self:
-        self._client = connect()
-        self._opened.push_async_callback(self._client.close)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._opened.aclose()
+        await self._client.close()
 
     def complete(self, chunks: int, gap_ms: float | None = None) -> Send:
-        """Runs requests of so many chunks of output, so far apart; None = as the engine likes."""
+        """Return what runs a request with `chunks` chunks of output, `gap_ms` apart; None = the engine's default."""
         fields: dict[str, Any] = {"model": MODEL, "max_tokens": chunks, "stream": True}
         if gap_ms is not None:
             fields[GAP_FIELD] = gap_ms
@@ -177,7 +173,6 @@ class CompletionClient:
         clock = time.perf_counter
 
         async def send(number: int) -> float | None:
-            assert self._client is not None
             request = HttpRequest(self._url, headers=_EVENTS, body=bodies[number % PROMPTS])
             answer = await self._client.send(request, connect_seconds=CALL_SECONDS)
             parts: list[bytes] = []

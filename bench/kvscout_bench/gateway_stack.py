@@ -1,4 +1,4 @@
-"""What `kvscout bench gateway` measures: our three services as processes, or a peer, before engines without cost."""
+"""Stacks of `kvscout bench gateway`: our three services as processes, or a peer, before engines without cost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Stack:
             process.close()
 
     def cpu_seconds(self) -> Mapping[str, float]:
-        """Return user and system time so far, by process."""
+        """Return the user and system time so far, by process."""
         return {name: process.cpu_seconds() for name, process in self._processes.items()}
 
     def rss_bytes(self) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""Two sides measured in turns, and what is said of them: values, goals, ratios. Pure but for the drivers asked."""
+"""Two sides measured in turns: values, goals, ratios. Pure but for the drivers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvscout_bench.machine import Machine
 
 Sample = Mapping[str, Any]
-"""What a driver says of one run."""
+"""Answer of a driver to one run."""
 
 Samples = Mapping[tuple[str, str], Sequence[Sample]]
 """(side, workload) → one sample a round."""
@@ -19,20 +19,20 @@ Samples = Mapping[tuple[str, str], Sequence[Sample]]
 class Measured(Protocol):
     """A driver, as far as rounds need it."""
 
-    def ask(self, verb: str, *, within_seconds: float = ..., **arguments: object) -> Sample:
-        """The answer to a command."""
+    def request(self, verb: str, *, within_seconds: float = ..., **arguments: object) -> Sample:
+        """Return the answer to a command."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a value should reach."""
+    """Goal of a value."""
 
     value: float
     more_is_better: bool = False
 
     def met(self, value: float) -> bool:
-        """Whether a value reaches it."""
+        """Return whether a value reaches it."""
         return value >= self.value if self.more_is_better else value <= self.value
 
 
@@ -45,7 +45,7 @@ class Case:
     unit: str
     goal: Goal | None
     workload: str
-    """What drivers are asked to run."""
+    """Name by which drivers run it."""
     value: Callable[[Sample], float]
     """In `unit`."""
     p99: Callable[[Sample], float] | None = None
@@ -65,12 +65,12 @@ class Side:
 
     @property
     def value(self) -> float:
-        """The median over the rounds."""
+        """Return the median over the rounds."""
         return statistics.median(self.values)
 
     @property
     def p99(self) -> float | None:
-        """The median over the rounds of each round's 99th percentile."""
+        """Return the median over the rounds of each round's 99th percentile."""
         return statistics.median(self.p99s) if self.p99s else None
 
 
@@ -87,9 +87,9 @@ class Row:
     met: bool | None
     """None: there is no goal, or the run was too short to judge."""
     peer: float | None
-    """The peer's median; None: it was not asked for, or has no such workload."""
+    """The peer's median; None: it was not run, or has no such workload."""
     ratio: float | None
-    """How many times better than the peer; below 1 is worse."""
+    """Factor by which ours is better than the peer; below 1 is worse."""
     p99: float | None
     peer_p99: float | None
     spread: tuple[float, float]
@@ -101,7 +101,7 @@ class Row:
     """Our value by process, in microseconds."""
 
     def as_json(self) -> dict[str, Any]:
-        """The row as JSON values, numbers to four digits."""
+        """Return the row as JSON values, numbers to four digits."""
         return {
             "workload": self.workload,
             "title": self.title,
@@ -187,7 +187,7 @@ def alternating(sides: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
 
 
 def in_turns(drivers: Mapping[str, Measured], workloads: Sequence[str], *, rounds: int, seconds: float) -> Samples:
-    """Runs of every workload, the sides taking turns, and who begins alternating from round to round.
+    """Run of every workload, the sides taking turns, and who begins alternating from round to round.
 
     Args:
         drivers: Side → driver.
@@ -200,12 +200,12 @@ def in_turns(drivers: Mapping[str, Measured], workloads: Sequence[str], *, round
     for sides in alternating(list(drivers), rounds):
         for workload in workloads:
             for side in sides:
-                answer = drivers[side].ask("run", workload=workload, seconds=seconds)
+                answer = drivers[side].request("run", workload=workload, seconds=seconds)
                 if "unsupported" not in answer:
                     samples.setdefault((side, workload), []).append(answer)
     return samples
 
 
 def rounded(value: float | None) -> float | None:
-    """A number to four significant digits."""
+    """Return a number to four significant digits."""
     return None if value is None else float(f"{value:.4g}")

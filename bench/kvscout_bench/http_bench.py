@@ -34,7 +34,7 @@ PEERS = tuple(_PEERS)
 
 @dataclass(frozen=True, slots=True)
 class HttpBench(GatewayBench):
-    """What of the rows to run. Errors as of `Selection`."""
+    """Rows to run. Errors as of `Selection`."""
 
     @classmethod
     def cases(cls) -> Sequence[GatewayCase]:

@@ -1,7 +1,7 @@
-"""What `kvscout bench http` measures: a service that is nothing but the pump, as a process.
+"""The service of `kvscout bench http`: nothing but the pump, as a process.
 
 Over HTTP it passes every request to an engine and the answer back, byte for byte. Over gRPC its `Generate` asks an
-engine for as many chunks as the request says, and makes pieces of what comes.
+engine for as many chunks as the request says, and makes gRPC messages of the answer.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ class _Pump:
         self._server: HttpServer | None = None
 
     async def listen(self) -> int:
-        """Serves HTTP; returns the port."""
+        """Serve HTTP; return the port."""
         self._server = serve_http(self._pass_on)
         return await self._server.listen("127.0.0.1", 0)
 
     def add_to(self, server: Any) -> None:
-        """Serves gRPC."""
+        """Serve gRPC."""
         handler: Any = grpc.unary_stream_rpc_method_handler(self._generate)
         handlers = {"Generate": handler}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
         server.add_registered_method_handlers(_SERVICE, handlers)
 
     async def close(self) -> None:
-        """Ends what `listen` began."""
+        """End what `listen` began."""
         if self._server is not None:
             await self._server.stop(0.0)
         await self._client.close()
@@ -85,9 +85,9 @@ class _Pump:
         await call.end()
 
     async def _generate(self, request: bytes, context: Any) -> None:
-        asked = gateway_pb2.GenerateRequest.FromString(request)
-        limit = asked.stop_conditions.max_tokens
-        sent = HttpRequest(f"{self._url}/v1/completions", headers=_JSON, body=_body(len(asked.token_ids), limit))
+        message = gateway_pb2.GenerateRequest.FromString(request)
+        limit = message.stop_conditions.max_tokens
+        sent = HttpRequest(f"{self._url}/v1/completions", headers=_JSON, body=_body(len(message.token_ids), limit))
         answer = await self._client.send(sent, connect_seconds=CONNECT_SECONDS)
         await answer.relay(context, Form.PIECES, max_tokens=limit)
 
@@ -113,7 +113,7 @@ def _build(engine: str) -> Callable[[], Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves until SIGTERM; the first line of its output has the ports."""
+    """Serve until SIGTERM; the first line of its output has the ports."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", required=True)
     parser.add_argument("--transport", choices=list(Transport), type=Transport, required=True)

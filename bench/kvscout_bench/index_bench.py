@@ -19,7 +19,7 @@ SEED = 1
 QUICK_SECONDS = 0.02
 QUICK_PROMPTS = 20
 PYTHON_SURCHARGE_US = 1.0
-"""What a call through Python may cost besides the work."""
+"""Largest cost of a call through Python beside its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class IndexBench(Selection):
         return PEERS
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
-        """Measures case by case; blocks. Rows come when their fixture is done.
+        """Measure case by case; blocks. Rows come when their fixture is done.
 
         Args:
-            say: Is told what is going on.
+            say: Reports progress, a line a call.
 
         Raises:
             DriverFailed: A driver cannot be built or started, fails, or the sides' answers differ.
@@ -106,7 +106,7 @@ class IndexBench(Selection):
 
     def _load(self, driver: Driver, fixture: Fixture) -> Sample:
         prompts = min(fixture.prompts, QUICK_PROMPTS) if self.quick else fixture.prompts
-        return driver.ask(
+        return driver.request(
             "load",
             prompts=prompts,
             blocks=fixture.blocks,
@@ -120,7 +120,7 @@ class IndexBench(Selection):
     @staticmethod
     def _check(drivers: dict[str, Driver], workloads: Sequence[str]) -> None:
         for workload in workloads:
-            answers = {side: driver.ask("check", workload=workload) for side, driver in drivers.items()}
+            answers = {side: driver.request("check", workload=workload) for side, driver in drivers.items()}
             sums = {side: answer["answers"] for side, answer in answers.items() if "answers" in answer}
             if len(set(sums.values())) > 1:
                 raise DriverFailed(f"{workload}: the answers of the two sides differ: {sums}")

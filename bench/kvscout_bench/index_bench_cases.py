@@ -11,7 +11,7 @@ from kvscout_bench.harness import Case, Goal, Sample
 
 
 class Layer(StrEnum):
-    """Where an index is called from."""
+    """Language from which an index is called."""
 
     NATIVE = "native"
     PYTHON = "python"
@@ -19,7 +19,7 @@ class Layer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fixture:
-    """What an index holds while it is measured; 64 workers, prompts of 1,024 blocks."""
+    """Contents of an index under measurement; 64 workers, prompts of 1,024 blocks."""
 
     prompts: int
     holders: int

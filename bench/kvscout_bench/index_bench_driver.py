@@ -92,7 +92,7 @@ class Kvscout:
 
 
 def _request(field: str, packed: bytes) -> bytes:
-    """A request with one packed field, written by hand: protobuf would make a Python integer of each element."""
+    """Return a request with one packed field, written by hand: protobuf would make a Python integer of each element."""
     head = bytearray([_FIELDS[field].number << 3 | 2])
     length = len(packed)
     while length >= 0x80:

@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class RankWorkload(StrEnum):
-    """What is done with all blocks of the rank."""
+    """Operations on all blocks of a rank."""
 
     LOAD = "rank_load"
     DEMOTE = "rank_demote"
@@ -50,11 +50,12 @@ class BenchedRank:
         self._index, self._pool, self._rank = index, pool, rank
         cut = index.cut(rank)
         messages = cut.messages(pool, history_incomplete=False) if cut is not None else None
-        assert messages is not None
+        if messages is None:
+            raise LookupError(f"{rank} holds nothing")
         self._messages = messages
 
     def prepare(self, workload: RankWorkload) -> Callable[[], CallTimes]:
-        """Brings the rank to where the workload begins; what it returns does the work."""
+        """Bring the rank to where the workload begins; what it returns does the work."""
         index, rank = self._index, self._rank
         if workload is RankWorkload.REPLACE:
             return self._prepare_replacing()
@@ -75,10 +76,9 @@ class BenchedRank:
         return lambda: _timed(calls())
 
     def _prepare_replacing(self) -> Callable[[], CallTimes]:
-        """The same rank in an index of its own that has room for no more: as many others come, an event a call."""
+        """Prepare the same rank in a full index of its own: as many other blocks come, an event a call."""
         known = self._index.worker_stats(self._rank)
-        assert known is not None
-        blocks = known.blocks
+        blocks = known.blocks if known is not None else 0
         bounded = NativeIndex(self._pool.block_size, max_blocks=blocks)
         bounded.add_worker(self._rank, WorkerOptions())
         bounded.load_messages(self._messages)
@@ -115,7 +115,8 @@ class BenchedRank:
         begun = []
         yield lambda: begun.append(self._index.cut(self._rank))
         (cut,) = begun
-        assert cut is not None
+        if cut is None:
+            return
         yield from _until_done(cut.step)
         # Beside the index: it has nothing left to say.
         cut.messages(self._pool, history_incomplete=False)
@@ -128,7 +129,7 @@ def _until_done(step: Callable[[], bool]) -> Iterator[Callable[[], object]]:
 
 
 def _timed(calls: Iterator[Callable[[], object]]) -> CallTimes:
-    """Makes calls one after the other, and times each by its thread's CPU time."""
+    """Make calls one after the other, and times each by its thread's CPU time."""
     number = longest_ns = total_ns = 0
     for call in calls:
         started = time.thread_time_ns()

@@ -41,7 +41,7 @@ class CallTimes(NamedTuple):
 
 
 class BenchedIndex(Protocol):
-    """What is measured. Workers are numbers; an index that names them otherwise translates."""
+    """Index under measurement. Workers are numbers; an index that names them otherwise translates."""
 
     name: str
     version: str
@@ -51,19 +51,19 @@ class BenchedIndex(Protocol):
         ...
 
     def event(self, parent: int | None, local: Sequence[int], engine: Sequence[int]) -> Any:
-        """A Stored event in the form that `store` takes."""
+        """Return a Stored event in the form that `store` takes."""
         ...
 
     def store(self, worker: int, event: Any) -> None:
-        """Applies an event of a worker."""
+        """Apply an event of a worker."""
         ...
 
     def request(self, local: array[int]) -> Any:
-        """A new copy of block hashes in the form that `find` takes."""
+        """Return a new copy of block hashes in the form that `find` takes."""
         ...
 
     def token_request(self, tokens: bytes) -> Any:
-        """A new copy of tokens in the form that `find_tokens` takes."""
+        """Return a new copy of tokens in the form that `find_tokens` takes."""
         ...
 
     def find(self, request: Any) -> Any:
@@ -71,7 +71,7 @@ class BenchedIndex(Protocol):
         ...
 
     def find_tokens(self, request: Any) -> Any:
-        """Tokens → overlaps."""
+        """Return tokens → overlaps."""
         ...
 
     def overlaps(self, answer: Any) -> Iterable[tuple[int, int]]:
@@ -79,7 +79,7 @@ class BenchedIndex(Protocol):
         ...
 
     def rank_work(self, workload: str, worker: int) -> Callable[[], CallTimes] | None:
-        """Prepares work on all that a worker holds; what does it, on another thread. None: not had."""
+        """Prepare work on all that a worker holds; what does it, on another thread. None: not had."""
         ...
 
     def wait_for_writers(self, worker: int) -> None:
@@ -88,7 +88,7 @@ class BenchedIndex(Protocol):
 
 
 class Fixture:
-    """What is held and asked, from one seed."""
+    """Contents and queries of the index, from one seed."""
 
     def __init__(self, arguments: dict[str, str]) -> None:
         self.prompts, self.blocks, self.holders = (int(arguments[key]) for key in ("prompts", "blocks", "holders"))
@@ -99,11 +99,11 @@ class Fixture:
         self._keys = [mix((seed + stream * GOLDEN) & MASK) for stream in range(QUERIES + 1)]
 
     def word(self, stream: int, i: int) -> int:
-        """The i-th word of a stream."""
+        """Return the i-th word of a stream."""
         return mix((self._keys[stream] + i * GOLDEN) & MASK)
 
     def tokens(self, prompt: int) -> bytes:
-        """Tokens of a prompt as little-endian u32s."""
+        """Return tokens of a prompt as little-endian u32s."""
         if prompt in self._tokens:
             return self._tokens[prompt]
         first = prompt * self.blocks
@@ -129,11 +129,11 @@ class Fixture:
             yield workers[holder], self.blocks if whole else some
 
     def queried(self, query: int) -> int:
-        """The prompt that a query asks for."""
+        """Return the prompt of a query."""
         return self.word(QUERIES, query) % self.prompts
 
     def missed(self, query: int) -> int:
-        """A prompt that is not held."""
+        """Return a prompt that is not held."""
         return self.prompts + self.word(QUERIES, query) % 64
 
 
@@ -152,7 +152,7 @@ class Bench:
         self._empty_ns = empty[len(empty) // 2]
 
     def load(self) -> dict[str, Any]:
-        """Stores the fixture."""
+        """Store the fixture."""
         before, started = resident_bytes(), time.perf_counter()
         memberships = sum(self._fill())
         seconds = time.perf_counter() - started
@@ -184,7 +184,7 @@ class Bench:
         return self._local[prompt]
 
     def _operation(self, workload: str) -> tuple[Callable[[int], Any], Callable[[Any], Any]] | None:
-        """How to make a query's request, and the call to be timed."""
+        """Return what makes a query's request, and the call to be timed."""
         index, fixture = self._index, self._fixture
         match workload:
             case "find_hashes":
@@ -196,7 +196,7 @@ class Bench:
         return None
 
     def check(self, workload: str) -> dict[str, Any]:
-        """The number made of the first answers."""
+        """Return the number made of the first answers."""
         operation = self._operation(workload)
         if operation is None:
             return {"unsupported": workload}
@@ -278,15 +278,15 @@ def _report(workload: str, times: list[int]) -> dict[str, Any]:
 
 
 def _interruptions() -> int:
-    """How often threads of this process lost their cores to others, not counting waits of their own."""
+    """Return the number of involuntary context switches of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def serve(make: Callable[[int], BenchedIndex], lines: Iterable[str], out: TextIO) -> None:
-    """Answers commands until `quit` or their end.
+    """Answer commands until `quit` or their end.
 
     Args:
-        make: An empty index for so many workers.
+        make: Makes an empty index for a number of workers.
     """
     bench: Bench | None = None
     for line in lines:
@@ -325,7 +325,7 @@ def _answer(
 
 
 def mix(x: int) -> int:
-    """A bijection of 64-bit numbers that looks random."""
+    """Return a bijection of 64-bit numbers that looks random."""
     x ^= x >> 30
     x = x * 0xBF58476D1CE4E5B9 & MASK
     x ^= x >> 27

@@ -24,13 +24,13 @@ class Part(Protocol):
     def run(
         self, *, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None], peer: str = ""
     ) -> Iterator[Row]:
-        """Measures; blocks.
+        """Measure; blocks.
 
         Args:
             rounds: Runs of each row.
             quick: Short runs that show that everything works, and judge nothing.
-            wanted: Whether a row is asked for.
-            say: Is told what is going on.
+            wanted: Returns whether a row is selected.
+            say: Reports progress, a line a call.
             peer: Measured too, in turns, as far as it takes events in that way; "" = none.
 
         Raises:
@@ -45,7 +45,7 @@ PARTS: tuple[Part, ...] = (ingest_zmq, ingest_jetstream, ingest_bridge)
 
 @dataclass(frozen=True, slots=True)
 class IngestBench(Selection):
-    """What of the parts to run. Errors as of `Selection`."""
+    """Rows to run. Errors as of `Selection`."""
 
     @classmethod
     def known_peers(cls) -> Sequence[str]:
@@ -58,7 +58,7 @@ class IngestBench(Selection):
         return (row for part in PARTS for row in part.ROWS)
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
-        """Measures part by part; blocks. Arguments and errors as of `Part.run`."""
+        """Measure part by part; blocks. Arguments and errors as of `Part.run`."""
         for part in PARTS:
             if any(self.wanted(row) for row in part.ROWS):
                 say(part.NAME)

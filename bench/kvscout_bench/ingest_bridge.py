@@ -57,7 +57,7 @@ def _measure(transport: str, messages: int, say: Callable[[str], None]) -> dict[
         nats = stack.enter_context(NatsProcess())
         indexer = stack.enter_context(IndexerProcess("--nats-server", nats.url))
         publisher = stack.enter_context(Driver(PUBLISHER))
-        endpoints = publisher.ask("open", sockets=ENGINES, blocks=4)["endpoints"]
+        endpoints = publisher.request("open", sockets=ENGINES, blocks=4)["endpoints"]
         engines = {f"worker-{number}": endpoint for number, endpoint in enumerate(endpoints)}
 
         def start(worker_id: str, endpoint: str) -> None:
@@ -66,9 +66,9 @@ def _measure(transport: str, messages: int, say: Callable[[str], None]) -> dict[
             until(lambda: len(indexer.sources()) == known, f"{known} workers in the indexer")
 
         prober = stack.enter_context(Prober(indexer, start))
-        publisher.ask("await")
-        publisher.ask("prepare", messages=messages)
-        published = publisher.ask("publish", rate=PER_SECOND)
+        publisher.request("await")
+        publisher.request("prepare", messages=messages)
+        published = publisher.request("publish", rate=PER_SECOND)
         prober.stop()
         # Not by batches applied: what was published before NATS was reached comes as a state.
         until(lambda: _events(indexer) >= messages + prober.probes, "every event in the indexer")
@@ -84,9 +84,9 @@ class BridgeProcess(ServiceProcess):
     """A bridge of several engines of one rank. Errors as of `ServiceProcess`.
 
     Args:
-        engines: Where each publishes.
-        transport: How it publishes.
-        nats: Where.
+        engines: Endpoint of each, by worker id.
+        transport: Transport of its events.
+        nats: URL of the NATS server.
     """
 
     def __init__(self, engines: dict[str, str], transport: str, nats: str) -> None:

@@ -34,7 +34,7 @@ FLUSH_EVERY = 512
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is published."""
+    """Load of published messages."""
 
     messages: int
     blocks: int
@@ -80,7 +80,7 @@ def run(
 
 
 def _ingest(load: Load, say: Callable[[str], None]) -> dict[str, float]:
-    """Publishes a load to a new indexer process; what it cost."""
+    """Publish a load to a new indexer process; what it cost."""
     with ExitStack() as stack:
         server = stack.enter_context(NatsProcess())
         indexer = stack.enter_context(_indexer(server))
@@ -150,7 +150,7 @@ def _serving(address: str) -> bool:
 
 
 async def _publish(url: str, load: Load) -> None:
-    """Publishes the load as a bridge would, but without waiting for each acknowledgement."""
+    """Publish the load as a bridge would, but without waiting for each acknowledgement."""
     # The library of NATS is an extra: who measures something else needs none.
     import nats
 

@@ -28,7 +28,7 @@ class IndexerProcess(ServiceProcess):
         super().__exit__()
 
     def register(self, worker_id: str, endpoint: str) -> None:
-        """Registers a worker of one rank that publishes at an endpoint."""
+        """Register a worker of one rank that publishes at an endpoint."""
         worker = workers_pb2.Worker(
             worker_id=worker_id,
             model=MODEL,
@@ -39,20 +39,20 @@ class IndexerProcess(ServiceProcess):
         self.stub.RegisterWorker(workers_pb2.RegisterWorkerRequest(worker=worker), timeout=READY_SECONDS)
 
     def holds(self, tokens: Sequence[int]) -> bool:
-        """Whether any worker holds the beginning of a prompt."""
+        """Return whether any worker holds the beginning of a prompt."""
         request = indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=tokens)
         answer: indexer_pb2.FindMatchesResponse = self.stub.FindMatches(request, timeout=READY_SECONDS)
         return bool(answer.overlaps.worker_ids)
 
     def sources(self) -> Sequence[indexer_pb2.SourceStatus]:
-        """What it says of every worker's events."""
+        """Return the status of every worker's events."""
         status: indexer_pb2.IndexerGetStatusResponse = self.stub.GetStatus(
             types_pb2.GetStatusRequest(), timeout=READY_SECONDS
         )
         return status.sources
 
     def until_applied(self, batches: int) -> float:
-        """Waits until so many batches were applied, by all workers together; returns how long it took to be sure.
+        """Wait until `batches` batches of all workers were applied; return the seconds that it took to be sure.
 
         Raises:
             DriverFailed: They are not, or events were lost.

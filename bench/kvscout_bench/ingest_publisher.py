@@ -51,29 +51,29 @@ class Engine:
         self._depth = 0
 
     def prepare(self, random_words: random.Random) -> None:
-        """Makes the next batch: one Stored event that continues a prompt, or begins one."""
+        """Make the next batch: one Stored event that continues a prompt, or begins one."""
         if self._depth + self._blocks > max(PROMPT_BLOCKS, self._blocks):
             self._parent, self._depth = None, 0
         words = [random_words.getrandbits(VOCABULARY_BITS) for _ in range(self._blocks * BLOCK_SIZE)]
         self._store(words, self._hashes)
 
     def prepare_prompt(self, tokens: list[int], hashes: Iterator[int] | None = None) -> None:
-        """Makes the next batch: one Stored event of a prompt of these tokens, whole blocks.
+        """Make the next batch: one Stored event of a prompt of these tokens, whole blocks.
 
         Args:
             tokens: The prompt.
-            hashes: Of its blocks, for engines that hash alike; None = ones that nobody else has.
+            hashes: Hashes of its blocks, for engines that hash alike; None = unique ones.
         """
         self._parent, self._depth = None, 0
         self._store(tokens, hashes or self._hashes)
 
     def send(self) -> None:
-        """Publishes the next batch."""
+        """Publish the next batch."""
         seq, payload = self.ready.popleft()
         self.socket.send_multipart((TOPIC, seq, payload), copy=len(payload) < 16_384)
 
     def until_subscribed(self) -> None:
-        """Waits for a subscriber.
+        """Wait for a subscriber.
 
         Raises:
             TimeoutError: None comes.
@@ -88,7 +88,7 @@ class Engine:
 
 
 def stored(hashes: list[int], parent: int | None, tokens: list[int]) -> bytes:
-    """A batch of one BlockStored event."""
+    """Return a batch of one BlockStored event."""
     event = {
         "type": "BlockStored",
         "block_hashes": hashes,
@@ -121,7 +121,7 @@ class Publisher:
         self._engines: list[Engine] = []
         self._random = random.Random(1)
         self._order: list[Engine] = []
-        """Who publishes next, and next."""
+        """Engines in the order in which they publish."""
 
     def open(self, sockets: int, blocks: int) -> dict[str, Any]:
         """See the module."""
@@ -146,7 +146,7 @@ class Publisher:
         return {}
 
     def close(self) -> None:
-        """Closes every socket."""
+        """Close every socket."""
         self._context.destroy(linger=0)
 
     def publish(self, rate: float) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class Publisher:
 
 
 def serve(lines: Iterable[str], out: TextIO) -> None:
-    """Answers commands until the input ends."""
+    """Answer commands until the input ends."""
     publisher = Publisher()
     try:
         for line in lines:

@@ -34,13 +34,13 @@ PROBE_HASHES = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is published while something is measured."""
+    """Load published during a measurement."""
 
     messages: int
     per_second: float
     blocks: int
     probed: bool = False
-    """Somebody asks meanwhile."""
+    """Queries are sent meanwhile."""
 
 
 FULL_RATE = Load(100_000, 20_000, 4)
@@ -88,16 +88,16 @@ class Indexer(Protocol):
     """An indexer process, ours or the peer's."""
 
     def register(self, worker_id: str, endpoint: str) -> None:
-        """Registers a worker of one rank that publishes at an endpoint."""
+        """Register a worker of one rank that publishes at an endpoint."""
 
     def until_applied(self, batches: int) -> float:
-        """Waits until so many batches were applied; returns how long it took to be sure, in seconds."""
+        """Wait until `batches` batches were applied; return the seconds that it took to be sure."""
 
     def holds(self, tokens: Sequence[int]) -> bool:
-        """Whether any worker holds the beginning of a prompt."""
+        """Return whether any worker holds the beginning of a prompt."""
 
     def cpu_ns(self) -> int:
-        """Time on a core."""
+        """Return time on a core."""
 
 
 Samples: TypeAlias = Mapping[str, Sequence[Any]]
@@ -140,16 +140,16 @@ def _rows(cases: Sequence[Case], samples: Samples, quick: bool, machine: Machine
 
 
 def _measure(load: Load, side: str, say: Callable[[str], None]) -> dict[str, float]:
-    """Publishes a load to a new indexer process; what it cost, and what was seen by one who asks meanwhile."""
+    """Publish a load to a new indexer process, and measure its cost and the queries meanwhile."""
     with ExitStack() as stack:
         publisher = stack.enter_context(Driver(PUBLISHER))
         indexer: Indexer = stack.enter_context(SIDES[side]())
         _connect(publisher, indexer, ENGINES, load.blocks)
-        publisher.ask("prepare", messages=load.messages)
+        publisher.request("prepare", messages=load.messages)
         prober = stack.enter_context(Prober(indexer)) if load.probed else None
         before = indexer.cpu_ns()
         started = time.monotonic()
-        published = publisher.ask("publish", rate=load.per_second)
+        published = publisher.request("publish", rate=load.per_second)
         if prober is not None:
             prober.stop()
         to_be_sure = indexer.until_applied(load.messages + (prober.probes if prober is not None else 0))
@@ -180,16 +180,16 @@ def _idle(engines: int, seconds: float, side: str, say: Callable[[str], None]) -
 
 
 def _connect(publisher: Driver, indexer: Indexer, engines: int, blocks: int) -> None:
-    for number, endpoint in enumerate(publisher.ask("open", sockets=engines, blocks=blocks)["endpoints"]):
+    for number, endpoint in enumerate(publisher.request("open", sockets=engines, blocks=blocks)["endpoints"]):
         indexer.register(f"worker-{number}", endpoint)
-    publisher.ask("await")
+    publisher.request("await")
 
 
 class Prober:
-    """An engine of its own in a thread: publishes a block from time to time and asks until it is found.
+    """An engine of its own in a thread: publishes a block from time to time and queries until it is found.
 
     Args:
-        indexer: Who is asked.
+        indexer: Indexer to query.
         register: Makes it known, by its worker id and where it publishes; None = at the indexer.
     """
 
@@ -216,13 +216,13 @@ class Prober:
         self._context.destroy(linger=0)
 
     def stop(self) -> None:
-        """Ends after the probe that is out."""
+        """End after the probe that is out."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def sample(self) -> dict[str, float]:
-        """Milliseconds: `visible` from publishing to being found, `find` of one FindMatches."""
+        """Return milliseconds: `visible` from publishing to being found, `find` of one FindMatches."""
         visible, finds = sorted(self._visible), sorted(self._finds)
         return {
             "visible": (percentile(visible, 50) or 0.0) * 1e3,
@@ -240,8 +240,8 @@ class Prober:
             self.probes += 1
             found = False
             while not found:
-                asked = time.perf_counter()
+                began = time.perf_counter()
                 found = self._indexer.holds(tokens)
-                self._finds.append(time.perf_counter() - asked)
+                self._finds.append(time.perf_counter() - began)
             self._visible.append(time.perf_counter() - published)
             self._ended.wait(PROBE_SECONDS)

@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""The machine of a benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine this process runs on; starts `rustc` to ask for its version."""
+    """Return the machine this process runs on; starts `rustc` to ask for its version."""
     return Machine(
         cpu=cpu_model(_text("/proc/cpuinfo")) or platform.processor(),
         cores=len(usable_cores()),
@@ -36,14 +36,14 @@ def this_machine() -> Machine:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Numbers of the cores that this process may use, ascending; 0 .. n-1 where the system does not tell."""
+    """Return numbers of the cores that this process may use, ascending; 0 .. n-1 where the system does not tell."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """The CPU's name in the text of `/proc/cpuinfo`; "" if it has none."""
+    """Return the CPU's name in the text of `/proc/cpuinfo`; "" if it has none."""
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -52,7 +52,7 @@ def cpu_model(cpuinfo: str) -> str:
 
 
 def memory_kib(meminfo: str) -> int:
-    """The memory's size in the text of `/proc/meminfo`; 0 if it is not told."""
+    """Return the memory's size in the text of `/proc/meminfo`; 0 if it is not told."""
     for line in meminfo.splitlines():
         key, _, value = line.partition(":")
         if key == "MemTotal":

@@ -33,7 +33,7 @@ class NatsProcess(MeasuredProcess):
 
     @property
     def url(self) -> str:
-        """Where clients connect to."""
+        """Return the URL for clients."""
         return f"nats://127.0.0.1:{self._port}"
 
     def close(self) -> None:

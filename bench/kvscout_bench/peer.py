@@ -1,4 +1,4 @@
-"""Drivers of the index benchmark as processes: built where they are needed, started, pinned, asked.
+"""Drivers of the index benchmark as processes: built where they are needed, started, pinned, called.
 
 `bench/README.md` has the protocol.
 """
@@ -26,7 +26,7 @@ BENCH_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "bench")}
 """Environment of processes that run a module of this package, which is installed nowhere."""
 WHEEL = "ai-dynamo-runtime==1.6.1"
 LOAD_SECONDS = 600.0
-"""Longest wait for an answer besides what was asked to be measured."""
+"""Longest wait for an answer beside the time of the measurement."""
 END_SECONDS = 10.0
 """Longest wait for a process whose input has ended."""
 TAIL_BYTES = 2000
@@ -37,7 +37,7 @@ class DriverFailed(FailedPrecondition):
 
 
 def native_driver(name: str) -> list[str]:
-    """The command of a native driver, compiled first if it is not up to date.
+    """Return the command of a native driver, compiled first if it is not up to date.
 
     Args:
         name: A folder of `bench/peers` with a Cargo.toml: "kvscout" or "dynamo".
@@ -59,12 +59,12 @@ def native_driver(name: str) -> list[str]:
 
 
 def python_driver() -> list[str]:
-    """The command of our Python driver."""
+    """Return the command of our Python driver."""
     return [sys.executable, "-m", "kvscout_bench.index_bench_driver"]
 
 
 def wheel_venv(*wheels: str) -> Path:
-    """The Python of a venv that has these wheels, made first if it is not there.
+    """Return the Python of a venv that has these wheels, made first if it is not there.
 
     Args:
         wheels: Requirements with versions; the first one names the venv.
@@ -84,12 +84,12 @@ def wheel_venv(*wheels: str) -> Path:
 
 
 def dynamo_wheel() -> Path:
-    """The Python of a venv that has Dynamo's wheel. Errors as of `wheel_venv`."""
+    """Return the Python of a venv that has Dynamo's wheel. Errors as of `wheel_venv`."""
     return wheel_venv(WHEEL, "xxhash")
 
 
 def dynamo_wheel_driver() -> list[str]:
-    """The command of the driver of Dynamo's wheel, in a venv of its own. Errors as of `wheel_venv`."""
+    """Return the command of the driver of Dynamo's wheel, in a venv of its own. Errors as of `wheel_venv`."""
     return [str(dynamo_wheel()), "-m", "kvscout_bench.peer_dynamo_wheel"]
 
 
@@ -122,7 +122,7 @@ class Driver:
         self.close()
 
     def close(self) -> None:
-        """Ends the input of the process, and the process where that does not; waits for it."""
+        """End the input of the process, and the process where that does not; wait for it."""
         try:
             # One that has started others ends them, too.
             self._process.communicate(timeout=END_SECONDS)
@@ -133,11 +133,11 @@ class Driver:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Return the process id."""
         return self._process.pid
 
-    def ask(self, verb: str, *, within_seconds: float = LOAD_SECONDS, **arguments: object) -> Mapping[str, Any]:
-        """The answer to a command; blocks.
+    def request(self, verb: str, *, within_seconds: float = LOAD_SECONDS, **arguments: object) -> Mapping[str, Any]:
+        """Return the answer to a command; blocks.
 
         Raises:
             DriverFailed: It answered with an error, not in time, or not at all.
@@ -162,7 +162,7 @@ class Driver:
         return answer
 
     def pin(self, main: int, others: int) -> None:
-        """Binds the main thread to one core and every other one to another, where the system can."""
+        """Bind the main thread to one core and every other one to another, where the system can."""
         if not hasattr(os, "sched_setaffinity"):
             return
         process = self._process.pid

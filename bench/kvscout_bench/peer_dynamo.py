@@ -45,8 +45,8 @@ class DynamoService(MeasuredProcess):
             self.close()
             raise
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Sends JSON, and gives what is answered; blocks.
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send JSON, and gives what is answered; blocks.
 
         Raises:
             DriverFailed: It is refused.
@@ -64,7 +64,7 @@ class DynamoService(MeasuredProcess):
         return json.loads(text) if text else None
 
     def until_quiet(self) -> None:
-        """Waits until it has nothing to do any more; blocks.
+        """Wait until it has nothing to do any more; blocks.
 
         Raises:
             DriverFailed: It has, for long.
@@ -82,7 +82,7 @@ class DynamoService(MeasuredProcess):
         if self.ended:
             raise DriverFailed("dynamo's service ended before it was ready")
         try:
-            self.ask("GET", "/health")
+            self.request("GET", "/health")
         except (OSError, DriverFailed):
             return False
         return True
@@ -100,19 +100,19 @@ class DynamoIndexer(DynamoService):
         super().__exit__()
 
     def register(self, worker_id: str, endpoint: str) -> None:
-        """Registers a worker of one rank that publishes at an endpoint."""
+        """Register a worker of one rank that publishes at an endpoint."""
         number = self.worker_ids.setdefault(worker_id, len(self.worker_ids))
         worker = {"instance_id": number, "endpoint": endpoint, "model_name": MODEL, "block_size": BLOCK_SIZE}
-        self.ask("POST", "/register", worker)
+        self.request("POST", "/register", worker)
 
     def holds(self, tokens: Sequence[int]) -> bool:
-        """Whether any worker holds the beginning of a prompt; over one connection, for one thread."""
+        """Return whether any worker holds the beginning of a prompt; over one connection, for one thread."""
         body = json.dumps({"model_name": MODEL, "token_ids": list(tokens)})
         self._kept.request("POST", "/query", body, {"content-type": "application/json"})
         return bool(json.loads(self._kept.getresponse().read())["scores"])
 
     def until_applied(self, batches: int) -> float:
-        """Waits until it has nothing to do, since it does not tell what it applied; returns how long that took."""
+        """Wait until it has nothing to do, since it does not tell what it applied; return how long that took."""
         self.until_quiet()
         return QUIET_SECONDS
 
@@ -124,7 +124,7 @@ class DynamoSelector(DynamoService):
         super().__init__("select_service")
 
     def register(self, worker_id: str, endpoint: str) -> None:
-        """Registers a worker of one rank that publishes at an endpoint."""
+        """Register a worker of one rank that publishes at an endpoint."""
         number = self.worker_ids.setdefault(worker_id, len(self.worker_ids))
         worker = {
             "worker_id": number,
@@ -134,16 +134,16 @@ class DynamoSelector(DynamoService):
             "block_size": BLOCK_SIZE,
             "data_parallel_size": 1,
         }
-        self.ask("POST", "/workers", worker)
+        self.request("POST", "/workers", worker)
 
     def until_schedulable(self) -> None:
-        """Waits until every worker takes requests; blocks.
+        """Wait until every worker takes requests; blocks.
 
         Raises:
             DriverFailed: One does not.
         """
 
         def all_do() -> bool:
-            return all(worker["lifecycle"] == "schedulable" for worker in self.ask("GET", "/workers"))
+            return all(worker["lifecycle"] == "schedulable" for worker in self.request("GET", "/workers"))
 
         until(all_do, "dynamo's workers take requests")

@@ -44,7 +44,7 @@ GOALS = {
 
 
 def _workloads() -> Iterator[str]:
-    """What is called, tokens, workers, calls a second."""
+    """Yield the workloads: call, tokens, workers, calls a second."""
     everywhere = [(tokens, workers) for tokens in TOKENS for workers in WORKERS]
     for kind in ("find", "message"):
         for tokens, workers in everywhere if kind == "find" else [(tokens, FEW) for tokens in TOKENS]:
@@ -88,7 +88,7 @@ CASES = tuple(_cases())
 
 @dataclass(frozen=True, slots=True)
 class RpcBench(Selection):
-    """What of the rows to run. Errors as of `Selection`."""
+    """Rows to run. Errors as of `Selection`."""
 
     seconds: float = SECONDS
     """Length of one run of one side."""
@@ -104,10 +104,10 @@ class RpcBench(Selection):
         return [case.name for case in CASES]
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
-        """Measures all workloads, sides in turns; blocks.
+        """Measure all workloads, sides in turns; blocks.
 
         Args:
-            say: Is told what is going on.
+            say: Reports progress, a line a call.
 
         Raises:
             DriverFailed: A process cannot be started, or a call fails.
@@ -128,7 +128,8 @@ class RpcBench(Selection):
             samples = in_turns(drivers, workloads, rounds=self.rounds_to_run, seconds=seconds)
         for case in cases:
             ours = side_of(case, OURS, samples)
-            assert ours is not None
+            if ours is None:
+                raise DriverFailed(f"{case.name}: our side does not have it")
             peer, parts = side_of(case, self.peer, samples), _parts(case, samples)
             yield compare(case, ours, peer, judge=not self.quick, machine=machine, parts=parts)
 

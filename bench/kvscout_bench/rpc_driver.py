@@ -27,7 +27,7 @@ from kvscout_lab.statistics import percentile
 DYNAMO, FLOOR = "dynamo", "floor"
 WARM_CALLS = 50
 OUTSTANDING = 64
-"""Where as many calls are made as get through."""
+"""Calls in flight at a saturated rate."""
 
 
 class Side(Protocol):
@@ -36,7 +36,7 @@ class Side(Protocol):
     processes: Mapping[str, MeasuredProcess]
 
     async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
-        """What is called; `stack` closes what it takes.
+        """Return the call of a kind; `stack` closes what it opens.
 
         Raises:
             KeyError: It has no such kind.
@@ -44,11 +44,11 @@ class Side(Protocol):
 
 
 async def _nothing(number: int) -> None:
-    """What the loop that calls costs by itself."""
+    """Do nothing: the cost of the calling loop itself."""
 
 
 async def _load(call: Call, rate: str, seconds: float) -> list[float]:
-    """Calls for so long; returns how long each took, in seconds."""
+    """Call for so long; return how long each took, in seconds."""
     if rate != "saturated":
         return (await at_rate(call, per_second=float(rate), seconds=seconds)).seconds
     ends_at, taken = time.perf_counter() + seconds, []
@@ -92,7 +92,7 @@ async def _run(side: Side, workload: str, seconds: float) -> dict[str, Any]:
 
 
 async def _cost(load: Callable[[], Awaitable[list[float]]]) -> float:
-    """CPU of this process a call, in microseconds."""
+    """Return CPU of this process a call, in microseconds."""
     begun = time.process_time_ns()
     taken = await load()
     return (time.process_time_ns() - begun) / len(taken) / 1e3
@@ -108,7 +108,7 @@ def _side(name: str, workers: int, running: ExitStack) -> Side:
 
 
 def main(name: str) -> None:
-    """Serves commands until its input ends."""
+    """Serve commands until its input ends."""
     with ExitStack() as running:
         sides: dict[int, Side] = {}
         for line in sys.stdin:

@@ -19,10 +19,10 @@ _HEADERS = (("content-type", "application/json"),)
 
 
 class DynamoSide:
-    """Its services with so many workers. Errors as of `DynamoService`.
+    """Its services with a number of workers. Errors as of `DynamoService`.
 
     Args:
-        workers: How many.
+        workers: Number of workers.
         running: Ends them.
     """
 
@@ -39,13 +39,13 @@ class DynamoSide:
                 service.until_quiet()
         self._selector.until_schedulable()
         for tokens in TOKENS:
-            asked = {"model_name": MODEL, "token_ids": prompt(tokens)}
-            scores = self._indexer.ask("POST", "/query", asked)["scores"]
+            query = {"model_name": MODEL, "token_ids": prompt(tokens)}
+            scores = self._indexer.request("POST", "/query", query)["scores"]
             found = [rank // BLOCK_SIZE for ranks in scores.values() for rank in ranks.values()]
             require_all(found, tokens, workers)
 
     async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
-        """What is called.
+        """Return the call of a kind.
 
         Raises:
             KeyError: It has no such kind.
@@ -60,7 +60,7 @@ class DynamoSide:
         url = f"http://{self._indexer.address}/query"
 
         async def call(number: int) -> None:
-            await _asked(client, "POST", url, body)
+            await _call(client, "POST", url, body)
 
         return call
 
@@ -71,16 +71,16 @@ class DynamoSide:
 
         async def call(number: int) -> None:
             name = f"request-{next(self._ids)}"
-            await _asked(
+            await _call(
                 client, "POST", f"{service}/select_and_reserve", b'{"selection_id":"%s",' % name.encode() + rest
             )
-            await _asked(client, "POST", f"{service}/reservations/{name}/prefill_complete")
-            await _asked(client, "DELETE", f"{service}/reservations/{name}")
+            await _call(client, "POST", f"{service}/reservations/{name}/prefill_complete")
+            await _call(client, "DELETE", f"{service}/reservations/{name}")
 
         return call
 
 
-async def _asked(client: HttpClient, method: str, url: str, body: bytes = b"") -> None:
+async def _call(client: HttpClient, method: str, url: str, body: bytes = b"") -> None:
     answer = await client.send(HttpRequest(url, method, _HEADERS, body), connect_seconds=CALL_SECONDS)
     text = b"".join([part async for part in answer.chunks()])
     if answer.status >= 300:

@@ -1,4 +1,4 @@
-"""What workers hold while calls are measured: engines, sockets of this process, that publish parts of prompts."""
+"""Contents of the workers while calls are measured: engines, sockets of this process, that publish parts of prompts."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ PARTS = 8
 
 
 def prompt(tokens: int) -> Sequence[int]:
-    """The prompt of so many tokens; none begins another one."""
+    """Return the prompt of `tokens` tokens; none begins another one."""
     return random_tokens(tokens, seed=tokens)
 
 
 def held_blocks(tokens: int, number: int) -> int:
-    """How much of the prompt of so many tokens worker number so-and-so holds, in blocks."""
+    """Return the blocks of the prompt of `tokens` tokens that a worker holds."""
     return tokens // BLOCK_SIZE * (1 + number % PARTS) // PARTS
 
 
 def require_all(found: Iterable[int], tokens: int, workers: int) -> None:
-    """Fails unless a side finds what was published.
+    """Fail unless a side finds what was published.
 
     Args:
-        found: Overlaps that it told, in blocks, in any order.
-        tokens: Of the prompt.
-        workers: How many hold some of it.
+        found: Overlaps that it returned, in blocks, in any order.
+        tokens: Tokens of the prompt.
+        workers: Number of workers that hold some of it.
 
     Raises:
-        DriverFailed: It finds something else: its events were lost, or it is asked wrongly.
+        DriverFailed: It finds something else: its events were lost, or the query is wrong.
     """
     wanted = sorted(held_blocks(tokens, number) for number in range(workers))
     if sorted(found) != wanted:
@@ -60,11 +60,11 @@ class Publishers:
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Where each worker publishes."""
+        """Return the endpoint of each worker."""
         return {f"worker-{number}": engine.endpoint for number, engine in enumerate(self._engines)}
 
     def publish(self) -> int:
-        """Publishes what they hold, once all have a subscriber; returns the number of batches.
+        """Publish what they hold, once all have a subscriber; return the number of batches.
 
         Raises:
             TimeoutError: One has none.

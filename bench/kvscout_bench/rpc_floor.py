@@ -1,4 +1,4 @@
-"""What calls cost at least on this machine: a process that reads a call and writes an answer, as long as ours are."""
+"""The floor of the cost of calls: a process that reads a call and writes an answer, as long as ours are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FloorSide:
         self._port = int(line)
 
     async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
-        """What is called.
+        """Return the call of a kind.
 
         Raises:
             KeyError: It has no such kind.

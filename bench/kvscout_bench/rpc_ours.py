@@ -27,11 +27,11 @@ Call = Callable[[int], Awaitable[None]]
 
 
 class OurSide:
-    """The services with so many workers. Errors as of `ServiceProcess`.
+    """The services with a number of workers. Errors as of `ServiceProcess`.
 
     Args:
         transport: As of `--rpc-transport`.
-        workers: How many.
+        workers: Number of workers.
         running: Ends them.
     """
 
@@ -64,7 +64,7 @@ class OurSide:
             require_all(found.overlaps.device_blocks, tokens, workers)
 
     async def call_of(self, kind: str, tokens: int, stack: AsyncExitStack) -> Call:
-        """What is called.
+        """Return the call of a kind.
 
         Raises:
             KeyError: There is no such kind.
@@ -90,11 +90,11 @@ class OurSide:
 
     async def _message(self, tokens: int, stack: AsyncExitStack) -> Call:
         indexer = await stack.enter_async_context(open_channel(self._indexer))
-        ask = Stream(indexer.stream_stream(f"{INDEXER}StreamFindMatches")(), stack)
+        find = Stream(indexer.stream_stream(f"{INDEXER}StreamFindMatches")(), stack)
         request = indexer_pb2.StreamFindMatchesRequest(requests=[find_request(tokens)]).SerializeToString()
 
         async def call(number: int) -> None:
-            await ask(request)
+            await find(request)
 
         return call
 
@@ -104,7 +104,7 @@ class OurSide:
         return _unary(gateway.unary_unary(f"{GATEWAY}Route"), request)
 
     async def _life(self, tokens: int, stack: AsyncExitStack) -> Call:
-        """Where is it cached, who takes it, its prefill is complete, it is over: four calls."""
+        """Return a request's life as four calls: find, reserve, prefill complete, free."""
         indexer = await stack.enter_async_context(open_channel(self._indexer))
         scheduler = await stack.enter_async_context(open_channel(self._scheduler))
         find: Any = indexer.unary_unary(f"{INDEXER}FindMatches")
@@ -126,17 +126,17 @@ class OurSide:
         return call
 
     async def _stream(self, tokens: int, stack: AsyncExitStack) -> Call:
-        """The same as messages of two open streams."""
+        """Return the same as messages of two open streams."""
         indexer = await stack.enter_async_context(open_channel(self._indexer))
         scheduler = await stack.enter_async_context(open_channel(self._scheduler))
-        ask = Stream(indexer.stream_stream(f"{INDEXER}StreamFindMatches")(), stack)
+        find = Stream(indexer.stream_stream(f"{INDEXER}StreamFindMatches")(), stack)
         operations = Operations(scheduler.stream_stream(f"{SCHEDULER}Lifecycle")(), stack)
         await operations.open(f"bench-{next(self._ids)}")
         query = indexer_pb2.StreamFindMatchesRequest(requests=[find_request(tokens)]).SerializeToString()
         wanted = _wanted(tokens)
 
         async def call(number: int) -> None:
-            answer = indexer_pb2.StreamFindMatchesResponse.FromString(await ask(query))
+            answer = indexer_pb2.StreamFindMatchesResponse.FromString(await find(query))
             named = self._named()
             overlaps = answer.results[0].response.overlaps
             selection = scheduler_pb2.SelectRequest(request_id=named.request_id, attempt_id=1, overlaps=overlaps)
@@ -155,7 +155,7 @@ class Stream:
     """An open stream on which each message is answered by one, in order.
 
     Args:
-        stream: Of bytes.
+        stream: Stream of bytes.
         stack: Ends it.
     """
 
@@ -165,7 +165,7 @@ class Stream:
         stack.callback(stream.cancel)
 
     async def __call__(self, message: bytes) -> bytes:
-        """Sends a message; its answer.
+        """Send a message and return its answer.
 
         Raises:
             ConnectionError: The stream ended.
@@ -188,7 +188,7 @@ class Operations:
     """Operations on an open Lifecycle stream, whose results come several in a message and in any order.
 
     Args:
-        stream: Of bytes; nothing was written yet.
+        stream: Stream of bytes; nothing was written yet.
         stack: Ends it.
     """
 
@@ -202,7 +202,7 @@ class Operations:
         self._stack = stack
 
     async def open(self, owner_id: str) -> None:
-        """Says who it is."""
+        """Say who it is."""
         hello = scheduler_pb2.LifecycleHello(owner_id=owner_id)
         await self._stream.write(scheduler_pb2.LifecycleRequest(hello=hello).SerializeToString())
         await self._stream.read()
@@ -210,7 +210,7 @@ class Operations:
         self._stack.callback(self._reader.cancel)
 
     async def __call__(self, **operation: Any) -> None:
-        """Carries one out.
+        """Send an operation and wait for its result.
 
         Raises:
             DriverFailed: It was refused.
@@ -242,11 +242,11 @@ def _unary(method: Any, request: bytes) -> Call:
 
 
 def find_request(tokens: int) -> indexer_pb2.FindMatchesRequest:
-    """Where the prompt of so many tokens is cached."""
+    """Return the query for the prompt of `tokens` tokens."""
     return indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=prompt(tokens))
 
 
 def _wanted(tokens: int) -> scheduler_pb2.SelectRequest:
-    """What is to be booked, but for where it is cached and its name."""
+    """Return the booking of a prompt, without its overlaps and its name."""
     hashes = block_hashes(prompt(tokens), BLOCK_SIZE)
     return scheduler_pb2.SelectRequest(model=MODEL, block_hashes=hashes, isl_tokens=tokens)

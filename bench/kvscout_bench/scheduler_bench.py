@@ -46,14 +46,14 @@ class SchedulerCase(Case):
     """A row, and the sizes of its measurement."""
 
     tokens: int = 0
-    """Of each prompt, in rows of lifecycles."""
+    """Tokens of each prompt, in rows of lifecycles."""
     workers: int = WORKERS
     holders: int = 0
     """Workers on which a part of each prompt is cached; 0 = all."""
     unwell: bool = False
     """One worker cools down and another one is excluded."""
     blocks: int = 0
-    """Of each prompt, in rows of the native core."""
+    """Blocks of each prompt, in rows of the native core."""
 
 
 def _case(
@@ -138,7 +138,7 @@ ROWS: Sequence[str] = [case.name for case in (*LIFECYCLE_CASES, MEMORY, REPLICA,
 
 @dataclass(frozen=True, slots=True)
 class SchedulerBench(Selection):
-    """What of the rows to run. Errors as of `Selection`."""
+    """Rows to run. Errors as of `Selection`."""
 
     @classmethod
     def rows(cls) -> Iterable[str]:
@@ -146,10 +146,10 @@ class SchedulerBench(Selection):
         return ROWS
 
     def run(self, say: Callable[[str], None]) -> Iterator[Row]:
-        """Measures row by row; blocks.
+        """Measure row by row; blocks.
 
         Args:
-            say: Is told what is going on.
+            say: Reports progress, a line a call.
 
         Raises:
             DriverFailed: A process cannot be started, or fails.
@@ -205,6 +205,6 @@ class SchedulerBench(Selection):
 
     def _core(self, driver: Driver, case: SchedulerCase) -> Any:
         seconds = QUICK_SECONDS if self.quick else SECONDS
-        return driver.ask(
+        return driver.request(
             "run", workload=case.workload, seconds=seconds, workers=case.workers, blocks=case.blocks, rows="shuffled"
         )

@@ -1,4 +1,4 @@
-"""What a request's life costs the scheduler's core, in this process: while all is well, and while something is not."""
+"""Cost of a request's life in the scheduler's core, in this process: with healthy workers, and with one that is not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvscout_scheduler.values.settings import SchedulerSettings
 
 PROMPTS = 256
 BLOCKS = 32
-"""Of each prompt."""
+"""Blocks of each prompt."""
 HOLDERS = 8
 """Workers on which a part of a prompt is cached."""
 OUTSTANDING = 64
@@ -29,13 +29,13 @@ OUTPUT_TOKENS = 64
 
 
 def life_us(lives: int, *, workers: int, unwell: bool, seed: int) -> float:
-    """CPU time of one life in microseconds: select_and_reserve, prefill complete, free, as a stream's owner asks.
+    """Return the CPU microseconds of one life: select_and_reserve, prefill complete, free, as a stream's owner sends.
 
     Args:
-        lives: How many are measured; a tenth more come first.
-        workers: Of the pool.
-        unwell: Whether one worker cools down, and every request excludes another one.
-        seed: Of the draws.
+        lives: Number measured; a tenth more come first.
+        workers: Workers of the pool.
+        unwell: One worker cools down, and every request excludes another one.
+        seed: Seed of the draws.
     """
     core = _Core(workers, unwell, seed)
     core.live(lives // 10 + OUTSTANDING)
@@ -93,9 +93,9 @@ def _prompts(names: Sequence[str], rng: Random) -> list[Prompt]:
     """As a stream's messages bring them."""
     codec, made = Codec(""), []
     for number in range(PROMPTS):
-        (asked,) = prompts(1, BLOCKS, sorted(rng.sample(names, HOLDERS)), number)
+        (selection,) = prompts(1, BLOCKS, sorted(rng.sample(names, HOLDERS)), number)
         operation = scheduler_pb2.LifecycleOperation(id=number)
-        operation.select_and_reserve.MergeFromString(asked)
+        operation.select_and_reserve.MergeFromString(selection)
         operation.select_and_reserve.request_id = str(number)
         for _, read in codec.read(scheduler_pb2.LifecycleRequest(operations=[operation]).SerializeToString()):
             assert isinstance(read, Select)

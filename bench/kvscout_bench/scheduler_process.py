@@ -45,7 +45,7 @@ def prompts(count: int, blocks: int, worker_ids: Sequence[str], seed: int) -> li
     """Serialised `SelectRequest`s without a request id: different prompts, each cached in part on every worker.
 
     Args:
-        count: How many.
+        count: Number of prompts.
         blocks: Complete blocks of each.
         worker_ids: The workers.
         seed: Same seed, same prompts.
@@ -67,7 +67,7 @@ def prompts(count: int, blocks: int, worker_ids: Sequence[str], seed: int) -> li
 
 
 class Gateway:
-    """Runs requests through their lives on one stream, so many at once: booked, prefill complete, freed.
+    """Runs requests through their lives on one stream, several at once: booked, prefill complete, freed.
 
     What is answered in one message goes on in one message.
 
@@ -86,11 +86,11 @@ class Gateway:
         """Received."""
 
     async def run(self, address: str, lifecycles: int, begins: Callable[[], None]) -> None:
-        """Runs so many lives; returns when the last one is over.
+        """Run `lifecycles` lives; return when the last one is over.
 
         Args:
-            address: Of the scheduler.
-            lifecycles: How many are counted; a tenth more comes first.
+            address: Address of the scheduler.
+            lifecycles: Number counted; a tenth more comes first.
             begins: Called when the first one that counts begins.
 
         Raises:
@@ -154,7 +154,7 @@ class Gateway:
 
 
 def lifecycle_cpu_us(process: SchedulerProcess, gateway: Gateway, lifecycles: int) -> float:
-    """CPU time of the process a lifecycle, in microseconds; blocks."""
+    """Return the CPU time of the process a lifecycle, in microseconds; blocks."""
     before = 0.0
 
     def begins() -> None:
@@ -166,11 +166,11 @@ def lifecycle_cpu_us(process: SchedulerProcess, gateway: Gateway, lifecycles: in
 
 
 def bytes_a_booking(process: SchedulerProcess, bookings: int, *, blocks: int) -> float:
-    """Memory of the process that an active request takes, in bytes; blocks. No two share a block.
+    """Return the memory of the process that an active request takes, in bytes; blocks. No two share a block.
 
     Args:
         process: Measured.
-        bookings: How many; a quarter as many come first and stay, too.
+        bookings: Number measured; a quarter as many come first and stay, too.
         blocks: Complete blocks of each prompt.
     """
 

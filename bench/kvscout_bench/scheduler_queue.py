@@ -19,9 +19,9 @@ from kvscout_scheduler.values.thresholds import BusyThresholds
 
 BLOCK_SIZE = 16
 BLOCKS = 64
-"""Of each prompt; one of them fills a worker."""
+"""Blocks of each prompt; one prompt fills a worker."""
 PINNED_EVERY = 16
-"""Of so many that wait one wants a certain worker."""
+"""Interval of waiting requests that are pinned to a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ def measure(dequeues: int, *, workers: int, waiting: int, seed: int) -> DequeueC
 
     Args:
         dequeues: Number measured.
-        workers: Of the pool.
+        workers: Workers of the pool.
         waiting: Requests in the queue.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
     queue = _FullQueue(workers, waiting, Random(seed))
     taken = []

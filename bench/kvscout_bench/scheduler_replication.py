@@ -1,4 +1,4 @@
-"""How soon another replica of the scheduler sees a booking: two processes, a real NATS on loopback.
+"""Delay until another replica of the scheduler sees a booking: two processes, a real NATS on loopback.
 
 One replica books requests at a fixed rate, marks their prefill and frees them; the other notes when each becomes load
 there. Both read CLOCK_MONOTONIC, which is one clock for the machine.
@@ -39,7 +39,7 @@ DEADLINE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """How long bookings took to be seen at the other replica, in seconds."""
+    """Delays until bookings were seen at the other replica, in seconds."""
 
     per_second: float
     """Bookings, as they were made."""
@@ -50,11 +50,11 @@ class Visibility:
 
 
 def measure(requests: int, per_second: float) -> Visibility:
-    """Books requests at one replica and waits for them at another.
+    """Book requests at one replica and wait for them at another.
 
     Args:
-        requests: How many.
-        per_second: How fast, each of them three events; what is overdue is made up for at once.
+        requests: Number of requests.
+        per_second: Rate of requests, each of three events; overdue ones are sent at once.
 
     Raises:
         DriverFailed: There is no nats-server.
@@ -148,7 +148,7 @@ async def _read(url: str, parent: Connection, requests: int) -> None:
 
 
 def _replica(url: str, name: str) -> tuple[Scheduler, Replicas, Callable[[], Coroutine[Any, Any, None]]]:
-    """A replica, and what runs it."""
+    """Return a replica, and what runs it."""
     core = Scheduler(clock=time.monotonic, rng=Random(7))
     replication = Replication(core, name)
     for number in range(WORKERS):

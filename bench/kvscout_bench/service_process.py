@@ -46,22 +46,22 @@ class MeasuredProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended by itself."""
+        """Return whether it has ended by itself."""
         return self._process.poll() is not None
 
     def cpu_seconds(self) -> float:
-        """User and system time of the process so far, in seconds."""
+        """Return the user and system time of the process so far, in seconds."""
         return cpu_of(Path(f"/proc/{self._process.pid}/stat"))
 
     def cpu_ns(self) -> int:
-        """Time on a core of all its threads that live, to the nanosecond: of runs that are too short for ticks."""
+        """Return the nanoseconds on a core of all its live threads: for runs too short for ticks."""
         return sum(int((task / "schedstat").read_text().split()[0]) for task in self._tasks())
 
     def _tasks(self) -> Iterable[Path]:
         return Path(f"/proc/{self._process.pid}/task").iterdir()
 
     def rss_bytes(self) -> int:
-        """Memory of the process that is in RAM."""
+        """Return the memory of the process that is in RAM."""
         return rss_of(self._process.pid)
 
 
@@ -125,19 +125,19 @@ def free_port() -> int:
 
 
 def cpu_of(stat: Path) -> float:
-    """User and system time in the text of a `stat` file of /proc, in seconds."""
+    """Return the user and system time in the text of a `stat` file of /proc, in seconds."""
     # The name of the program, in parentheses, may have spaces.
     fields = stat.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def rss_of(pid: int) -> int:
-    """Memory of a process that is in RAM."""
+    """Return the memory of a process that is in RAM."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def until(reached: Callable[[], T], what: str, *, within_seconds: float = DRAIN_SECONDS) -> T:
-    """Waits until something is truthy and returns it; blocks.
+    """Wait until something is truthy and return it; blocks.
 
     Raises:
         DriverFailed: It is not in time.

@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    """Asks for SIGKILL on the parent's death and becomes the program; never returns.
+    """Request SIGKILL on the parent's death and become the program; never returns.
 
     Args:
         arguments: Parent's process id, program, its arguments.

@@ -26,7 +26,7 @@ CONNECTION = "Connection"
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How to talk to a gateway."""
+    """Connection settings of a gateway."""
 
     gateway: str
     tenant: str
@@ -35,11 +35,11 @@ class Connection:
 
     @property
     def services(self) -> Services:
-        """The gateway, as one whose helpers are asked, too."""
+        """Return the gateway as a root of discovery, whose upstreams are queried, too."""
         return Services(self.gateway, (), self.tenant, self.timeout_seconds, self.security)
 
     def router(self) -> Router:
-        """A client; use it as a context manager."""
+        """Return a client; use it as a context manager."""
         return Router(self.gateway, tenant=self.tenant, security=self.security, timeout_seconds=self.timeout_seconds)
 
 
@@ -47,7 +47,7 @@ Command = Callable[..., Any]
 
 
 def _flags(make: Callable[[dict[str, Any], ClientSecurity], Any], *declared: Callable[[Command], Command]) -> Any:
-    """A decorator that gives a command some flags and those of a client.
+    """Return a decorator that gives a command some flags and those of a client.
 
     Args:
         make: Takes the values of the flags that it reads out of a mapping, and gives the command's first argument.
@@ -82,7 +82,7 @@ _gateway_flag = flag("--gateway", section=CONNECTION, default="localhost:7050", 
 
 
 def connection_flags(command: Command) -> Command:
-    """Gives a command the connection flags; it gets a `Connection` as its first argument."""
+    """Add the connection flags to a command; it gets a `Connection` as its first argument."""
 
     @functools.wraps(command)
     def reaching(connection: Connection, **values: Any) -> Any:
@@ -109,7 +109,7 @@ def connection_flags(command: Command) -> Command:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Where to begin to ask all services of a kvscout."""
+    """Addresses from which all services are discovered."""
 
     gateway: str
     further: tuple[str, ...]
@@ -119,16 +119,16 @@ class Services:
 
     @property
     def named(self) -> list[Named]:
-        """Those that are asked first."""
+        """Return the services that are queried first."""
         return [Named(self.gateway, Kind.GATEWAY), *(Named(address) for address in self.further)]
 
     @property
     def gathering(self) -> Gathering:
-        """What asks them."""
+        """Return the client of the services."""
         return Gathering(self.security, tenant=self.tenant, timeout_seconds=self.timeout_seconds)
 
     async def snapshot(self, *, engines: bool, proxies: Sequence[str] = ()) -> Snapshot:
-        """What they say now.
+        """Return the current statuses.
 
         Args:
             engines: Ask the workers' engines, too.
@@ -138,7 +138,7 @@ class Services:
 
 
 def services_flags(command: Command) -> Command:
-    """Gives a command the flags of all services; it gets `Services` as its first argument."""
+    """Add the flags of all services to a command; it gets `Services` as its first argument."""
     decorate = _flags(
         lambda values, security: Services(
             values.pop("gateway"), values.pop("addresses"), values.pop("tenant"), values.pop("timeout"), security
@@ -154,22 +154,22 @@ def services_flags(command: Command) -> Command:
 
 @dataclass(frozen=True, slots=True)
 class Schedulers:
-    """How to talk to schedulers."""
+    """Connection settings of schedulers."""
 
     addresses: tuple[str, ...]
     timeout_seconds: float
     security: ClientSecurity
 
-    async def ask(self, method: str, request: Message) -> dict[str, Any]:
-        """Their answers to a call, by address.
+    async def call(self, method: str, request: Message) -> dict[str, Any]:
+        """Return their answers to a call, by address.
 
         Raises:
             KvscoutError: One does not answer, or refuses.
         """
-        answers = await asyncio.gather(*(self._ask(address, method, request) for address in self.addresses))
+        answers = await asyncio.gather(*(self._call(address, method, request) for address in self.addresses))
         return dict(zip(self.addresses, answers, strict=True))
 
-    async def _ask(self, address: str, method: str, request: Message) -> Any:
+    async def _call(self, address: str, method: str, request: Message) -> Any:
         channel = open_channel(address, self.security)
         try:
             stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
@@ -179,7 +179,7 @@ class Schedulers:
 
 
 def scheduler_flags(command: Command) -> Command:
-    """Gives a command the flags of a connection to schedulers; it gets a `Schedulers` as its first argument."""
+    """Add the flags of a connection to schedulers to a command; it gets a `Schedulers` as its first argument."""
     decorate = _flags(
         lambda values, security: Schedulers(values.pop("scheduler"), values.pop("timeout"), security),
         _timeout_flag(5.0, "Longest wait for each answer, in seconds."),
@@ -204,7 +204,7 @@ model_flag = flag("--model", section="Options", default="", help="Default: the o
 
 
 async def chosen_model(router: Router, model: str) -> str:
-    """The model that a command means.
+    """Return the model that a command means.
 
     Args:
         router: A client.

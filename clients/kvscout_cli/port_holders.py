@@ -1,4 +1,4 @@
-"""Who listens at a port of this machine: for the one who finds it taken.
+"""The process that listens at a port, for errors about ports that are taken.
 
 Linux tells, in /proc, as far as we may look: the processes of other users stay unknown, and so do all elsewhere.
 """
@@ -14,7 +14,7 @@ _STATE_DIR = "--state-dir"
 
 
 def holder(port: int) -> str:
-    """Who listens at a port, as the middle of a sentence; "" = it cannot be told."""
+    """Return the process that listens at a port, as the middle of a sentence; "" = unknown."""
     pid = _listener(port)
     if pid is None:
         return ""
@@ -64,7 +64,7 @@ def _with_ancestors(pid: int) -> Iterable[int]:
 
 
 def _state_dir_of_up(pid: int) -> Path | None:
-    """Where a `kvscout up` keeps its state; None = the process is none."""
+    """Return the state folder of a `kvscout up`; None = the process is none."""
     words = _command(pid)
     program = next((place for place, word in enumerate(words) if _is_kvscout(word)), None)
     if program is None or "up" not in words[program + 1 :]:

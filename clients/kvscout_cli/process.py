@@ -24,7 +24,7 @@ _CHILD = Path(__file__).with_name("child.py")
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run."""
+    """Command of a process."""
 
     name: str
     """Such as "gateway"; unique within a stack."""
@@ -61,10 +61,10 @@ class ManagedProcess:
     async def start(
         cls, program: Program, on_line: Callable[[str, str], None], environment: Mapping[str, str] | None = None
     ) -> ManagedProcess:
-        """Starts a program; it is not ready yet.
+        """Start a program; it is not ready yet.
 
         Args:
-            program: What to run, under this interpreter.
+            program: Program to run, under this interpreter.
             on_line: Called with (program name, line) for everything it writes but its ready line.
             environment: Its whole environment; None = this process's.
         """
@@ -85,7 +85,7 @@ class ManagedProcess:
         return self._process.pid
 
     async def ready(self, timeout_seconds: float) -> Mapping[str, Any]:
-        """Waits for the ready line and returns it.
+        """Wait for the ready line and return it.
 
         Raises:
             ProcessFailed: The process ended before, or took too long.
@@ -100,7 +100,7 @@ class ManagedProcess:
         raise ProcessFailed(f"{self.program.name} was not ready in time", tuple(self._tail))
 
     def failure(self) -> ProcessFailed:
-        """The error that a process stands for that ended unasked."""
+        """Return the error that a process stands for that ended unasked."""
         when = "unasked" if self._ready.done() else "before it was ready"
         code = self._process.returncode
         if code is not None and code < 0:

@@ -1,4 +1,4 @@
-"""Live progress of a replay: a bar on a terminal, a line every few seconds elsewhere. Both on stderr."""
+"""Live progress of a replay: a bar on a terminal, a line every few seconds else. Both on stderr."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ReplayProgress(Protocol):
     """Shows one replay."""
 
     def status(self, text: str) -> None:
-        """Says what is going on when no requests are."""
+        """Report progress while no requests are sent."""
         ...
 
     def record(self, record: RequestRecord) -> None:
-        """Takes in one more finished request; quick."""
+        """Take in one more finished request; quick."""
         ...
 
 
@@ -39,7 +39,7 @@ class Tally:
         self._ttfts = 0
 
     def add(self, record: RequestRecord) -> None:
-        """Takes in one more request."""
+        """Take in one more request."""
         self.requests += 1
         self.errors += bool(record.error)
         if record.cached_tokens is not None:
@@ -57,7 +57,7 @@ class Tally:
 
 @contextmanager
 def replay_progress(label: str, total: int) -> Iterator[ReplayProgress]:
-    """Shows a replay of `total` requests while the block runs."""
+    """Show a replay of `total` requests while the block runs."""
     if sys.stderr.isatty():
         columns = (
             SpinnerColumn(),

@@ -1,4 +1,4 @@
-"""Where commands take prompts from: arguments, a file, or stdin."""
+"""Prompts of commands: arguments, a file, or stdin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvscout_cli.connection import option
 
 
 def prompt_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command `[TOKENS]...` and `--file`; it gets them as `token_ids`."""
+    """Add `[TOKENS]...` and `--file` to a command; it gets them as `token_ids`."""
 
     @click.argument("tokens", nargs=-1)
     @option(

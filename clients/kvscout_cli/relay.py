@@ -19,7 +19,7 @@ from kvscout_common.settings.flags import SERVER, SectionedOption
 SERVICES = ("scheduler", "indexer", "gateway")
 
 _OWNED = frozenset({"indexer", "no_indexer", "scheduler", "tls_ca", "tls_client_cert", "tls_client_key", "token_file"})
-"""What the stack itself decides: who talks to whom, and how."""
+"""Flags that the stack sets itself: addresses and transports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class RelayedFlag:
     services: tuple[str, ...]
 
     def words(self, value: Any) -> tuple[str, ...]:
-        """The flag with a value, as a service takes it on its command line."""
+        """Return the flag with a value, as a service takes it on its command line."""
         if self.option.is_flag:
             if value:
                 return (self.option.opts[0],)
@@ -40,7 +40,7 @@ class RelayedFlag:
 
 
 def relayed_flags() -> list[RelayedFlag]:
-    """Every behaviour and performance flag of the services."""
+    """Return every behaviour and performance flag of the services."""
     found: dict[str, RelayedFlag] = {}
     for service in SERVICES:
         main: click.Command = import_module(f"kvscout_{service}.main").main
@@ -58,7 +58,7 @@ def relayed_flags() -> list[RelayedFlag]:
 
 
 def relay(flags: Iterable[RelayedFlag]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command the flags, among its other values."""
+    """Add the flags to a command, among its other values."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         parameters: list[click.Parameter] = command.__dict__.setdefault("__click_params__", [])
@@ -69,7 +69,7 @@ def relay(flags: Iterable[RelayedFlag]) -> Callable[[Callable[..., Any]], Callab
 
 
 def given_words(context: click.Context, flags: Iterable[RelayedFlag], service: str) -> tuple[str, ...]:
-    """What the user gave of a service's flags, as its command line; defaults stay with the service."""
+    """Return the flags of a service that the user gave, as its command line; defaults stay with the service."""
     words: list[str] = []
     for flag in flags:
         assert flag.option.name is not None

@@ -55,11 +55,11 @@ class Stack:
 
     @property
     def processes(self) -> list[ManagedProcess]:
-        """Every process started so far, in order."""
+        """Return every process started so far, in order."""
         return [process for stage in self._stages for process in stage]
 
     async def start(self, *programs: Program) -> list[ManagedProcess]:
-        """Starts one more stage and waits until all of it is ready.
+        """Start one more stage and wait until all of it is ready.
 
         Raises:
             ProcessFailed: One of them, or of an earlier stage, ended or took too long.
@@ -79,7 +79,7 @@ class Stack:
         return stage
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs work to its end, unless a process ends first: then the work is cancelled.
+        """Run work to its end, unless a process ends first: then the work is cancelled.
 
         Raises:
             ProcessFailed: A process ended.
@@ -98,7 +98,7 @@ class Stack:
                 task.exception()  # retrieved: if the work failed, too, the process that ended is the reason to tell
 
     async def stop(self) -> None:
-        """Stops everything, the last stage first; what has ended stays ended. Cancelling it kills at once."""
+        """Stop everything, the last stage first; what has ended stays ended. Cancelling it kills at once."""
         interrupted: asyncio.CancelledError | None = None
         grace = self._grace_seconds
         for stage in reversed(self._stages):

@@ -1,6 +1,6 @@
-"""What `kvscout up` leaves on disk while it runs, so that `kvscout down` finds it.
+"""State that `kvscout up` keeps on disk while it runs, so that `kvscout down` finds it.
 
-A lock file tells whether it runs: the kernel releases it with the process, so that nothing is ever stale.
+A lock file shows whether it runs: the kernel releases it with the process, so that nothing is ever stale.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StateDirectory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Holds the directory for the length of the block.
+        """Hold the directory for the length of the block.
 
         Raises:
             FailedPrecondition: Another process holds it.
@@ -48,13 +48,13 @@ class StateDirectory:
                 self._state_file.unlink(missing_ok=True)
 
     def write(self, state: Mapping[str, Any]) -> None:
-        """Says that the stack is ready, and how to reach it."""
+        """Report that the stack is ready, and how to reach it."""
         temporary = self._state_file.with_suffix(".tmp")
         temporary.write_text(json.dumps({"pid": os.getpid(), **state}, indent=2) + "\n")
         temporary.replace(self._state_file)
 
     def read(self) -> dict[str, Any]:
-        """What was written last; empty = nothing."""
+        """Return the state written last; empty = none."""
         try:
             state: dict[str, Any] = json.loads(self._state_file.read_text())
         except FileNotFoundError:
@@ -62,7 +62,7 @@ class StateDirectory:
         return state
 
     def is_held(self) -> bool:
-        """Whether a process holds the directory."""
+        """Return whether a process holds the directory."""
         try:
             with self._lock_file.open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,7 +73,7 @@ class StateDirectory:
         return False
 
     def wait_until_free(self, timeout_seconds: float) -> None:
-        """Waits until no process holds the directory.
+        """Wait until no process holds the directory.
 
         Raises:
             DeadlineExceeded: One still does.

@@ -1,4 +1,4 @@
-"""What `kvscout top` shows: one frame from what the services said now and a moment ago. Pure."""
+"""Frames of `kvscout top`, from the services' statuses now and a moment ago. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvscout_common.plain_text import printable
 
 
 def frame(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.WatchDecisionsResponse]) -> Group:
-    """What is shown.
+    """Contents of a frame.
 
     Args:
-        now: What is known.
-        before: What was known a moment ago; None = rates are not known.
+        now: Current statuses.
+        before: Statuses of a moment ago; None = rates are unknown.
         decisions: The last ones, the newest first.
     """
     return Group(_totals(now, before), Text(), _workers(now), Text(), _decisions(decisions))

@@ -20,15 +20,15 @@ from kvscout_common.rpc.binding import wait_for_port
 from kvscout_common.worker import Role, Transport, WorkerRank, WorkerSpec
 
 MODEL = "mock-model"
-"""What simulated engines serve."""
+"""Model of simulated engines."""
 
 CONNECTED_SECONDS = 30.0
-"""Longest wait until the gateway has told every helper of every worker."""
+"""Longest wait until the gateway has registered every worker with its upstreams."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Where the services of a stack listen; 0 = any free port, -1 for metrics and HTTP = none."""
+    """Ports of the services of a stack; 0 = any free port, -1 for metrics and HTTP = none."""
 
     gateway: int = 0
     indexer: int = 0
@@ -37,7 +37,7 @@ class Ports:
     indexer_metrics: int = -1
     scheduler_metrics: int = -1
     mocker_http: int = 0
-    """Of the first simulated engine, the next ones count up; also for the two below."""
+    """Port of the first simulated engine, the next ones count up; also for the two below."""
     mocker_events: int = 0
     mocker_replay: int = 0
     bridge: int = 0
@@ -55,19 +55,19 @@ class Mockers:
 
     count: int = 4
     prefill: int = 0
-    """Of them, so many compute prompts for the others, which continue them; 0 = each does both."""
+    """Engines that only compute prompts, for the others; 0 = each does both."""
     block_size: int = 16
     num_gpu_blocks: int = 4096
     max_num_batched_tokens: int = 2048
     flags: tuple[str, ...] = ()
     """Further flags of `kvscout_mocker.main`."""
     first_flags: tuple[str, ...] = ()
-    """Of the first one, instead; empty = as the others."""
+    """Flags of the first one, instead; empty = as the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A stack: one indexer, one scheduler, one gateway, and engines; with a bridge and NATS where asked for."""
+    """A stack: one indexer, one scheduler, one gateway, and engines; with a bridge and NATS where wanted."""
 
     mockers: Mockers = Mockers()
     workers_file: Path | None = None
@@ -77,12 +77,12 @@ class Topology:
     scheduler_flags: tuple[str, ...] = ()
     gateway_flags: tuple[str, ...] = ()
     transport: Transport = Transport.ZMQ
-    """How events come to the indexer; over NATS a server and a bridge for all engines are started, too."""
+    """Transport of events to the indexer; over NATS a server and a bridge for all engines are started, too."""
     bridge_flags: tuple[str, ...] = ()
 
     @property
     def fixed_ports(self) -> dict[int, str]:
-        """What each port is for, of those that are not any free ones."""
+        """Return the purpose of each fixed port."""
         wanted = {field.name: getattr(self.ports, field.name) for field in fields(Ports)}
         by_nats = ("bridge", "bridge_metrics", "nats")
         if self.transport is Transport.ZMQ:
@@ -108,16 +108,16 @@ class Running:
 
     @property
     def answering(self) -> tuple[WorkerRank, ...]:
-        """Every worker rank that answers clients: those that compute prompts for others do not."""
+        """Return every worker rank that answers clients: those that compute prompts for others do not."""
         return tuple(rank for worker in self.workers if worker.role is not Role.PREFILL for rank in worker.ranks)
 
 
 async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
-    """Starts a topology and waits until its helpers know all workers.
+    """Start a topology and wait until its helpers know all workers.
 
     Args:
         stack: Starts and watches the processes.
-        topology: What to start.
+        topology: Processes to start.
         directory: Takes the workers file of simulated engines; must outlive the stack.
 
     Raises:
@@ -165,7 +165,7 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
 
 
 async def _free(port: int, name: str) -> None:
-    """Waits for a port as servers do."""
+    """Wait for a port as servers do."""
     try:
         await wait_for_port("127.0.0.1", port)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the blocking twins have besides the methods of their originals: a loop in a thread, and `with`."""
+"""Bases of the blocking client: a loop in a thread, and `with`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BlockingRouterBase:
             raise
 
     def close(self) -> None:
-        """Closes the connection; calls in flight are cancelled. Repeated calls do nothing more."""
+        """Close the connection; calls in flight are cancelled. Repeated calls do nothing more."""
         try:
             self._thread.run(self._router.close())
         except ValueError:
@@ -70,7 +70,7 @@ class BlockingRouterBase:
         return self._thread.run(coroutine)
 
     def _each(self, stream: AsyncGenerator[T, None]) -> Iterator[T]:
-        """What a stream yields; an iterator that is dropped cancels its call."""
+        """Yield the items of a stream; an iterator that is dropped cancels its call."""
 
         async def following() -> list[T]:
             try:
@@ -95,12 +95,12 @@ class BlockingBookingBase:
 
     @property
     def decision(self) -> RouteDecision:
-        """Where the request goes."""
+        """Return the decision."""
         return self._booking.decision
 
     @property
     def request_id(self) -> str:
-        """Of the request."""
+        """Return the request id."""
         return self._booking.request_id
 
     def __enter__(self) -> Self:

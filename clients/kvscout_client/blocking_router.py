@@ -1,4 +1,4 @@
-"""The blocking twin of `Router` and `Booking`. Written by clients/generate_blocking.py: do not edit."""
+"""The blocking forms of `Router` and `Booking`. Written by clients/generate_blocking.py: do not edit."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Calls:
         """Call a unary rpc.
 
         Args:
-            method: Of a stub.
+            method: Method of a stub.
             request: Its message.
             repeatable: Making it twice is the same as making it once.
 

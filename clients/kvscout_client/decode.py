@@ -46,7 +46,7 @@ _PHASES = {
 
 
 def active_request(message: scheduler_pb2.ActiveRequest) -> ActiveRequest:
-    """A request that is booked."""
+    """Return a request that is booked."""
     return ActiveRequest(
         request_id=message.request.request_id,
         attempt_id=message.request.attempt_id,
@@ -63,11 +63,11 @@ def active_request(message: scheduler_pb2.ActiveRequest) -> ActiveRequest:
 
 
 def decision(message: gateway_pb2.RouteResponse, *, requested: bool) -> RouteDecision:
-    """A routing decision.
+    """Return a routing decision.
 
     Args:
         message: The answer.
-        requested: A booking was asked for; a gateway that does not say has made it.
+        requested: A booking was requested; a gateway that does not report it has made it.
     """
     return RouteDecision(
         worker=_rank(message.worker),
@@ -111,7 +111,7 @@ def _explanation(message: scheduler_pb2.Explanation) -> Explanation:
 
 
 def chunk(message: gateway_pb2.GenerateResponse) -> GenerateChunk:
-    """A piece of output."""
+    """Return a chunk of output."""
     return GenerateChunk(
         token_ids=tuple(message.token_ids),
         text=message.text,
@@ -136,12 +136,12 @@ def _usage(message: gateway_pb2.Usage) -> Usage:
 
 
 def free_outcome(message: scheduler_pb2.FreeResponse) -> FreeOutcome:
-    """What a free did."""
+    """Outcome of a free."""
     return _FREE_OUTCOMES.get(message.outcome, FreeOutcome.UNKNOWN)
 
 
 def load(message: scheduler_pb2.WorkerLoad) -> WorkerLoad:
-    """The load of one rank."""
+    """Return the load of one rank."""
     return WorkerLoad(
         worker=_rank(message.worker),
         potential_prefill_tokens=message.potential_prefill_tokens,
@@ -157,7 +157,7 @@ def load(message: scheduler_pb2.WorkerLoad) -> WorkerLoad:
 
 
 def worker_record(message: workers_pb2.WorkerEntry) -> WorkerRecord:
-    """A registered worker."""
+    """Return a registered worker."""
     return WorkerRecord(
         spec=spec_from_proto(message.worker),
         source=word_of(workers_pb2.RegistrationSource, message.source),
@@ -168,7 +168,7 @@ def worker_record(message: workers_pb2.WorkerEntry) -> WorkerRecord:
 
 
 def thresholds(message: types_pb2.BusyThresholds) -> BusyThresholds:
-    """The thresholds of a model."""
+    """Return the thresholds of a model."""
     return BusyThresholds(
         model=message.model,
         tenant=message.tenant,
@@ -182,7 +182,7 @@ def thresholds(message: types_pb2.BusyThresholds) -> BusyThresholds:
 
 
 def status(message: gateway_pb2.GatewayGetStatusResponse) -> RouterStatus:
-    """The state of a gateway."""
+    """Return the state of a gateway."""
     service = message.service
     return RouterStatus(
         version=service.version,

@@ -27,11 +27,11 @@ class KvPushRouter:
     """A router with Dynamo's method names. A booking made by `best_worker` is owed `free`, or ends with its lease."""
 
     def __init__(self, router: Router, *, model: str = "") -> None:
-        """Uses a router, and leaves it open.
+        """Use a router, and leaves it open.
 
         Args:
-            router: Of the gateway.
-            model: Of all calls; "" = the router's.
+            router: Client of the gateway.
+            model: Model of all calls; "" = the router's.
         """
         self._router = router
         self._model = model
@@ -47,10 +47,10 @@ class KvPushRouter:
         worker_id: WorkerId | None = None,
         dp_rank: int | None = None,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Routes a prompt and runs it; books and frees by itself.
+        """Route a prompt and run it; book and free by itself.
 
         Returns:
-            Its pieces of output: `token_ids`, `text`, and in the last ones `finish_reason` and `usage`.
+            Its chunks of output: `token_ids`, `text`, and in the last ones `finish_reason` and `usage`.
 
         Raises:
             InvalidArgument: An option has a name that kvscout does not know.
@@ -67,25 +67,25 @@ class KvPushRouter:
             pinned_dp_rank=dp_rank,
         )
 
-        async def pieces() -> AsyncGenerator[dict[str, Any], None]:
+        async def dicts() -> AsyncGenerator[dict[str, Any], None]:
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    piece: dict[str, Any] = {"token_ids": list(chunk.token_ids)}
+                    chunk_dict: dict[str, Any] = {"token_ids": list(chunk.token_ids)}
                     if chunk.text:
-                        piece["text"] = chunk.text
+                        chunk_dict["text"] = chunk.text
                     if chunk.finish_reason is not None:
-                        piece["finish_reason"] = chunk.finish_reason.value
+                        chunk_dict["finish_reason"] = chunk.finish_reason.value
                     if chunk.usage is not None:
-                        piece["usage"] = {one.name: getattr(chunk.usage, one.name) for one in fields(chunk.usage)}
-                    if len(piece) > 1 or chunk.token_ids:
-                        yield piece
+                        chunk_dict["usage"] = {one.name: getattr(chunk.usage, one.name) for one in fields(chunk.usage)}
+                    if len(chunk_dict) > 1 or chunk.token_ids:
+                        yield chunk_dict
 
-        return pieces()
+        return dicts()
 
     async def best_worker(
         self, token_ids: Tokens, router_config_override: Options | None = None, request_id: str | None = None
     ) -> tuple[WorkerId, int, int]:
-        """Where a prompt should go; with a request id it is booked there.
+        """Choose the worker of a prompt; with a request id it is booked there.
 
         Returns:
             Worker id, data-parallel rank, leading blocks of the prompt that it has.
@@ -108,7 +108,7 @@ class KvPushRouter:
         return worker_id, overlap_blocks
 
     async def get_potential_loads(self, token_ids: Tokens) -> list[dict[str, Any]]:
-        """What each worker rank would have to do with a prompt added."""
+        """Return the load of each worker rank with a prompt added."""
         return [
             {
                 "worker_id": _number_or_text(load.worker.worker_id),
@@ -120,15 +120,15 @@ class KvPushRouter:
         ]
 
     async def mark_prefill_complete(self, request_id: str) -> None:
-        """Reports the first token of a request that `best_worker` booked."""
+        """Report the first token of a request that `best_worker` booked."""
         await self._router.mark_prefill_complete(request_id, model=self._model)
 
     async def free(self, request_id: str) -> None:
-        """Ends a request that `best_worker` booked."""
+        """End a request that `best_worker` booked."""
         await self._router.free(request_id, model=self._model)
 
     async def dump_events(self) -> str:
-        """The state of the index as events that make it, as JSON. Blocks below one that is missing are left out."""
+        """Return the index as events that make it, as JSON. Blocks below one that is missing are left out."""
         events: list[dict[str, Any]] = []
         hashes: list[int | None] = []
         async with aclosing(self._router.dump(model=self._model)) as batches:
@@ -144,10 +144,10 @@ class KvPushRouter:
 
 
 def _stored(chunk: events_pb2.StateChunk, hashes: list[int | None]) -> Iterator[dict[str, Any]]:
-    """The runs of a chunk as stored blocks.
+    """Yield the runs of a chunk as stored blocks.
 
     Args:
-        chunk: Of a dump.
+        chunk: Chunk of a dump.
         hashes: Engine hash of each position before, None where no prefix leads there; grows.
     """
     for run in chunk.runs:

@@ -14,10 +14,10 @@ class LoopThread:
     """Runs coroutines for any thread; it begins with the first one, and does not keep a process alive."""
 
     def __init__(self, name: str) -> None:
-        """Begins nothing yet.
+        """Begin nothing yet.
 
         Args:
-            name: Of the thread.
+            name: Name of the thread.
         """
         self._name = name
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class LoopThread:
         self._ended = False
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, waited for. An interrupted wait cancels it.
+        """Return the result of a coroutine, waited for. An interrupted wait cancels it.
 
         Raises:
             ValueError: The thread has ended.
@@ -45,7 +45,7 @@ class LoopThread:
             raise
 
     def end(self) -> None:
-        """Ends the thread: what runs is cancelled. Repeated calls do nothing more."""
+        """End the thread: what runs is cancelled. Repeated calls do nothing more."""
         with self._lock:
             self._ended = True
             thread, self._thread = self._thread, None

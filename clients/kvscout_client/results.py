@@ -1,4 +1,4 @@
-"""What the client returns."""
+"""Results of the client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Candidate:
     decode_blocks: float
     cost: float
     probability: float
-    """Of being drawn, where the temperature is above 0."""
+    """Probability of being drawn, where the temperature is above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
-    """Where a prompt should go."""
+    """Choice of a worker for a prompt."""
 
     worker: WorkerRank
     http_endpoint: str
@@ -59,9 +59,9 @@ class RouteDecision:
     """A helper was out of reach: the choice was made with less knowledge than usual."""
     degraded_reasons: tuple[str, ...]
     explanation: Explanation | None
-    """Set where it was asked for."""
+    """Set where it was requested."""
     confirmed_overlap_blocks: int
-    """Of overlap_blocks, those that the worker's events confirm; the rest is predicted."""
+    """Blocks of overlap_blocks that the worker's events confirm; the rest is predicted."""
     booked: bool
     """A scheduler has booked the request; False for a query, and where no scheduler answered."""
 
@@ -91,33 +91,33 @@ class TokenLogprobs:
     """Log probabilities at the place of one generated token."""
 
     logprob: float
-    """Of the token itself."""
+    """Log probability of the token itself."""
     top: Mapping[int, float]
-    """Of the tokens that were likeliest there, the likeliest first."""
+    """Log probabilities of the likeliest tokens there, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateChunk:
-    """A piece of the output."""
+    """A chunk of the output."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
     finish_reason: FinishReason | None = None
-    """Set in the last piece of output."""
+    """Set in the last chunk of output."""
     engine_finish_reason: str = ""
     """With it: the engine's own word."""
     decision: RouteDecision | None = None
-    """Where the request runs: in the first piece, and again if it had to move before its first token."""
+    """Worker of the request: in the first chunk, and again if it had to move before its first token."""
     usage: Usage | None = None
-    """In the last piece."""
+    """In the last chunk."""
     request_id: str = ""
-    """In the first piece."""
+    """In the first chunk."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each of `token_ids`, where they were asked for."""
+    """One for each of `token_ids`, where they were requested."""
 
 
 class FreeOutcome(StrEnum):
-    """What a free did."""
+    """Outcome of a free."""
 
     FREED = "freed"
     UNKNOWN = "unknown"
@@ -128,7 +128,7 @@ class FreeOutcome(StrEnum):
 
 
 class RequestPhase(StrEnum):
-    """Where an active request is."""
+    """Phase of an active request."""
 
     QUEUED = "queued"
     """It waits for a worker."""
@@ -148,10 +148,10 @@ class ActiveRequest:
     phase: RequestPhase | None
     """None = one that this release has no name for."""
     blocks: int
-    """Of the prompt, the partial one included."""
+    """Blocks of the prompt, the partial one included."""
     output_blocks: int
     uncached_tokens: int
-    """Of the prompt, those charged."""
+    """Prompt tokens charged as prefill."""
     age_seconds: float
     """Since it was booked."""
     phase_estimated: bool = False
@@ -191,14 +191,14 @@ class WorkerRecord:
 
     spec: WorkerSpec
     source: str
-    """Where the registration comes from, such as "rpc" or "file"."""
+    """Origin of the registration, such as "rpc" or "file"."""
     lease_remaining_seconds: float | None
     """None = no lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class BusyThresholds:
-    """When the workers of a model count as busy; None = off."""
+    """Load from which the workers of a model count as busy; None = off."""
 
     model: str
     tenant: str
@@ -218,12 +218,12 @@ class HelperState:
     calls: int
     failures: int
     pending_registrations: int
-    """Registrations it has not been told yet."""
+    """Registrations not sent to it yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerObservation:
-    """What the gateway saw of one worker rank."""
+    """Observations of the gateway on one worker rank."""
 
     worker: WorkerRank
     requests: int
@@ -242,7 +242,7 @@ class WorkerObservation:
     problem: str = ""
     """Why it gets no requests now; "" = it does."""
     health_check_problem: str = ""
-    """What was wrong with its last health check, once several failed; "" = nothing."""
+    """Error of its last health check, once several failed; "" = none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class RouterStatus:
     backend: str
     """"native" with the Rust extension, "reference" without it."""
     transport: str
-    """What carries its calls: "native" or "grpcio"; "" = a release that does not say."""
+    """Transport of its calls: "native" or "grpcio"; "" = a release that does not report it."""
     draining: bool
     warnings: tuple[str, ...]
     helpers: tuple[HelperState, ...]

@@ -17,7 +17,7 @@ _INTEGER_FORMATS = frozenset("bBhHiIlLqQnN")
 
 
 def token_list(tokens: object) -> Sequence[int]:
-    """The ids as a sequence that protobuf takes, without a Python loop over them.
+    """Return the ids as a sequence that protobuf takes, without a Python loop over them.
 
     Raises:
         InvalidArgument: They are text, of another type, or bytes that are no whole number of ids.

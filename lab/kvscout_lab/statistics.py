@@ -35,7 +35,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of at least one value."""
+    """Return the mean of at least one value."""
     if len(values) < 2:
         return Estimate(values[0], None)
     degrees = len(values) - 1

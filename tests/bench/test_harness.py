@@ -20,7 +20,7 @@ class Scripted:
     def __init__(self, name: str, log: list[str], *values: float) -> None:
         self.name, self.log, self.values = name, log, iter(values)
 
-    def ask(self, verb: str, *, within_seconds: float = 0, **arguments: object) -> Mapping[str, Any]:
+    def request(self, verb: str, *, within_seconds: float = 0, **arguments: object) -> Mapping[str, Any]:
         self.log.append(self.name)
         if arguments["workload"] == "absent":
             return {"unsupported": "absent"}

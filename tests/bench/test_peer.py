@@ -25,25 +25,25 @@ def program(text: str) -> list[str]:
 
 def test_a_command_is_one_line_of_words() -> None:
     with Driver(program(ECHO)) as driver:
-        assert driver.ask("run", workload="find_hashes", seconds=0.5) == {
+        assert driver.request("run", workload="find_hashes", seconds=0.5) == {
             "asked": "run workload=find_hashes seconds=0.5"
         }
-        assert driver.ask("quit") == {"asked": "quit"}
+        assert driver.request("quit") == {"asked": "quit"}
 
 
 def test_an_error_answer_names_the_command() -> None:
     with Driver(program(REFUSES)) as driver, pytest.raises(DriverFailed, match=r"'run workload=x': no such thing"):
-        driver.ask("run", workload="x")
+        driver.request("run", workload="x")
 
 
 def test_a_driver_that_ends_leaves_its_last_words() -> None:
     with Driver(program(DIES)) as driver, pytest.raises(DriverFailed, match="out of memory"):
-        driver.ask("load")
+        driver.request("load")
 
 
 def test_a_driver_that_does_not_answer_in_time_is_ended() -> None:
     with Driver(program(HANGS)) as driver, pytest.raises(DriverFailed, match="ended at 'load'"):
-        driver.ask("load", within_seconds=0.2)
+        driver.request("load", within_seconds=0.2)
 
 
 def test_a_program_that_is_not_there_is_an_error_and_not_a_traceback() -> None:
@@ -56,9 +56,9 @@ def test_a_driver_is_bound_to_its_core() -> None:
     core = usable_cores()[0]
     asks = "import sys, os\nfor line in sys.stdin: print('{\"cores\": %s}' % list(os.sched_getaffinity(0)), flush=True)"
     with Driver(program(asks)) as driver:
-        driver.ask("hello")
+        driver.request("hello")
         driver.pin(core, core)
-        assert driver.ask("hello") == {"cores": [core]}
+        assert driver.request("hello") == {"cores": [core]}
 
 
 def test_without_cargo_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,8 @@ def test_a_quick_run_tells_what_every_kind_of_call_costs() -> None:
 
 def test_a_side_that_is_closed_leaves_no_service_behind() -> None:
     with Driver([sys.executable, "-m", "kvscout_bench.rpc_driver", "grpcio"]) as driver:
-        driver.ask("run", workload="stream/512/8/saturated", seconds=0.05)
-        assert driver.ask("run", workload="find/512/8/300", seconds=0.05)["server_us"] > 0
+        driver.request("run", workload="stream/512/8/saturated", seconds=0.05)
+        assert driver.request("run", workload="find/512/8/300", seconds=0.05)["server_us"] > 0
         started = psutil.Process(driver.pid).children()
     assert len(started) == 3
     assert not [child for child in started if child.is_running()]
@@ -51,9 +51,9 @@ def test_a_side_that_is_closed_leaves_no_service_behind() -> None:
 def test_what_only_reads_and_writes_is_called_as_often_and_knows_no_other_kind() -> None:
     with Driver([sys.executable, "-m", "kvscout_bench.rpc_driver", "floor"]) as driver:
         for workload in ("find/4096/8/saturated", "find/512/8/300", "python/0/8/300"):
-            sample = driver.ask("run", workload=workload, seconds=0.1)
+            sample = driver.request("run", workload=workload, seconds=0.1)
             assert sample["operations"] > 10 and set(sample["parts_us"]) == {"floor"}
-        assert "unsupported" in driver.ask("run", workload="route/512/8/300", seconds=0.1)
+        assert "unsupported" in driver.request("run", workload="route/512/8/300", seconds=0.1)
         (started,) = psutil.Process(driver.pid).children()
     assert not started.is_running()
 

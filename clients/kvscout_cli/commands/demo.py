@@ -43,7 +43,7 @@ LONG_PROMPTS = MultiTurn(
     first_message_tokens=LogNormal(median=4096, sigma=0.4, low=1024, high=8192),
     output_tokens=Range(64, 128),
 )
-"""What prefill and decode are kept apart for: long prompts come while others are being answered at length."""
+"""Workload for disaggregated serving: long prompts come while others get long answers."""
 LONG_PROMPT_BLOCKS = 4096
 """Caches that hold what is in flight: they are not the subject."""
 

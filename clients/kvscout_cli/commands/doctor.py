@@ -75,9 +75,9 @@ def _say(console: Console, text: str, *, indent: str) -> None:
 
 def _summary(snapshot: Snapshot, findings: list[Finding]) -> str:
     counts = [(kind, sum(service.info is not None for service in snapshot.of_kind(kind))) for kind in Kind]
-    asked = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts if count) or "nobody answered"
+    counted = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts if count) or "nobody answered"
     workers = len(snapshot.workers)
-    about = f"asked: {asked}; {workers:,} worker{'s' * (workers != 1)}"
+    about = f"asked: {counted}; {workers:,} worker{'s' * (workers != 1)}"
     if not findings:
         return f"nothing is wrong ({about})"
     return f"{len(findings)} finding{'s' * (len(findings) > 1)} ({about})"

@@ -19,7 +19,7 @@ from kvscout_common.settings.flags import SectionedCommand
 
 @dataclass(slots=True)
 class _Total:
-    """What one worker rank's dump holds."""
+    """Counts of one worker rank's dump."""
 
     model: str
     last_event_id: int | None

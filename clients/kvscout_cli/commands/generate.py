@@ -68,7 +68,7 @@ def command(
         kvscout generate $(seq 1 100) --max-tokens 8
     """
 
-    async def ask() -> _Answer:
+    async def fetch() -> _Answer:
         answer = _Answer()
         started = time.monotonic()
         async with connection.router() as router:
@@ -88,7 +88,7 @@ def command(
                     echo(chunk.text or "".join(f"{token} " for token in chunk.token_ids), nl=False, limit=None)
         return answer
 
-    answer = run(ask())
+    answer = run(fetch())
     if as_json:
         print_json(answer)
         return

@@ -19,7 +19,7 @@ from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.settings.flags import SectionedCommand, client_tls_flags, flag
 
 HERE = ("localhost:7050", "localhost:7051", "localhost:7052", "localhost:7053", "http://localhost:8100/health")
-"""Where gateway, indexer, scheduler, bridge and mocker listen unless told otherwise."""
+"""Default addresses of gateway, indexer, scheduler, bridge and mocker."""
 CONNECTION = "Connection"
 WAIT_POLL_SECONDS = 0.2
 
@@ -72,8 +72,8 @@ def command(
     deadline = time.monotonic() + wait
     while True:
         try:
-            asked = addresses or _listening()
-            states = [(address, _state(address, service, timeout, security, tls_server_name)) for address in asked]
+            named = addresses or _listening()
+            states = [(address, _state(address, service, timeout, security, tls_server_name)) for address in named]
         except (Unavailable, DeadlineExceeded):
             if time.monotonic() >= deadline:
                 raise
@@ -88,7 +88,7 @@ def command(
 
 
 def _listening() -> list[str]:
-    """The default addresses at which something listens."""
+    """Return the default addresses at which something listens."""
     found = [address for address in HERE if _accepts(address)]
     if not found:
         raise Unavailable(f"nothing listens at {', '.join(HERE)}; name the ADDRESS")

@@ -24,13 +24,13 @@ NUMBERS = ("active requests", "prefill tokens", "decode blocks", "KV blocks")
 def command(connection: Connection, model: str, role: Role | None, as_json: bool) -> None:
     """Show the load of each worker rank, as the scheduler that decides has it."""
 
-    async def ask() -> list[tuple[Role, WorkerLoad]]:
+    async def fetch() -> list[tuple[Role, WorkerLoad]]:
         async with connection.router() as router:
-            asked = await chosen_model(router, model)
+            chosen = await chosen_model(router, model)
             roles = (role,) if role else tuple(Role)
-            return [(one, load) for one in roles for load in await router.potential_loads(model=asked, role=one)]
+            return [(one, load) for one in roles for load in await router.potential_loads(model=chosen, role=one)]
 
-    loads = run(ask())
+    loads = run(fetch())
     if as_json:
         print_json([{"role": one} | asdict(load) for one, load in loads])
         return

@@ -62,15 +62,21 @@ _SHARE = click.FloatRange(0, 1)
     type=click.Choice(GENERATED),
     default=GENERATED[0],
     show_default=True,
-    help="What is asked, made from --seed.",
+    help="Workload to generate from --seed.",
 )
 @option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A trace in Mooncake's format instead.",
 )
-@option("--requests", type=_COUNT, help=f"About so many.  [default: {REQUESTS}; of a trace, all]")
-@option("--shared-tokens", type=click.IntRange(min=0), default=8_192, show_default=True, help="Of shared-prompt.")
+@option("--requests", type=_COUNT, help=f"Approximate number.  [default: {REQUESTS}; of a trace, all]")
+@option(
+    "--shared-tokens",
+    type=click.IntRange(min=0),
+    default=8_192,
+    show_default=True,
+    help="Tokens of the prompt of shared-prompt.",
+)
 @option("--policy", "policies", multiple=True, help="NAME or NAME:setting=value,…; may be repeated.")
 @option("--workers", "workers", type=_COUNT, multiple=True, default=(16,), help="May be repeated.  [default: 16]")
 @option("--prefill-workers", type=click.IntRange(min=0), default=0, help="Apart from the --workers, which then decode.")
@@ -80,61 +86,73 @@ _SHARE = click.FloatRange(0, 1)
     "loads",
     type=_POSITIVE,
     multiple=True,
-    help="Share of the rate at which kv saturates, which is looked for first; may be repeated.  [default: 0.85]",
+    help="Share of the rate at which kv saturates, which is searched first; may be repeated.  [default: 0.85]",
 )
 @option("--burst", type=click.FloatRange(1, 5), default=1.0, help="Rate of bursts, in mean rates; 1: none.")
 @option("--burst-seconds", type=_POSITIVE, default=30.0, show_default=True, help="From burst to burst.")
-@option("--lead-seconds", type=_TIME, default=0.0, help="So long before the others comes the first flow.")
+@option("--lead-seconds", type=_TIME, default=0.0, help="Time by which the first flow precedes the others.")
 @option(
     "--kv-tokens",
     "kv_tokens",
     type=_COUNT,
     multiple=True,
-    help="Of each worker; may be repeated.  [default: 600000; of --engine, what it has]",
+    help="KV tokens of each worker; may be repeated.  [default: 600000; of --engine, what it has]",
 )
 @option("--engine", "engine_name", type=click.Choice(list(ENGINES)), help="A model on accelerators, instead of:")
 @option("--max-num-batched-tokens", type=_COUNT, default=8_192, show_default=True, help="Tokens of a step.")
 @option("--max-num-seqs", type=_COUNT, default=256, show_default=True, help="Requests of a batch.")
 @option("--step-base-ms", type=_POSITIVE, default=StepTime().base_ms, show_default=True, help="An empty step.")
-@option("--prefill-us-per-token", type=_TIME, default=50.0, show_default=True, help="Each prompt token adds.")
+@option("--prefill-us-per-token", type=_TIME, default=50.0, show_default=True, help="Time that each prompt token adds.")
 @option(
-    "--decode-us-per-request", type=_TIME, default=50.0, show_default=True, help="Of a step, each decoding request."
+    "--decode-us-per-request",
+    type=_TIME,
+    default=50.0,
+    show_default=True,
+    help="Time that each decoding request adds to a step.",
 )
 @option(
     "--context-ns-per-token",
     type=_TIME,
     default=15.0,
     show_default=True,
-    help="And each token of their contexts.",
+    help="Time that each token of their contexts adds.",
 )
 @option(
     "--max-tokens",
     metavar="N|usual",
-    help="That clients set: one number, or usual ones, a share each.",
+    help="Set by clients: one number, or usual values, each with a share.",
 )
-@option("--expects-max-tokens", is_flag=True, help="Gateways take it for what the client expects, not for a bound.")
+@option("--expects-max-tokens", is_flag=True, help="Gateways take it for the expected length, not for a limit.")
 @option("--unstreamed", type=_SHARE, default=0.0, help="Share of the requests whose answer comes as a whole.")
 @option("--long-answers", type=_SHARE, default=0.0, help="Share of answers of thousands of tokens; others are short.")
-@option("--sign", type=click.Choice(SIGNS), default="none", show_default=True, help="By what these can be told.")
+@option(
+    "--sign", type=click.Choice(SIGNS), default="none", show_default=True, help="Sign by which these are recognised."
+)
 @option("--classes", is_flag=True, help="Requests say an output class, one for each beginning of prompts.")
 @option("--adapters", type=click.IntRange(min=0), default=0, help="LoRA adapters, each on every other worker.")
-@option("--speed", "speeds", type=_POSITIVE, multiple=True, help="Of the first workers, in those of the others.")
+@option(
+    "--speed", "speeds", type=_POSITIVE, multiple=True, help="Speed of the first workers, in multiples of the others'."
+)
 @option("--prefill-speed", "prefill_speeds", type=_POSITIVE, multiple=True, help="Likewise, of prompts alone.")
 @option("--decode-speed", "decode_speeds", type=_POSITIVE, multiple=True, help="Likewise, of all but prompts.")
-@option("--gateways", type=_COUNT, default=1, show_default=True, help="Requests are spread over them.")
-@option("--replicas", type=_COUNT, default=1, show_default=True, help="Of the scheduler.")
-@option("--event-ms", type=_TIME, default=Latencies().event_ms, show_default=True, help="How late KV events come.")
-@option("--sync-ms", type=_TIME, default=Latencies().sync_ms, show_default=True, help="Between replicas.")
+@option(
+    "--gateways", type=_COUNT, default=1, show_default=True, help="Number of gateways; requests are spread over them."
+)
+@option("--replicas", type=_COUNT, default=1, show_default=True, help="Replicas of the scheduler.")
+@option("--event-ms", type=_TIME, default=Latencies().event_ms, show_default=True, help="Delay of KV events.")
+@option("--sync-ms", type=_TIME, default=Latencies().sync_ms, show_default=True, help="Delay between replicas.")
 @option("--lost-events", type=_SHARE, default=0.0, help="Share of the batches of KV events that never arrive.")
-@option("--restart-scheduler", type=_SHARE, help="After this share of the time in which flows come.")
+@option("--restart-scheduler", type=_SHARE, help="After this share of the time in which flows arrive.")
 @option("--restart-gateway", type=_SHARE, help="Likewise; the first of them.")
 @option("--recover-worker", type=_SHARE, help="Likewise; until then the first worker has a fifth of its speed.")
 @option("--tells-output", is_flag=True, help="Gateways know how long an output will be.")
-@option("--ttft-ms", type=_POSITIVE, default=2_000.0, show_default=True, help="Of goodput: first token within.")
-@option("--itl-ms", type=_POSITIVE, default=75.0, show_default=True, help="Of goodput: mean gap between tokens within.")
+@option("--ttft-ms", type=_POSITIVE, default=2_000.0, show_default=True, help="Goodput: first token within.")
+@option("--itl-ms", type=_POSITIVE, default=75.0, show_default=True, help="Goodput: mean gap between tokens within.")
 @option("--warm-up", type=_SHARE, default=0.1, show_default=True, help="Share of the requests that do not count.")
-@option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of workload and draws.")
-@option("--seeds", type=_COUNT, help="So many, from --seed on; shows 95 % intervals.  [default: 1; of --matrix, 3]")
+@option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Seed of workload and draws.")
+@option(
+    "--seeds", type=_COUNT, help="Number of seeds, from --seed on; shows 95 % intervals.  [default: 1; of --matrix, 3]"
+)
 @option(
     "--matrix",
     is_flag=True,
@@ -148,7 +166,7 @@ _SHARE = click.FloatRange(0, 1)
     help="Of --matrix, such as 'max-tokens/*', or --cross-check.",
 )
 @option("--jobs", type=_COUNT, default=1, show_default=True, help="Of --matrix: processes.")
-@option("--scale", type=_POSITIVE, default=1.0, show_default=True, help="Of --matrix: so many times the requests.")
+@option("--scale", type=_POSITIVE, default=1.0, show_default=True, help="Of --matrix: factor of the requests.")
 @option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -30,7 +30,7 @@ def command(schedulers: Schedulers, *, as_json: bool) -> None:
         kvscout replicas --scheduler 10.0.0.5:7052 --scheduler 10.0.0.6:7052 --json
     """
     answers: dict[str, scheduler_pb2.GetReplicasResponse] = run(
-        schedulers.ask("GetReplicas", scheduler_pb2.GetReplicasRequest())
+        schedulers.call("GetReplicas", scheduler_pb2.GetReplicasRequest())
     )
     if as_json:
         print_json({address: _plain(answer) for address, answer in answers.items()})
@@ -42,7 +42,7 @@ def command(schedulers: Schedulers, *, as_json: bool) -> None:
 
 
 def _plain(answer: scheduler_pb2.GetReplicasResponse) -> dict[str, Any]:
-    """An answer with all its fields; numbers as numbers."""
+    """Return an answer with all its fields; numbers as numbers."""
     plain = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for replica in plain["replicas"]:
         for field, value in replica.items():

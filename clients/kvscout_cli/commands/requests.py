@@ -20,11 +20,11 @@ from kvscout_common.settings.flags import SectionedCommand
 def command(connection: Connection, model: str, worker_id: str, limit: int, as_json: bool) -> None:
     """List the requests that are booked, whoever booked them."""
 
-    async def ask() -> list[ActiveRequest]:
+    async def fetch() -> list[ActiveRequest]:
         async with connection.router() as router:
             return await router.active_requests(model=model, worker_id=worker_id, limit=limit)
 
-    requests = run(ask())
+    requests = run(fetch())
     if as_json:
         print_json(requests)
         return

@@ -49,7 +49,7 @@ def command(
         kvscout route --file prompt.json --explain
     """
 
-    async def ask() -> RouteDecision:
+    async def fetch() -> RouteDecision:
         async with connection.router() as router:
             return await router.route(
                 token_ids,
@@ -62,7 +62,7 @@ def command(
                 explain=explain,
             )
 
-    decision = run(ask())
+    decision = run(fetch())
     if as_json:
         print_json(decision)
         return

@@ -1,4 +1,4 @@
-"""`kvscout up`: a whole kvscout on this machine, kept until told to stop."""
+"""`kvscout up`: a whole kvscout on this machine, kept until stopped."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ kvscout is up, with {workers} worker{"s" * (workers != 1)}:
 
 
 def _served(process: ManagedProcess) -> str:
-    """What a process serves where, by its ready line."""
+    """Return the addresses of a process, by its ready line."""
     ready, here = process.ready_line, "127.0.0.1"
     if "ranks" in ready:
         events = (event for rank in ready["ranks"] for event in (rank["events"], rank["replay"]) if event)

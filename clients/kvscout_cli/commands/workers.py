@@ -34,12 +34,12 @@ def command() -> None:
 def list_workers(connection: Connection, model: str, as_json: bool) -> None:
     """List the registered workers, and the state of their events where an indexer tells it."""
 
-    async def ask() -> tuple[list[WorkerRecord], Overview]:
+    async def fetch() -> tuple[list[WorkerRecord], Overview]:
         async with connection.router() as router:
             records = await router.list_workers(model=model)
         return records, overview(await connection.services.snapshot(engines=False))
 
-    records, shown = run(ask())
+    records, shown = run(fetch())
     events = {record.spec.worker_id: _events(record, shown.sources) for record in records}
     if as_json:
         print_json([{**plain(record), "events": events[record.spec.worker_id]} for record in records])
@@ -59,7 +59,7 @@ def list_workers(connection: Connection, model: str, as_json: bool) -> None:
 
 
 def _events(record: WorkerRecord, sources: Iterable[SourceRow]) -> list[str]:
-    """The states that the events of a worker's ranks are in, what is wrong first."""
+    """Return the states that the events of a worker's ranks are in, what is wrong first."""
     name = (record.spec.tenant, record.spec.worker_id)
     rows = [row for row in sources if (row.tenant, row.worker_id) == name]
     return list(dict.fromkeys(row.state for row in sorted(rows, key=lambda row: row.well)))
@@ -112,11 +112,11 @@ def register(
         raise click.UsageError("Give a worker id or --file.")
     specs = load_workers(path) if path else [_spec(worker_id or "", connection.tenant, **values)]
 
-    async def ask() -> list[RegisteredWorker]:
+    async def fetch() -> list[RegisteredWorker]:
         async with connection.router() as router:
             return [await router.register_worker(spec, lease_seconds=lease_seconds) for spec in specs]
 
-    answers = run(ask())
+    answers = run(fetch())
     if as_json:
         print_json(answers)
         return
@@ -131,14 +131,14 @@ def register(
 def remove(connection: Connection, worker_ids: tuple[str, ...], as_json: bool) -> None:
     """Remove workers with their blocks and bookings."""
 
-    async def ask() -> None:
+    async def fetch() -> None:
         async with connection.router() as router:
             for worker_id in worker_ids:
                 await router.remove_worker(worker_id)
                 if not as_json:
                     echo(f"{worker_id} removed")
 
-    run(ask())
+    run(fetch())
     if as_json:
         print_json({"removed": worker_ids})
 
@@ -151,12 +151,12 @@ def remove(connection: Connection, worker_ids: tuple[str, ...], as_json: bool) -
 def drain(connection: Connection, worker_ids: tuple[str, ...], undo: bool, as_json: bool) -> None:
     """Stop new requests for workers; what runs goes on."""
 
-    async def ask() -> dict[str, int]:
+    async def fetch() -> dict[str, int]:
         async with connection.router() as router:
             active = await asyncio.gather(*(router.drain_worker(worker_id, undo=undo) for worker_id in worker_ids))
         return dict(zip(worker_ids, active, strict=True))
 
-    answers = run(ask())
+    answers = run(fetch())
     if as_json:
         print_json({"draining": not undo, "active_requests": answers})
         return
@@ -176,7 +176,7 @@ def clear_cooldowns(schedulers: Schedulers, worker_id: str, model: str, tenant: 
     Replicas of one scheduler tell each other; of schedulers that do not, name each.
     """
     request = scheduler_pb2.ClearCooldownsRequest(tenant=tenant, worker_id=worker_id, model=model)
-    answers: dict[str, scheduler_pb2.ClearCooldownsResponse] = run(schedulers.ask("ClearCooldowns", request))
+    answers: dict[str, scheduler_pb2.ClearCooldownsResponse] = run(schedulers.call("ClearCooldowns", request))
     cleared = sorted({rank_from_proto(rank) for answer in answers.values() for rank in answer.workers})
     if as_json:
         print_json({"cleared": cleared})

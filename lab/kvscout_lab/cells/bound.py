@@ -1,4 +1,4 @@
-"""What no policy can beat: each request computes its own uncached prompt at once, alone, with a cache that all share
+"""Lower bound of a workload: each request computes its own uncached prompt at once, alone, with a cache that all share
 and that never forgets.
 
 A block counts as cached for all that come after the first request that has it, so whoever comes first pays, as somebody
@@ -19,17 +19,17 @@ class Bound:
     """The lower bound of a workload on an engine."""
 
     ttft_seconds: tuple[float, ...]
-    """Of every request, in the order of flows and turns."""
+    """TTFT of every request, in the order of flows and turns."""
     cached_tokens: tuple[int, ...]
-    """Of every request's prompt."""
+    """Cached tokens of every request's prompt."""
 
 
 def lower_bound(workload: Workload, cluster: Cluster) -> Bound:
-    """The bound of a workload.
+    """Return the bound of a workload.
 
     Args:
-        workload: What is asked.
-        cluster: What serves it; of its workers the fastest, of its latencies the way there. What caches hold does not
+        workload: Requests and their times.
+        cluster: Cluster; its fastest worker and its latency to a worker count. Contents of caches do not
             matter.
     """
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""Cells: one workload on one cluster at one rate, under every policy that is asked for; and where `kv` saturates."""
+"""Cells: one workload on one cluster at one rate, under several policies; and the rate at which `kv` saturates."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 SATURATED = 5.0
-"""A cluster is saturated where the mean time to first token is so many times its lower bound."""
+"""Mean time to first token of a saturated cluster, in multiples of its lower bound."""
 PRECISION = 1.03
-"""Of the rate at which it is."""
+"""Precision of the rate at which it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class Experiment:
     """Runs policies on a workload.
 
     Args:
-        workload: What is asked.
-        cluster: What serves it.
-        objective: What counts.
-        burst: How requests bunch together; None = as they come.
+        workload: Requests and their times.
+        cluster: Workers, schedulers and latencies.
+        objective: Objective of served requests.
+        burst: Bursts of the flows; None = as they come.
         lead_seconds: So long before the others comes the first one.
         on_run: Called with a text before each run.
         on_done: Called with the number of requests ended in this run, while it runs.
@@ -110,7 +110,7 @@ class Experiment:
         """One policy at one rate.
 
         Args:
-            settings: Of the schedulers.
+            settings: Settings of the schedulers.
             rate: Flows a second.
         """
         workload = at_rate(self._workload, rate)
@@ -123,12 +123,12 @@ class Experiment:
         return measure(run, self._bound, self._turns, self.objective)
 
     def cell(self, contenders: Sequence[Contender], rate: float, load: float | None = None) -> Cell:
-        """Every policy at one rate.
+        """Run every policy at one rate.
 
         Args:
             contenders: The policies.
             rate: Flows a second.
-            load: What that is of the saturated rate, for the record.
+            load: Share of the saturated rate, for the record.
         """
         results = []
         for contender in contenders:
@@ -146,7 +146,7 @@ class Experiment:
         )
 
     def saturation(self, settings: SchedulerSettings | None = None) -> float:
-        """The rate, in flows a second, at which a policy (`kv`) makes requests wait `SATURATED` times their bound.
+        """Return the flows a second at which a policy (`kv`) makes requests wait `SATURATED` times their bound.
 
         Raises:
             ConfigError: There are too few requests for that, even if all come within a second.
@@ -175,7 +175,7 @@ class Experiment:
         return low
 
     def _guess(self) -> float:
-        """A rate to begin with: as if prompts were half cached and all else were free."""
+        """Return a rate to begin with: as if prompts were half cached and all else were free."""
         flow = sum(turn.prompt_tokens for each in self._workload.flows for turn in each.turns) / len(self._turns)
         seconds = flow * self._cluster.engine.step.prefill_us_per_token / 2e6
         return self._cluster.workers / max(seconds, 1e-3)
@@ -190,11 +190,11 @@ def cells(
     loads: Sequence[float],
     experiment: Callable[[Workload, Cluster], Experiment],
 ) -> Iterator[Cell]:
-    """Every cluster at every rate and load.
+    """Run every cluster at every rate and load.
 
     Args:
         make: The workload.
-        clusters: What serves it.
+        clusters: Clusters to compare.
         contenders: The policies.
         rates: Flows a second.
         loads: Shares of the rate at which `kv` saturates.
@@ -222,12 +222,12 @@ def cells_by_seed(
     loads: Sequence[float],
     experiment: Callable[[Workload, Cluster], Experiment],
 ) -> Iterator[list[Cell]]:
-    """Every cluster at every rate and load, with each of some seeds; where `kv` saturates is looked for with the first.
+    """Run every cluster at every rate and load, with each of some seeds; the first finds where `kv` saturates.
 
     Args:
         make: The workload of a seed.
         seeds: At least one.
-        clusters: What serves it.
+        clusters: Clusters to compare.
         contenders: The policies.
         rates: Flows a second.
         loads: Shares of the rate at which `kv` saturates.

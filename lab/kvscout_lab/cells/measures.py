@@ -16,7 +16,7 @@ from kvscout_lab.statistics import percentile, variation
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """When a request counts as served well, and which requests count at all."""
+    """Objective of served requests, and the share of requests that count."""
 
     ttft_seconds: float = 2.0
     itl_seconds: float = 0.075
@@ -50,14 +50,14 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What a policy did with a workload. Times are seconds."""
+    """Measures of a policy on a workload. Times are seconds."""
 
     requests: int
     errors: int
     ttft: Spread
     """From a request's arrival at its gateway to its first token."""
     bound_ttft_mean: float
-    """What no policy can beat, of the same requests."""
+    """Lower bound of the same requests."""
     itl: Spread
     """Between two tokens of a request, over all tokens; percentiles to 1 %."""
     goodput: float
@@ -87,19 +87,19 @@ class Measures:
     """Requests that waited at the scheduler."""
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields, for JSON."""
+        """Return its fields, for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value._asdict() if isinstance(value, Spread) else value for name, value in values.items()}
 
 
 def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective = Objective()) -> Measures:
-    """The measures of a run.
+    """Return the measures of a run.
 
     Args:
-        run: What was written down.
-        bound: Of its workload and engine.
-        turns: How many turns each flow has, in order.
-        objective: What counts.
+        run: Records of the run.
+        bound: Lower bound of its workload and engine.
+        turns: Number of turns of each flow, in order.
+        objective: Objective of served requests.
     """
     first = [0]
     for count in turns:

@@ -11,7 +11,7 @@ from kvscout_lab.cells.cells import Cell
 
 
 def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Draws TTFT by policy: against the load where cells differ in it, else as bars.
+    """Draw TTFT by policy: against the load where cells differ in it, else as bars.
 
     Args:
         cells: At least one.

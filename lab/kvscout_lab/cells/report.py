@@ -29,7 +29,7 @@ _COLUMNS = (
 
 
 def title(cell: Cell) -> str:
-    """What a cell is, in one line."""
+    """Return the title of a cell, in one line."""
     workers = f"{cell.workers} workers"
     if cell.prefill_workers:
         workers = f"{cell.prefill_workers} prefill and {cell.workers} decode workers"
@@ -42,7 +42,7 @@ def title(cell: Cell) -> str:
 
 
 def table(cell: Cell) -> Table:
-    """The policies of a cell side by side."""
+    """Return the policies of a cell side by side."""
     shown = Table(box=None, pad_edge=False, header_style="bold", title=title(cell), title_justify="left")
     for column in _COLUMNS:
         shown.add_column(column, justify="left" if column == "policy" else "right")
@@ -55,7 +55,7 @@ def table(cell: Cell) -> Table:
 
 
 def row(measures: Measures) -> list[str]:
-    """What a table shows of a policy."""
+    """Return the row of a policy."""
     return [
         *(_ms(value) for value in measures.ttft),
         _ms(measures.itl.mean),
@@ -69,7 +69,7 @@ def row(measures: Measures) -> list[str]:
 
 
 def as_json(cell: Cell) -> dict[str, Any]:
-    """A cell as JSON fields."""
+    """Return a cell as JSON fields."""
     return {
         **{name: value for name, value in cell._asdict().items() if name != "results"},
         "results": [{"policy": label, **measures.as_json()} for label, measures in cell.results],
@@ -135,7 +135,7 @@ def _over(group: Sequence[Cell]) -> list[_Over]:
 
 
 def seeds_table(group: Sequence[Cell]) -> Table:
-    """The policies of a cell side by side, over seeds, of which each is a cell of its own."""
+    """Return the policies of a cell side by side, over seeds, of which each is a cell of its own."""
     heading = f"{title(group[0])}, {len(group)} seeds"
     shown = Table(box=None, pad_edge=False, header_style="bold", title=heading, title_justify="left")
     columns = ("policy", "TTFT mean", "above the least", "ITL mean", "well served", "above the most", "hit rate")
@@ -155,7 +155,7 @@ def seeds_table(group: Sequence[Cell]) -> Table:
 
 
 def seeds_json(group: Sequence[Cell]) -> dict[str, Any]:
-    """A cell over seeds as JSON fields: of each policy means and half their 95 % intervals."""
+    """Return a cell over seeds as JSON fields: of each policy means and half their 95 % intervals."""
     results = [
         {
             name: value._asdict() if isinstance(value, Estimate) else value

@@ -1,4 +1,4 @@
-"""What a matrix says of one policy: in each cell against the best of all, with intervals over seeds."""
+"""Verdicts of a matrix on one policy: in each cell against the best of all, with intervals over seeds."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Verdict:
 
     cell: MatrixCell
     requests: int
-    """Of a run."""
+    """Requests of a run."""
     ttft: dict[str, Estimate]
     """Mean TTFT in seconds, by policy."""
     goodput: dict[str, Estimate]
-    """Share of the requests that met the objective, by policy: all are asked the same at the same times."""
+    """Share of the requests that met the objective, by policy: all get the same requests at the same times."""
     hit_rate: dict[str, float]
     errors: dict[str, int]
     """Requests that failed in all runs, by policy: one that fails some is quick with the others."""
@@ -44,12 +44,12 @@ class Verdict:
 
     @property
     def ttft_lost(self) -> bool:
-        """Whether TTFT is worse than that of another by more than `TTFT_PERCENT`, and by more than chance."""
+        """Return whether TTFT is worse than that of another by more than `TTFT_PERCENT`, and by more than chance."""
         return self.ttft_percent.mean > TTFT_PERCENT and self.ttft_percent.low > 0
 
     @property
     def goodput_lost(self) -> bool:
-        """Whether goodput is below that of another by more than `GOODPUT_PERCENT`."""
+        """Return whether goodput is below that of another by more than `GOODPUT_PERCENT`."""
         return self.goodput_percent.mean < -GOODPUT_PERCENT
 
     @property
@@ -59,12 +59,12 @@ class Verdict:
 
     @property
     def failed(self) -> int:
-        """Requests of the policy itself that failed."""
+        """Return requests of the policy itself that failed."""
         return next(iter(self.errors.values()))
 
 
 def verdicts(plan: MatrixPlan, results: Results) -> list[Verdict]:
-    """Those of the plan's first policy, cell by cell."""
+    """Return those of the plan's first policy, cell by cell."""
     return [verdict(cell, plan, results) for cell in plan.cells]
 
 
@@ -93,7 +93,7 @@ def verdict(cell: MatrixCell, plan: MatrixPlan, results: Results) -> Verdict:
 
 
 def as_json(found: Verdict) -> dict[str, Any]:
-    """A verdict as JSON fields."""
+    """Return a verdict as JSON fields."""
     return {
         "cell": found.cell.name,
         "rate": found.cell.rate,
@@ -112,7 +112,7 @@ def as_json(found: Verdict) -> dict[str, Any]:
 
 
 def summary(found: Sequence[Verdict], policy: str) -> str:
-    """How many cells are won, within what is allowed, and lost."""
+    """Return the numbers of cells won, within tolerance, and lost, as a sentence."""
     lost = [each for each in found if each.lost]
     won = sum(each.ttft_percent.high < 0 and not each.failed for each in found)
     text = (
@@ -123,11 +123,11 @@ def summary(found: Sequence[Verdict], policy: str) -> str:
 
 
 def markdown(found: Sequence[Verdict], plan: MatrixPlan, command: str) -> str:
-    """A page's part: the command, how many are won and lost, and a table a group.
+    """Return a page's part: the command, how many are won and lost, and a table a group.
 
     Args:
         found: The verdicts.
-        plan: What was run.
+        plan: Plan of the run.
         command: That makes it.
     """
     labels = [contender.label for contender in plan.contenders]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing import get_context, parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple, TextIO
@@ -29,13 +30,13 @@ LEAST_REQUESTS = 100
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
-    """What is to be run."""
+    """Cells, policies and seeds of a run of the matrix."""
 
     cells: tuple[MatrixCell, ...]
     contenders: tuple[Contender, ...]
     seeds: int = 3
     scale: float = 1.0
-    """Of the requests of every cell."""
+    """Factor of the requests of every cell."""
     trace: Path | None = None
 
     def validate(self) -> MatrixPlan:
@@ -67,16 +68,16 @@ class RunKey(NamedTuple):
 
 
 Results = dict[RunKey, dict[str, Any]]
-"""What `Measures.as_json` says of each run."""
+"""`Measures.as_json` of each run."""
 
 
 def experiment_of(setup: Setup, seed: int, scale: float = 1.0, trace: Path | None = None) -> Experiment:
     """Return the experiment of a setup.
 
     Args:
-        setup: Of the matrix.
-        seed: Of workload, clients and cluster.
-        scale: Of its requests.
+        setup: A setup of the matrix.
+        seed: Seed of workload, clients and cluster.
+        scale: Factor of its requests.
         trace: The file of those that replay one; its seed makes a difference in draws of the scheduler only.
 
     Raises:
@@ -111,10 +112,10 @@ def run_matrix(
     again: Iterable[str] = (),
     on_done: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Results:
-    """Runs what is not in a file yet.
+    """Run what is not in a file yet.
 
     Args:
-        plan: What.
+        plan: Cells, policies and seeds.
         jobs: Processes.
         path: To which every run is appended, and in which runs are looked up first; None = nothing is kept. A run
             counts if its cell is still defined as it was; what the scheduler's code has become nobody knows: see
@@ -154,7 +155,7 @@ def run_matrix(
 
 
 def digest(cell: MatrixCell, scale: float) -> str:
-    """Of all that defines a cell: another one, and its earlier runs say nothing of it any more."""
+    """Return the digest of all that defines a cell: with another one, its earlier runs do not count."""
     whole = replace(cell, setup=replace(cell.setup, warm_up=cell.setup.uncounted))
     return hashlib.sha256(repr((whole, scale)).encode()).hexdigest()[:16]
 
@@ -185,16 +186,15 @@ def _run(task: _Task) -> dict[str, dict[str, Any]]:
 
 
 def end_with_parent() -> None:
-    """Has this process end when the one that started it does, however that ended: else it would wait for ever."""
+    """Make this process end with the one that started it, however that ended: else it would wait for ever."""
     parent = parent_process()
-
-    def wait() -> None:
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
     if parent is not None:
-        Thread(target=wait, daemon=True).start()
+        Thread(target=_exit_after, args=(parent,), daemon=True).start()
+
+
+def _exit_after(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _all(
@@ -217,7 +217,7 @@ def _all(
 
 @contextmanager
 def _appending(path: Path | None) -> Iterator[TextIO | None]:
-    """A file to append to, without what was only half written."""
+    """Return a file to append to, without what was only half written."""
     if path is None:
         yield None
         return

@@ -1,6 +1,6 @@
 """The matrix: named cells, old and new, in which policies are held against each other. Data, and nothing else.
 
-A *setup* is a workload, those who ask it, and a cluster; with a rate it is a cell. Rates are shares (*loads*) of that
+A *setup* is a workload, its clients, and a cluster; with a rate it is a cell. Rates are shares (*loads*) of that
 at which `kv` saturates there (`matrix_rates`), or given. Names are GROUP/SETUP@LOAD, or GROUP/SETUP@RATE/s.
 """
 
@@ -25,12 +25,12 @@ CONVERSATIONS, AGENTS, LONG_AGENTS, SHARED, DOCUMENTS, EMBEDDINGS = GENERATED
 TRACE: Final = "trace"
 """The workload of a file in Mooncake's format, which is not part of this repository."""
 CHATS: Final = (CONVERSATIONS, AGENTS)
-"""What most setups are made with: many turns, and many that begin alike."""
+"""Workloads of most setups: many turns, and many that begin alike."""
 
 
 EIGHT: Final = Cluster(workers=8)
 PLAIN: Final = Clients()
-"""Who ask as the laboratory always did."""
+"""Clients with default settings."""
 
 
 WARM_UP: Final = {SHARED: 0.3}
@@ -57,7 +57,7 @@ class Setup:
     warm_up: float | None = None
     """Share of the requests that do not count; None = `WARM_UP` of the workload, or a tenth."""
     rates_of: str = ""
-    """The setup whose saturated rate is taken, so that two are asked the same; "" = its own."""
+    """The setup whose saturated rate is taken, so that two get the same requests; "" = its own."""
 
     @property
     def uncounted(self) -> float:
@@ -83,11 +83,11 @@ class MatrixCell:
 
 
 def matrix(*, pattern: str = "*", trace: bool = False) -> list[MatrixCell]:
-    """The cells whose names match.
+    """Return the cells whose names match.
 
     Args:
         pattern: As of a shell: `*` stands for anything, `?` for one character.
-        trace: Whether there is a trace, for the cells that need one.
+        trace: There is a trace, for the cells that need one.
 
     Raises:
         ConfigError: None matches.
@@ -112,10 +112,10 @@ def _cells(setup: Setup) -> Iterator[MatrixCell]:
 
 
 def engine(name: str, kv_tokens: int = 0) -> EngineSettings:
-    """A known engine.
+    """Return a known engine.
 
     Args:
-        name: Of `ENGINES`.
+        name: Name in `ENGINES`.
         kv_tokens: 0 = what fits.
     """
     known = ENGINES[name]
@@ -123,12 +123,12 @@ def engine(name: str, kv_tokens: int = 0) -> EngineSettings:
 
 
 def with_kv(tokens: int) -> EngineSettings:
-    """The default engine with another cache."""
+    """Return the default engine with another cache."""
     return EngineSettings(kv_tokens=tokens)
 
 
 def setups() -> Iterator[Setup]:
-    """Every setup, group by group."""
+    """Yield every setup, group by group."""
     yield from _old()
     yield from _clients()
     yield from _clusters()
@@ -138,7 +138,7 @@ def setups() -> Iterator[Setup]:
 
 
 def _old() -> Iterator[Setup]:
-    """What the laboratory always had."""
+    """Yield the setups of workloads, numbers of workers and cache sizes."""
     for workload in (CONVERSATIONS, AGENTS, SHARED, TRACE):
         for workers, loads in ((4, (0.7, 0.95)), (8, (0.35, 0.5, 0.7, 0.85, 0.95))):
             requests = 2_800 if workload == SHARED else 1_400
@@ -172,7 +172,7 @@ def _old() -> Iterator[Setup]:
 
 
 def _clients() -> Iterator[Setup]:
-    """What clients bring."""
+    """Yield the setups of client settings."""
     for workload in CHATS:
         base = f"{workload}/8w"
         for what, clients in (
@@ -219,7 +219,7 @@ def _clients() -> Iterator[Setup]:
 
 
 def _clusters() -> Iterator[Setup]:
-    """What serves: workers that are not alike, prefill apart, several schedulers."""
+    """Yield the setups of clusters: unequal workers, disaggregated prefill, several schedulers."""
     half = Cluster(workers=8, prefill_speeds=(2.5,) * 4, decode_speeds=(1.6,) * 4)
     for workload in CHATS:
         yield Setup(f"mixed/{workload}-half-are-faster", workload, (0.7, 0.95), cluster=half)
@@ -238,7 +238,7 @@ def _clusters() -> Iterator[Setup]:
 
 
 def _faults() -> Iterator[Setup]:
-    """What goes wrong, and what begins."""
+    """Yield the setups of faults and of cold starts."""
     for workload in CHATS:
         base = f"{workload}/8w"
         for what, loads, cluster in (
@@ -275,7 +275,7 @@ def _engines() -> Iterator[Setup]:
 
 
 def _together() -> Iterator[Setup]:
-    """All that real clients bring at once, on real engines."""
+    """Yield the setups of all client settings at once, on known engines."""
     clients = Clients(usual_max_tokens=True, unstreamed=0.3, long_answers=0.2)
     for workload in CHATS:
         for name in ("8b-bf16-h100", "70b-fp8-tp4-h100"):

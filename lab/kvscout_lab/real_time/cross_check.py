@@ -33,7 +33,7 @@ DRAWS: Final = 8
 ENGINES: Final = 16
 BLOCK_SIZE: Final = 16
 BLOCKS: Final = 2_560
-"""Of each engine: 41,000 tokens, more than the longest bound and its prompt."""
+"""Blocks of each engine: 41,000 tokens, more than the longest bound and its prompt."""
 BATCHED_TOKENS: Final = 2_048
 STEP: Final = StepTime(
     base_ms=40.0, prefill_us_per_token=1_100.0, decode_us_per_request=1_400.0, context_ns_per_token=1_400.0
@@ -48,7 +48,7 @@ LONG: Final = LogNormal(median=130, sigma=0.4, low=50, high=400)
 
 
 def conversations(seconds: float, seed: int, *, long_answers: float = 0.0) -> Workload:
-    """Chats of some turns at a thirtieth of a service's scale; 5 a second for so many seconds."""
+    """Chats of some turns at a thirtieth of a service's scale; 5 a second for `seconds` seconds."""
     parameters = MultiTurn(
         sessions=max(1, round(seconds * 4.5)),
         sessions_per_second=4.5,
@@ -72,7 +72,7 @@ def conversations(seconds: float, seed: int, *, long_answers: float = 0.0) -> Wo
 
 
 def small_agents(seconds: float, seed: int) -> Workload:
-    """Sessions of agents at a sixth of the laboratory's scale; 10 a second for so many seconds."""
+    """Sessions of agents at a sixth of the laboratory's scale; 10 a second for `seconds` seconds."""
     parameters = Agents(
         sessions=max(1, round(seconds * 10.0)),
         seed=seed,
@@ -96,10 +96,10 @@ class RealCell:
     clients: Clients = BOUNDED
     burst: Burst | None = None
     decode_speed: float = 1.0
-    """Of the first engine, in those of the others."""
+    """Speed of the first engine, in multiples of the others' speed."""
 
     def workload(self, seconds: float, seed: int) -> Workload:
-        """What is asked, for about so many seconds."""
+        """Return the workload of about `seconds` seconds."""
         made = as_clients_ask(self.make(seconds, seed), replace(self.clients, seed=seed))
         return made if self.burst is None else in_bursts(made, self.burst)
 
@@ -121,18 +121,18 @@ class Outcome(NamedTuple):
     simulated: tuple[Measures, ...]
     """One a draw."""
     hit_rate: float
-    """Of the stack, as what follows."""
+    """Hit rate of the stack, as are the fields that follow."""
     ttft: float
     itl: float
     errors: int
     requests: int
     cores: float | None
     """CPU that the stack and its driver used; near the machine's number, times say more of the machine than of the
-    policy. None = this system does not tell."""
+    policy. None = the system does not report it."""
 
     @property
     def simulated_hit_rate(self) -> float:
-        """The mean over the draws, as the next one."""
+        """Return the mean over the draws, as the next one."""
         return fmean(each.hit_rate for each in self.simulated)
 
     @property
@@ -174,12 +174,12 @@ class Checked(NamedTuple):
 
     @property
     def hit_rate_difference(self) -> float:
-        """The largest one between laboratory and stack, over the policies."""
+        """Return the largest one between laboratory and stack, over the policies."""
         return max(abs(each.hit_rate - each.simulated_hit_rate) for each in self.outcomes)
 
     @property
     def orders(self) -> tuple[list[str], list[str]]:
-        """The policies by mean TTFT, in the laboratory and on the stack."""
+        """Return the policies by mean TTFT, in the laboratory and on the stack."""
         by_laboratory = sorted(self.outcomes, key=lambda each: each.simulated_ttft)
         by_stack = sorted(self.outcomes, key=lambda each: each.ttft)
         return [each.policy for each in by_laboratory], [each.policy for each in by_stack]
@@ -196,7 +196,7 @@ class Checked(NamedTuple):
 
 
 def simulated(cell: RealCell, workload: Workload, contender: Contender) -> tuple[Measures, ...]:
-    """What the laboratory says of a policy, with other draws and delays each time: a stack is one such run."""
+    """Simulate a policy, with other draws and delays each time: a stack is one such run."""
     engine = EngineSettings(
         block_size=BLOCK_SIZE, kv_tokens=(BLOCKS - 1) * BLOCK_SIZE, max_num_batched_tokens=BATCHED_TOKENS, step=STEP
     )
@@ -216,7 +216,7 @@ def simulated(cell: RealCell, workload: Workload, contender: Contender) -> tuple
 
 
 def _late(workload: Workload, random: Random) -> Workload:
-    """The same, everything a little later."""
+    """Return the same, everything a little later."""
 
     def late(turn: Turn) -> Turn:
         return turn._replace(think_seconds=turn.think_seconds + random.uniform(0.0, LATE_SECONDS))
@@ -276,10 +276,10 @@ async def cross_check(
 
     Args:
         contenders: By the names of their policies; settings beside it are not carried over to the processes.
-        names: Of the `CELLS`.
+        names: Names in `CELLS`.
         measure: Runs a cell on real processes.
         seconds: In which requests come; a run takes some more.
-        seed: Of the workloads.
+        seed: Seed of the workloads.
         say: Called with what is going on.
 
     Raises:
@@ -330,7 +330,7 @@ def _verdict(each: Checked) -> str:
 
 
 def table(checked: Sequence[Checked]) -> Table:
-    """All cells, laboratory and stack side by side; times are milliseconds."""
+    """Return all cells, laboratory and stack side by side; times are milliseconds."""
     shown = Table(box=None, pad_edge=False, header_style="bold", caption="\n".join(map(_verdict, checked)))
     shown.caption_justify = "left"
     shown.add_column("cell")
@@ -346,7 +346,7 @@ def table(checked: Sequence[Checked]) -> Table:
 
 
 def markdown(checked: Sequence[Checked]) -> str:
-    """The same, as pages have it."""
+    """Return the same, as pages have it."""
     lines = ["| cell | policy | hit rate | of the stack | TTFT mean, ms | of the stack | ITL mean, ms | of the stack |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     lines.extend(

@@ -29,15 +29,15 @@ from kvscout_lab.workloads.workload import Flow, Turn, Workload
 TOKENS: Final = range(1_000, 31_000)
 """Ids that prompts are made of."""
 MAX_BOUND: Final = 4_096
-"""What requests say of which the workload knows no bound: without one a completion ends after 16 tokens."""
+"""`max_tokens` of requests that have no limit in the workload: without one a completion ends after 16 tokens."""
 
 
 def first_prompt(flow: Flow, number: int, block_size: int) -> array[int]:
-    """The token ids of a flow's first prompt.
+    """Return the token ids of a flow's first prompt.
 
     Args:
         flow: The flow.
-        number: Of it; what follows the last complete block no other flow has.
+        number: Number of the flow; tokens after its last complete block are its own.
         block_size: Tokens a block.
     """
     turn = flow.turns[0]
@@ -50,18 +50,18 @@ def first_prompt(flow: Flow, number: int, block_size: int) -> array[int]:
 
 
 def new_tokens(flow: Flow, number: int) -> Iterator[array[int]]:
-    """What each later prompt of a flow adds to the one before it and its answer."""
+    """Yield the tokens that each later prompt of a flow adds to the one before it and its answer."""
     for place, (before, turn) in enumerate(pairwise(flow.turns), 1):
         count = turn.prompt_tokens - before.prompt_tokens - before.output_tokens
         yield array("I", Random(f"turn {number} {place}").choices(TOKENS, k=count))
 
 
 def body_of(turn: Turn, model: str, prompt: array[int]) -> dict[str, Any]:
-    """A turn as a client asks for it.
+    """Return the request body of a turn.
 
     Args:
         turn: The turn.
-        model: That is asked.
+        model: Model of the request.
         prompt: Its tokens.
     """
     body: dict[str, Any] = {
@@ -80,8 +80,8 @@ class HttpReplay:
     """One replay of a workload over HTTP. Used once.
 
     Args:
-        url: Of the OpenAI API, up to `/v1`.
-        model: Of the requests.
+        url: URL of the OpenAI API, up to `/v1`.
+        model: Model of the requests.
         timeout_seconds: Longest wait for one answer.
     """
 

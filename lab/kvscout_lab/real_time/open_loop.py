@@ -22,10 +22,10 @@ from kvscout_lab.workloads.sessions import Session
 
 
 class Target(Protocol):
-    """What requests are sent to."""
+    """Receiver of requests."""
 
     def __call__(self, token_ids: array[int], max_tokens: int, request_id: str) -> AsyncIterator[GenerateChunk]:
-        """Runs a prompt and streams its output; raises `KvscoutError` if it fails."""
+        """Run a prompt and stream its output; raises `KvscoutError` if it fails."""
         ...
 
 
@@ -41,7 +41,7 @@ class Limits:
 
 
 def gateway_target(router: Router, model: str, limits: Limits) -> Target:
-    """Sends requests to a gateway; outputs always have the asked length."""
+    """Send requests to a gateway; outputs always have the requested length."""
 
     def send(token_ids: array[int], max_tokens: int, request_id: str) -> AsyncIterator[GenerateChunk]:
         return router.generate(
@@ -61,10 +61,10 @@ class OpenLoop:
     def __init__(
         self, target: Target, limits: Limits = Limits(), on_record: Callable[[RequestRecord], None] = lambda _: None
     ) -> None:
-        """Prepares a replay.
+        """Prepare a replay.
 
         Args:
-            target: Where requests go.
+            target: Receiver of the requests.
             limits: Bounds.
             on_record: Called with each record as its request ends, for live progress; must not block.
         """
@@ -79,7 +79,7 @@ class OpenLoop:
         self._start = 0.0
 
     async def run(self, sessions: Iterable[Session]) -> Replay:
-        """Sends every session and returns when the last turn has ended.
+        """Send every session and return when the last turn has ended.
 
         Args:
             sessions: In order of their start; taken one by one, so that they may be made lazily.

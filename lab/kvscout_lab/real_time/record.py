@@ -1,4 +1,4 @@
-"""What the driver writes down of each request, and of a run as a whole."""
+"""Records of a replay: one of each request, and one of the whole."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class RequestRecord:
     turn: int
     """Number within its session, from 0."""
     scheduled: float
-    """When it was due."""
+    """Due time."""
     sent: float
-    """When it was sent; above `scheduled` where the driver was late or its limit was reached."""
+    """Time it was sent; above `scheduled` where the driver was late or its limit was reached."""
     finished: float
     prompt_tokens: int
     first_token: float | None = None
-    """When the first token arrived; None = never."""
+    """Arrival of the first token; None = it did not come."""
     gaps_seconds: tuple[float, ...] = ()
     """Between consecutive messages that carried tokens."""
     output_tokens: int = 0
@@ -37,12 +37,12 @@ class RequestRecord:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Time to first token from when the request was *due*: a late or waiting driver counts against the system."""
+        """Return the time to first token since the request was *due*: a late driver counts against the system."""
         return None if self.first_token is None else self.first_token - self.scheduled
 
     @property
     def last_token(self) -> float | None:
-        """When the last token arrived, or None."""
+        """Return the arrival of the last token, or None."""
         return None if self.first_token is None else self.first_token + sum(self.gaps_seconds)
 
 

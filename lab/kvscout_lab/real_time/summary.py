@@ -15,7 +15,7 @@ from kvscout_lab.statistics import percentile, variation
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What one policy did with a workload. None: nothing to compute it from."""
+    """Statistics of one policy on a workload. None: nothing to compute it from."""
 
     requests: int
     errors: int
@@ -48,16 +48,16 @@ class Summary:
     """std / mean of uncached prompt tokens + output tokens per worker rank: of the work actually done. Prompts
     whose cached tokens were not reported count in full."""
     send_lag_p99_seconds: float | None
-    """How late the driver itself sent requests that had a place: large = the driver lacked CPU."""
+    """Lateness of the driver in sending requests that had a place: large = the driver lacked CPU."""
     duration_seconds: float
     requests_per_second: float
 
 
 def summarise(run: Replay, workers: Iterable[WorkerRank]) -> Summary:
-    """The statistics of a run.
+    """Return the statistics of a run.
 
     Args:
-        run: What the driver wrote down.
+        run: Records of the driver.
         workers: Every rank that could have been used: idle ones count in the balance.
     """
     served = [record for record in run.records if not record.error]
@@ -106,7 +106,7 @@ class Row(NamedTuple):
     baseline: str
     candidate: str
     verdict: str
-    """How the candidate compares: "2.7× better", "1.1× worse", or "" where that means nothing."""
+    """Comparison with the baseline: "2.7× better", "1.1× worse", or "" where that means nothing."""
 
 
 _MEASURES: tuple[tuple[str, str, str, int], ...] = (
@@ -143,7 +143,7 @@ def improvements(baseline: Summary, candidate: Summary) -> dict[str, float]:
 
 
 def comparison(baseline: Summary, candidate: Summary) -> list[Row]:
-    """The table of two runs of one workload."""
+    """Return the table of two runs of one workload."""
     factors = improvements(baseline, candidate)
     rows = [
         Row(
@@ -161,12 +161,12 @@ def comparison(baseline: Summary, candidate: Summary) -> list[Row]:
 
 
 def errors_by_text(records: Iterable[RequestRecord]) -> list[tuple[str, int]]:
-    """What went wrong and how often, most frequent first."""
+    """Return the errors and their counts, most frequent first."""
     return Counter(record.error for record in records if record.error).most_common()
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """A summary as JSON fields."""
+    """Return a summary as JSON fields."""
     return asdict(summary)
 
 

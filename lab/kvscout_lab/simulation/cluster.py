@@ -1,4 +1,4 @@
-"""What serves a workload: workers and how fast they are, gateways, replicas of the scheduler, and what goes wrong."""
+"""The cluster: workers and their speeds, gateways, replicas of the scheduler, latencies, and faults."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Latencies:
     route_ms: float = 2.0
     """From a request's arrival at its gateway until the worker has it."""
     report_ms: float = 1.0
-    """From a token at the worker until the scheduler is told of it."""
+    """From a token at the worker until the scheduler has its report."""
     event_ms: float = 10.0
     """From a step's plan until the index knows what it stored and removed."""
     sync_ms: float = 20.0
     """From a change at one replica of the scheduler until the others know of it."""
     transfer_ms: float = 2.0
-    """What each transfer of blocks from a prefill to a decode worker takes."""
+    """Base time of each transfer of blocks from a prefill to a decode worker."""
     transfer_us_per_token: float = 5.0
-    """What each of its tokens adds."""
+    """Time that each token of a transfer adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class Faults:
     gateways book there what runs, as they do."""
     scheduler_down_seconds: float = 1.0
     restart_gateway: float | None = None
-    """The first gateway. Its bookings end by themselves, without a Free; its clients ask again."""
+    """The first gateway. Its bookings end by themselves, without a Free; its clients retry."""
     abort_seconds: float = 0.5
-    """After which engines stop what nobody reads any more."""
+    """Delay after which engines abort requests that have no reader."""
     retry_seconds: float = 1.0
-    """After which clients ask again."""
+    """Delay after which clients retry."""
     recover_worker: float | None = None
-    """When the first worker becomes as fast as it should be."""
+    """Share at which the first worker gets its full speed."""
     slow_speed: float = 0.2
-    """Of that worker until then."""
+    """Speed of that worker until then."""
 
     def validate(self) -> Faults:
         """Itself, if every setting is in range.
@@ -69,7 +69,7 @@ NO_FAULTS = Faults()
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What serves a workload."""
+    """Settings of a cluster."""
 
     workers: int = 16
     """Those that decode."""
@@ -77,7 +77,7 @@ class Cluster:
     """Those that only compute prompts; 0 = every worker does both."""
     engine: EngineSettings = EngineSettings()
     speeds: tuple[float, ...] = ()
-    """Of the first workers, in those of the others."""
+    """Speeds of the first workers, in multiples of the others' speed."""
     prefill_speeds: tuple[float, ...] = ()
     """In computing prompts, beside `speeds`."""
     decode_speeds: tuple[float, ...] = ()
@@ -86,12 +86,12 @@ class Cluster:
     """LoRA adapters; each is loaded on every other worker. 0 = none."""
     gateways: int = 1
     replicas: int = 1
-    """Of the scheduler; gateways are spread over them."""
+    """Replicas of the scheduler; gateways are spread over them."""
     latencies: Latencies = Latencies()
     tells_output: bool = False
-    """Whether gateways say how long the output is going to be."""
+    """Gateways report the length of each output in advance."""
     expects_max_tokens: bool = False
-    """Whether gateways take a client's `max_tokens` for what it expects, instead of for a bound."""
+    """Gateways take a client's `max_tokens` for the expected length, instead of for a limit."""
     lost_events: float = 0.0
     """Share of the batches of KV events that the index never sees."""
     faults: Faults = NO_FAULTS
@@ -128,7 +128,7 @@ class Cluster:
         return self
 
     def speeds_of(self, number: int) -> tuple[float, float]:
-        """Of a worker, in computing prompts and in all else."""
+        """Return the speeds of a worker, in computing prompts and in all else."""
         both, prefill, decode = (
             each[number] if number < len(each) else 1.0
             for each in (self.speeds, self.prefill_speeds, self.decode_speeds)

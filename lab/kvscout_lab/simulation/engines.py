@@ -15,7 +15,7 @@ from kvscout_lab.simulation.worker import NEVER, Job, Worker
 
 FIRST: Final = 0
 LATER: Final = 1
-"""Of two things at one time, what reaches a worker comes before what the worker does."""
+"""Order of two events at one time: what reaches a worker comes before what the worker does."""
 
 
 class Engines(ABC):
@@ -48,7 +48,7 @@ class Engines(ABC):
         heappush(self._heap, (time, order, self._sequence, call, arguments))
 
     def _give(self, number: int, job: Job) -> None:
-        """Hands a job to a worker.
+        """Hand a job to a worker.
 
         Raises:
             ConfigError: It fits into no empty cache.

@@ -1,4 +1,4 @@
-"""What is known of the workers' caches: an index as the routers see it, some time after the fact."""
+"""The index of the workers' caches as routers see it: events arrive late."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class LateIndex:
     One bit a worker and node: a prompt's holders are an intersection as long as it lasts.
 
     Args:
-        workers: How many there are.
+        workers: Number of workers.
         delay: From an event until it counts, in the simulation's time.
         lost: Share of what `publish` takes that never counts.
-        seed: Of what is lost.
+        seed: Seed of the losses.
     """
 
     def __init__(self, workers: int, delay: int, lost: float = 0.0, seed: int = 0) -> None:
@@ -28,13 +28,13 @@ class LateIndex:
         self._late: deque[tuple[int, int, Sequence[int]]] = deque()
 
     def publish(self, worker: int, events: Sequence[int], now: int) -> None:
-        """Takes a worker's events, in order; a removed node is negated. Calls come in order of time."""
+        """Take a worker's events, in order; a removed node is negated. Calls come in order of time."""
         if self._lost and self._draw() < self._lost:
             return
         self._late.append((now + self._delay, 1 << worker, events))
 
     def overlaps(self, nodes: Iterable[int], now: int) -> dict[int, int]:
-        """Leading nodes that each worker holds, as far as is known; workers without any are left out."""
+        """Return leading nodes that each worker holds, as far as is known; workers without any are left out."""
         self._apply(now)
         found: dict[int, int] = {}
         holders, alive, depth = self._holders, self._everyone, 0

@@ -1,4 +1,4 @@
-"""Engines of which it is known what they read and compute: a model, on so many accelerators, in so many bits.
+"""Known engines: a model on a number of accelerators, in a number of bits.
 
 ::
 
@@ -28,7 +28,7 @@ ALL_REDUCE_US: Final = 12.0
 MEMORY_USED: Final = 0.9
 """vLLM's `gpu_memory_utilization`."""
 ACTIVATIONS_GB: Final = 3.0
-"""Of each accelerator."""
+"""Memory of activations, of each accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Model:
     """Parameters in the layers that a token goes through; of experts, only those that it uses."""
 
     def kv_bytes(self, tensor_parallel: int) -> float:
-        """Of a token, over all accelerators: each has at least one head."""
+        """Return the bytes of a token, over all accelerators: each has at least one head."""
         return 2.0 * self.layers * max(self.kv_heads, tensor_parallel) * self.head_dimension * 2
 
 
@@ -68,7 +68,7 @@ class KnownEngine:
     accelerator: Accelerator
     tensor_parallel: int
     weight_bytes: int
-    """Of a parameter: 2 = BF16, 1 = FP8. Attention is BF16 always."""
+    """Bytes of a parameter: 2 = BF16, 1 = FP8. Attention is BF16 always."""
     host_ms: float
     host_us_per_request: float
     mfu: float = 0.0
@@ -76,7 +76,7 @@ class KnownEngine:
 
     @property
     def step(self) -> StepTime:
-        """What a step takes."""
+        """Return the durations of a step."""
         model, gpu, ways = self.model, self.accelerator, self.tensor_parallel
         mfu = self.mfu or MFU[self.weight_bytes]
         tflops = gpu.bf16_tflops if self.weight_bytes == 2 else gpu.fp8_tflops
@@ -120,7 +120,7 @@ ENGINES: Final[dict[str, KnownEngine]] = {
 
 
 def known_engine(name: str) -> KnownEngine:
-    """The engine of a name.
+    """Return the engine of a name.
 
     Raises:
         ConfigError: There is none.

@@ -34,11 +34,11 @@ class KvCache:
 
     @property
     def used(self) -> int:
-        """Blocks that requests hold."""
+        """Return blocks that requests hold."""
         return self.private + len(self.references)
 
     def hit(self, nodes: Sequence[int]) -> int:
-        """How many leading nodes are here."""
+        """Return the number of leading nodes that are cached."""
         references, idle = self.references, self.idle
         for count, node in enumerate(nodes):
             if node not in references and node not in idle:
@@ -46,13 +46,13 @@ class KvCache:
         return len(nodes)
 
     def fits(self, hit: Sequence[int], blocks: int) -> bool:
-        """Whether a request could have `blocks` blocks beside those that it hits."""
+        """Return whether a request could have `blocks` blocks beside those that it hits."""
         idle = self.idle
         revived = sum(1 for node in hit if node in idle)
         return self.used + revived + blocks <= self.capacity
 
     def acquire(self, hit: Iterable[int], blocks: int) -> None:
-        """Gives a request the nodes that it hits and private blocks; `fits` has said that there is room."""
+        """Assign the nodes that a request hits, and private blocks; `fits` has said that there is room."""
         references, idle = self.references, self.idle
         for node in hit:
             if node in idle:
@@ -66,14 +66,14 @@ class KvCache:
             self._events.append(-idle.popitem(last=False)[0])
 
     def grow(self) -> bool:
-        """Gives a request one more private block; False = there is no room."""
+        """Assign one more private block to a request; False = there is no room."""
         if self.used >= self.capacity:
             return False
         self.acquire((), 1)
         return True
 
     def register(self, node: int) -> bool:
-        """Makes a private block known as a node; False = there is a copy already, this one stays private."""
+        """Make a private block known as a node; False = there is a copy already, this one stays private."""
         if node in self.references or node in self.idle:
             return False
         self.private -= 1
@@ -82,7 +82,7 @@ class KvCache:
         return True
 
     def release(self, nodes: Sequence[int], private: int) -> None:
-        """Takes back what a request held."""
+        """Take back what a request held."""
         references, idle = self.references, self.idle
         for node in reversed(nodes):
             if references[node] == 1:
@@ -93,14 +93,14 @@ class KvCache:
         self.private -= private
 
     def take_events(self) -> list[int]:
-        """What came and went since the last call, in order: a stored node as it is, a removed one negated."""
+        """Return the events since the last call, in order: a stored node as it is, a removed one negated."""
         events = self._events
         if events:
             self._events = []
         return events
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the structure contradicts itself."""
+        """Raise AssertionError if the structure contradicts itself."""
         assert self.private >= 0, "private blocks are not negative"
         assert self.used + len(self.idle) <= self.capacity, "blocks fit"
         assert not self.idle.keys() & self.references.keys(), "nothing is referenced and idle"

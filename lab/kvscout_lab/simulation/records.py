@@ -1,4 +1,4 @@
-"""What a simulated run writes down."""
+"""Records of a simulated run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import log
 from kvscout_lab.simulation.worker import Gap
 
 _RATIO = 1.01
-"""Of one bucket of inter-token latencies to the one before it."""
+"""Ratio of one bucket of inter-token latencies to the one before it."""
 _LOG_RATIO = log(_RATIO)
 
 
@@ -27,12 +27,12 @@ class Record:
     decode_worker: int = -1
     """Which generated its output, where that is another one."""
     placed: int = -1
-    """When the scheduler booked it."""
+    """Time at which the scheduler booked it."""
     first_token: int = -1
     finished: int = -1
     cached_tokens: int = 0
     predicted_tokens: int = 0
-    """What the scheduler believed to be cached."""
+    """Prompt tokens that the scheduler predicted to be cached."""
     error: str = ""
 
 
@@ -47,7 +47,7 @@ class Gaps:
         self._bounds: dict[int, int] = {}
 
     def add(self, gap: Gap) -> None:
-        """Counts the tokens of a run of steps, exactly as if each step had been counted."""
+        """Count the tokens of a run of steps, exactly as if each step had been counted."""
         length, growth, steps, requests = gap
         self.total += requests * (steps * length + growth * (steps * (steps - 1) // 2))
         while steps:
@@ -61,11 +61,11 @@ class Gaps:
             steps -= inside
 
     def late(self, length: int) -> None:
-        """Counts a token that came late: its request had been preempted."""
+        """Count a token that came late: its request had been preempted."""
         self.add(Gap(length, 0, 1, 1))
 
     def _bound(self, bucket: int) -> int:
-        """The least length that falls into a bucket."""
+        """Return the least length that falls into a bucket."""
         bound = self._bounds.get(bucket)
         if bound is None:
             bound = int(_RATIO**bucket)
@@ -77,7 +77,7 @@ class Gaps:
         return bound
 
     def percentile(self, percent: float) -> int:
-        """The least length, to 1 %, that so many percent of the tokens do not exceed; 0 without any."""
+        """Return the percentile of the lengths over all tokens, to 1 %; 0 without any."""
         wanted, seen = percent / 100 * sum(self.counts.values()), 0
         for bucket in sorted(self.counts):
             seen += self.counts[bucket]
@@ -108,7 +108,7 @@ class Run:
     workers: list[WorkerRecord] = field(default_factory=list)
     gaps: Gaps = field(default_factory=Gaps)
     ended: int = 0
-    """When the last request did."""
+    """Time at which the last request ended."""
     queued: int = 0
     """Requests that waited at the scheduler."""
     steps: int = 0

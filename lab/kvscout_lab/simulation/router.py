@@ -1,6 +1,6 @@
 """Gateways and replicas of the scheduler in simulated time: its own code decides, books, queues and forgets.
 
-Nothing here decides anything. A gateway asks the index what is known of a prompt, and its replica for a worker. A
+Nothing here decides anything. A gateway queries the index for a prompt's overlaps, and its replica for a worker. A
 replica is the core of a scheduler process, `kvscout_scheduler.scheduler`, and where there are several, also what keeps
 them together, `kvscout_scheduler.replicas.replication`, whose messages are carried some time later.
 What a process adds to that (sockets, streams, processes) takes the time of `Latencies` and does nothing else.
@@ -33,14 +33,14 @@ Placed = Callable[[Decision | KvscoutError], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlacementRequest:
     """A request that wants a worker."""
 
     request_id: str
     role: Role
     prompt_tokens: int
     hashes: bytes
-    """Of the complete blocks of its prompt, packed."""
+    """Nodes of the complete blocks of its prompt, as packed u64s."""
     expected_output_tokens: int = 0
     priority: int = 0
     charge_prefill: bool = True
@@ -52,10 +52,10 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Booked:
-    """What a gateway keeps of a booking, to book it again where it is not known."""
+class GatewayBooking:
+    """Booking in a gateway, with which it is booked again where it is not known."""
 
-    ask: Ask
+    placement: PlacementRequest
     decision: Decision
     prefilled: bool
     """Its first token is out."""
@@ -67,13 +67,13 @@ class Replica:
     Args:
         number: Which one.
         specs: The workers.
-        settings: Of the scheduler.
+        settings: Settings of the scheduler.
         policies: That it knows.
         now: The simulation's clock.
-        seed: Of its draws.
-        replicated: Whether there are others.
-        make_load: Which twin keeps the load; None = the native one where it is built.
-        starts: How often it has been started before.
+        seed: Seed of its draws.
+        replicated: There are other replicas.
+        make_load: Makes the load of a pool; None = native where it is built.
+        starts: Earlier starts.
     """
 
     def __init__(
@@ -117,53 +117,55 @@ class Replica:
             self.replication.query()
         self._names = [spec.worker_id for spec in specs]
 
-    def place(self, ask: Ask, rows: Mapping[int, int], answer: Placed, owner: OwnerName | None = None) -> None:
+    def place(
+        self, placement: PlacementRequest, rows: Mapping[int, int], answer: Placed, owner: OwnerName | None = None
+    ) -> None:
         """Has a worker picked and booked, now or when it is the request's turn.
 
         Args:
-            ask: What wants one.
+            placement: Request for a worker.
             rows: Leading blocks of its prompt by worker number.
-            answer: Told of the worker or of the error, once.
+            answer: Called with the worker or the error, once.
             owner: The gateway, if it may go away.
         """
         names = self._names
         overlaps = Overlaps([names[row] for row in rows], (), list(rows.values())) if rows else NO_OVERLAPS
         request = SelectionRequest(
             MODEL,
-            ask.prompt_tokens,
-            Prompt(ask.hashes, overlaps=overlaps),
-            role=ask.role,
-            request_id=ask.request_id,
+            placement.prompt_tokens,
+            Prompt(placement.hashes, overlaps=overlaps),
+            role=placement.role,
+            request_id=placement.request_id,
             attempt_id=1,
-            priority=ask.priority,
-            expected_output_tokens=ask.expected_output_tokens,
-            constraints=WorkerConstraints(lora_name=ask.lora_name) if ask.lora_name else UNCONSTRAINED,
-            charge_prefill=ask.charge_prefill,
-            max_output_tokens=ask.max_output_tokens,
-            output_class=ask.output_class,
-            estimates_prefill=ask.estimates_prefill,
+            priority=placement.priority,
+            expected_output_tokens=placement.expected_output_tokens,
+            constraints=WorkerConstraints(lora_name=placement.lora_name) if placement.lora_name else UNCONSTRAINED,
+            charge_prefill=placement.charge_prefill,
+            max_output_tokens=placement.max_output_tokens,
+            output_class=placement.output_class,
+            estimates_prefill=placement.estimates_prefill,
         )
         try:
             self.core.reserve_or_wait(request, answer, owner=owner)
         except KvscoutError as error:
             answer(error)
 
-    def book_again(self, booked: Booked, owner: OwnerName | None = None) -> None:
-        """Books what runs already, as a gateway does that finds a scheduler that does not know it."""
-        ask, decision = booked.ask, booked.decision
-        key = _key(ask.request_id, ask.role)
+    def book_again(self, booked: GatewayBooking, owner: OwnerName | None = None) -> None:
+        """Book what runs already, as a gateway does that finds a scheduler that does not know it."""
+        placement, decision = booked.placement, booked.decision
+        key = _key(placement.request_id, placement.role)
         self.core.reserve(
             Reservation(
                 key,
                 1,
                 decision.rank,
-                ask.prompt_tokens,
+                placement.prompt_tokens,
                 decision.uncached_tokens,
-                ask.expected_output_tokens,
-                ask.hashes,
-                max_output_tokens=ask.max_output_tokens,
-                output_class=ask.output_class,
-                estimates_prefill=ask.estimates_prefill,
+                placement.expected_output_tokens,
+                placement.hashes,
+                max_output_tokens=placement.max_output_tokens,
+                output_class=placement.output_class,
+                estimates_prefill=placement.estimates_prefill,
                 running=True,
                 prefilled=booked.prefilled,
             ),
@@ -182,7 +184,7 @@ class Replica:
         self.core.free(_key(request_id, role), 1, output_tokens=output_tokens)
 
     def check_idle(self) -> None:
-        """Raises AssertionError unless nothing is booked, and nothing counts as load."""
+        """Raise AssertionError unless nothing is booked, and nothing counts as load."""
         assert not len(self.core.bookings), f"{len(self.core.bookings)} bookings are left"
         self.core.check_invariants()
         for pool in self.core.workers:
@@ -191,12 +193,12 @@ class Replica:
 
 
 def number_of(rank: WorkerRank) -> int:
-    """The number in a worker's name."""
+    """Return the number in a worker's name."""
     return int(rank.worker_id[1:])
 
 
 def name_of(number: int) -> str:
-    """A worker's name; names are in the order of their numbers."""
+    """Return a worker's name; names are in the order of their numbers."""
     return f"w{number:04d}"
 
 

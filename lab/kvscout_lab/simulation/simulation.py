@@ -1,4 +1,4 @@
-"""A cluster in simulated time: clients and gateways, and the schedulers that they ask."""
+"""A cluster in simulated time: clients and gateways, and their schedulers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvscout_common.worker import ALL_TENANTS, Adapter, Role, WorkerSpec
 from kvscout_lab.simulation.cluster import Cluster
 from kvscout_lab.simulation.engines import FIRST, LATER, Engines
 from kvscout_lab.simulation.records import Record, Run
-from kvscout_lab.simulation.router import MODEL, Ask, Booked, Replica, name_of, number_of
+from kvscout_lab.simulation.router import MODEL, GatewayBooking, PlacementRequest, Replica, name_of, number_of
 from kvscout_lab.simulation.timing import picoseconds
 from kvscout_lab.simulation.worker import NEVER, Job
 from kvscout_lab.workloads.workload import Turn, Workload
@@ -34,9 +34,9 @@ class _Request:
     turn: Turn
     record: Record
     gateway: int
-    asked: tuple[Ask, Callable[[_Request, Decision], None]] | None = None
+    pending: tuple[PlacementRequest, Callable[[_Request, Decision], None]] | None = None
     """While it waits for a worker."""
-    booked: Booked | None = None
+    booked: GatewayBooking | None = None
     """Since it has one."""
     abandoned: bool = False
     """Its gateway is gone."""
@@ -48,12 +48,12 @@ class Simulation(Engines):
     """One run of one policy. Used once.
 
     Args:
-        workload: What is asked.
-        cluster: What serves it.
-        settings: Of the schedulers, their policy among them.
+        workload: Requests and their times.
+        cluster: Workers, schedulers and latencies.
+        settings: Settings of the schedulers, their policy among them.
         policies: That they know.
         on_done: Called with the number of requests that have come, for progress.
-        make_load: Which twin of the scheduler keeps the load; None = the native one where it is built.
+        make_load: Makes the load of a pool; None = native where it is built.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Simulation(Engines):
         """Under way."""
         self._owners: list[OwnerName | None] = [None] * cluster.gateways
         self._sessions: list[int] = []
-        """Of the gateways' streams."""
+        """Session numbers of the gateways' streams."""
         self._flushing = [False] * cluster.replicas
 
     def run(self) -> Run:
-        """Runs until every request has ended."""
+        """Run until every request has ended."""
         for number, flow in enumerate(self._workload.flows):
             self._at(picoseconds(flow.start_seconds), LATER, self._arrive, number, 0)
         self._at(self._expiry, LATER, self._expire)
@@ -129,7 +129,7 @@ class Simulation(Engines):
         return self._run
 
     def check_idle(self) -> None:
-        """Raises AssertionError unless nothing is left of any request."""
+        """Raise AssertionError unless nothing is left of any request."""
         for worker in self._workers:
             worker.check_invariants()
             assert not worker.batch, "requests are left in a batch"
@@ -139,7 +139,7 @@ class Simulation(Engines):
             replica.check_idle()
 
     def _settle(self) -> None:
-        """Lets what is under way arrive."""
+        """Deliver the messages under way."""
         until = self._now + 100 * (self._report + self._sync) + picoseconds(2 * HEARTBEAT_SECONDS)
         if self._cluster.faults.restart_gateway is not None:
             # What it had booked ends by itself.
@@ -179,17 +179,17 @@ class Simulation(Engines):
         request = _Request(f"r{self._numbers}", turn, record, self._numbers % self._cluster.gateways)
         self._requests[request.request_id] = request
         if self._cluster.prefill_workers:
-            self._ask(request, Role.PREFILL, self._prefill_placed)
+            self._request_placement(request, Role.PREFILL, self._prefill_placed)
         else:
-            self._ask(request, Role.AGGREGATED, self._placed)
+            self._request_placement(request, Role.AGGREGATED, self._placed)
 
     def _replica(self, request: _Request) -> Replica:
         return self.replicas[request.gateway % len(self.replicas)]
 
-    def _ask(self, request: _Request, role: Role, placed: Callable[[_Request, Decision], None]) -> None:
+    def _request_placement(self, request: _Request, role: Role, placed: Callable[[_Request, Decision], None]) -> None:
         cluster, turn, size = self._cluster, request.turn, self._workload.block_size
         expected = turn.output_tokens if cluster.tells_output else 0
-        ask = Ask(
+        placement = PlacementRequest(
             request.request_id,
             role,
             turn.prompt_tokens,
@@ -199,34 +199,34 @@ class Simulation(Engines):
             role is not Role.DECODE,
             0 if cluster.expects_max_tokens else turn.max_tokens,
             turn.output_class,
-            # A prefill leg ends with its prompt.
+            # A prefill request ends with its prompt.
             not turn.streamed and role is not Role.PREFILL,
             f"adapter-{turn.adapter}" if turn.adapter else "",
         )
-        request.asked, request.booked = (ask, placed), None
+        request.pending, request.booked = (placement, placed), None
         if not self._down:
-            self._place(request)
+            self._place(request, placement, placed)
 
-    def _place(self, request: _Request) -> None:
-        """Asks the scheduler of its gateway for a worker."""
-        assert request.asked is not None
-        ask, placed = request.asked
-        prompt = request.turn.nodes[: ask.prompt_tokens // self._workload.block_size]
+    def _place(
+        self, request: _Request, placement: PlacementRequest, placed: Callable[[_Request, Decision], None]
+    ) -> None:
+        """Request a worker from the scheduler of its gateway."""
+        prompt = request.turn.nodes[: placement.prompt_tokens // self._workload.block_size]
         replica = self._replica(request)
 
         def answer(decision: Decision | KvscoutError) -> None:
             if request.abandoned:
                 if isinstance(decision, Decision):
-                    replica.ended(request.request_id, ask.role, 0)
+                    replica.ended(request.request_id, placement.role, 0)
                 return
-            request.asked = None
+            request.pending = None
             if isinstance(decision, KvscoutError):
                 self._failed(request, decision)
             else:
-                request.booked = Booked(ask, decision, prefilled=False)
+                request.booked = GatewayBooking(placement, decision, prefilled=False)
                 placed(request, decision)
 
-        replica.place(ask, self._index.overlaps(prompt, self._now), answer, self._owners[request.gateway])
+        replica.place(placement, self._index.overlaps(prompt, self._now), answer, self._owners[request.gateway])
         self._changed(replica)
 
     def _placed(self, request: _Request, decision: Decision) -> None:
@@ -236,10 +236,10 @@ class Simulation(Engines):
         request.job = self._job(request)
         self._at(self._now + self._route, FIRST, self._submit, record.worker, request.job)
 
-    def _job(self, request: _Request, *, computed_elsewhere: bool = False) -> Job:
+    def _job(self, request: _Request, *, computed_remotely: bool = False) -> Job:
         turn = request.turn
         output = max(1, turn.output_tokens)
-        return Job(request, turn.nodes, turn.prompt_tokens, output, computed_elsewhere=computed_elsewhere)
+        return Job(request, turn.nodes, turn.prompt_tokens, output, computed_remotely=computed_remotely)
 
     def _prefill_placed(self, request: _Request, decision: Decision) -> None:
         record = request.record
@@ -251,20 +251,19 @@ class Simulation(Engines):
     def _decode_placed(self, request: _Request, decision: Decision) -> None:
         record, latencies = request.record, self._cluster.latencies
         record.decode_worker = number_of(decision.rank)
-        request.job = self._job(request, computed_elsewhere=True)
+        job = request.job = self._job(request, computed_remotely=True)
         tokens = record.prompt_tokens - decision.overlap_blocks * self._workload.block_size
         took = picoseconds(latencies.transfer_ms / 1000 + tokens * latencies.transfer_us_per_token / 1e6)
-        self._at(self._now + self._route + took, FIRST, self._transferred, request)
+        self._at(self._now + self._route + took, FIRST, self._transferred, request, job)
 
-    def _transferred(self, request: _Request) -> None:
+    def _transferred(self, request: _Request, job: Job) -> None:
         record = request.record
-        assert request.prefill_job is not None
-        assert request.job is not None
         source = self._workers[record.worker]
-        source.release(request.prefill_job)
+        if request.prefill_job is not None:
+            source.release(request.prefill_job)
         if source.end == NEVER and source.waiting:
             self._begin(record.worker)
-        self._submit(record.decode_worker, request.job)
+        self._submit(record.decode_worker, job)
 
     def _submit(self, number: int, job: Job) -> None:
         request = cast(_Request, job.request)
@@ -298,7 +297,7 @@ class Simulation(Engines):
     def _prefilled(self, request: _Request) -> None:
         if not request.abandoned:
             self._tell_end(request, Role.PREFILL, 1)
-            self._ask(request, Role.DECODE, self._decode_placed)
+            self._request_placement(request, Role.DECODE, self._decode_placed)
 
     def _first_token(self, request: _Request, role: Role) -> None:
         if request.abandoned or request.booked is None:
@@ -309,7 +308,7 @@ class Simulation(Engines):
             self._changed(self._replica(request))
 
     def _tell_end(self, request: _Request, role: Role, output_tokens: int) -> None:
-        """What the scheduler misses while it is down it is not told later: it never hears of the request."""
+        """Report the end of a request; a scheduler that is down never receives it."""
         request.booked = None
         if not self._down:
             self._replica(request).ended(request.request_id, role, output_tokens)
@@ -330,7 +329,7 @@ class Simulation(Engines):
         record = request.record
         record.error = f"{type(error).__name__}: {error}"
         if request.booked is not None:
-            role = request.booked.ask.role
+            role = request.booked.placement.role
             self._at(self._now + self._report, LATER, self._tell_end, request, role, 0)
         self._over(request)
         for _ in self._workload.flows[record.flow].turns[record.turn + 1 :]:
@@ -349,7 +348,7 @@ class Simulation(Engines):
             self._at(self._now + self._expiry, LATER, self._expire)
 
     def _changed(self, replica: Replica) -> None:
-        """What a replica did is told to the others, a little later and together with what it does meanwhile."""
+        """Plan to send the changes of a replica, a little later and together with those that come meanwhile."""
         if replica.replication is None:
             return
         number = replica.number
@@ -359,26 +358,24 @@ class Simulation(Engines):
 
     def _flush(self, number: int) -> None:
         self._flushing[number] = False
-        if self._down:
-            return
         replication = self.replicas[number].replication
-        assert replication is not None
+        if self._down or replication is None:
+            return
         for outgoing in replication.take():
             for other in self.replicas:
                 if other is not self.replicas[number]:
                     self._at(self._now + self._sync // 2, LATER, self._receive, other, outgoing.payload)
 
     def _receive(self, replica: Replica, payload: bytes) -> None:
-        """What reaches a process that is no more reaches nobody."""
-        assert replica.replication is not None
-        if self.replicas[replica.number] is replica:
+        """Deliver a message, unless the replica was replaced meanwhile."""
+        if self.replicas[replica.number] is replica and replica.replication is not None:
             replica.replication.receive(payload)
 
     def _heartbeat(self) -> None:
         for replica in self.replicas if not self._down else ():
-            assert replica.replication is not None
-            replica.replication.tick()
-            self._changed(replica)
+            if replica.replication is not None:
+                replica.replication.tick()
+                self._changed(replica)
         if self._left:
             self._at(self._now + picoseconds(HEARTBEAT_SECONDS), LATER, self._heartbeat)
 
@@ -405,7 +402,7 @@ class Simulation(Engines):
         self._at(self._now + down, FIRST, self._scheduler_comes)
 
     def _scheduler_comes(self) -> None:
-        """All replicas begin anew, and gateways book there what runs; then whoever waited asks, again or for once."""
+        """All replicas begin anew, and gateways book there what runs; then pending requests ask for a worker."""
         self._run.queued += sum(replica.core.stats.queued for replica in self.replicas)
         self.replicas = [self._start(number, 1) for number in range(len(self.replicas))]
         if self._cluster.faults.restart_gateway is not None:
@@ -414,8 +411,9 @@ class Simulation(Engines):
         for request in self._requests.values():
             if request.booked is not None:
                 self._replica(request).book_again(request.booked, self._owners[request.gateway])
-        for request in [each for each in self._requests.values() if each.asked is not None]:
-            self._place(request)
+        for request in list(self._requests.values()):
+            if request.pending is not None:
+                self._place(request, *request.pending)
         for replica in self.replicas:
             self._changed(replica)
 
@@ -429,10 +427,10 @@ class Simulation(Engines):
             self._sessions.append(core.connect_owner(owner, ())[0])
 
     def _gateway_goes(self) -> None:
-        """The first one dies, and another one is there at once: what the first had in flight is nobody's."""
+        """End the first gateway; another one replaces it at once, without the requests in flight."""
         faults, core, owner = self._cluster.faults, self.replicas[0].core, self._owners[0]
-        assert owner is not None
-        core.disconnect_owner(owner, self._sessions[0])
+        if owner is not None:
+            core.disconnect_owner(owner, self._sessions[0])
         successor = self._owners[0] = OwnerName(ALL_TENANTS, "gateway-0-again")
         self._sessions[0] = core.connect_owner(successor, ())[0]
         for request in [each for each in self._requests.values() if each.gateway == 0]:
@@ -442,7 +440,7 @@ class Simulation(Engines):
             self._at(self._now + picoseconds(faults.retry_seconds), LATER, self._again, request.record)
 
     def _again(self, record: Record) -> None:
-        """A client asks again, and its time counts from now."""
+        """Send a client's request again; its time counts from now."""
         record.arrived, record.first_token = self._now, -1
         self._send(record)
 

@@ -1,4 +1,4 @@
-"""What a step of an engine takes, in whole picoseconds: sums of steps are exact, in whatever order they are added.
+"""Duration of an engine's step, in whole picoseconds: sums of steps are exact, in whatever order they are added.
 
 ::
 
@@ -28,7 +28,7 @@ PICOSECONDS = 1_000_000_000_000
 
 
 def picoseconds(seconds: float) -> int:
-    """A time in whole picoseconds."""
+    """Return a time in whole picoseconds."""
     return round(seconds * PICOSECONDS)
 
 
@@ -46,7 +46,7 @@ class StepTime:
     decode_us_per_request: float = 50.0
     context_ns_per_token: float = 15.0
     attention_ps_per_pair: float = 0.0
-    """Of a prompt token and each token before it; 0 = a prompt's attention takes no time of its own."""
+    """Picoseconds of a prompt token and each token before it; 0 = a prompt's attention takes no time of its own."""
     overlapped: bool = False
     """Weights are read while the layers compute: whichever takes longer counts."""
     host_ms: float = 0.0
@@ -88,7 +88,7 @@ class StepTime:
 
 
 class Rates(NamedTuple):
-    """Of one worker, in picoseconds; see `StepTime`."""
+    """Rates of one worker, in picoseconds; see `StepTime`."""
 
     base: int
     prefill_token: int
@@ -100,17 +100,17 @@ class Rates(NamedTuple):
     host_request: int
 
     def attention(self, before: int, tokens: int) -> int:
-        """Of a chunk of a prompt, behind so many tokens; 0 where it takes no time of its own."""
+        """Return the attention time of a chunk after `before` tokens; 0 where it takes no time of its own."""
         if not self.pair:
             return 0
         pairs = tokens * before + tokens * (tokens + 1) // 2
         return max(self.pair * pairs, self.context_token * (before + tokens))
 
     def step(self, prompt_tokens: int, requests: int, contexts: int, attention: int, batch: int) -> int:
-        """The length of a step.
+        """Return the length of a step.
 
         Args:
-            prompt_tokens: Of all chunks.
+            prompt_tokens: Prompt tokens of all chunks.
             requests: That decode.
             contexts: Σ theirs, in tokens.
             attention: Σ of all chunks.

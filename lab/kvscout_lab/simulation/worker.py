@@ -37,7 +37,7 @@ COPY = 0
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is; all workers of a run are alike but for their speeds."""
+    """Settings of an engine; all workers of a run are alike but for their speeds."""
 
     block_size: int = 64
     kv_tokens: int = 600_000
@@ -83,7 +83,7 @@ class Job:
     prompt_tokens: int
     output_tokens: int
     """Tokens to generate here."""
-    computed_elsewhere: bool = False
+    computed_remotely: bool = False
     """Its prompt's keys and values come from another worker: it decodes at once."""
     holds: bool = False
     """Its blocks stay when it is done, until `Worker.release`: another worker fetches them."""
@@ -92,7 +92,7 @@ class Job:
     """Tokens that its prefill has to compute: the prompt, and after a preemption what it had generated."""
     computed: int = 0
     cached_tokens: int | None = None
-    """Of the prompt, when it was admitted first."""
+    """Prompt tokens cached when it was admitted first."""
     held: list[int] = field(default_factory=list)
     """The node of each of its first blocks, or `COPY`."""
     private: int = 0
@@ -101,11 +101,11 @@ class Job:
     life: int = 0
     """Counts its preemptions: what was planned for an earlier life is void."""
     last_token: int = 0
-    """When it got its last token, where it was preempted since."""
+    """Time of its last token, where it was preempted since."""
 
 
 class Done(NamedTuple):
-    """What a step brought to a request."""
+    """Result of a step for a request."""
 
     job: Job
     finished: bool
@@ -127,7 +127,7 @@ class Worker:
     """See the module.
 
     Args:
-        settings: What it is.
+        settings: Settings of the engine.
         prefill_speed: Divides the time of prompt tokens.
         decode_speed: Divides the time of all else.
     """
@@ -164,20 +164,20 @@ class Worker:
         self._requests = 0
         """Decoding in the step under way."""
         self.end = NEVER
-        """When the steps under way are over."""
+        """End of the steps under way."""
 
     @property
     def batch(self) -> int:
-        """Requests in the batch."""
+        """Return requests in the batch."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Requests that are not."""
+        """Return requests that are not."""
         return len(self._waiting)
 
     def submit(self, job: Job, now: int) -> None:
-        """Takes a request. `end` may come nearer.
+        """Take a request. `end` may come nearer.
 
         Raises:
             ConfigError: It fits into no empty cache.
@@ -193,7 +193,7 @@ class Worker:
             self._cut(now)
 
     def abort(self, job: Job, now: int) -> None:
-        """Ends a request that nobody waits for any more, at the next boundary between steps. `end` may come nearer."""
+        """End a request that nobody waits for any more, at the next boundary between steps. `end` may come nearer."""
         if job in self._running:
             self._aborted.append(job)
             self._cut(now)
@@ -201,18 +201,18 @@ class Worker:
             self._waiting.remove(job)
 
     def set_speeds(self, prefill_speed: float, decode_speed: float, now: int) -> None:
-        """Changes its speeds from the next boundary between steps on. `end` may come nearer."""
+        """Change its speeds from the next boundary between steps on. `end` may come nearer."""
         self._rates = self.settings.step.rates(prefill_speed, decode_speed)
         if self._steps:
             self._cut(now)
 
     def release(self, job: Job) -> None:
-        """Gives back the blocks that a finished request holds."""
+        """Free the blocks that a finished request holds."""
         self.cache.release([node for node in job.held if node != COPY], job.private)
         job.held, job.private = [], 0
 
     def begin(self, now: int) -> None:
-        """Plans what comes next, from a boundary between steps."""
+        """Plan what comes next, from a boundary between steps."""
         preempted = self._grow(now)
         chunks = self._chunks = []
         budget = self.settings.max_num_batched_tokens - len(self._decoding)
@@ -240,7 +240,7 @@ class Worker:
         self.end = now + self._length(self._steps)
 
     def finish(self) -> tuple[list[Done], Gap | None, list[tuple[int, int]]]:
-        """Ends the steps under way, at `end`.
+        """End the steps under way, at `end`.
 
         Returns:
             What they brought to requests; their lengths, if any request decoded; and (since, until) of each token that
@@ -278,7 +278,7 @@ class Worker:
         return done, gap, late
 
     def _drop(self, job: Job) -> None:
-        """Ends a request without its last token, if it still runs."""
+        """End a request without its last token, if it still runs."""
         if job in self._decoding:
             self._leave_batch(job)
         elif job in self._running:
@@ -323,7 +323,7 @@ class Worker:
             self.release(job)
 
     def _grow(self, now: int) -> bool:
-        """Gives blocks to whoever needs one for the next step; where there is none, the youngest is preempted: True."""
+        """Assign the blocks that the next step needs; where there is none, preempt the youngest: True."""
         step, grows, size = self._step + 1, self._grows, self.settings.block_size
         preempted = False
         while grows and grows[0][0] <= step:
@@ -353,7 +353,7 @@ class Worker:
             self._prefills.remove(job)
         job.life += 1
         job.target, job.computed = job.prompt_tokens + job.generated, 0
-        job.computed_elsewhere = False
+        job.computed_remotely = False
         self.release(job)
         self._waiting.appendleft(job)
 
@@ -373,7 +373,7 @@ class Worker:
             if job.cached_tokens is None:
                 job.cached_tokens = job.computed
             self._running[job] = None
-            if job.computed_elsewhere:
+            if job.computed_remotely:
                 # Its last token is computed here: that gives the first one of the answer.
                 job.computed = max(job.computed, job.target - 1)
             self._prefills.append(job)
@@ -386,7 +386,7 @@ class Worker:
         return tokens
 
     def _register(self, job: Job, tokens: int) -> None:
-        """Makes the complete blocks of a request's first tokens known."""
+        """Make the complete blocks of a request's first tokens known."""
         size, held = self.settings.block_size, job.held
         for node in job.nodes[len(held) : tokens // size]:
             if self.cache.register(node):
@@ -406,7 +406,7 @@ class Worker:
         return until - self._step
 
     def _cut(self, now: int) -> None:
-        """Ends the jump at the first boundary that is not before a time."""
+        """End the jump at the first boundary that is not before a time."""
         low, high = 1, self._steps
         while low < high:
             middle = (low + high) // 2
@@ -421,7 +421,7 @@ class Worker:
         return steps * self._first_length + self._growth * (steps * (steps - 1) // 2)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if the structure contradicts itself."""
+        """Raise AssertionError if the structure contradicts itself."""
         self.cache.check_invariants()
         assert set(self._running) == {*self._prefills, *self._decoding}, "who runs prefills or decodes"
         assert self._offset == sum(job.target - job.born for job in self._decoding), "contexts add up"

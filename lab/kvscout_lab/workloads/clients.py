@@ -1,7 +1,7 @@
-"""What clients bring beside prompts: bounds on outputs, answers that come as a whole, long answers among short ones.
+"""Settings of clients beside prompts: output limits, answers that come as a whole, long answers among short ones.
 
-Generators and traces say what is asked and when; this says how. Each part is drawn from a seed of its own, so that a
-workload with bounds has the same prompts, outputs and times as without.
+Generators and traces define the requests and their times; this adds the clients' settings. Each part is drawn from a
+seed of its own, so that a workload with limits has the same prompts, outputs and times as without.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvscout_lab.workloads.sessions import LogNormal
 from kvscout_lab.workloads.workload import Flow, Turn, Workload
 
 Sign = Literal["none", "class", "prompt"]
-"""By what long answers can be told: by nothing, by the request's output class, or by another system prompt."""
+"""Sign by which long answers are recognised: nothing, the request's output class, or another system prompt."""
 SIGNS: Final[tuple[str, ...]] = get_args(Sign)
 USUAL_MAX_TOKENS: Final = ((256, 0.10), (1_024, 0.20), (4_096, 0.30), (8_192, 0.15), (32_768, 0.10), (0, 0.15))
 """Values of `max_tokens` that clients and their libraries set (0 = none), and how many do."""
@@ -29,7 +29,7 @@ _OTHER_PROMPTS: Final = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """How requests are made."""
+    """Settings of the clients of a workload."""
 
     max_tokens: int = 0
     """That every request sets, or what it needs, rounded up to a power of two, where that is more; 0 = none."""
@@ -40,7 +40,7 @@ class Clients:
     long_answers: float = 0.0
     """Share of `LONG_ANSWERS`; the others are `SHORT_ANSWERS` then. 0 = outputs as the workload has them."""
     sign: Sign = "none"
-    """By what they can be told. With `prompt`, long answers are those of whole flows, else of single requests."""
+    """Sign of long answers. With `prompt`, they are those of whole flows, else of single requests."""
     classes: bool = False
     """Requests whose prompts begin with the same block say that they are of one output class."""
     adapters: int = 0
@@ -67,7 +67,7 @@ class Clients:
 
 
 def as_clients_ask(workload: Workload, clients: Clients) -> Workload:
-    """The same workload, asked by such clients.
+    """Return the same workload with these settings of its clients.
 
     Raises:
         ConfigError: A setting is out of range; it is named.
@@ -140,7 +140,7 @@ def _with_long_answers(workload: Workload, clients: Clients) -> tuple[Flow, ...]
 
 
 def _adapted(flow: Flow, number: int) -> Flow:
-    """A flow on an adapter, under which no block is that of another adapter or of the model by itself."""
+    """Return a flow on an adapter, under which no block is that of another adapter or of the model by itself."""
     apart = 2 * (number + 1) * _OTHER_PROMPTS
 
     def change(turn: Turn) -> Turn:

@@ -5,7 +5,7 @@
 * `shared_prompt`: one system prompt before everything, short questions, long answers.
 * `long_agents`: the same with contexts of 20,000 to 120,000 tokens, and more turns.
 * `embeddings`: short texts, many a second, and no output.
-* `documents`: questions about documents that are asked about again, behind one short system prompt; with few requests a
+* `documents`: questions about documents, several about each, behind one short system prompt; with few requests a
   second and caches that hold a part of the documents each, it shows whether idle workers share them out.
 
 `agents` was made to resemble what is published of Mooncake's trace of tools and agents (mean input about 8,600 tokens,
@@ -16,7 +16,7 @@ from their files.
 from __future__ import annotations
 
 import random
-from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,8 +29,8 @@ def conversations(sessions: int, seed: int = 0, block_size: int = 64) -> Workloa
     """Multi-turn chats: system prompts of 16 apps, a document first, then questions.
 
     Args:
-        sessions: How many.
-        seed: Of all draws.
+        sessions: Number of sessions.
+        seed: Seed of all draws.
         block_size: Tokens a block.
     """
     parameters = MultiTurn(
@@ -99,26 +99,24 @@ class SharedPrompt:
     seed: int = 0
     block_size: int = 64
     prompt_tokens: int = 8_192
-    """Of the system prompt that all share."""
+    """Tokens of the system prompt that all share."""
     question: LogNormal = LogNormal(median=160, sigma=0.7, low=16, high=2_000)
     output: LogNormal = LogNormal(median=250, sigma=0.6, low=16, high=1_000)
 
 
 def shared_prompt(parameters: SharedPrompt = SharedPrompt()) -> Workload:
-    """Questions behind one system prompt, one flow each."""
+    """Return questions behind one system prompt, one flow each."""
     if parameters.prompt_tokens < 0:
         raise ConfigError("must not be negative", field="prompt_tokens")
     rng, nodes = random.Random(parameters.seed), Nodes()
-    size = parameters.block_size
-    system = nodes.chain(["system"] * (parameters.prompt_tokens // size))
-    flows, start = [], 0.0
-    for _ in range(parameters.requests):
-        start += rng.expovariate(1.0)
+    system = nodes.chain(["system"] * (parameters.prompt_tokens // parameters.block_size))
+
+    def turn() -> Turn:
         prompt = parameters.prompt_tokens + parameters.question.draw(rng)
         output = parameters.output.draw(rng)
-        chain: array[int] = nodes.extend(system, (prompt + output) // size)
-        flows.append(Flow(start, (Turn(chain, prompt, output),)))
-    return Workload("shared-prompt", size, tuple(flows))
+        return Turn(nodes.extend(system, (prompt + output) // parameters.block_size), prompt, output)
+
+    return _single_turns("shared-prompt", parameters, rng, turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +127,9 @@ class Documents:
     seed: int = 0
     block_size: int = 16
     documents: int = 48
-    """Each is asked about as often as any other."""
+    """Number of documents; questions are spread evenly."""
     prompt_tokens: int = 256
-    """Of the system prompt that all share."""
+    """Tokens of the system prompt that all share."""
     document: int = 1_024
     """Tokens of each."""
     question: Range = Range(32, 96)
@@ -139,19 +137,19 @@ class Documents:
 
 
 def documents(parameters: Documents = Documents()) -> Workload:
-    """Questions about one of some documents each, one flow each."""
+    """Return questions about one of some documents each, one flow each."""
     rng, nodes = random.Random(parameters.seed), Nodes()
     size = parameters.block_size
     system, body = parameters.prompt_tokens // size, parameters.document // size
-    flows, start = [], 0.0
-    for _ in range(parameters.requests):
-        start += rng.expovariate(1.0)
+
+    def turn() -> Turn:
         about = rng.randrange(parameters.documents)
         chain = nodes.chain([*["system"] * system, *[about] * body])
         prompt = (system + body) * size + parameters.question.draw(rng)
         output = parameters.output.draw(rng)
-        flows.append(Flow(start, (Turn(nodes.extend(chain, (prompt + output) // size), prompt, output),)))
-    return Workload("documents", size, tuple(flows))
+        return Turn(nodes.extend(chain, (prompt + output) // size), prompt, output)
+
+    return _single_turns("documents", parameters, rng, turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,25 +165,35 @@ class Embeddings:
 
 
 def embeddings(parameters: Embeddings = Embeddings()) -> Workload:
-    """Texts to embed, one flow each."""
+    """Return texts to embed, one flow each."""
     rng, nodes = random.Random(parameters.seed), Nodes()
-    size = parameters.block_size
-    instruction = nodes.chain(["instruction"] * (parameters.instruction_tokens // size))
+    instruction = nodes.chain(["instruction"] * (parameters.instruction_tokens // parameters.block_size))
+
+    def turn() -> Turn:
+        prompt = parameters.instruction_tokens + parameters.text.draw(rng)
+        chain = nodes.extend(instruction, prompt // parameters.block_size)
+        return Turn(chain, prompt, 0, output_class="embeddings")
+
+    return _single_turns("embeddings", parameters, rng, turn)
+
+
+def _single_turns(
+    name: str, parameters: SharedPrompt | Documents | Embeddings, rng: random.Random, turn: Callable[[], Turn]
+) -> Workload:
+    """Return flows of one turn each, which arrive by a Poisson process of one a second."""
     flows, start = [], 0.0
     for _ in range(parameters.requests):
         start += rng.expovariate(1.0)
-        prompt = parameters.instruction_tokens + parameters.text.draw(rng)
-        turn = Turn(nodes.extend(instruction, prompt // size), prompt, 0, output_class="embeddings")
-        flows.append(Flow(start, (turn,)))
-    return Workload("embeddings", size, tuple(flows))
+        flows.append(Flow(start, (turn(),)))
+    return Workload(name, parameters.block_size, tuple(flows))
 
 
 def long_agents(sessions: int, seed: int = 0, block_size: int = 64) -> Workload:
     """Agents whose contexts have 20,000 to 120,000 tokens: code bases and long transcripts.
 
     Args:
-        sessions: How many.
-        seed: Of all draws.
+        sessions: Number of sessions.
+        seed: Seed of all draws.
         block_size: Tokens a block.
     """
     made = agents(
@@ -209,13 +217,13 @@ GENERATED: Final = ("conversations", "agents", "long-agents", "shared-prompt", "
 
 
 def generate(name: str, requests: int, seed: int = 0, shared_tokens: int = 8_192) -> Workload:
-    """The workload of a name, with about so many requests.
+    """Return the workload of a name, with about `requests` requests.
 
     Args:
         name: One of `GENERATED`.
         requests: Turns of all flows.
-        seed: Of all draws.
-        shared_tokens: Of the system prompt of `shared-prompt`.
+        seed: Seed of all draws.
+        shared_tokens: Tokens of the system prompt of `shared-prompt`.
 
     Raises:
         ConfigError: There is none of that name.

@@ -1,4 +1,4 @@
-"""What is sent and when: sessions of turns, and the generator of multi-turn conversations.
+"""Sessions of turns, and the generator of multi-turn conversations.
 
 A *session* is one conversation. Its first turn is due at a time fixed in advance; each later turn is due
 `think_seconds` after the answer before it was complete, and its prompt is everything said so far: the earlier
@@ -35,9 +35,9 @@ class Turn:
     """One request of a session."""
 
     new_tokens: array[int]
-    """What the prompt adds to the history, u32 token ids (`array("I")`); never empty."""
+    """Tokens that the prompt adds to the history, u32 token ids (`array("I")`); never empty."""
     max_tokens: int
-    """Tokens to generate; the engine is told to go on past its end-of-sequence token."""
+    """Tokens to generate; the engine ignores its end-of-sequence token."""
     think_seconds: float
     """From the end of the reply before it to this turn; 0 in the first."""
 
@@ -48,7 +48,7 @@ class Session:
 
     session_id: str
     start_seconds: float
-    """When its first turn is due, from the start of the run."""
+    """Due time of its first turn, from the start of the run."""
     turns: tuple[Turn, ...]
 
 
@@ -138,7 +138,7 @@ class MultiTurn:
 
 
 def multi_turn(parameters: MultiTurn) -> Iterator[Session]:
-    """The sessions of a parameter set, in order of their start.
+    """Yield the sessions of a parameter set, in order of their start.
 
     Raises:
         ConfigError: A parameter is out of range.
@@ -160,7 +160,7 @@ def multi_turn(parameters: MultiTurn) -> Iterator[Session]:
 
 
 def tokens(rng: random.Random, count: int, vocab_size: int) -> array[int]:
-    """Random token ids below `vocab_size` (at most 65,536), as `array("I")`."""
+    """Return random token ids below `vocab_size` (at most 65,536), as `array("I")`."""
     return array("I", (word % vocab_size for word in memoryview(rng.randbytes(2 * count)).cast("H")))
 
 

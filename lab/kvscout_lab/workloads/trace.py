@@ -35,12 +35,12 @@ class TraceRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """How a trace is replayed."""
+    """Settings of the replay of a trace."""
 
     limit: int = 0
-    """Only the first so many requests; 0 = all."""
+    """Number of requests replayed; 0 = all."""
     duration_seconds: float = 0.0
-    """Only requests due within so many seconds, after scaling; 0 = all."""
+    """Requests due later, after scaling, are left out; 0 = none are."""
     rate_scale: float = 1.0
     """Times the recorded rate: 2 replays an hour in half an hour."""
     max_output_tokens: int = 0
@@ -64,7 +64,7 @@ class TraceOptions:
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """The requests of a trace file, in the order of the file, read line by line.
+    """Yield the requests of a trace file, in the order of the file, read line by line.
 
     Raises:
         ConfigError: The file cannot be read or a line is not as described; names file and line.
@@ -79,7 +79,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 
 
 def trace_sessions(path: Path, options: TraceOptions) -> Iterator[Session]:
-    """The sessions of a trace, made lazily: prompts exist only while they are needed.
+    """Yield the sessions of a trace, made lazily: prompts exist only while they are needed.
 
     Raises:
         ConfigError: As `read_trace`, or an option is out of range, or timestamps go backwards.
@@ -110,7 +110,7 @@ def trace_sessions(path: Path, options: TraceOptions) -> Iterator[Session]:
 
 
 def prompt_tokens(hash_ids: Sequence[int], input_length: int, vocab_size: int) -> array[int]:
-    """The prompt that hash ids stand for.
+    """Return the prompt that hash ids stand for.
 
     Args:
         hash_ids: One id per 512 tokens, the last of them perhaps of fewer.

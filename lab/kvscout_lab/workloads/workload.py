@@ -1,4 +1,4 @@
-"""What is asked of a cluster: flows of turns. A prompt is a chain of *nodes*, block by block.
+"""Workloads: flows of turns. A prompt is a chain of *nodes*, block by block.
 
 A *node* is a number that stands for a block and all before it, so that equal nodes are equal prefixes; token ids are
 not needed. A *flow* is one conversation: its first turn is due at a time of its own, each later one some think time
@@ -23,7 +23,7 @@ class Turn(NamedTuple):
     """One turn of a flow."""
 
     nodes: array[int]
-    """Of every complete block of prompt and output."""
+    """Nodes of the complete blocks of prompt and output, in order."""
     prompt_tokens: int
     output_tokens: int
     """0 = it has none, as an embedding: it ends with what would be its first token."""
@@ -61,7 +61,7 @@ class Workload:
 
     @property
     def requests(self) -> int:
-        """Turns of all flows."""
+        """Turn of all flows."""
         return sum(len(flow.turns) for flow in self.flows)
 
     @property
@@ -76,7 +76,7 @@ class Workload:
 
     @property
     def request_rate(self) -> float:
-        """Requests a second, were all turns due at the start of their flow."""
+        """Return requests a second, were all turns due at the start of their flow."""
         return self.flow_rate * self.requests / len(self.flows)
 
 
@@ -88,7 +88,7 @@ class Nodes:
         self._last = 0
 
     def of(self, parent: int, block: object) -> int:
-        """The node of a block behind another node; 0 = behind nothing. Equal arguments, equal nodes."""
+        """Return the node of a block behind another node; 0 = behind nothing. Equal arguments, equal nodes."""
         key = (parent, block)
         number = self._numbers.get(key)
         if number is None:
@@ -96,7 +96,7 @@ class Nodes:
         return number
 
     def fresh(self) -> int:
-        """A node that nothing else has."""
+        """Return a node that nothing else has."""
         self._last += 1
         return self._last
 
@@ -114,15 +114,15 @@ class Nodes:
 
 
 def from_trace(name: str, requests: Iterable[TraceRequest], limit: int = 0) -> Workload:
-    """The requests of a trace, each at its own time, in blocks of 512 tokens.
+    """Return the requests of a trace, each at its own time, in blocks of 512 tokens.
 
     What the last hash id stands for is shared only where it is a whole block, as in an engine. What was generated is in
     no later prompt: the trace does not say which of its blocks hold it.
 
     Args:
-        name: Of the workload.
+        name: Name of the workload.
         requests: In order of time.
-        limit: Only the first so many; 0 = all.
+        limit: Number of requests; 0 = all.
     """
     nodes, flows = Nodes(), []
     first = None
@@ -139,7 +139,7 @@ def from_sessions(name: str, sessions: Iterable[Session], block_size: int) -> Wo
     """Conversations of the generator of `kvscout demo`; each prompt contains the replies before it.
 
     Args:
-        name: Of the workload.
+        name: Name of the workload.
         sessions: In order of their start.
         block_size: Tokens a block.
     """
@@ -165,7 +165,7 @@ def _turns(nodes: Nodes, session: Session, size: int) -> Iterator[Turn]:
 
 
 def at_rate(workload: Workload, flows_per_second: float) -> Workload:
-    """The same flows in the same order and rhythm, at another mean rate."""
+    """Return the same flows in the same order and rhythm, at another mean rate."""
     if not 0 < flows_per_second < float("inf"):
         raise ConfigError("must be a positive number", field="rate")
     factor = workload.flow_rate / flows_per_second
@@ -181,7 +181,7 @@ class Burst:
     period_seconds: float = 30.0
     """From burst to burst."""
     share: float = 0.2
-    """Of the time, that is burst."""
+    """Share of the time that is burst."""
 
     def validate(self) -> Burst:
         """Itself, if it is in range.
@@ -199,7 +199,7 @@ class Burst:
 
 
 def in_bursts(workload: Workload, burst: Burst) -> Workload:
-    """The same flows in the same order, each period's share of them moved into its beginning."""
+    """Return the same flows in the same order, each period's share of them moved into its beginning."""
     period, share, early = burst.period_seconds, burst.share, burst.factor * burst.share
     starts = []
     for flow in workload.flows:
@@ -211,7 +211,7 @@ def in_bursts(workload: Workload, burst: Burst) -> Workload:
 
 
 def led(workload: Workload, seconds: float) -> Workload:
-    """The same flows, the first one so long before the others: its worker has computed its prompt when they come."""
+    """Return the same flows, the first one `seconds` earlier: its prompt is computed when the others come."""
     first, *others = (flow.start_seconds for flow in workload.flows)
     return _restarted(workload, [first, *(start + seconds for start in others)])
 

@@ -19,11 +19,11 @@ class Answer(ABC):
     """One answer in the making.
 
     Args:
-        generation: What was generation for.
+        generation: Validated request.
         answer_id: Its `id`.
         created: Unix time in seconds.
         tokenizer: Tokens to text.
-        details: When its usage reports cached tokens.
+        details: Condition on which its usage reports cached tokens.
     """
 
     whole_object: str
@@ -45,7 +45,7 @@ class Answer(ABC):
 
     @abstractmethod
     def opening(self) -> list[Document]:
-        """The chunks before the first token."""
+        """Return the chunks before the first token."""
 
     @abstractmethod
     def _chunk_choice(self, delta: ChoiceDelta, text: str) -> Document:
@@ -60,12 +60,12 @@ class Answer(ABC):
         return self._chunk([self._chunk_choice(delta, self._tokenizer.decode(delta.tokens))], delta)
 
     def usage_chunk(self, cached_tokens: int) -> Document:
-        """The chunk after the last token, if the usage was generation for."""
+        """Return the chunk after the last token, if the usage was generation for."""
         fields = {key: value for key, value in self.usage(cached_tokens).items() if value is not None}
         return self._envelope | {"object": self.chunk_object, "choices": [], "usage": fields}
 
     def whole(self, deltas: Sequence[ChoiceDelta], cached_tokens: int) -> Document:
-        """The answer to a request that did not ask for a stream."""
+        """Return the answer to a request that did not ask for a stream."""
         for delta in deltas:
             self._output_tokens[delta.choice] = len(delta.tokens)
         return self._envelope | {
@@ -75,7 +75,7 @@ class Answer(ABC):
         }
 
     def usage(self, cached_tokens: int) -> Document:
-        """The usage object, of all choices."""
+        """Return the usage object, of all choices."""
         always = self._details is PromptTokensDetails.ALWAYS
         reported = always or (self._details is PromptTokensDetails.NONZERO and cached_tokens > 0)
         details = {"cached_tokens": cached_tokens} if reported else None
@@ -145,7 +145,7 @@ class ChatAnswer(Answer):
     chunk_object = "chat.completion.chunk"
 
     def opening(self) -> list[Document]:
-        """The role of every choice, with empty content."""
+        """Return the role of every choice, with empty content."""
         chunks = []
         for index in range(self.generation.choices):
             delta = {"role": "assistant", "content": ""}
@@ -204,7 +204,7 @@ class ChatAnswer(Answer):
 
 
 def usage(prompt_tokens: int, output_tokens: int) -> Document:
-    """A usage that says nothing of cached tokens."""
+    """Return a usage that says nothing of cached tokens."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + output_tokens,
@@ -217,7 +217,7 @@ def _other(token: int, rank: int, as_ids: bool) -> str:
 
 
 def logprob(token: int, position: int) -> float:
-    """An invented log-probability, a function of token and position, from −4 to just below 0."""
+    """Return an invented log-probability, a function of token and position, from −4 to just below 0."""
     return -(1 + xxhash.xxh3_64_intdigest(array("I", [token, position]).tobytes()) % 4000) / 1000
 
 

@@ -39,11 +39,11 @@ class BlockTable:
     def __init__(self) -> None:
         self.block_ids: list[int] = []
         self.registered = 0
-        """How many of them, from the front, are registered under their hash."""
+        """Leading blocks that are registered under their hash."""
         self.tokens = 0
         """That have slots; of a hybrid model, as what follows."""
         self.window_ids: list[int] = []
-        """Of the window group; 0 = it is not needed any more."""
+        """Blocks of the window group; 0 = no longer needed."""
         self.window_registered = 0
         self.window_ends: tuple[int, ...] = ()
         """Before these blocks windows are cached."""
@@ -53,7 +53,7 @@ class BlockManager:
     """All physical blocks of one rank and the events that their life causes."""
 
     _group = 0
-    """Of full attention."""
+    """Number of the group of full attention."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         """Start with every block free and nothing cached.
@@ -72,12 +72,12 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Blocks that can hold tokens: all but the null block."""
+        """Return blocks that can hold tokens: all but the null block."""
         return self.num_blocks - 1
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no request references, cached or not."""
+        """Return blocks that no request references, cached or not."""
         return len(self._free)
 
     @property
@@ -86,7 +86,7 @@ class BlockManager:
         return 1.0 - len(self._free) / self.capacity
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
-        """The blocks a sequence would hit now, without its last token's block; changes nothing."""
+        """Return the blocks a sequence would hit now, without its last token's block; changes nothing."""
         found: list[int] = []
         copies = self._copies
         for block_hash in sequence.block_hashes[: (len(sequence) - 1) // self.block_size]:
@@ -97,10 +97,10 @@ class BlockManager:
         return found
 
     def fits(self, table: BlockTable, tokens: int, prefix: Seq[int] = ()) -> bool:
-        """Whether `tokens` tokens of a request could have slots now.
+        """Return whether `tokens` tokens of a request could have slots now.
 
         Args:
-            table: What the request already references.
+            table: Blocks that the request already references.
             tokens: Its tokens counted from the first one.
             prefix: Cached blocks that it would reference in addition.
         """
@@ -120,7 +120,7 @@ class BlockManager:
 
         Args:
             sequence: The request's tokens and hashes; at least `tokens` tokens long.
-            table: What it references; extended in place.
+            table: Blocks that it references; extended in place.
             tokens: Its tokens counted from the first one that have a slot afterwards.
             prefix: Result of `cached_prefix` when the request is admitted, else nothing.
             filled_tokens: Those that will be there after this step; None: all. The others are registered later.
@@ -173,7 +173,7 @@ class BlockManager:
         return True
 
     def take_events(self) -> list[Event]:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -198,14 +198,14 @@ class BlockManager:
         assert all(self._copies.values()), "a hash without a copy"
 
     def _reference(self, blocks: Seq[int]) -> None:
-        """Adds a request's reference to blocks that it hits."""
+        """Add a request's reference to blocks that it hits."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._free[block]
             self._references[block] += 1
 
     def _extend(self, table: BlockTable, tokens: int, prefix: Seq[int]) -> None:
-        """Gives a request what it hits, and free blocks for the rest."""
+        """Assign the blocks that a request hits, and free blocks for the rest."""
         missing = self._missing(table, tokens, prefix)
         table.block_ids.extend(prefix)
         table.registered += len(prefix)

@@ -51,7 +51,7 @@ class _Room:
         """The prefill transfer is here."""
         self.decode_came = asyncio.Event()
         self.computed: asyncio.Future[_Computed] = asyncio.get_running_loop().create_future()
-        """What the prefill transfer holds, when it is done; an exception when it ends otherwise."""
+        """Result of the prefill side; an exception when it ends otherwise."""
 
     def fail(self, why: str) -> None:
         """Fail both sides; no-op when the prompt is computed."""
@@ -91,7 +91,7 @@ class BootstrapServer:
         return _PrefillTransfer(room, room.number % self._dp_size, self._config, lambda: self._closed(room))
 
     async def entered(self, http: web.Request) -> web.StreamResponse:
-        """A decode engine waits in a room: answered when the blocks are across, or will not come."""
+        """Return a decode engine waits in a room: answered when the blocks are across, or will not come."""
         fields = json_object(await json_body(http))
         room = self._room(integer(fields, "room", -1, minimum=0))
         if room.decode_came.is_set():
@@ -169,16 +169,16 @@ class RoomClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Ends transfers."""
+        """End transfers."""
         if self._session is not None:
             await self._session.close()
 
     def transfer(self, bootstrap: Bootstrap) -> KvTransfer:
-        """The decode transfer of a room."""
+        """Return the decode transfer of a room."""
         return _DecodeTransfer(bootstrap, self)
 
     async def enter(self, bootstrap: Bootstrap, request: Request, tokens: int) -> int:
-        """Waits in a room until the blocks are across; gives the tokens that the prefill engine had cached.
+        """Wait in a room until the blocks are across; return the tokens that the prefill engine had cached.
 
         Raises:
             TransferFailed: They do not come.
@@ -217,7 +217,7 @@ class _Entry:
 
     def __init__(self, bootstrap: Bootstrap, client: RoomClient) -> None:
         self.cached_tokens = 0
-        """Of the prefill engine."""
+        """Cached tokens of the prefill engine."""
         self._bootstrap = bootstrap
         self._client = client
 

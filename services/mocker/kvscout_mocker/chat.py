@@ -18,7 +18,7 @@ from kvscout_mocker.generation import MAX_LOGPROBS, Generation, read_generation,
 from kvscout_mocker.tokenizer import WordTokenizer
 
 DEFAULT_CHAT_TOKENS = 64
-"""A chat completion without a limit ends by itself after so many tokens."""
+"""Tokens after which a chat completion without a limit ends by itself."""
 
 
 def parse_chat(body: object, config: MockerConfig, tokenizer: WordTokenizer) -> Generation:
@@ -50,7 +50,7 @@ def parse_chat(body: object, config: MockerConfig, tokenizer: WordTokenizer) -> 
 
 
 def parse_tokenize(body: object, config: MockerConfig, tokenizer: WordTokenizer) -> array[int]:
-    """The tokens of a `/tokenize` body: of its `prompt` or, through the chat template, its `messages`.
+    """Return the tokens of a `/tokenize` body: of its `prompt` or, through the chat template, its `messages`.
 
     Raises:
         InvalidArgument: Naming the field at fault.
@@ -67,7 +67,7 @@ def parse_tokenize(body: object, config: MockerConfig, tokenizer: WordTokenizer)
 
 
 def parse_detokenize(body: object, config: MockerConfig) -> array[int]:
-    """The tokens of a `/detokenize` body.
+    """Return the tokens of a `/detokenize` body.
 
     Raises:
         InvalidArgument: Naming the field at fault.

@@ -46,7 +46,7 @@ def _prompt(fields: Fields, tokenizer: WordTokenizer) -> array[int]:
 
 
 def token_ids(value: list[object], name: str) -> array[int]:
-    """A JSON list as token ids.
+    """Return a JSON list as token ids.
 
     Raises:
         InvalidArgument: It holds anything else.

@@ -21,7 +21,7 @@ DEFAULT_MAX_MODEL_LEN = 32_768
 
 
 class PromptTokensDetails(StrEnum):
-    """When a usage reports cached tokens."""
+    """Condition on which a usage reports cached tokens."""
 
     ALWAYS = "always"
     NONZERO = "nonzero"
@@ -152,7 +152,7 @@ class MockerConfig:
     role: Role
     api: EngineApi
     bootstrap_port: int
-    """Of a SGLang prefill engine; 0: any free one."""
+    """Port of a SGLang prefill engine's bootstrap server; 0: any free one."""
     transfer: TransferConfig
     engine: EngineConfig
     faults: FaultConfig

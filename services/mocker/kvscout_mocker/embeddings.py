@@ -35,7 +35,7 @@ class EmbeddingRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all inputs."""
+        """Return tokens of all inputs."""
         return sum(map(len, self.inputs))
 
 
@@ -63,7 +63,7 @@ def parse_embedding(body: object, config: MockerConfig, tokenizer: WordTokenizer
 
 
 def embedding_answer(request: EmbeddingRequest, answer_id: str, created: int) -> dict[str, Any]:
-    """The JSON of the answer."""
+    """Return the JSON of the answer."""
     return {
         "id": answer_id,
         "object": "list",

@@ -40,7 +40,7 @@ class Finish(StrEnum):
 
 
 class RequestState(Enum):
-    """Where a request is in its life."""
+    """State of a request."""
 
     WAITING = "waiting"
     RECEIVING = "receiving"
@@ -60,9 +60,9 @@ class Request:
     report_prefix: bool = False
     """Emit a Stored event for the blocks it hits too (`kv_cache_report_mode: full`)."""
     finish: Finish = Finish.LENGTH
-    """What `max_tokens` tokens end it with."""
+    """Finish reason after `max_tokens` tokens."""
     fails_after: int | None = None
-    """It fails when it has so many tokens; None: it does not."""
+    """Tokens with which it fails; None: it does not fail."""
     receives: bool = False
     """Another engine computed its prompt. False once that has come, or is given up."""
     holds: bool = False
@@ -81,11 +81,11 @@ class Request:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Return tokens generated so far."""
         return len(self.sequence) - self.prompt_tokens
 
     def next_token(self, vocab_size: int) -> int:
-        """The next token: a function of prompt, position and seed alone, never an end of sequence."""
+        """Return the next token: a function of prompt, position and seed alone, never an end of sequence."""
         key = self.prompt_digest.to_bytes(8, "little") + self.output_tokens.to_bytes(4, "little")
         return RESERVED_TOKENS + xxhash.xxh3_64_intdigest(key, self.seed) % (vocab_size - RESERVED_TOKENS)
 
@@ -98,7 +98,7 @@ class Scheduled(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """What a request needs of another engine."""
+    """Tokens that a request needs of another engine."""
 
     request: Request
     tokens: int
@@ -106,7 +106,7 @@ class Pull(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one step computes and how long that takes."""
+    """Requests of one step, and its duration."""
 
     scheduled: list[Scheduled]
     duration_seconds: float
@@ -145,9 +145,9 @@ class EngineCounters:
     finished: int = 0
     failed: int = 0
     received_tokens: int = 0
-    """Of prompts, computed by another engine."""
+    """Prompt tokens computed by another engine."""
     expected_tokens: int = 0
-    """Of prompts, that another engine was to have computed."""
+    """Prompt tokens that another engine was to have computed."""
     failed_transfers: int = 0
     expired_transfers: int = 0
     aborted: int = 0
@@ -174,12 +174,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests in the batch."""
+        """Return requests in the batch."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a place in the batch or for another engine, preempted ones included."""
+        """Return requests that wait for a place in the batch or for another engine, preempted ones included."""
         return len(self._waiting) + len(self.receiving)
 
     def submit(self, request: Request) -> None:
@@ -212,7 +212,7 @@ class Engine:
         self._end(request)
 
     def take_pulls(self) -> list[Pull]:
-        """What has to come from other engines since the last call; each is answered by `received` or `lost`."""
+        """Return the transfers wanted since the last call; each ends with `received` or `lost`."""
         pulls, self._pulls = self._pulls, []
         return pulls
 
@@ -226,7 +226,7 @@ class Engine:
             self._waiting.appendleft(request)
 
     def lost(self, pull: Pull, *, recompute: bool) -> bool:
-        """The tokens do not come.
+        """Return the tokens do not come.
 
         Args:
             pull: Which ones.
@@ -273,7 +273,7 @@ class Engine:
         return self.blocks.reset()
 
     def take_events(self) -> list[Event]:
-        """The KV events since the last call, in order."""
+        """Return the KV events since the last call, in order."""
         return self.blocks.take_events()
 
     def begin_step(self) -> Step | None:

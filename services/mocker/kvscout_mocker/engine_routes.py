@@ -17,7 +17,7 @@ class EngineRoutes:
     """`/health`, `/metrics`, `/kv_event_sources` and `/reset_prefix_cache`.
 
     Args:
-        config: Of the process.
+        config: Configuration of the process.
         ranks: In order of their number.
     """
 

@@ -14,7 +14,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def begin_stream(http: web.Request) -> web.StreamResponse:
-    """Sends the head."""
+    """Send the head."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
@@ -23,7 +23,7 @@ async def begin_stream(http: web.Request) -> web.StreamResponse:
 
 
 def break_off(http: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """Breaks the body off: its status is out already, and this is the one unmistakable way to fail."""
+    """Break the body off: its status is out already, and this is the one unmistakable way to fail."""
     if http.transport is not None:
         http.transport.abort()
     return response

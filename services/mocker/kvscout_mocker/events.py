@@ -19,7 +19,7 @@ SLIDING_WINDOW_KIND = "sliding_window"
 
 
 class EventFormat(StrEnum):
-    """How an event is laid out."""
+    """Layout of an event."""
 
     MAP = "map"
     """vLLM ≥ 0.24; replay answers carry the topic."""
@@ -28,7 +28,7 @@ class EventFormat(StrEnum):
 
 
 class BlockHashFormat(StrEnum):
-    """How a block hash is written."""
+    """Encoding of a block hash."""
 
     INT = "int"
     """u64, vLLM's default."""
@@ -53,7 +53,7 @@ class BlockStored(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Of its group."""
+        """Return the kind of its group."""
         return FULL_ATTENTION_KIND if self.sliding_window is None else SLIDING_WINDOW_KIND
 
 
@@ -89,10 +89,10 @@ class EventEncoder:
         self._dp_rank = dp_rank
 
     def encode(self, events: Sequence[Event], timestamp: float) -> bytes:
-        """The batch `[timestamp, events, rank]`.
+        """Return the batch `[timestamp, events, rank]`.
 
         Args:
-            events: What happened, in order.
+            events: Events, in order.
             timestamp: Seconds since the epoch.
         """
         payload: bytes = msgpack.packb([timestamp, [self._event(event) for event in events], self._dp_rank])

@@ -22,7 +22,7 @@ class FaultRoutes:
 
     Args:
         ranks: In order of their number.
-        faults: Of the process.
+        faults: Faults of the process.
         restart: Replaces the process; its argument says if the new one has a replay socket.
     """
 

@@ -45,9 +45,9 @@ class FaultConfig:
     fail_requests: float = 0.0
     """Share of requests that fail in the engine, before a token or after a few: a stream says so within its 200."""
     crash_after: int = 0
-    """The process dies, as by SIGKILL, once rank 0 has published so many batches; 0 = never."""
+    """The process dies, as by SIGKILL, once rank 0 has published this number of batches; 0 = never."""
     stall_after: int = 0
-    """The process hangs once rank 0 has published so many batches; 0 = never."""
+    """The process hangs once rank 0 has published this number of batches; 0 = never."""
     stall_seconds: float = 0.0
     no_replay: bool = False
     """There is no replay socket."""

@@ -11,7 +11,7 @@ Fields = Mapping[str, Any]
 
 
 def json_object(value: object, name: str = "body") -> Fields:
-    """The value as a JSON object.
+    """Return the value as a JSON object.
 
     Raises:
         InvalidArgument: It is something else.
@@ -22,7 +22,7 @@ def json_object(value: object, name: str = "body") -> Fields:
 
 
 def integer(fields: Fields, name: str, default: int, *, minimum: int, maximum: int = 2**63 - 1) -> int:
-    """An integer within its bounds, the default if it is absent or null."""
+    """Return an integer within its bounds, the default if it is absent or null."""
     value = optional_integer(fields, name, minimum=minimum, maximum=maximum)
     return default if value is None else value
 
@@ -30,7 +30,7 @@ def integer(fields: Fields, name: str, default: int, *, minimum: int, maximum: i
 def optional_integer(
     fields: Fields, name: str, *, minimum: int, maximum: int = 2**63 - 1, prefix: str = ""
 ) -> int | None:
-    """An integer within its bounds, None if it is absent or null."""
+    """Return an integer within its bounds, None if it is absent or null."""
     value = fields.get(name)
     if value is None:
         return None
@@ -41,7 +41,7 @@ def optional_integer(
 
 
 def boolean(fields: Fields, name: str, *, default: bool = False, prefix: str = "") -> bool:
-    """True or false, the default if it is absent or null."""
+    """Return True or false, the default if it is absent or null."""
     value = fields.get(name)
     if value is None:
         return default
@@ -51,7 +51,7 @@ def boolean(fields: Fields, name: str, *, default: bool = False, prefix: str = "
 
 
 def string(fields: Fields, name: str) -> str:
-    """A string that is not empty; "" if it is absent or null."""
+    """Return a string that is not empty; "" if it is absent or null."""
     value = fields.get(name)
     if value is None:
         return ""
@@ -61,6 +61,6 @@ def string(fields: Fields, name: str) -> str:
 
 
 def mapping(fields: Fields, name: str) -> Fields:
-    """An object, an empty one if it is absent or null."""
+    """Return an object, an empty one if it is absent or null."""
     value = fields.get(name)
     return {} if value is None else json_object(value, name)

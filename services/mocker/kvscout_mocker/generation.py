@@ -96,7 +96,7 @@ def read_generation(
 
     Args:
         fields: The body.
-        config: Of the engine.
+        config: Configuration of the engine.
         prompt: Its tokens.
         max_tokens: Tokens to generate.
         limit_field: Name of the field that says so.

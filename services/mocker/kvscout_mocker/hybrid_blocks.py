@@ -59,7 +59,7 @@ class HybridBlockManager(BlockManager):
         return full[: self._served(sequence, len(full))]
 
     def _served(self, sequence: Sequence, most: int) -> int:
-        """The longest prefix of at most `most` blocks that the window group serves."""
+        """Return the longest prefix of at most `most` blocks that the window group serves."""
         ends = range(most, 0, -1)
         missing = takewhile(lambda end: not self._serves(sequence, end), ends)
         return most - sum(1 for _ in missing)
@@ -102,7 +102,7 @@ class HybridBlockManager(BlockManager):
         return True
 
     def _admit(self, sequence: Sequence, table: BlockTable, hit: int) -> None:
-        """Gives a request the blocks of the window group that it hits."""
+        """Assign the blocks of the window group that a request hits."""
         skipped = min(self._skipped(hit * self.block_size), hit)
         blocks = [self._window_copies[block_hash][0] for block_hash in sequence.block_hashes[skipped:hit]]
         self._reference(blocks)
@@ -161,11 +161,11 @@ class HybridBlockManager(BlockManager):
         assert all(self._hashes[block] is None for block in held), "a block is of one group"
 
     def _skipped(self, tokens: int) -> int:
-        """Blocks that no token after so many sees."""
+        """Return the number of blocks that no token after `tokens` sees."""
         return max(0, tokens - self._window + 1) // self.block_size
 
     def _fallen(self, table: BlockTable) -> list[int]:
-        """Blocks that a running request holds and does not see any more."""
+        """Return blocks that a running request holds and does not see any more."""
         return [block for block in table.window_ids[: self._skipped(table.tokens)] if block != _NULL]
 
     def _window_missing(self, table: BlockTable, tokens: int, hit: int) -> int:

@@ -26,7 +26,7 @@ class Handshakes:
     """The handshakes of vLLM's and SGLang's disaggregated serving, both sides.
 
     Args:
-        config: Of the process.
+        config: Configuration of the process.
         ranks: In order of their number.
     """
 
@@ -89,9 +89,9 @@ class Intake:
     """Admits requests: chooses their ranks and transfers.
 
     Args:
-        config: Of the process.
+        config: Configuration of the process.
         ranks: In order of their number.
-        faults: Of the process.
+        faults: Faults of the process.
         handshakes: With the other engines of requests that two engines serve.
     """
 
@@ -107,7 +107,7 @@ class Intake:
         """Submit a request to an engine; leaving the context aborts what is left of it.
 
         Args:
-            generation: What to generate.
+            generation: Validated request.
             request_id: For logs and transfers.
             dp_rank: The rank that the client wants; None: the least loaded.
 

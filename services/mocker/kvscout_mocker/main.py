@@ -39,7 +39,7 @@ from kvscout_mocker.sglang_api import SglangRoutes
 _log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 0.5
-"""How long handlers may take to notice that their requests were aborted."""
+"""Time for handlers to notice that their requests were aborted."""
 
 
 async def run(config: MockerConfig) -> int:

@@ -67,7 +67,7 @@ class EngineCollector(Collector):
         self._ranks = ranks
 
     def collect(self) -> Iterable[Metric]:
-        """The current values."""
+        """Return the current values."""
         if self._config.has_sglang_api:
             for reading in _SGLANG_GAUGES:
                 yield self._fill(GaugeMetricFamily(reading.name, reading.help, labels=_LABELS), reading)
@@ -98,7 +98,7 @@ class EngineCollector(Collector):
 
 
 def engine_registry(config: MockerConfig, ranks: Sequence[Rank]) -> CollectorRegistry:
-    """A registry of its own that holds the engines' metrics only."""
+    """Return a registry of its own that holds the engines' metrics only."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(config, ranks))
     return registry

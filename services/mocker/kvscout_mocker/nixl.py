@@ -50,7 +50,7 @@ class Nixl:
 
     Args:
         config: Times and what a failure means.
-        host: Where other engines reach this process.
+        host: Host at which other engines reach this process.
         ranks: In order of their number.
     """
 
@@ -58,7 +58,7 @@ class Nixl:
         self._config = config
         self._host = host
         self.port = 0
-        """Of this process's HTTP server, known once it is bound."""
+        """Port of this process's HTTP server, known once it is bound."""
         self._engine_ids = {rank: uuid.uuid4().hex for rank in ranks}
         self._held: dict[str, _Held] = {}
         self._session: aiohttp.ClientSession | None = None

@@ -34,9 +34,9 @@ class OpenAiRoutes:
     """`/v1/…`, `/tokenize` and `/detokenize`.
 
     Args:
-        config: Of the process.
+        config: Configuration of the process.
         intake: Into its engines.
-        faults: Of the process.
+        faults: Faults of the process.
     """
 
     def __init__(self, config: MockerConfig, intake: Intake, faults: Faults) -> None:
@@ -47,7 +47,7 @@ class OpenAiRoutes:
         self._started = int(time.time())
 
     def add_to(self, app: web.Application) -> None:
-        """Adds the routes to an application."""
+        """Add the routes to an application."""
         app.add_routes(
             [
                 web.post("/v1/completions", self.completions),
@@ -76,20 +76,20 @@ class OpenAiRoutes:
         return web.json_response(embedding_answer(generation, f"embd-{_request_id(http)}", int(time.time())))
 
     async def models(self, _: web.Request) -> web.StreamResponse:
-        """The base model and its adapters."""
+        """Return the base model and its adapters."""
         base, length = self._config.model, self._config.engine.max_model_len
         cards = [self._card(base, None) | {"max_model_len": length}]
         cards += [self._card(name, base) for name in self._config.lora_names]
         return web.json_response({"object": "list", "data": cards})
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
-        """The token ids of a prompt or of a conversation."""
+        """Return the token ids of a prompt or of a conversation."""
         tokens = parse_tokenize(await json_body(http), self._config, self._tokenizer).tolist()
         length = self._config.engine.max_model_len
         return web.json_response({"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": None})
 
     async def detokenize(self, http: web.Request) -> web.StreamResponse:
-        """The text of token ids."""
+        """Return the text of token ids."""
         tokens = parse_detokenize(await json_body(http), self._config)
         return web.json_response({"prompt": self._tokenizer.decode(tokens)})
 

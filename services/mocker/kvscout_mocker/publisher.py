@@ -62,8 +62,8 @@ class EventPublisher:
             topic: First frame of each message.
             event_format: `array` engines answer replays without the topic frame.
             buffer_steps: Batches kept for replay; the oldest make room.
-            faults: What becomes of each batch.
-            first_rank: Whether this rank's batches are counted for faults that come after so many.
+            faults: Faults of the batches.
+            first_rank: This rank's batches count for faults that come after a number of batches.
 
         Raises:
             zmq.ZMQError: A port is taken.
@@ -91,7 +91,7 @@ class EventPublisher:
 
     @property
     def last_seq(self) -> int:
-        """The newest batch's sequence number, −1 before the first."""
+        """Return the newest batch's sequence number, −1 before the first."""
         return self._next_seq - 1
 
     def publish(self, events: Sequence[Event]) -> None:

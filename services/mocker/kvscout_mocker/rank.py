@@ -15,7 +15,7 @@ from kvscout_mocker.publisher import EventPublisher
 _log = logging.getLogger(__name__)
 
 MAX_LAG_SECONDS = 0.05
-"""How far a step may end late before the loop gives up catching up: short enough that a machine without CPU
+"""Lateness of a step up to which the loop catches up: short enough that a machine without CPU
 to spare slows the engine down instead of making it burst afterwards."""
 
 
@@ -28,7 +28,7 @@ class TokenStream:
         self.requests = requests
         """One a choice."""
         self.began_unix = 0.0
-        """When the first token was out, seconds since the Unix epoch; 0 = there is none yet."""
+        """Time of the first token, seconds since the Unix epoch; 0 = there is none yet."""
         self._unfinished = len(requests)
         self._pending: dict[int, ChoiceDelta] = {}
         self._closed = False
@@ -37,7 +37,7 @@ class TokenStream:
 
     @property
     def drained(self) -> bool:
-        """Whether every choice has its last token and all were read."""
+        """Return whether every choice has its last token and all were read."""
         return self._unfinished == 0 and not self._pending and not self._failed
 
     def push(self, index: int, output: Output) -> None:
@@ -60,7 +60,7 @@ class TokenStream:
         self._changed.set()
 
     async def read(self) -> list[ChoiceDelta]:
-        """What choices got since the last read, at least one.
+        """Return the tokens that choices got since the last read, at least one.
 
         Raises:
             Unavailable: The engine stopped before the request was done.
@@ -93,7 +93,7 @@ class Rank:
 
     @property
     def load(self) -> int:
-        """Requests running and waiting."""
+        """Return requests running and waiting."""
         return self.engine.num_running + self.engine.num_waiting
 
     def submit(self, requests: Sequence[Request], source: KvSource | None = None) -> TokenStream:
@@ -101,7 +101,7 @@ class Rank:
 
         Args:
             requests: One a choice.
-            source: Where the blocks of their prompt come from, for requests that receive.
+            source: Sender of the blocks of their prompt, for requests that receive.
 
         Raises:
             ResourceExhausted: The waiting queue is full.

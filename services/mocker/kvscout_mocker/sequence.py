@@ -27,7 +27,7 @@ class CacheScope:
     """SGLang's: separates blocks, but no event reports it."""
 
     def extra_keys(self, block_index: int) -> list[str] | None:
-        """The extra keys of one block, or None: the adapter on each, the salt on the first only."""
+        """Return the extra keys of one block, or None: the adapter on each, the salt on the first only."""
         keys = [self.lora_name] if self.lora_name else []
         if self.cache_salt and block_index == 0:
             keys.append(self.cache_salt)
@@ -53,7 +53,7 @@ class Sequence:
         Args:
             tokens: u32 token ids (`array("I")`), owned by the sequence from now on.
             block_size: Tokens a block.
-            hash_seed: What separates the hashes of one engine from those of another.
+            hash_seed: Seed that separates the hashes of one engine from those of another.
             scope: Adapter and salt; None for neither.
         """
         self.tokens = tokens
@@ -76,7 +76,7 @@ class Sequence:
             self._hash_full_blocks()
 
     def block_tokens(self, first_block: int, end_block: int) -> list[int]:
-        """The token ids of the blocks first_block..end_block-1."""
+        """Return the token ids of the blocks first_block..end_block-1."""
         return self.tokens[first_block * self.block_size : end_block * self.block_size].tolist()
 
     def _hash_full_blocks(self) -> None:

@@ -25,12 +25,12 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def application() -> web.Application:
-    """An aiohttp application without routes that answers errors as vLLM does."""
+    """Return an aiohttp application without routes that answers errors as vLLM does."""
     return web.Application(middlewares=[_openai_errors], client_max_size=MAX_BODY_BYTES)
 
 
 async def json_body(http: web.Request) -> object:
-    """The body of a request.
+    """Return the body of a request.
 
     Raises:
         InvalidArgument: It is not JSON.
@@ -43,13 +43,13 @@ async def json_body(http: web.Request) -> object:
 
 
 def error_document(error: KvscoutError) -> Document:
-    """An error of the tree in OpenAI's shape, for a body or for an event within a stream."""
+    """Return an error of the tree in OpenAI's shape, for a body or for an event within a stream."""
     status, kind = status_of(error)
     return {"error": {"message": str(error), "type": kind, "param": error.field, "code": status}}
 
 
 def status_of(error: KvscoutError) -> tuple[int, str]:
-    """The HTTP status of an error and what vLLM calls its kind."""
+    """Return the HTTP status of an error and what vLLM calls its kind."""
     return next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
 
 

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import cast
 from urllib.parse import SplitResult, urlsplit
 
 from aiohttp import web
@@ -37,11 +38,11 @@ class SglangRoutes:
     """`/generate` and its neighbours.
 
     Args:
-        config: Of the process.
+        config: Configuration of the process.
         intake: Into its engines.
         ranks: In order of their number.
-        faults: Of the process.
-        bootstrap_port: Of its bootstrap server; 0: there is none.
+        faults: Faults of the process.
+        bootstrap_port: Port of its bootstrap server; 0: there is none.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class SglangRoutes:
         self._running: dict[str, asyncio.Task[object]] = {}
 
     def add_to(self, app: web.Application) -> None:
-        """Adds the routes to an application."""
+        """Add the routes to an application."""
         app.add_routes(
             [
                 web.post("/generate", _sglang_errors(self.generate)),
@@ -86,9 +87,7 @@ class SglangRoutes:
         dp_rank = optional_integer(fields, "routed_dp_rank", minimum=0)
         if dp_rank is None:
             dp_rank = optional_integer(fields, "data_parallel_rank", minimum=0)
-        task = asyncio.current_task()
-        assert task is not None
-        self._running[rid] = task
+        self._running[rid] = cast(asyncio.Task[object], asyncio.current_task())
         try:
             async with self._intake.admitted(generation, rid, None if dp_rank is None else str(dp_rank)) as admitted:
                 answer = _Answer(generation, rid, admitted, self._tokenizer)
@@ -111,7 +110,7 @@ class SglangRoutes:
         return web.Response()
 
     async def server_info(self, _: web.Request) -> web.StreamResponse:
-        """What other programs read of the server's arguments."""
+        """Return the server's arguments that other programs read."""
         config = self._config
         mode = "null" if config.role is Role.AGGREGATED else config.role.value
         return web.json_response(
@@ -128,7 +127,7 @@ class SglangRoutes:
         )
 
     def _kv_events(self) -> Document | None:
-        """Where ranks publish: on the base port + rank. None where the ports are others, which SGLang's never are."""
+        """Return where ranks publish: on the base port + rank. None: on other ports, as SGLang's never are."""
         ranks = [urlsplit(rank.publisher.endpoint) for rank in self._ranks]
         replays = [urlsplit(rank.publisher.replay_endpoint) for rank in self._ranks]
         base = _base_port(ranks)
@@ -146,7 +145,7 @@ class SglangRoutes:
         }
 
     async def model_info(self, _: web.Request) -> web.StreamResponse:
-        """The model."""
+        """Return the model."""
         return web.json_response({"model_path": self._config.model, "is_generation": True})
 
     async def health(self, _: web.Request) -> web.StreamResponse:
@@ -211,7 +210,7 @@ class _Answer:
             self._finish_reason = delta.finish_reason
 
     def document(self) -> Document:
-        """The answer, or what a stream's next event says."""
+        """Return the answer, or what a stream's next event says."""
         finish = self._finish_reason
         meta: Document = {
             "id": self._rid,
@@ -261,6 +260,6 @@ def _sglang_errors(
 
 
 def _base_port(endpoints: Sequence[SplitResult]) -> int | None:
-    """The port of the first, if each further one has the next; None = they have not, or there are none."""
+    """Return the port of the first, if each further one has the next; None = they have not, or there are none."""
     ports = [endpoint.port for endpoint in endpoints]
     return ports[0] if ports[0] and ports == list(range(ports[0], ports[0] + len(ports))) else None

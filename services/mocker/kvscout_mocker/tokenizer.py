@@ -28,15 +28,15 @@ class WordTokenizer:
         self._vocab_size = vocab_size
 
     def encode(self, text: str) -> array[int]:
-        """The token ids of the words of a text, in order."""
+        """Return the token ids of the words of a text, in order."""
         return array("I", [self._id(word) for word in text.split()])
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The words of generated tokens, each with a space before it, so that deltas can be concatenated."""
+        """Return the words of generated tokens, each with a space before it, so that deltas can be concatenated."""
         return "".join(f" w{token}" for token in tokens)
 
     def encode_chat(self, messages: Iterable[tuple[str, str]], *, add_generation_prompt: bool = True) -> array[int]:
-        """The token ids of a conversation.
+        """Return the token ids of a conversation.
 
         Args:
             messages: Role and content of each message.

@@ -11,7 +11,7 @@ from support.scheduler_builders import test_seed
 from kvscout_common.errors import ConfigError
 from kvscout_lab.simulation.cluster import Cluster, Faults
 from kvscout_lab.simulation.index import LateIndex
-from kvscout_lab.simulation.router import Booked, Replica
+from kvscout_lab.simulation.router import GatewayBooking, Replica
 from kvscout_lab.simulation.timing import PICOSECONDS
 from kvscout_lab.simulation.worker import NEVER, Job, Worker
 from kvscout_lab.workloads.clients import Clients, as_clients_ask
@@ -71,10 +71,10 @@ def test_what_is_on_its_way_to_a_replica_that_is_no_more_reaches_nobody(monkeypa
 def test_a_scheduler_that_is_back_is_told_what_runs_and_whose_first_token_is_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    again: list[Booked] = []
+    again: list[GatewayBooking] = []
     book_again = Replica.book_again
 
-    def booked(self: Replica, each: Booked, *rest: object) -> None:
+    def booked(self: Replica, each: GatewayBooking, *rest: object) -> None:
         again.append(replace(each))
         book_again(self, each, *rest)  # type: ignore[arg-type]  # as it was called
 

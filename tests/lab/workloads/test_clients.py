@@ -12,7 +12,7 @@ from support.scheduler_builders import test_seed
 from kvscout_common.errors import ConfigError
 from kvscout_common.worker import Role
 from kvscout_lab.simulation.cluster import Cluster
-from kvscout_lab.simulation.router import Ask, Replica
+from kvscout_lab.simulation.router import PlacementRequest, Replica
 from kvscout_lab.workloads.clients import USUAL_MAX_TOKENS, Clients, as_clients_ask
 from kvscout_lab.workloads.generators import Embeddings, conversations, embeddings
 from kvscout_lab.workloads.workload import Turn, Workload
@@ -86,7 +86,7 @@ def test_of_an_answer_that_comes_as_a_whole_nobody_reports_a_first_token(
     asked: dict[str, bool] = {}
     place, first_token = Replica.place, Replica.first_token
 
-    def placed(self: Replica, ask: Ask, *rest: object) -> None:
+    def placed(self: Replica, ask: PlacementRequest, *rest: object) -> None:
         if ask.role is not Role.PREFILL:
             asked[ask.request_id] = ask.estimates_prefill
         else:
@@ -114,7 +114,7 @@ def test_gateways_say_a_bound_as_a_bound_or_as_an_expectation(monkeypatch: pytes
     said: set[tuple[int, int]] = set()
     place = Replica.place
 
-    def placed(self: Replica, ask: Ask, *rest: object) -> None:
+    def placed(self: Replica, ask: PlacementRequest, *rest: object) -> None:
         said.add((ask.expected_output_tokens, ask.max_output_tokens))
         place(self, ask, *rest)  # type: ignore[arg-type]  # as it was called
 
