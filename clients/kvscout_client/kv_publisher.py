@@ -376,10 +376,10 @@ class KvEventPublisher:
         try:
             if not await self.flush(timeout):
                 log.warning(
-                    "events of worker %s/%d did not arrive everywhere: %s", *self._rank.rank, self._outlet.problem
+                    "events of worker %s/%d did not reach every indexer: %s", *self._rank.rank, self._outlet.problem
                 )
         except KvscoutError as error:
-            log.warning("events of worker %s/%d did not arrive: %s", *self._rank.rank, error)
+            log.warning("events of worker %s/%d were not delivered: %s", *self._rank.rank, error)
         finally:
             outlet, self._outlet = self._outlet, None
             self._end(Cancelled("the publisher was closed"))

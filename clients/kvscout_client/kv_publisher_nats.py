@@ -119,7 +119,11 @@ class NatsOutlet:
             try:
                 await self._lease.remove()
             except Unavailable as error:
-                log.warning("the registration of worker %s ends with its lease: %s", self._rank.rank.worker_id, error)
+                log.warning(
+                    "the registration of worker %s was not removed and ends with its lease: %s",
+                    self._rank.rank.worker_id,
+                    error,
+                )
         if self._service is not None:
             await self._service.close()
         await self._link.close()

@@ -80,7 +80,9 @@ class RpcRegistration:
         try:
             await call(self._stub.RemoveWorker, request, timeout=REMOVE_SECONDS)
         except KvscoutError as error:
-            log.warning("the registration of worker %s at %s stays: %s", self._spec.worker_id, self._address, error)
+            log.warning(
+                "the registration of worker %s at %s was not removed: %s", self._spec.worker_id, self._address, error
+            )
 
     async def _keep(self) -> None:
         spec = self._spec
@@ -88,7 +90,7 @@ class RpcRegistration:
             alive = workers_pb2.KeepAliveRequest(tenant=spec.tenant, worker_ids=[spec.worker_id])
             if not (await call(self._stub.KeepAlive, alive, timeout=CALL_SECONDS)).unknown_worker_ids:
                 return
-            log.warning("worker %s is not known any more at %s: registered again", spec.worker_id, self._address)
+            log.warning("worker %s was no longer registered at %s: registered again", spec.worker_id, self._address)
         listing = workers_pb2.ListWorkersRequest(tenant=spec.tenant, model=spec.model)
         workers = (await call(self._stub.ListWorkers, listing, timeout=CALL_SECONDS)).workers
         known = next((entry.worker for entry in workers if entry.worker.worker_id == spec.worker_id), None)
@@ -103,5 +105,7 @@ class RpcRegistration:
             if known is None:
                 raise
             # A file or DNS names it; that registration holds.
-            log.warning("the registration of worker %s at %s is kept: %s", spec.worker_id, self._address, error)
+            log.warning(
+                "the registration of worker %s at %s could not be renewed: %s", spec.worker_id, self._address, error
+            )
         self.times += 1

@@ -226,7 +226,7 @@ class ZmqKvEventPublisher:
                 except zmq.ContextTerminated:
                     raise
                 except zmq.ZMQError as error:
-                    log.info("the client of a replay went away: %s", error)
+                    log.info("the client of a replay disconnected: %s", error)
         except zmq.ContextTerminated:
             router.close()
 

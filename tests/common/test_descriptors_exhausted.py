@@ -44,7 +44,7 @@ async def test_out_of_descriptors_a_server_says_so_and_rests() -> None:
             for port in (ready["port"], ready["metrics_port"]):
                 for _ in range(10):
                     stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            missing = {b"kvscout.metrics: no connection can be accepted: Too many open files", SAID[ready["transport"]]}
+            missing = {b"kvscout.metrics: cannot accept connections: Too many open files", SAID[ready["transport"]]}
             async with asyncio.timeout(DEADLINE_SECONDS):
                 while missing:
                     line = await process.stderr.readline()

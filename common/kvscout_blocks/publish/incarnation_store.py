@@ -51,7 +51,7 @@ class IncarnationStore:
             if self._required:
                 raise
             if self.kept is None:
-                log.warning("this NATS has no JetStream: each start of this process is a new epoch of its engines")
+                log.warning("NATS has no JetStream: each start of this process begins a new epoch for its engines")
             self._bucket, self.kept = None, False
         else:
             self.kept = True

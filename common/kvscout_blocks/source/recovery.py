@@ -159,7 +159,7 @@ class RecoveryService:
             await self._send(message.reply, parts)
             self.answered += 1
         except (TimeoutError, nats.errors.Error, OSError) as error:
-            log.info("a recovery was given up, its reader is gone: %r", error)
+            log.info("a recovery was cancelled because its reader is gone: %r", error)
         except Exception:
             # A reader gets no answer and asks again; what happens is in the log each time.
             log.exception("a recovery failed")

@@ -361,7 +361,7 @@ class Source:
             self._warnings.warning((self.rank, "misconfigured"), "worker %s/%d is misconfigured: %s", *self.rank, wrong)
         # Only now: a recovery in the midst of decisions would have the rest of them applied twice.
         if self._over_capacity and not self.sequence.replaying and self._may_recover():
-            log.warning("worker %s/%d has more blocks than it can: removals were lost, recovering", *self.rank)
+            log.warning("worker %s/%d has more blocks than its cache: removals were lost, recovering", *self.rank)
             self.recover()
             return
         self._lend()
@@ -511,7 +511,7 @@ class Source:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await self._connected.wait()
         except TimeoutError:
-            log.info("worker %s/%d cannot be reached yet; others are asked for its state", *self.rank)
+            log.info("worker %s/%d is not reachable yet; requesting its state from peers", *self.rank)
         return await peer_lookup(self.spec, self.rank)
 
     async def _load_from_peers(self, request: RequestReplay) -> None:

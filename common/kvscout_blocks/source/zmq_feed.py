@@ -166,7 +166,7 @@ class ZmqFeed:
         except (zmq.ZMQError, OSError) as error:
             reason = f"{self.address.endpoint}: {error}"
             if reason != self.broken:
-                log.error("worker %s/%d publishes where nothing can be read: %s", *self._rank, reason)
+                log.error("worker %s/%d has an unreadable event endpoint: %s", *self._rank, reason)
             self.broken = reason
             self._reopen_at = self._clock() + REOPEN_SECONDS
         else:

@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(503, b"the service is too busy to say", {})
             return
         except Exception:
-            log.exception("the metrics cannot be read")
+            log.exception("collecting the metrics failed")
             self._send(500, b"the service's log has the details", {})
             return
         headers = {"Content-Type": content_type}
@@ -171,7 +171,7 @@ class _Server(ThreadingTCPServer):
         except OSError as error:
             if error.errno in _EXHAUSTED:
                 # The connection waits on, and the server would ask for it again at once.
-                log.warning("no connection can be accepted: %s", error.strerror)
+                log.warning("cannot accept connections: %s", error.strerror)
                 time.sleep(ACCEPT_AGAIN_SECONDS)
             raise
 

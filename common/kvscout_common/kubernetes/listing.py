@@ -281,7 +281,7 @@ class ListWatch(Generic[T]):
 
     def _works(self) -> None:
         if self.problem:
-            log.info("%s is followed again", self._url)
+            log.info("%s: watching again", self._url)
             self.problem = ""
             self._changed(())
 

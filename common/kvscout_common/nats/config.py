@@ -85,16 +85,16 @@ def nats_flags(*, default: tuple[str, ...] = ()) -> Callable[[F], F]:
             "--namespace",
             default=DEFAULT_NAMESPACE,
             section=BEHAVIOUR,
-            help="Keeps everything in NATS apart from other namespaces; a new one is a fresh start.",
+            help="Separates everything in NATS from other namespaces; a new one starts empty.",
         ),
         flag("--nats-credentials", type=path, section=BEHAVIOUR, help="NATS user credentials file."),
-        flag("--nats-ca", type=path, section=BEHAVIOUR, help="CA of the NATS servers, PEM; turns TLS on."),
+        flag("--nats-ca", type=path, section=BEHAVIOUR, help="CA of the NATS servers, PEM; enables TLS."),
         flag(
             "--nats-replicas",
             default=1,
             type=click.IntRange(1, 5),
             section=BEHAVIOUR,
-            help="Copies that a NATS cluster keeps of each stream and bucket; 3 survive the loss of a server.",
+            help="Copies that a NATS cluster stores of each stream and bucket; 3 survive the loss of a server.",
         ),
     ]
 

@@ -212,14 +212,14 @@ class NatsLink:
             try:
                 await self.client.flush(timeout=1)
             except (nats.errors.Error, OSError) as error:
-                log.warning("what was waiting for NATS is lost: %r", error)
+                log.warning("messages waiting for NATS are lost: %r", error)
         if self._connecting:
             try:
                 await self.client.close()
             except (OSError, RuntimeError) as error:
                 # The client meets a connection that broke a moment ago, of which asyncio raises the one and uvloop the
                 # other; it is closed all the same.
-                log.info("the connection to NATS broke while it was closed: %r", error)
+                log.info("the connection to NATS failed while it was being closed: %r", error)
 
     def _first_until(self) -> float:
         if self._started_at is None:

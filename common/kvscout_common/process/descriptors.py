@@ -48,5 +48,5 @@ def raise_descriptor_limit() -> int:
             log.warning("the limit of open files stays at %d: %s", soft, error)
     limit = descriptor_limit()
     if limit < FEW:
-        log.warning("at most %d files may be open here (ulimit -Hn): each connection takes one", limit)
+        log.warning("the limit of open files is only %d (ulimit -Hn): each connection uses one", limit)
     return limit

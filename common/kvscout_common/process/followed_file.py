@@ -130,7 +130,7 @@ class FollowedFile(Generic[T]):
 
     def _failed(self, error: str) -> None:
         if error and error != self.error:
-            log.error("%s not in effect, the last good one stays: %s", self.what, error)
+            log.error("%s not in effect, the last valid version stays: %s", self.what, error)
         self.error = error
 
     def _looks(self) -> list[object]:

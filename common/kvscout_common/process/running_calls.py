@@ -95,7 +95,7 @@ class RunningCalls:
                 async with asyncio.timeout(TELL_AGAIN_SECONDS):
                     await self._none.wait()
         if self._running:
-            log.error("calls that do not end are left: %s", ", ".join(sorted(set(self._running.values()))))
+            log.error("abandoned calls that do not end: %s", ", ".join(sorted(set(self._running.values()))))
 
 
 def draining() -> Draining:

@@ -82,7 +82,7 @@ class Backends:
                 for read in self._read:
                     await read.wait()
         except TimeoutError:
-            log.warning("serving before every registry was read")
+            log.warning("serving before every worker source was read")
 
     def discover(self) -> None:
         """Has the engines asked for what registrations leave open of their events."""

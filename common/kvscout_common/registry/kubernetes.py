@@ -376,7 +376,7 @@ class KubernetesWorkers:
             except (Unavailable, InvalidArgument) as error:
                 question = self._questions[worker.worker_id]
                 if not question.problem:
-                    log.warning("pod worker %s is not known yet: %s", worker.worker_id, error)
+                    log.warning("pod worker %s is not registered yet: %s", worker.worker_id, error)
                 question.problem, question.tried = str(error), True
                 self._pods_changed((pod_key,))
                 await asyncio.sleep(pause)

@@ -115,7 +115,7 @@ class NatsRegistry:
             try:
                 await self._follow()
             except _ReadAgain as reason:
-                log.info("the registry in NATS is read again: %s", reason)
+                log.info("reading the registry in NATS again: %s", reason)
                 self._lost(str(reason))
             except (KvscoutError, nats.errors.Error, TimeoutError, OSError) as error:
                 self._lost(str(error) if isinstance(error, KvscoutError) else repr(error))
@@ -166,7 +166,7 @@ class NatsRegistry:
                 entries.append(entry)
         new = self._made_at is not None and info.created != self._made_at
         if new:
-            log.warning("the registry in NATS is another one than before: made %s", info.created)
+            log.warning("the registry in NATS was recreated at %s", info.created)
             self._revision = 0
             self._unreadable.clear()
         self._made_at = info.created

@@ -269,7 +269,7 @@ class Registry:
     def _expire(self, concerned: Callable[[Entry], bool], by: float) -> list[WorkerSpec]:
         ended = [e for e in self._entries.values() if e.expires_at is not None and e.expires_at <= by and concerned(e)]
         for entry in ended:
-            log.warning("lease of worker %s ended", entry.spec.worker_id)
+            log.warning("lease of worker %s expired", entry.spec.worker_id)
             self._drop(entry, "lease")
         return [entry.spec for entry in ended]
 

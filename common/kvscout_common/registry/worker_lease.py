@@ -119,7 +119,7 @@ class WorkerLease:
                 self.name, self._written, lambda stored: _as_wanted(stored, wanted)
             )
         except InvalidArgument as error:
-            log.warning("the registration of worker %s is replaced, it cannot be read: %s", self.name.worker_id, error)
+            log.warning("replacing the unreadable registration of worker %s: %s", self.name.worker_id, error)
             outcome = Renewal.LOST
         if outcome is Renewal.REMOVED and self._written is not None:
             self.removed = True
@@ -130,7 +130,7 @@ class WorkerLease:
             return
         if isinstance(outcome, Renewal):
             if self._written is not None:
-                log.warning("the lease of worker %s had ended: registered again", self.name.worker_id)
+                log.warning("the lease of worker %s had expired: registered again", self.name.worker_id)
             outcome = replace(wanted, revision=await self._bucket.put(wanted))
         self._written = outcome
         self.problem = ""

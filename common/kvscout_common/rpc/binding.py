@@ -35,7 +35,7 @@ async def wait_for_port(host: str, port: int) -> None:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
                 raise OSError(f"cannot bind {host}:{port}: {error.strerror}") from error
             if not told:
-                log.warning("%s:%d is taken; trying again for %g s", host, port, BIND_SECONDS)
+                log.warning("%s:%d is in use; retrying for %g s", host, port, BIND_SECONDS)
                 told = True
             await asyncio.sleep(RETRY_SECONDS)
 

@@ -66,7 +66,7 @@ async def stop_serving(
             finished.result()
         else:
             why = "a signal came again" if at_once.is_set() else f"{grace_seconds:g} s"
-            log.warning("calls that still run are cut: %s", why)
+            log.warning("aborting calls that are still running: %s", why)
     finally:
         for waiting in (finished, hurry):
             waiting.cancel()

@@ -121,18 +121,20 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
         server_flag(
             "--workers-dns",
             multiple=True,
-            help="dns://name:port?model=…&block_size=…: each of its addresses is a worker; repeat for several names.",
+            help="dns://name:port?model=…&block_size=…: each address of the name is a worker; repeat for several "
+            "names.",
         ),
         server_flag(
             "--workers-k8s",
             multiple=True,
-            help="Label selector of pods, or pool/NAME of an InferencePool, perhaps with ?port=…&role=…: each of the"
-            " pods is a worker; repeat for several.",
+            help="Label selector of pods, or pool/NAME of an InferencePool, optionally with ?port=…&role=…: each "
+            "pod is a worker; repeat for several.",
         ),
         server_flag(
             "--kubeconfig",
             type=_FILE,
-            help="For --workers-k8s outside of the cluster; without it as the pod's service account, or as kubectl.",
+            help="Kubeconfig for --workers-k8s outside the cluster; by default the pod's service account, or "
+            "kubectl's configuration.",
         ),
     ]
     declared = [
@@ -148,7 +150,7 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
             "--metrics-worker-ranks",
             default=64,
             type=click.IntRange(min=0),
-            help="Worker ranks that have series of their own on /metrics; the others are summed.",
+            help="Worker ranks with individual series on /metrics; the others are summed.",
         ),
         server_flag("--workers-file", type=_FILE, help="YAML file of workers, watched for changes."),
         *(discovery if discovers else ()),
@@ -161,10 +163,10 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
         server_flag(
             "--metrics-auth",
             is_flag=True,
-            help="Prometheus must present a token of --auth-tokens, too, that is for all tenants.",
+            help="Require a token of --auth-tokens with access to all tenants on the metrics port.",
         ),
-        server_flag("--tls-cert", type=_FILE, help="Server certificate chain, PEM; turns TLS on."),
-        server_flag("--tls-key", type=_FILE, help="Its private key, PEM."),
+        server_flag("--tls-cert", type=_FILE, help="Server certificate chain, PEM; enables TLS."),
+        server_flag("--tls-key", type=_FILE, help="Private key of --tls-cert, PEM."),
         server_flag("--tls-client-ca", type=_FILE, help="Require client certificates signed by this CA, PEM."),
         server_flag(
             "--max-message-bytes",
@@ -176,50 +178,51 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
             "--request-memory-bytes",
             default=512 * 1024 * 1024,
             type=click.IntRange(min=8192),
-            help="Memory for requests that are coming, or not yet answered by an engine; no tenant may hold more than"
-            " half. Further ones are refused.",
+            help="Memory for requests being received or not yet answered by an engine; half of it per tenant. "
+            "Requests above the limit are refused.",
         ),
         server_flag(
             "--max-concurrent-streams",
             default=1000,
             type=click.IntRange(min=1),
-            help="Calls that one connection may have open; a client holds further ones back.",
+            help="Open calls per connection; a client queues further ones.",
         ),
         server_flag(
             "--max-connection-age-seconds",
             default=0.0,
             type=click.FloatRange(min=0),
-            help="About so long a connection takes new calls, so that clients come to replicas that are new behind one"
-            " address; those it has go on. 0 = for ever.",
+            help="Approximate time for which a connection accepts new calls, so that clients reach new replicas "
+            "behind one address; running calls continue. 0 = unlimited.",
         ),
         server_flag(
             "--grace-seconds",
             default=120.0,
             type=click.FloatRange(min=0),
-            help="Time that running calls have after SIGTERM to end by themselves; a second SIGTERM ends it.",
+            help="Time for running calls to complete after SIGTERM; a second SIGTERM ends it.",
         ),
         server_flag(
             "--shutdown-delay-seconds",
             default=None,
             type=click.FloatRange(min=0),
-            help="Time from SIGTERM, in which health says NOT_SERVING and new calls are still taken, before ports are"
-            f" closed: for callers that find out by health checks. unset = {SHUTDOWN_DELAY_SECONDS:g} with an endpoint"
-            " picker, else 0.",
+            help="Time after SIGTERM in which health is NOT_SERVING but new calls are still accepted, for callers that"
+            f" rely on health checks; unset = {SHUTDOWN_DELAY_SECONDS:g} with an endpoint picker, else 0.",
         ),
         server_flag(
             "--rpc-transport",
             default=default_transport().value,
             type=click.Choice([transport.value for transport in Transport]),
             section=PERFORMANCE,
-            help="What carries calls: native = the extension, the default where it is built; grpcio.",
+            help="gRPC implementation: native = the extension, default where it is built; grpcio.",
         ),
         server_flag(
             "--log-level",
             default="info",
             type=click.Choice(["debug", "info", "warning", "error"]),
-            help="Least severe messages logged.",
+            help="Minimum severity of logged messages.",
         ),
-        server_flag("--log-format", default="text", type=click.Choice(["text", "json"]), help="Log lines on stderr."),
+        server_flag(
+            "--log-format", default="text", type=click.Choice(["text", "json"]), help="Format of log lines on stderr."
+        ),
         server_flag(
             "--otlp-endpoint",
             default="",
@@ -229,7 +232,7 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
             "--trace-ratio",
             default=1.0,
             type=click.FloatRange(0, 1),
-            help="Share of requests without a trace that begin one; those that come with one go by it.",
+            help="Share of requests without a trace that start one; others follow the sampling of their trace.",
         ),
     ]
 
@@ -247,14 +250,14 @@ def event_endpoints_flag() -> Callable[[F], F]:
         "--allow-event-endpoints",
         multiple=True,
         type=ValueOf(Allowed),
-        help="Event endpoints of workers that are opened beside TCP connections: ipc = paths of this machine,"
-        " bind = ports that others reach; repeat for both.",
+        help="Event endpoints allowed besides TCP connections: ipc = local paths, bind = listening ports; "
+        "repeat for both.",
     )
 
 
 def client_flags(section: str = SERVER) -> Callable[[F], F]:
     """The flags of every gRPC client; `channel.ClientSecurity` takes them."""
-    token = flag("--token-file", section=section, type=_FILE, help="File with the bearer token for servers.")
+    token = flag("--token-file", section=section, type=_FILE, help="File with the bearer token for calls to servers.")
 
     def decorate(function: F) -> F:
         return client_tls_flags(section)(token(function))
@@ -265,9 +268,9 @@ def client_flags(section: str = SERVER) -> Callable[[F], F]:
 def client_tls_flags(section: str = SERVER) -> Callable[[F], F]:
     """Those of them that say how a server is trusted, and how it trusts the client."""
     declared = [
-        flag("--tls-ca", section=section, type=_FILE, help="CA of the servers called, PEM; turns TLS on."),
-        flag("--tls-client-cert", section=section, type=_FILE, help="Own certificate for servers, PEM."),
-        flag("--tls-client-key", section=section, type=_FILE, help="Its private key, PEM."),
+        flag("--tls-ca", section=section, type=_FILE, help="CA of the servers called, PEM; enables TLS."),
+        flag("--tls-client-cert", section=section, type=_FILE, help="Client certificate for calls to servers, PEM."),
+        flag("--tls-client-key", section=section, type=_FILE, help="Private key of --tls-client-cert, PEM."),
     ]
 
     def decorate(function: F) -> F:

@@ -105,7 +105,7 @@ class Bridge:
                 await self._write_records()
         except (nats.errors.Error, TimeoutError, OSError) as error:
             # The next bridge goes on from the record before this one.
-            log.warning("the last events of the engines are not all sent and written down: %r", error)
+            log.warning("not all of the engines' last events were sent and recorded: %r", error)
 
     async def close(self) -> None:
         """Close every socket."""
@@ -157,7 +157,7 @@ class Bridge:
         """Bridge a worker's ranks, as far as they publish events."""
         if not spec.event_endpoints:
             if not lacks_event_endpoints(spec):
-                log.warning("worker %s has no event endpoint: nothing of it is bridged", spec.worker_id)
+                log.warning("worker %s has no event endpoint and is not bridged", spec.worker_id)
             return
         for rank in spec.ranks:
             endpoint = spec.event_endpoint(rank.dp_rank)
@@ -166,7 +166,7 @@ class Bridge:
                 bridged.take(spec)
                 continue
             if endpoint is None:
-                log.warning("worker %s/%d has no event endpoint: nothing of it is bridged", *rank)
+                log.warning("worker %s/%d has no event endpoint and is not bridged", *rank)
                 continue
             bridged = BridgedRank(
                 spec,

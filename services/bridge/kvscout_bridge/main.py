@@ -36,69 +36,70 @@ ENGINE = "Engine"
 
 
 @click.command(cls=SectionedCommand)
-@flag("--worker-id", section=ENGINE, help="Name of the engine. Without it --workers-file names the engines.")
-@flag("--model", section=ENGINE, help="Model it serves.")
-@flag("--block-size", type=click.IntRange(min=1), section=ENGINE, help="Tokens of a KV block.")
-@flag("--tenant", default=DEFAULT_TENANT, section=ENGINE, help="Tenant it belongs to.")
+@flag("--worker-id", section=ENGINE, help="Worker id of the engine; without it --workers-file lists the engines.")
+@flag("--model", section=ENGINE, help="Model of the engine.")
+@flag("--block-size", type=click.IntRange(min=1), section=ENGINE, help="Tokens per KV block.")
+@flag("--tenant", default=DEFAULT_TENANT, section=ENGINE, help="Tenant of the engine.")
 @flag("--engine", default="vllm", type=ValueOf(EngineKind), section=ENGINE, help="Kind of engine.")
-@flag("--role", default="aggregated", type=ValueOf(Role), section=ENGINE, help="What it does of a request.")
+@flag("--role", default="aggregated", type=ValueOf(Role), section=ENGINE, help="Role of the engine.")
 @flag(
     "--http-endpoint",
     default="",
     section=ENGINE,
-    help="Base URL of its HTTP API; without --event-endpoint it is asked where it publishes.",
+    help="Base URL of the engine's HTTP API; without --event-endpoint the event endpoints are read from there.",
 )
 @flag(
     "--event-endpoint",
     multiple=True,
     section=ENGINE,
-    help="Where a rank publishes its events, as we connect to it, such as tcp://localhost:5557; "
-    "repeat for further ranks, in order.",
+    help="Event endpoint of a rank, such as tcp://localhost:5557; repeat for further ranks, in order.",
 )
 @flag(
     "--replay-endpoint",
     multiple=True,
     section=ENGINE,
-    help="Where a rank answers replays; repeat in the order of --event-endpoint.",
+    help="Replay endpoint of a rank; repeat in the order of --event-endpoint.",
 )
 @flag("--topic", default="", section=ENGINE, help="Prefix of the topics to subscribe to.")
 @flag("--bind-events", is_flag=True, section=ENGINE, help="Bind the event endpoints: the engine connects to them.")
 @flag("--dp-start-rank", default=0, type=click.IntRange(min=0), section=ENGINE, help="Rank of the first endpoint.")
-@flag("--eagle", is_flag=True, section=ENGINE, help="Its blocks are EAGLE windows.")
-@flag("--copies", default="count", type=ValueOf(CopyMode), section=ENGINE, help="How repeated stores count.")
-@flag("--total-kv-blocks", default=0, type=click.IntRange(min=0), section=ENGINE, help="Its device cache; 0 = unknown.")
+@flag("--eagle", is_flag=True, section=ENGINE, help="Blocks are EAGLE windows.")
+@flag("--copies", default="count", type=ValueOf(CopyMode), section=ENGINE, help="How repeated Stored events count.")
+@flag(
+    "--total-kv-blocks", default=0, type=click.IntRange(min=0), section=ENGINE, help="Device cache size; 0 = unknown."
+)
 @flag(
     "--transport",
     default="jetstream",
     type=click.Choice([Transport.NATS_CORE.value, Transport.JETSTREAM.value]),
     section=BEHAVIOUR,
-    help="nats-core: who listens now hears events, and asks this bridge for what it lost; jetstream: they are kept.",
+    help="nats-core: not retained, lost events are requested from this bridge; jetstream: retained in a stream.",
 )
 @flag(
     "--enable-local-indexer/--no-enable-local-indexer",
     default=True,
     section=BEHAVIOUR,
-    help="Answer requests for lost events from the state and the last batches of each engine.",
+    help="Serve lost events from each engine's state and latest batches.",
 )
 @flag(
     "--stream-max-age",
     default=3600.0,
     type=click.FloatRange(min=1),
     section=BEHAVIOUR,
-    help="Seconds that JetStream keeps events; counts where this bridge makes the stream.",
+    help="Retention of events in JetStream streams created by this bridge.",
 )
 @flag(
     "--register/--no-register",
     default=True,
     section=BEHAVIOUR,
-    help="Register the engines in NATS and keep their leases.",
+    help="Register the engines in NATS and renew their leases.",
 )
 @flag(
     "--lease-seconds",
     default=LEASE_SECONDS,
     type=click.IntRange(1, 86_400),
     section=BEHAVIOUR,
-    help="Registrations end so long after this bridge has gone.",
+    help="Time after which registrations end when this bridge is gone.",
 )
 @flag(
     "--advertise", default="", section=BEHAVIOUR, help="host:port under which others reach this bridge's gRPC server."
@@ -108,7 +109,7 @@ ENGINE = "Engine"
     default=64 * 1024 * 1024,
     type=click.IntRange(min=1024),
     section=PERFORMANCE,
-    help="Events that wait while NATS is away; more, and the state of their engine is sent in their place.",
+    help="Maximum of buffered events while NATS is down; beyond it the engine's state replaces them.",
 )
 @event_endpoints_flag()
 @nats_flags(default=(DEFAULT_SERVER,))

@@ -91,4 +91,4 @@ class Registrations:
         try:
             await lease.remove()
         except Unavailable as error:
-            log.warning("the lease of worker %s ends by itself: %s", lease.name.worker_id, error)
+            log.warning("the lease of worker %s was not removed and will expire: %s", lease.name.worker_id, error)

@@ -152,7 +152,7 @@ from kvscout_gateway.fronts.shadow.config import ShadowConfig, shadow_flags
     default=30,
     type=click.IntRange(3, 3600),
     section=BEHAVIOUR,
-    help="Lease of this gateway's bookings at replicas of a scheduler that is gone.",
+    help="Lease of bookings made without a stream, renewed after a third of it; those of a killed gateway end with it.",
 )
 @endpoint_picker_flags()
 @shadow_flags()

@@ -30,18 +30,18 @@ from kvscout_indexer.config import IndexerConfig
     "--router-ttl",
     default=120.0,
     type=click.FloatRange(min=0, min_open=True),
-    help="Seconds that blocks stay predicted whose history was lost; with --no-kv-events, those of routed prompts.",
+    help="Lifetime of predicted blocks after lost history; with --no-kv-events, of the blocks of routed prompts.",
 )
 @flag(
     "--no-kv-events",
     is_flag=True,
-    help="Read no events: assume for --router-ttl that workers hold the prompts that were routed to them.",
+    help="Read no events: assume for --router-ttl that workers hold the prompts routed to them.",
 )
 @flag(
     "--router-predicted-ttl",
     default=None,
     type=click.FloatRange(min=0, min_open=True),
-    help="Assume the same beside events, for so many seconds; unset = off.",
+    help="Lifetime of predictions from routing, in addition to events; unset = off.",
 )
 @flag("--shard", default="0/1", help="I/N: index only the workers of shard I (from 0) of N.")
 @flag(
@@ -49,39 +49,39 @@ from kvscout_indexer.config import IndexerConfig
     default=0,
     type=click.IntRange(min=0),
     section=PERFORMANCE,
-    help="Bound of each block index, in held blocks; 0 = none. Above it the prefixes used longest ago are forgotten"
-    " until an engine uses them again: overlaps can be too short then, never too long.",
+    help="Maximum of held blocks per index; 0 = none. Above it the least recently used prefixes are "
+    "dropped until an engine uses them again: overlaps may then be too short, never too long.",
 )
 @flag(
     "--router-max-tree-size",
     default=1_048_576,
     type=click.IntRange(min=1),
     section=PERFORMANCE,
-    help="Predicted blocks kept in each index.",
+    help="Maximum of predicted blocks per index.",
 )
 @flag(
     "--router-prune-target-ratio",
     default=0.8,
     type=click.FloatRange(0, 1, min_open=True),
     section=PERFORMANCE,
-    help="Share of --router-max-tree-size that is left after pruning.",
+    help="Share of --router-max-tree-size left after pruning.",
 )
 @flag(
     "--peers",
     multiple=True,
-    help="host:port of another indexer, asked for the state of each worker that is new here; repeat for several.",
+    help="host:port of another indexer that can supply the state of newly read workers; repeat for several.",
 )
 @flag(
     "--stream-max-age",
     default=3600.0,
     type=click.FloatRange(min=1),
-    help="Seconds that JetStream keeps events, in streams that are made here.",
+    help="Retention of events in JetStream streams created by this indexer.",
 )
 @flag(
     "--router-snapshot-threshold",
     default=1_000_000,
     type=click.IntRange(min=1),
-    help="JetStream messages between two snapshots of a model's indexes; one is taken sooner if events get old.",
+    help="JetStream messages between two snapshots of a model's indexes; earlier if events get old.",
 )
 @flag(
     "--router-reset-states",
@@ -93,7 +93,7 @@ from kvscout_indexer.config import IndexerConfig
 @client_flags()
 @server_flags("indexer", port=7051, metrics_port=9091)
 def main(**values: Any) -> None:
-    """Ingest the KV events of engines and tell which worker holds which leading blocks of a prompt."""
+    """Index the KV events of engines, and return how many leading blocks of a prompt each worker holds."""
     try:
         config = IndexerConfig(
             server=ServerConfig.from_flags(values),

@@ -30,41 +30,42 @@ SCRAPES_THAT_COUNT = 3
 
 
 @click.command(cls=SectionedCommand)
-@flag("--router-mode", default="kv-time", help="Selection policy where a request names none.")
+@flag("--router-mode", default="kv-time", help="Selection policy of requests that name none.")
 @flag(
     "--kv-overlap-score-weight",
     default=1.0,
-    help="Weight of prefill against decode load; 0 ignores prefix caches.",
+    help="Weight of prefill relative to decode load; 0 ignores prefix caches.",
 )
-@flag("--router-temperature", default=0.0, help="0 = always the cheapest worker, above: softmax over the costs.")
+@flag("--router-temperature", default=0.0, help="0 = always the cheapest worker; above 0 = softmax over the costs.")
 @flag(
     "--cpu-to-gpu-ratio",
     default=8.0,
-    help="Policy device-aware-weighted: requests that an accelerator carries in the time of one CPU worker.",
+    help="Policy device-aware-weighted: capacity of an accelerator relative to a CPU worker.",
 )
-@flag("--no-track-active-blocks", is_flag=True, help="Count no active blocks, prefill tokens only.")
-@flag("--router-track-output-blocks", is_flag=True, help="Count generated blocks that AddOutput reports.")
+@flag("--no-track-active-blocks", is_flag=True, help="Track active prefill tokens only, not active blocks.")
+@flag("--router-track-output-blocks", is_flag=True, help="Count generated blocks reported by AddOutput.")
 @flag(
     "--active-decode-blocks-threshold",
     type=float,
-    help="Busy above this fraction of a worker's KV blocks; unset = off.",
+    help="A worker is busy above this fraction of its KV blocks; unset = off.",
 )
 @flag(
     "--active-prefill-tokens-threshold",
     type=int,
-    help="Busy above this number of active prefill tokens; unset = off.",
+    help="A worker is busy above this number of active prefill tokens; unset = off.",
 )
-@flag("--worker-cooldown-seconds", default=10.0, help="How long a worker that failed a request is left out.")
+@flag("--worker-cooldown-seconds", default=10.0, help="Cool-down of a worker that failed a request.")
 @flag(
     "--worker-grace-seconds",
     default=30.0,
-    help="How long a worker whose registration ended keeps its bookings, as it may come back; removed ones lose them.",
+    help="Time for which a worker whose registration expired keeps its bookings, in case it returns; "
+    "removed workers lose them.",
 )
 @flag(
     "--lease-seconds",
     default=300.0,
     type=click.FloatRange(min=0, max=MAX_LEASE_SECONDS, min_open=True),
-    help="Lease of bookings whose call names none.",
+    help="Lease of bookings whose call does not set one.",
 )
 @flag(
     "--router-replica-sync",
@@ -74,15 +75,15 @@ SCRAPES_THAT_COUNT = 3
 @flag(
     "--replica-id",
     default="",
-    help="Name among these schedulers, best kept over restarts; unset = host name and port.",
+    help="Unique name of this scheduler replica, stable across restarts; unset = host name and port.",
 )
-@flag("--seed", type=int, help="Seed of the random draws; unset = from the system.")
+@flag("--seed", type=int, help="Seed of the random generator; unset = from the system.")
 @flag(
     "--max-active-requests",
     default=1_000_000,
     type=click.IntRange(min=1),
     section=PERFORMANCE,
-    help="Bookings held at once; more are refused.",
+    help="Maximum of bookings; more are refused.",
 )
 @flag(
     "--tenant-share",
@@ -95,29 +96,29 @@ SCRAPES_THAT_COUNT = 3
     "--scrape-engine-metrics",
     default=0.0,
     type=click.FloatRange(min=0),
-    help="Seconds between two looks at the engines' own metrics; 0 = they are not asked.",
+    help="Interval of scraping engine metrics; 0 = off.",
 )
 @flag(
     "--engine-metrics-seconds",
     default=30.0,
-    help="How long what an engine said of itself counts; at least three rounds of --scrape-engine-metrics.",
+    help="Validity of reported engine metrics; at least three intervals of --scrape-engine-metrics.",
 )
 @flag(
     "--router-queue-threshold",
     type=float,
-    help="Requests wait while all workers have more active prefill tokens than this times max_num_batched_tokens; "
-    "unset = nobody waits.",
+    help="Queue requests while all workers have more active prefill tokens than this times "
+    "max_num_batched_tokens; unset = no queue.",
 )
 @flag(
     "--router-queue-limit",
     default=1_024,
     type=click.IntRange(min=1),
     section=PERFORMANCE,
-    help="Requests that wait for one model and role; more are refused.",
+    help="Maximum of queued requests per model and role; more are refused.",
 )
 @server_flags("scheduler", port=7052, metrics_port=9092)
 def main(**values: Any) -> None:
-    """Pick the worker that takes a request, and keep account of what is active on each."""
+    """Select a worker for each request, and track the active load of all workers."""
     try:
         config = SchedulerConfig(
             server=ServerConfig.from_flags(values),

@@ -133,7 +133,7 @@ async def test_a_drain_that_hangs_is_given_up_after_its_time(tmp_path: Path) -> 
     process.terminate()
     out, err = await finish(process)
     assert (out, process.returncode) == (["drained", "closed"], 0)
-    assert "calls that still run are cut: 0.3 s" in err
+    assert "aborting calls that are still running: 0.3 s" in err
 
 
 async def test_a_crashed_task_ends_the_process_with_1_and_says_why(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ async def test_a_port_that_is_taken_for_a_moment_is_waited_for() -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         async with asyncio.timeout(DEADLINE_SECONDS):
-            while b"is taken; trying again" not in (line := await process.stderr.readline()):
+            while b"is in use; retrying" not in (line := await process.stderr.readline()):
                 assert line, "it ended"
     async with asyncio.timeout(DEADLINE_SECONDS):
         ready = json.loads(await process.stdout.readline())

@@ -212,7 +212,7 @@ class PushFeed:
         """Attach a new stream; a former one ends."""
         older, self._stream = self._stream, stream
         if older is not None:
-            log.warning("a second publisher pushes events of worker %s: the first one's stream is ended", self.name)
+            log.warning("a second publisher pushes events of worker %s: closing the first one's stream", self.name)
             older.end(FailedPrecondition("another stream of this source took over"))
         source = self.source
         known = source.cursor.last_event_id is not None
@@ -245,7 +245,7 @@ async def _until_broken_off(messages: AsyncIterator[bytes]) -> AsyncGenerator[by
         async for message in messages:
             yield message
     except grpc.aio.BaseError as error:
-        log.info("a publisher's stream broke off: %s", error)
+        log.info("a publisher's stream was lost: %s", error)
 
 
 class Stream:

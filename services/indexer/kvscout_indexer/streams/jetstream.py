@@ -98,7 +98,7 @@ class JetStream:
             self.reader_of(spec.tenant, spec.model)
             return JetStreamFeed(self, spec, rank, index, self._security)
         except InvalidArgument as error:
-            log.error("worker %s/%d cannot have events in NATS: %s", *rank, error)
+            log.error("events of worker %s/%d cannot be read from NATS: %s", *rank, error)
             return None
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
@@ -129,7 +129,7 @@ class JetStream:
                 for reader in list(self.readers.values()):
                     await reader.caught_up.wait()
         except TimeoutError:
-            log.warning("serving before the streams of events were read")
+            log.warning("serving before the event streams were read")
 
     def warnings(self) -> list[Warned]:
         """Return what an operator should know, in sentences."""
@@ -231,7 +231,7 @@ class JetStream:
                     await js.delete_consumer(name, consumer.name)
                 except NotFoundError:
                     pass
-            log.warning("stream of model %r, tenant %r: cleared, as asked", model, tenant)
+            log.warning("stream of model %r, tenant %r: cleared by --router-reset-states", model, tenant)
 
 
 class JetStreamFeed(PublisherFeed):

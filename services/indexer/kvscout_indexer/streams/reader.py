@@ -145,7 +145,7 @@ class StreamReader:
             try:
                 await self._js.delete_consumer(self.name, self._consumer)
             except nats.errors.Error as error:
-                log.info("consumer %s is left to the server to forget: %r", self._consumer, error)
+                log.info("consumer %s was not deleted; the server will expire it: %r", self._consumer, error)
 
     async def state(self) -> StreamState:
         """Return the stream now; made if it is not there.
@@ -187,7 +187,7 @@ class StreamReader:
                 try:
                     snapshot = await self.snapshots.read(plan.load)
                 except SnapshotBroken as error:
-                    log.warning("snapshot of model %r is passed over: %s", self.model, error)
+                    log.warning("skipping a snapshot of model %r: %s", self.model, error)
                     self._unreadable[plan.load] = READ_ATTEMPTS
                     continue
                 except (nats.errors.Error, TimeoutError):
@@ -197,7 +197,7 @@ class StreamReader:
         if self.sources.incarnation is not None:
             self.reloads += 1
             log.warning(
-                "stream of model %r: position %d is not within %d..%d any more; going on at %d%s",
+                "stream of model %r: position %d is no longer within %d..%d; continuing at %d%s",
                 self.model, self.position, stream.first, stream.last, plan.position + 1,
                 " with a snapshot" if snapshot is not None else "",
             )  # fmt: skip

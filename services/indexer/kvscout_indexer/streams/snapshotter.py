@@ -78,7 +78,7 @@ class SnapshotLock:
         try:
             await store.delete(self._key, last=revision)
         except (KeyWrongLastSequenceError, BadRequestError):
-            log.info("the lock of %s had ended", self._key)
+            log.info("the lock of %s had expired", self._key)
 
     async def _bucket_store(self) -> KeyValue:
         config = KeyValueConfig(self._bucket, ttl=LOCK_SECONDS, history=1, replicas=self._replicas)
@@ -173,7 +173,7 @@ class Snapshotter:
         reader.schedule.on_snapshot(snapshot.id.sequence, snapshot.cut_at, reader.position)
         self.taken += 1
         log.info(
-            "snapshot of model %r through %d: %d sources, %d bytes, cut in %.3f s, stored in %.3f s",
+            "snapshot of model %r through %d: %d sources, %d bytes, built in %.3f s, stored in %.3f s",
             reader.model, snapshot.id.sequence, len(snapshot.sources), size, cut_seconds,
             time.monotonic() - started - cut_seconds,
         )  # fmt: skip

@@ -268,7 +268,7 @@ class StreamSources:
             try:
                 messages = await partition.taker.dump()
             except NotFound:
-                log.info("worker %s/%d was removed while it was cut", *partition.worker)
+                log.info("worker %s/%d was removed while it was copied", *partition.worker)
         if messages is None:
             messages = list(partition.parked)
         unverified = partition.unverified or partition.doubtful

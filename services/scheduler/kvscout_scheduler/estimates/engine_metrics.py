@@ -72,7 +72,7 @@ def read_engine_metrics(page: bytes, ranks: Sequence[int]) -> dict[int, EngineMe
         processes) are one: requests and usage of the fullest.
 
     Raises:
-        ValueError: One of the metrics cannot be read.
+        ValueError: A metric cannot be parsed.
     """
     found: dict[int, dict[str, float]] = {}
     by_label = {str(rank): rank for rank in ranks}

@@ -87,7 +87,7 @@ def read_rate_sums(page: bytes) -> RateSums:
         page: Prometheus text.
 
     Raises:
-        ValueError: One of the metrics cannot be read.
+        ValueError: A metric cannot be parsed.
     """
     said: dict[str, float] = {}
     for sample in read_samples(page, _NAMES):

@@ -83,7 +83,7 @@ class ReplicaLink:
             if (views or alone) and all(view.lag_events == 0 for view in self._replication.views.values()):
                 return
             await asyncio.sleep(TICK_SECONDS)
-        log.warning("serving without what other replicas own: %s", self.problem or "it did not come in time")
+        log.warning("serving without the bookings of other replicas: %s", self.problem or "not received in time")
 
     async def request(self, replica_id: str, operation: replication_pb2.ForwardedOperation, seconds: float) -> bytes:
         """Forward an operation to another replica.
