@@ -44,8 +44,8 @@ from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.tokens.sources import Tokens
 from kvscout_gateway.upstreams.failover import Member
 from kvscout_gateway.upstreams.indexer.remote import RemoteIndexer
-from kvscout_gateway.upstreams.scheduler.booking import draw_attempt
 from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler
+from kvscout_gateway.values.booking import draw_attempt
 from kvscout_gateway.values.placement import Placement
 
 log = logging.getLogger("kvscout.gateway")

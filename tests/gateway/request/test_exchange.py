@@ -37,7 +37,7 @@ from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
 from kvscout_gateway.request.exchange import Exchange, Exchanges
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan import Aggregated, Plan
-from kvscout_gateway.upstreams.scheduler.booking import Booking
+from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.prompt import Prompt
 from kvscout_gateway.values.request import Request, RequestBody, TokenBody

@@ -25,8 +25,8 @@ from kvscout_gateway.request.round_robin import RoundRobin, eligible
 from kvscout_gateway.upstreams.failover import UpstreamDown
 from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND, Found
 from kvscout_gateway.upstreams.indexer.remote import Indexer
-from kvscout_gateway.upstreams.scheduler.booking import UNBOOKED_ATTEMPT, Booking
 from kvscout_gateway.upstreams.scheduler.remote import Scheduler, Selection
+from kvscout_gateway.values.booking import UNBOOKED_ATTEMPT, Booking
 from kvscout_gateway.values.output import Output
 from kvscout_gateway.values.placement import Decision, Placement
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry, PromptTooLong, hash_prompt

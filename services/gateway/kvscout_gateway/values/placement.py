@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
 
-if TYPE_CHECKING:
-    from kvscout_gateway.upstreams.scheduler.booking import Booking
 
-
-def _helper_in(reason: str) -> str:
+def _upstream_in(reason: str) -> str:
     return next((name for name in ("scheduler", "indexer", "tokenizer") if name in reason), "time")
 
 
@@ -65,7 +62,7 @@ class Placement:
 
     def degraded_for(self, *, in_full: bool) -> tuple[str, ...]:
         """Why less was known than usual: in full, with addresses, or only who did not help."""
-        return self.degraded if in_full else tuple(dict.fromkeys(map(_helper_in, self.degraded)))
+        return self.degraded if in_full else tuple(dict.fromkeys(map(_upstream_in, self.degraded)))
 
     @property
     def rank_header(self) -> int | None:

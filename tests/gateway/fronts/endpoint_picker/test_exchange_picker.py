@@ -26,8 +26,8 @@ from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
 from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND
-from kvscout_gateway.upstreams.scheduler.booking import Booking
 from kvscout_gateway.upstreams.scheduler.remote import Chosen, Selection
+from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.output import Output
 
 PICKS = 40

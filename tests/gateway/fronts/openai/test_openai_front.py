@@ -43,8 +43,8 @@ from kvscout_common.worker import Adapter, Role
 from kvscout_gateway.engines.health import MISSED_CHECKS
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.upstreams.failover import UpstreamDown
-from kvscout_gateway.upstreams.scheduler.booking import Booking
 from kvscout_gateway.upstreams.scheduler.remote import Selection
+from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import Request
 

@@ -33,7 +33,7 @@ from kvscout_common.identity.identity import AccessRole, Identity, TokenTable, _
 from kvscout_common.transport import Transport
 from kvscout_gateway.fronts.shadow import score
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
-from kvscout_gateway.upstreams.scheduler.booking import UNBOOKED_ATTEMPT, Booking
+from kvscout_gateway.values.booking import UNBOOKED_ATTEMPT, Booking
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import Request
 

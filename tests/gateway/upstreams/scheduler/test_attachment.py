@@ -19,10 +19,10 @@ from kvscout_gateway.upstreams.failover import Member, UpstreamDown
 from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND
 from kvscout_gateway.upstreams.scheduler import attachment, remote
 from kvscout_gateway.upstreams.scheduler.attachment import Attachment
-from kvscout_gateway.upstreams.scheduler.booking import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
-from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
+from kvscout_gateway.upstreams.scheduler.link import SchedulerLink, SchedulerMember, Schedulers
 from kvscout_gateway.upstreams.scheduler.remote import Chosen, RemoteScheduler, Selection, WaitedTooLong
+from kvscout_gateway.values.booking import Booking
 
 
 @dataclass

@@ -12,10 +12,10 @@ from support.scripted_scheduler import ScriptedScheduler, scripted_scheduler
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.upstreams.failover import Member
-from kvscout_gateway.upstreams.scheduler.booking import Booking, SchedulerMember
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.lifecycle import CLOSE_SECONDS, LifecycleStream, name_of
-from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
+from kvscout_gateway.upstreams.scheduler.link import SchedulerLink, SchedulerMember
+from kvscout_gateway.values.booking import Booking
 
 
 @asynccontextmanager

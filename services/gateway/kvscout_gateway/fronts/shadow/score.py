@@ -20,7 +20,7 @@ from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.fronts.body import JsonBody
 from kvscout_gateway.fronts.json_request import request_of, tokens_of
 from kvscout_gateway.fronts.shadow.report import Comparison, LeftOut, ShadowReport
-from kvscout_gateway.upstreams.scheduler.booking import Booking
+from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.placement import Placement
 
 if TYPE_CHECKING:

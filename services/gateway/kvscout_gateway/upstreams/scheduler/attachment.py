@@ -32,10 +32,10 @@ from typing import Any
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import DeadlineExceeded, Draining, KvscoutError, NotFound
 from kvscout_gateway.upstreams.failover import Member, UpstreamDown
-from kvscout_gateway.upstreams.scheduler.booking import Booking, SchedulerMember, Schedulers
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.lifecycle import CLOSE_SECONDS, PROBE_SECONDS, LifecycleStream
-from kvscout_gateway.upstreams.scheduler.link import error_of
+from kvscout_gateway.upstreams.scheduler.link import SchedulerMember, Schedulers, error_of
+from kvscout_gateway.values.booking import Booking
 
 log = logging.getLogger("kvscout.gateway")
 

@@ -12,10 +12,12 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 from kvscout.v1 import scheduler_pb2
-from kvscout_gateway.upstreams.scheduler.booking import Booking, SchedulerMember
 from kvscout_gateway.upstreams.scheduler.lifecycle import Name, name_of
+from kvscout_gateway.upstreams.scheduler.link import SchedulerLink, SchedulerMember
+from kvscout_gateway.values.booking import Booking
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -95,7 +97,7 @@ class Bookings:
     def _report_prefill(self, booking: Booking) -> None:
         if not booking.prefilled or booking.prefill_reported or booking.scheduler is None:
             return
-        operation = booking.scheduler.stub.send("prefill_complete", booking.ref)
+        operation = _link_of(booking.scheduler).send("prefill_complete", booking.ref)
         if operation is not None:
             operation.answer.add_done_callback(partial(self._prefill_reported, booking))
 
@@ -107,7 +109,7 @@ class Bookings:
     def _send_free(self, booking: Booking) -> None:
         if booking.scheduler is None:
             return
-        operation = booking.scheduler.stub.send("free", booking.ref, booking.output_tokens)
+        operation = _link_of(booking.scheduler).send("free", booking.ref, booking.output_tokens)
         if operation is None:
             self.undelivered += 1
         else:
@@ -119,3 +121,7 @@ class Bookings:
             self.undelivered += 1
             why = result.message if result is not None else "the stream ended"
             log.debug("Free of %s was not acknowledged: %s", booking.ref.request_id, why)
+
+
+def _link_of(scheduler: object) -> SchedulerLink:
+    return cast("SchedulerMember", scheduler).stub

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.errors import Draining, KvscoutError
 from kvscout_common.transport.statuses import from_status
+from kvscout_gateway.upstreams.failover import Failover, Member
 from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, Operation
 
 RETRY_SECONDS = 1.0
@@ -77,6 +78,10 @@ class SchedulerLink(_Stub):
         """Send an operation for whose answer nobody waits; None = there is no stream."""
         stream = self.stream
         return stream.send(kind, message, awaited=False, output_tokens=output_tokens) if stream is not None else None
+
+
+Schedulers: TypeAlias = "Failover[SchedulerLink]"
+SchedulerMember: TypeAlias = "Member[SchedulerLink]"
 
 
 def error_of(result: scheduler_pb2.LifecycleResult, *, draining: bool = False) -> KvscoutError:

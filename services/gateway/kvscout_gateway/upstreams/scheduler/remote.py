@@ -38,10 +38,10 @@ from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown, is_member_fault
 from kvscout_gateway.upstreams.indexer.overlaps import Found
 from kvscout_gateway.upstreams.scheduler.attachment import Attachment
-from kvscout_gateway.upstreams.scheduler.booking import Booking, SchedulerMember, Schedulers, draw_attempt
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, body_of
-from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS, SchedulerLink, error_of
+from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS, SchedulerLink, SchedulerMember, Schedulers, error_of
+from kvscout_gateway.values.booking import Booking, draw_attempt
 
 MAX_STREAMS = 4
 """Streams that may end under one request that does not wait in line."""

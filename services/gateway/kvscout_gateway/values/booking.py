@@ -5,17 +5,11 @@ from __future__ import annotations
 import random
 from array import array
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.upstreams.failover import Failover, Member
-from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
 from kvscout_gateway.values.output import UNKNOWN, Output
-
-Schedulers: TypeAlias = "Failover[SchedulerLink]"
-SchedulerMember: TypeAlias = "Member[SchedulerLink]"
 
 UNBOOKED_ATTEMPT = 128
 """Added to the attempt id of what runs without having been booked: the attempt itself may have been freed, in case a
@@ -37,8 +31,8 @@ class Booking:
     """A reservation that somebody owes a Free, and the scheduler that has it. Two are never equal."""
 
     ref: scheduler_pb2.RequestRef
-    scheduler: SchedulerMember | None = None
-    """None = none has it (yet)."""
+    scheduler: object | None = None
+    """The scheduler that has it, as `upstreams` knows it; None = none has it (yet)."""
     worker: WorkerRank = UNPLACED
     """Where it runs; with what follows, all that it takes to book it anew."""
     block_hashes: bytes = b""
