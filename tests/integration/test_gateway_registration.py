@@ -210,7 +210,7 @@ async def test_a_helper_that_is_away_is_told_when_it_is_back(stack: Stack) -> No
     known, *_ = await everywhere(stack)
     assert await stack.indexer.stop() == 0
     late = workers_pb2.Worker(worker_id="late", model="late", block_size=16)
-    with pytest.raises(errors.Unavailable, match="not everywhere yet; told again: indexer"):
+    with pytest.raises(errors.Unavailable, match="not everywhere yet; retrying: indexer"):
         await client.register(late)
     assert (await client.route([1], model="late")).worker.worker_id == "late"
     indexer = next(

@@ -104,7 +104,9 @@ class Registration:
         except TimeoutError:
             waiting = [member for member in self.members if not member.synced.is_set()]
             late = ", ".join(f"{m.name} ({''.join(shown([problem(m)])) or 'slow'})" for m in waiting)
-            raise Unavailable(f"done here, not everywhere yet; told again: {late}", retry_after_seconds=1.0) from None
+            raise Unavailable(
+                f"registered here, but not everywhere yet; retrying: {late}", retry_after_seconds=1.0
+            ) from None
 
     async def keep(self, member: MemberSync) -> None:
         """Sync one member, for ever."""
