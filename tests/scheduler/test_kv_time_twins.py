@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler, test_seed, worker
+from support.scheduler_invariants import check_scheduler
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.hashing import native_available
@@ -129,4 +130,4 @@ def test_both_twins_give_equal_costs_and_decide_the_same() -> None:
         pair.clock.advance(pair.rng.choice((0.0, 0.0, 1e-9, 0.013, 0.2, 3.0, 1e5)))
     assert pair.decided > 300
     for made in pair.each:
-        made.check_invariants()
+        check_scheduler(made)

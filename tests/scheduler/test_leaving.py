@@ -19,6 +19,7 @@ from support.scheduler_builders import (
     test_seed,
     worker,
 )
+from support.scheduler_invariants import check_scheduler
 
 from kvscout_common.errors import Unavailable
 from kvscout_common.worker import Role, WorkerSpec
@@ -55,7 +56,7 @@ def test_a_worker_that_comes_back_in_time_has_its_load_again(reason: str) -> Non
     assert made.expire() == 0
     assert made.free(key("r")) is FreeOutcome.FREED
     assert loads(made)["a"] == IDLE
-    made.check_invariants()
+    check_scheduler(made)
 
 
 def test_a_worker_that_does_not_come_back_in_time_has_no_bookings_any_more() -> None:
@@ -99,7 +100,7 @@ def test_requests_of_a_worker_that_is_away_go_on_and_end_as_ever() -> None:
     # Its place is free for another one.
     made.workers.worker_added(worker("c"))
     assert loads(made) == {"b": IDLE, "c": IDLE}
-    made.check_invariants()
+    check_scheduler(made)
 
 
 def test_one_that_comes_back_with_other_blocks_is_another_worker() -> None:
@@ -111,7 +112,7 @@ def test_one_that_comes_back_with_other_blocks_is_another_worker() -> None:
     assert loads(made)["a"] == IDLE
     clock.advance(30.0)
     assert made.expire() == 1
-    made.check_invariants()
+    check_scheduler(made)
 
 
 def rank_one(request_id: str) -> Reservation:
@@ -134,7 +135,7 @@ def test_an_update_ends_no_booking(change: dict[str, Any]) -> None:
     clock.advance(60.0)
     assert made.expire() == 0
     assert active(made) == ["r", "s"]
-    made.check_invariants()
+    check_scheduler(made)
     made.workers.worker_updated(new, old)
     assert {load.rank: load.active_requests for load in potential_loads(made, key("any").pool)} == before
     made.workers.worker_updated(old, new)
@@ -167,7 +168,7 @@ def test_random_comings_and_goings_leave_no_load_behind() -> None:
         else:
             made.expire()
         if number % 20 == 0:
-            made.check_invariants()
+            check_scheduler(made)
     for spec in here.values():
         made.workers.worker_removed(spec, "lease")
     clock.advance(3600.0)
@@ -194,7 +195,7 @@ def in_slices(made: Scheduler, caplog: pytest.LogCaptureFixture, already: int = 
         assert made.expire() == min(left, MAX_ENDS)
         left -= min(left, MAX_ENDS)
         assert len(made.bookings) == left
-        made.check_invariants() if left < MAX_ENDS else None
+        check_scheduler(made) if left < MAX_ENDS else None
     assert made.expire() == 0
     (line,) = caplog.messages
     return line
@@ -224,7 +225,7 @@ def test_an_owner_that_comes_back_in_between_keeps_what_is_left_of_what_it_lists
     while made.expire():
         pass
     assert [booking.key for booking in made.bookings] == kept
-    made.check_invariants()
+    check_scheduler(made)
 
 
 def test_what_an_owner_does_not_list_ends_in_slices_and_one_line(caplog: pytest.LogCaptureFixture) -> None:

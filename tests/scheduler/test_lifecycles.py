@@ -12,6 +12,7 @@ from random import Random
 import pytest
 from support.load_twins import SideBySide
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, reservation, scheduler, test_seed, worker
+from support.scheduler_invariants import check_scheduler
 
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound, Unavailable
 from kvscout_common.worker import WorkerSpec
@@ -189,11 +190,11 @@ def test_s5_random_lifecycles_end_in_exact_zeros(part: int) -> None:
         while len(traffic.open) > 100 or traffic.rng.random() < 0.5:
             traffic.disturb()
         if number % CHECK_EVERY == 0:
-            made.check_invariants()
+            check_scheduler(made)
             assert len(traffic.policy.prefill) + len(traffic.policy.decode) == len(made.bookings)
-    made.check_invariants()
+    check_scheduler(made)
     traffic.end()
-    made.check_invariants()
+    check_scheduler(made)
     assert len(made.bookings) == 0
     assert list_active_requests(made, "default") == ([], 0, None)
     for pool in made.workers:

@@ -20,6 +20,7 @@ from support.scheduler_builders import (
     scheduler,
     worker,
 )
+from support.scheduler_invariants import check_scheduler
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.registry.backends import Backends
@@ -117,7 +118,7 @@ def test_a_policy_that_fails_when_it_is_told_disturbs_nobody(caplog: pytest.LogC
         for number in range(3):
             made.select_and_reserve(request([1], request_id=f"r{number}"))
     assert loads(made)["w"][0] == 3
-    made.check_invariants()
+    check_scheduler(made)
     (record,) = caplog.records
     assert "failed as an observer of: booked" in record.getMessage()
 
@@ -170,7 +171,7 @@ def test_a_booking_that_is_there_is_told_that_its_first_token_is_out() -> None:
     made.free(key("r"), 1, output_tokens=5)
     assert policy.untimed == {"r"}
     assert policy.told[-1] == ("ended", "r", End(True, 5), 103.0)
-    made.check_invariants()
+    check_scheduler(made)
 
 
 async def test_a_free_by_itself_tells_the_tokens_of_its_request() -> None:

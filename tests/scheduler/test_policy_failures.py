@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.processes import DEADLINE_SECONDS
 from support.scheduler_builders import ManualClock, key, loads, request, reserve, worker
+from support.scheduler_invariants import check_scheduler
 
 from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_scheduler.policies import PolicyRegistry
@@ -76,7 +77,7 @@ def test_what_a_policy_does_wrong_is_an_internal_error_with_its_name(failure: st
     assert loads(made) == {"a": (0, 0, 0), "b": (0, 0, 0)}
     assert made.stats.refusals["InternalError"] == 1
     made.select_and_reserve(request(isl=16, request_id="r"))
-    made.check_invariants()
+    check_scheduler(made)
 
 
 def test_a_policy_that_cannot_be_made_for_a_pool_fails_the_request() -> None:
@@ -112,7 +113,7 @@ def test_a_waiter_whose_policy_fails_is_told_and_nobody_else_notices() -> None:
     assert isinstance(told["first"][0], InternalError)
     assert isinstance(told["second"][0], Decision)
     assert not len(made.waiting)
-    made.check_invariants()
+    check_scheduler(made)
 
 
 def test_a_policy_that_fails_while_leases_end_does_not_end_the_process() -> None:

@@ -13,6 +13,7 @@ from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.load.active_load import ActiveLoad, Limits, ReferenceLoad, Scores, SlotLoad
 from kvscout_scheduler.values.overlaps import AnyOverlaps
+from support.scheduler_invariants import check_load
 
 MakeLoad = Callable[..., ActiveLoad]
 T = TypeVar("T")
@@ -107,7 +108,7 @@ class SideBySide:
     def check_invariants(self, allocations: Iterable[Pair]) -> None:
         pairs = list(allocations)
         for number, twin in enumerate(self._twins):
-            twin.check_invariants([pair.each[number] for pair in pairs])
+            check_load(twin, [pair.each[number] for pair in pairs])
         for column in (self.requests, self.prefill_tokens, self.decode_blocks):
             assert min(column, default=0) >= 0
 

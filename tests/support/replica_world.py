@@ -22,6 +22,7 @@ from kvscout_scheduler.values.request import pack_hashes
 from kvscout_scheduler.values.reservation import FreeOutcome, OwnerName, Phase
 from kvscout_scheduler.values.settings import SchedulerSettings
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, reservation, worker
+from support.scheduler_invariants import check_ownership, check_scheduler
 
 SETTINGS = SchedulerSettings(track_output_blocks=True)
 
@@ -84,9 +85,9 @@ class Node:
         return thresholds, dict(registers.cool_downs)
 
     def check(self) -> None:
-        self.core.check_invariants()
+        check_scheduler(self.core)
         self.replication.ownership.settle()
-        self.replication.ownership.check_invariants()
+        check_ownership(self.replication.ownership)
 
 
 class World:

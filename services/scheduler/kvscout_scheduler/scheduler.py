@@ -412,8 +412,7 @@ class Scheduler:
             self._admission.admit_waiting(pool, now)
 
     def resume(self) -> None:
-        """Book requests that left vacancies to other replicas for long enough; to be called often where there are
-        any."""
+        """Book requests that left vacancies to other replicas for long enough; to be called every tick."""
         self._admission.resume(self.clock())
 
     def report_metrics(self, tenant: str, rank: WorkerRank, metrics: EngineMetrics) -> None:
@@ -427,13 +426,6 @@ class Scheduler:
         now = self.clock()
         pool.report(slot, metrics.validate(), now)
         self._admission.admit_waiting(pool.id, now)
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if any structure contradicts another."""
-        self.bookings.check_invariants()
-        for pool in self.workers:
-            allocations = [booking.allocation for booking in self.bookings if booking.pool is pool]
-            pool.load.check_invariants(allocations)
 
     def _make_pool(self, pool_id: PoolId) -> Pool:
         pool = Pool(pool_id, self._make_load, self.settings)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.laboratory_worlds import ENGINE, mixed, simulation
 from support.scheduler_builders import test_seed
+from support.scheduler_invariants import check_idle
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.simulation.cluster import Cluster, Faults
@@ -38,7 +39,7 @@ def test_every_request_ends_once_and_nothing_is_left(policy: str, cluster: Clust
     workload = as_clients_ask(mixed(test_seed(), 200, 30.0), Clients(unstreamed=0.3, max_tokens=512))
     made = simulation(workload, policy, cluster, queue_threshold=0.5)
     run = made.run()
-    made.check_idle()
+    check_idle(made)
     assert len({(record.flow, record.turn) for record in run.records}) == len(run.records) == workload.requests
     for record in run.records:
         assert not record.error
@@ -111,7 +112,7 @@ def test_a_gateway_that_dies_leaves_bookings_that_end_without_a_free_and_clients
     workload = mixed(test_seed(), 200, 60.0)
     made = simulation(workload, "kv-time", replace(CLUSTER, faults=faults))
     run = made.run()
-    made.check_idle()
+    check_idle(made)
     assert aborted
     ended = made.replicas[0].core.stats.ended
     assert sum(ended.values()) >= len(aborted)

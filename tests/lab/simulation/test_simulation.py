@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from support.laboratory_worlds import ENGINE, mixed, simulation
 from support.scheduler_builders import test_seed
+from support.scheduler_invariants import check_idle
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.cells.bound import lower_bound
@@ -33,7 +34,7 @@ def bytes_of(run: Run) -> str:
 
 def check(run: Run, workload: Workload, made: Simulation) -> None:
     """Every request ended once, in order of its life, and left nothing."""
-    made.check_idle()
+    check_idle(made)
     assert len(run.records) == workload.requests
     assert len({(record.flow, record.turn) for record in run.records}) == workload.requests
     for record in run.records:
@@ -154,7 +155,7 @@ def test_a_prompt_that_fits_nowhere_is_an_error_and_ends_its_conversation() -> N
     engine = replace(ENGINE, kv_tokens=160)
     made = simulation(workload, "kv", Cluster(workers=2, engine=engine))
     run = made.run()
-    made.check_idle()
+    check_idle(made)
     failed = [record for record in run.records if record.error]
     assert failed
     assert all(record.finished < 0 and "do not fit" in record.error for record in failed)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from support.laboratory_worlds import ENGINE, SIZE, mixed, simulation
 from support.scheduler_builders import test_seed
+from support.scheduler_invariants import check_idle
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.worker import Role
@@ -103,7 +104,7 @@ def test_of_an_answer_that_comes_as_a_whole_nobody_reports_a_first_token(
     cluster = Cluster(workers=3, prefill_workers=prefill_workers, engine=ENGINE)
     made = simulation(workload, "kv-time", cluster)
     run = made.run()
-    made.check_idle()
+    check_idle(made)
     assert {request for request, whole in asked.items() if whole}.isdisjoint(told)
     assert 0.25 < sum(asked.values()) / len(asked) < 0.55
     assert all(record.first_token > 0 for record in run.records)
@@ -136,7 +137,7 @@ def test_embeddings_end_without_a_token_of_output(monkeypatch: pytest.MonkeyPatc
     workload = embeddings(Embeddings(requests=200, seed=test_seed()))
     made = simulation(workload, "kv-time", Cluster(workers=2, engine=replace(ENGINE, block_size=SIZE, kv_tokens=8_192)))
     run = made.run()
-    made.check_idle()
+    check_idle(made)
     assert all(record.first_token == record.finished > 0 for record in run.records)
     assert not run.gaps.counts
     assert told == {0}

@@ -17,11 +17,13 @@ from support.scheduler_builders import (
     scheduler,
     worker,
 )
+from support.scheduler_invariants import check_scheduler
 
+from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
 from kvscout_scheduler.rpc.listing import list_active_requests
 from kvscout_scheduler.scheduler import Scheduler
-from kvscout_scheduler.values.reservation import EndReason, FreeOutcome, Phase
+from kvscout_scheduler.values.reservation import EndReason, FreeOutcome
 
 IDLE = (0, 0, 0)
 
@@ -299,7 +301,7 @@ def test_bookings_that_a_returning_owner_does_not_list_end() -> None:
     book(made, "b", owner=owner("gateway-1"))
     made.connect_owner(owner("gateway-1"), [(key("b"), 0)])
     assert made.stats.ended == {EndReason.OWNER_FORGOT: 1}
-    assert [active.reservation.key.request_id for active in list_active_requests(made, "default")[0]] == ["b"]
+    assert [active.request.request_id for active in list_active_requests(made, "default")[0]] == ["b"]
 
 
 def test_an_owner_takes_over_listed_bookings_of_unary_callers_only() -> None:
@@ -312,20 +314,20 @@ def test_an_owner_takes_over_listed_bookings_of_unary_callers_only() -> None:
     assert unknown == [(key("a"), 0)]
     clock.advance(100.0)
     assert made.expire() == 0
-    made.check_invariants()
+    check_scheduler(made)
 
 
 def test_removing_a_worker_frees_its_requests() -> None:
     made = scheduler(worker("w0", dp_size=2), "w1")
     for number in range(6):
         book(made, f"r{number}")
-    on_w0 = sum(active.reservation.rank.worker_id == "w0" for active in list_active_requests(made, "default")[0])
+    on_w0 = sum(active.worker.worker_id == "w0" for active in list_active_requests(made, "default")[0])
     made.workers.worker_removed(worker("w0", dp_size=2), "removed")
     assert made.stats.ended == {EndReason.WORKER_REMOVED: on_w0}
     assert len(made.bookings) == 6 - on_w0
     made.workers.worker_added(worker("w2"))
     assert loads(made)["w2"] == IDLE
-    made.check_invariants()
+    check_scheduler(made)
 
 
 def test_an_update_keeps_bookings_unless_it_makes_another_worker() -> None:
@@ -345,11 +347,19 @@ def test_active_requests_are_listed_oldest_first() -> None:
     made.select_and_reserve(request(isl=1, request_id="b", model="n", expected_output_tokens=9), owner=owner("g"))
     made.mark_prefill_complete(key("a"), 4)
     listed, total, _ = list_active_requests(made, "default")
-    assert ([active.reservation.key.request_id for active in listed], total) == (["a", "b"], 2)
-    assert (listed[0].phase, listed[0].reservation.attempt_id, listed[0].age_seconds) == (Phase.DECODE, 4, 2.0)
-    assert (listed[0].prompt_blocks, listed[0].reservation.uncached_tokens) == (2, 2 * BLOCK)
-    assert (listed[0].lease_remaining_seconds, listed[1].lease_remaining_seconds) == (300.0, None)
-    assert (listed[1].owner, listed[1].reservation.expected_output_tokens) == (owner("g"), 9)
+    assert ([active.request.request_id for active in listed], total) == (["a", "b"], 2)
+    assert (listed[0].phase, listed[0].request.attempt_id, listed[0].age_seconds) == (
+        scheduler_pb2.REQUEST_PHASE_DECODE,
+        4,
+        2.0,
+    )
+    assert (listed[0].blocks, listed[0].uncached_tokens) == (2, 2 * BLOCK)
+    assert (listed[0].lease_remaining_seconds, listed[1].HasField("lease_remaining_seconds")) == (300.0, False)
+    assert [active.owner_id for active in listed] == ["", ""]
+    shown, _, _ = list_active_requests(made, "default", shows_owner=True)
+    assert [active.owner_id for active in shown] == ["", owner("g").owner_id]
+    booked = made.bookings.find(key("b")._replace(model="n"))
+    assert booked is not None and booked.reservation.expected_output_tokens == 9
     assert list_active_requests(made, "default", limit=1)[1] == 2
     assert list_active_requests(made, "default", worker_id="x")[1] == 1
     assert list_active_requests(made, "default", model="m")[1] == 1
@@ -386,9 +396,9 @@ def test_no_tenant_takes_all_that_can_be_active_while_another_has_workers() -> N
         made.select_and_reserve(request(isl=16, request_id="r4", tenant="other"))
     made.free(key("r0"))
     book(made, "r4")
-    made.check_invariants()
+    check_scheduler(made)
     # Alone, it has all of it.
     made.workers.worker_removed(worker("x", tenant="other"), "removed")
     for number in range(5, 9):
         book(made, f"r{number}")
-    made.check_invariants()
+    check_scheduler(made)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.replica_world import World as Replicas
 from support.scheduler_builders import MODEL, ManualClock, key, scheduler, test_seed, worker
+from support.scheduler_invariants import check_scheduler
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerRank
@@ -101,7 +102,7 @@ def test_a_prefill_of_whom_nobody_hears_is_over_when_it_should_be(policy: str) -
     assert (made.phase(received), made.prefill_tokens("b")) == (Phase.PREFILL, 2_000), "of that one somebody will tell"
     made.end(whole)
     made.end(received)
-    made.core.check_invariants()
+    check_scheduler(made.core)
 
 
 def test_those_behind_each_other_are_over_one_after_the_other() -> None:

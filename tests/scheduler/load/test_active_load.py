@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from support.load_twins import MakeLoad, twins
 from support.scheduler_builders import test_seed
+from support.scheduler_invariants import check_load
 
 from kvscout_scheduler.costs.cost import BlockFormat
 from kvscout_scheduler.load.active_load import ActiveLoad, Allocation, Limits
@@ -141,7 +142,7 @@ def test_random_operations_match_a_model_that_counts_anew(load: Load) -> None:
             assert active.requests[slot] == len(mine)
             assert active.prefill_tokens[slot] == sum(each.prefill for each in mine)
             assert active.decode_blocks[slot] == len(distinct) + sum(each.private for each in mine)
-    active.check_invariants([each.allocation for each in model])
+    check_load(active, [each.allocation for each in model])
     for each in model:
         active.remove(each.allocation)
     assert active.requests == active.prefill_tokens == active.decode_blocks == [0] * slots

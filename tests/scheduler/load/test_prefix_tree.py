@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from support.scheduler_builders import test_seed
+from support.scheduler_invariants import check_tree, recount
 
 from kvscout_scheduler.load.prefix_tree import Node, PrefixTree, common_bytes
 from kvscout_scheduler.values.request import pack_hashes
@@ -19,7 +20,7 @@ def test_requests_that_branch_share_the_blocks_before_the_branch() -> None:
     first, new_first = tree.add(packed(10, 20, 30), 0)
     second, new_second = tree.add(packed(10, 20, 99), 0)
     assert (new_first, new_second) == (3, 1)
-    assert tree.recount() == {0: 4}
+    assert recount(tree) == {0: 4}
     assert tree.remove(first, 0) == 1
     assert tree.remove(second, 0) == 3
     assert tree.dump() == {}
@@ -55,7 +56,7 @@ def test_a_request_without_whole_blocks_holds_nothing() -> None:
     end, new = tree.add(b"", 3)
     assert new == 0
     assert tree.remove(end, 3) == 0
-    tree.check_invariants()
+    check_tree(tree)
 
 
 def test_a_cut_run_is_joined_again_when_its_reason_is_gone() -> None:
@@ -65,7 +66,7 @@ def test_a_cut_run_is_joined_again_when_its_reason_is_gone() -> None:
     assert len(tree.dump()) == 2
     tree.remove(short, 1)
     assert tree.dump() == {packed(*range(1, 9)): {0: 1}}
-    tree.check_invariants()
+    check_tree(tree)
     assert tree.remove(long, 0) == 8
 
 
@@ -96,8 +97,8 @@ def test_random_requests_match_sets_of_prefixes() -> None:
         expected = {slot: sum(probe[: n + 1] in held[slot] for n in range(len(probe))) for slot in range(4)}
         assert tree.shared(packed(*probe)) == {slot: blocks for slot, blocks in expected.items() if blocks}
         if step % 50 == 0:
-            tree.check_invariants()
-            assert tree.recount() == {slot: len(prefixes) for slot, prefixes in held.items() if prefixes}
+            check_tree(tree)
+            assert recount(tree) == {slot: len(prefixes) for slot, prefixes in held.items() if prefixes}
     for end, slot, _ in active:
         tree.remove(end, slot)
     assert tree.dump() == {}

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from support.grpc_server import serving
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, owner, scheduler, test_seed, worker
+from support.scheduler_invariants import check_scheduler
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.errors import InvalidArgument, PermissionDenied
@@ -164,7 +165,7 @@ def test_random_operations_have_the_same_results_and_leave_the_same_load(setting
         assert packed.later == plain.later
         assert packed.state() == plain.state()
         assert packed.reservation() == plain.reservation()
-    packed.core.check_invariants()
+    check_scheduler(packed.core)
     assert packed.core.stats.bookings == plain.core.stats.bookings > 0
     assert packed.policy.output_tokens == plain.policy.output_tokens != []
 

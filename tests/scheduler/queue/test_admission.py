@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, request, reserve, scheduler, test_seed, worker
+from support.scheduler_invariants import check_scheduler
 
 from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_common.worker import Adapter, WorkerRank, WorkerSpec
@@ -344,6 +345,6 @@ def test_random_events_give_the_same_turns_as_asking_everybody_each_time() -> No
         assert {booking.key: booking.reservation.rank for booking in ours.made.bookings} == {
             booking.key: booking.reservation.rank for booking in brute.made.bookings
         }
-    ours.made.check_invariants()
+    check_scheduler(ours.made)
     assert ours.made.stats.queued > 100
     assert sum(ours.made.stats.queue_waits.counts) > 50

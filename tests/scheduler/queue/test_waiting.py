@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from support.scheduler_builders import ManualClock, key, loads, request, reserve, scheduler, test_seed, worker
+from support.scheduler_invariants import check_scheduler
 
+from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import AlreadyExists, Cancelled, Draining, KvscoutError, NotFound, ResourceExhausted
 from kvscout_scheduler.rpc.listing import list_active_requests
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.reservation import FreeOutcome, Phase
+from kvscout_scheduler.values.reservation import FreeOutcome
 
 BUDGET = 1000
 
@@ -209,9 +211,9 @@ def test_waiters_are_listed_as_queued() -> None:
     clock.advance(2.5)
     listed, total, _ = list_active_requests(made, "default")
     assert total == 2
-    assert [(active.reservation.key.request_id, active.phase) for active in listed] == [
-        ("long", Phase.PREFILL),
-        ("r", Phase.QUEUED),
+    assert [(active.request.request_id, active.phase) for active in listed] == [
+        ("long", scheduler_pb2.REQUEST_PHASE_PREFILL),
+        ("r", scheduler_pb2.REQUEST_PHASE_QUEUED),
     ]
     assert listed[1].age_seconds == 2.5
     assert list_active_requests(made, "default", worker_id="a")[1] == 1
@@ -256,6 +258,6 @@ def test_random_arrivals_and_departures_leave_nothing() -> None:
             assert all(over), "somebody waits though there is room"
     for caller in list(callers.values()):
         made.free(caller.request.key)
-    made.check_invariants()
+    check_scheduler(made)
     assert set(loads(made).values()) == {(0, 0, 0)}
     assert all(len(caller.told) == 1 for caller in callers.values())

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from support.hostile_messages import HostileMessages
 from support.replica_world import Node, World, decoding
 from support.scheduler_builders import BLOCK, MODEL, key, owner, test_seed
+from support.scheduler_invariants import check_scheduler
 
 from kvscout.v1 import replication_pb2, types_pb2
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound
@@ -538,7 +539,7 @@ def test_no_message_of_another_replica_raises(run: int) -> None:
         forwarding.answer(message.forward)
         if rng.random() < 0.1:
             world.run(0.02)
-    node.core.check_invariants()
+    check_scheduler(node.core)
 
 
 async def test_what_an_owner_did_whose_answer_comes_too_late_is_done_once_and_told_as_done_now() -> None:

@@ -13,6 +13,7 @@ import pytest
 from support.grpc_server import serving
 from support.processes import eventually
 from support.scheduler_builders import BLOCK, MODEL, ManualClock
+from support.scheduler_invariants import check_scheduler
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
 from kvscout_common.errors import (
@@ -113,7 +114,7 @@ class Client:
             return all(load.active_requests == 0 for load in (await self.loads()).values())
 
         await eventually(nothing, what="idleness")
-        self.core.check_invariants()
+        check_scheduler(self.core)
 
 
 def mark(request_id: str, **fields: Any) -> scheduler_pb2.MarkPrefillCompleteRequest:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.scheduler_builders import ManualClock, request, scheduler, test_seed, worker
+from support.scheduler_invariants import check_scheduler
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.hashing import native_available
@@ -83,7 +84,7 @@ def test_random_workers_are_eligible_as_if_each_was_asked() -> None:
         if expected:
             assert set(dropped.by_slot()) == set(pool.order) - set(expected)
         outcomes[bool(expected)] += 1
-    made.check_invariants()
+    check_scheduler(made)
     assert min(outcomes.values()) > 100, outcomes
 
 

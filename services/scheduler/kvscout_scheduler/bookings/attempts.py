@@ -20,7 +20,7 @@ class Ended(Enum):
 
 
 class EndedAttempts:
-    """Remembers attempts for a fixed time, the oldest first to go; bounded.
+    """Ended attempts, remembered for a fixed time, the oldest first to go; bounded.
 
     Args:
         seconds: How long.

@@ -12,7 +12,7 @@ from kvscout_scheduler.values.reservation import OwnerName, Phase, RequestKey, R
 
 @dataclass(slots=True, eq=False)
 class Booking:
-    """Mutable; owned by `Bookings`. Two bookings are equal only if they are one."""
+    """Record of an active request, owned by `Bookings`. Two bookings are equal only if they are one."""
 
     reservation: Reservation
     pool: Pool

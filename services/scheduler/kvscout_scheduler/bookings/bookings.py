@@ -147,8 +147,7 @@ class Bookings:
         self.journal.changed(booking)
 
     def decode(self, booking: Booking, now: float) -> None:
-        """Begin the decode phase of a booking, ours or a mirror: its first token is out, or should be, where nobody
-        reports it."""
+        """Begin the decode phase of a booking: its first token is out, or should be, where nobody reports it."""
         booking.phase = Phase.DECODE
         booking.first_token_at = None if booking.reservation.estimates_prefill else now
         booking.pool.complete_prefill(booking.allocation)
@@ -332,18 +331,6 @@ class Bookings:
         """End a booking of ours, for another replica has booked or ended the request."""
         self._expire(booking, EndReason.SUPERSEDED, now)
         self.end_log.flush()
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the structures contradict each other."""
-        for key, booking in self._active.items():
-            assert booking.key == key
-            assert booking in self._members[booking.pool, booking.allocation.slot]
-            holders = self.owners.owns(booking) + (booking.lease_bucket is not None)
-            assert holders == (not booking.mirror), "a lease or an owner, a mirror has neither"
-        leased = [booking for booking in self._active.values() if booking.lease_bucket is not None]
-        assert len(self._leases) == len(leased), "no lease without a booking"
-        assert sum(map(len, self._members.values())) == len(self._active), "no member without a booking"
-        assert self._by_tenant == Counter(key.tenant for key in self._active), "tenants add up"
 
     def _find(self, key: RequestKey, attempt_id: int) -> Booking | None:
         booking = self._active.get(key)

@@ -15,7 +15,7 @@ shared with nobody, here too."""
 
 
 class Journal:
-    """Hears of each change, synchronously and in order, after it was made. This one is for nobody: no replicas."""
+    """Journal without replicas; a subclass receives each change, in order, after it was made."""
 
     replicated = False
     """True: other replicas receive bookings, with the hashes of their blocks."""

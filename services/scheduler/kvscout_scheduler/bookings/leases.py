@@ -27,8 +27,7 @@ class Leases:
         self._take_out(booking)
 
     def expired(self, now: float, limit: int) -> list[Booking]:
-        """Return bookings whose lease has ended, earliest first, `limit` at most; they stay here until they are
-        cleared."""
+        """Return bookings whose lease has ended, earliest first; they stay here until they are cleared."""
         due: list[Booking] = []
         for bucket in sorted(b for b in self._buckets if b <= now):
             for booking in list(self._buckets[bucket]):

@@ -108,8 +108,7 @@ class Owners:
         return max(now - owner.connected_at, 1e-9) if owner is not None and owner.gone_at is None else 0.0
 
     def opened_at(self, name: OwnerName) -> int:
-        """Return the time at which an owner opened its stream, by its own clock; 0 = there is none, or it did not
-        say."""
+        """Return the time at which an owner opened its stream, by its own clock; 0 = unknown."""
         owner = self._owners.get(name)
         return owner.opened_at if owner is not None and owner.gone_at is None else 0
 

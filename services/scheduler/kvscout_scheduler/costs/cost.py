@@ -26,7 +26,7 @@ T = TypeVar("T", int, float)
 
 
 class BlockFormat(NamedTuple):
-    """Workers whose block hashes are comparable."""
+    """Format of block hashes: those of one format are comparable."""
 
     block_size: int
     eagle: bool

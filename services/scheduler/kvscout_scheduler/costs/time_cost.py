@@ -165,8 +165,7 @@ def crowding_of(row: TimeRow, now: float) -> float:
 
 
 def own_of(row: TimeRow, question: TimeCostInputs, isl_tokens: int, cached: float) -> float:
-    """Return seconds of prefill of the uncached tokens of a prompt, and of those that they evict, as much as they
-    count."""
+    """Return weighted seconds of prefill of the uncached tokens of a prompt, and of those that they evict."""
     uncached = isl_tokens - cached
     copied = max(0.0, question.popular_tokens - cached)
     evicted = max(0.0, uncached - row.room)

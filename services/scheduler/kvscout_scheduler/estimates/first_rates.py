@@ -57,7 +57,7 @@ UNKNOWN: Final = Rates(50e-6, 0.01, 20e-9)
 
 
 class Accelerator(NamedTuple):
-    """One of them; peaks without sparsity."""
+    """Peaks of one accelerator, without sparsity."""
 
     bf16_tflops: float
     fp8_tflops: float

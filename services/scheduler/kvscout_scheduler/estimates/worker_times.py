@@ -29,7 +29,7 @@ NONE: Final[InStages] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(slots=True, eq=False)
 class ActiveTimes:
-    """One booking."""
+    """Times of one booking."""
 
     worker: WorkerTimes
     reservation: Reservation

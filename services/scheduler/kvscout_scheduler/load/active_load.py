@@ -14,7 +14,7 @@ An allocation costs O(runs of its path), `prefix_tree`. Not thread-safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -89,8 +89,7 @@ class ActiveLoad(Protocol):
 
     @property
     def requests(self) -> Sequence[int]:
-        """Return active requests by slot; a column may be made anew each time, so keep it while you need more than
-        one."""
+        """Return active requests by slot; a column may be made anew each time."""
 
     @property
     def prefill_tokens(self) -> Sequence[int]:
@@ -113,8 +112,7 @@ class ActiveLoad(Protocol):
         """Return the set of slots that have more to do than they may; see `slot_sets`."""
 
     def full(self) -> int:
-        """Return the set of slots that have no room for requests that wait: the busy ones, and those of too much
-        prefill."""
+        """Return the set of slots without room for requests that wait: busy ones, and those with much prefill."""
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
         """Set the worker ranks of slots.
@@ -158,9 +156,6 @@ class ActiveLoad(Protocol):
             slots: Set of workers of its block format, in which those that are not arranged do not count; None = all
             that are arranged. Columns are by rank.
         """
-
-    def check_invariants(self, allocations: Any) -> None:
-        """Raise AssertionError unless the columns follow from these allocations, all that there are."""
 
 
 MakeLoad = Callable[..., ActiveLoad]
@@ -273,19 +268,3 @@ class ReferenceLoad:
             decode_blocks=self.decode_blocks if self.track_blocks else None,
             shared=self.shared(question.block_format, question.hashes),
         )
-
-    def check_invariants(self, allocations: Iterable[ReferenceAllocation]) -> None:
-        size = len(self.requests)
-        requests, prefill, blocks = [0] * size, [0] * size, [0] * size
-        for allocation in allocations:
-            requests[allocation.slot] += 1
-            prefill[allocation.slot] += allocation.prefill_tokens
-            blocks[allocation.slot] += allocation.private_blocks
-        for tree in self._trees.values():
-            tree.check_invariants()
-            for slot, active in tree.recount().items():
-                blocks[slot] += active
-        assert requests == self.requests, "requests add up"
-        assert prefill == self.prefill_tokens, "prefill tokens add up"
-        assert blocks == self.decode_blocks, "blocks add up"
-        assert min([0, *prefill, *blocks]) == 0, "nothing is negative"

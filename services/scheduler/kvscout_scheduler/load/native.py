@@ -6,7 +6,7 @@ The one module of this package that imports the extension, and does so only wher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from kvscout_common.hashing import native_available
@@ -95,9 +95,6 @@ class NativeLoad:
         return NativeScores(
             self._score(members, block_format, hashes, native, isl_tokens, weight, host, disk, charge_prefill, scale)
         )
-
-    def check_invariants(self, allocations: Iterable[kvscout_native.Allocation]) -> None:
-        self._core.check_invariants(list(allocations))
 
 
 def _native(overlaps: AnyOverlaps) -> kvscout_native.Overlaps | None:

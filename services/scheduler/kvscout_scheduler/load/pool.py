@@ -201,8 +201,7 @@ class Pool:
         self.changed = True
 
     def left_out(self, among: int, now: float) -> int:
-        """Return slots that cool down, of some: at most half of them, those whose cool-downs end last. The others must
-        do."""
+        """Return slots that cool down, at most half of a set: those whose cool-downs end last."""
         return self._cool_downs.left_out(among, now)
 
     def recover(self, now: float) -> None:

@@ -23,8 +23,6 @@ whatever its length. Not thread-safe.
 
 from __future__ import annotations
 
-from collections import Counter
-
 HASH_BYTES = 8
 
 
@@ -155,39 +153,9 @@ class PrefixTree:
                 waiting.append((prefix + child.run, child))
         return found
 
-    def recount(self) -> Counter[int]:
-        """Return distinct active blocks of each worker, counted from the runs."""
-        blocks: Counter[int] = Counter()
-        waiting = [self._root]
-        while waiting:
-            node = waiting.pop()
-            blocks.update(dict.fromkeys(node.holders, len(node.run) // HASH_BYTES))
-            waiting.extend(node.children.values())
-        return blocks
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the structure contradicts its description."""
-        waiting = [self._root]
-        while waiting:
-            node = waiting.pop()
-            through: Counter[int] = Counter()
-            for key, child in node.children.items():
-                assert child.parent is node, "child knows its parent"
-                assert child.run.startswith(key), "a run is filed under its first block"
-                assert len(child.run) % HASH_BYTES == 0, "runs are whole blocks"
-                assert all(count > 0 for count in child.holders.values()), "no holder counted 0"
-                assert child.ends or len(child.children) > 1, "runs are as long as they can be"
-                through.update(child.holders)
-                waiting.append(child)
-            if node is not self._root:
-                assert all(count <= node.holders.get(slot, 0) for slot, count in through.items()), "holders shrink"
-                assert node.holders, "a run is active somewhere"
-                assert sum(node.holders.values()) == sum(through.values()) + node.ends, "paths add up"
-
 
 def common_bytes(run: bytes, hashes: bytes, at: int) -> int:
-    """Return the length of the common prefix of a run and hashes[at:], in whole blocks, as bytes; both share the first
-    block."""
+    """Return the bytes of the common prefix of a run and hashes[at:], which share the first block, in whole blocks."""
     low, high = 1, min(len(run), len(hashes) - at) // HASH_BYTES
     while low < high:
         middle = (low + high + 1) // 2

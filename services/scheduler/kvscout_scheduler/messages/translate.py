@@ -21,9 +21,9 @@ from kvscout_scheduler.values.request import (
     WorkerConstraints,
     pack_hashes,
 )
-from kvscout_scheduler.values.reservation import FreeOutcome, Phase, PoolId, RequestKey, Reservation
+from kvscout_scheduler.values.reservation import FreeOutcome, PoolId, RequestKey, Reservation
 from kvscout_scheduler.values.thresholds import BusyThresholds
-from kvscout_scheduler.values.views import ActiveRequest, WorkerLoad
+from kvscout_scheduler.values.views import WorkerLoad
 
 OUTCOMES: Final[dict[FreeOutcome, scheduler_pb2.FreeOutcome.ValueType]] = {
     each: value_of(scheduler_pb2.FreeOutcome, each) for each in FreeOutcome
@@ -191,23 +191,6 @@ def key_to_proto(key: RequestKey, attempt_id: int) -> scheduler_pb2.RequestRef:
 def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
     """Return the load of a worker rank."""
     return scheduler_pb2.WorkerLoad(worker=rank_to_proto(load.rank), **same_fields(load, "rank"))
-
-
-def active_to_proto(active: ActiveRequest, *, shows_owner: bool) -> scheduler_pb2.ActiveRequest:
-    """Return an active request."""
-    reservation = active.reservation
-    return scheduler_pb2.ActiveRequest(
-        request=key_to_proto(reservation.key, reservation.attempt_id),
-        worker=rank_to_proto(reservation.rank),
-        phase=value_of(scheduler_pb2.RequestPhase, active.phase),
-        blocks=active.prompt_blocks,
-        output_blocks=active.output_blocks,
-        uncached_tokens=reservation.uncached_tokens,
-        owner_id=active.owner.owner_id if shows_owner and active.owner is not None else "",
-        age_seconds=active.age_seconds,
-        lease_remaining_seconds=active.lease_remaining_seconds,
-        phase_estimated=active.phase is Phase.DECODE and reservation.estimates_prefill,
-    )
 
 
 def thresholds_to_proto(tenant: str, model: str, thresholds: BusyThresholds) -> types_pb2.BusyThresholds:

@@ -28,7 +28,7 @@ Fits = Callable[[WorkerRank, WorkerSpec], bool]
 
 
 class Constraint(NamedTuple):
-    """One thing that a request wants of its worker."""
+    """One constraint of a request on its worker."""
 
     label: str
     """Reason of the workers that do not have it."""

@@ -130,8 +130,7 @@ class Candidates:
 
     @cached_property
     def kv_usage(self) -> Sequence[float]:
-        """Return the fraction of each device cache in use: booked or reported, whichever is higher; 0 where neither is
-        known."""
+        """Return the fraction of each device cache in use: booked or reported, whichever is higher; 0 = unknown."""
         columns = zip(self.active_decode_blocks, self.specs, self.metrics, strict=True)
         return [
             max(active / spec.total_kv_blocks if spec.total_kv_blocks else 0.0, metrics.kv_cache_usage or 0.0)

@@ -50,8 +50,7 @@ class RemoteQueues:
             self._left.pop(pool, None)
 
     def take_over(self, now: float) -> list[PoolId]:
-        """Return pools whose vacancies are left to nobody any more: the time is over, or nobody waits at other
-        replicas."""
+        """Return pools whose vacancies are left to nobody any more: the time is over, or nobody waits there."""
         if not self._since:
             return []
         for pool in [pool for pool in self._since if self.highest(pool) is None]:

@@ -131,7 +131,7 @@ class PoolQueue:
 
 
 class WaitingQueues:
-    """the queues of all pools.
+    """Queues of all pools.
 
     Args:
         limit: Waiters in one pool.

@@ -139,14 +139,6 @@ class ClaimSet(dict[RequestKey, Claim]):
         del self.sent_sequence[key]
         return self.pop(key)
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the digest is not that of the claims."""
-        digest = 0
-        for claim in self.values():
-            digest ^= claim.mark()
-        assert digest == self.digest
-        assert self._marks.keys() == self.sent_sequence.keys() == self.keys()
-
 
 class _Owned(Protocol):
     """Message with an owner."""

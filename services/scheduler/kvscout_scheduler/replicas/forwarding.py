@@ -47,7 +47,7 @@ class _Progress(NamedTuple):
 
 
 class Forwarding:
-    """Asks the owners of requests.
+    """Forwarding of operations to the owners of requests.
 
     Args:
         scheduler: Carries out what is not forwarded.

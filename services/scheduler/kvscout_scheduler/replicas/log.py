@@ -92,8 +92,7 @@ class ReplicaLog:
 
 
 def _change(before: Claim | None, claim: Claim) -> replication_pb2.ReplicaEvent | None:
-    """Return the event for the one field in which a claim differs from the one before; None = the whole claim is
-    sent."""
+    """Return the event for the one field in which a claim differs from before; None = the whole claim is sent."""
     if before is None or before == claim:
         return None
     request = name_to_proto(claim)

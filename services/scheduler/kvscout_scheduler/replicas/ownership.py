@@ -45,7 +45,7 @@ SECOND_TO_END_SECONDS = 2.0
 
 
 class HeldClaim(NamedTuple):
-    """The claim that holds, and whose it is."""
+    """The claim that holds, and its replica."""
 
     by: Incarnation
     claim: Claim
@@ -194,24 +194,6 @@ class Ownership(Journal):
                 del self._over[key]
                 self.log.drop(key)
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError if bookings and claims contradict each other."""
-        self.log.claims.check_invariants()
-        ours = {booking.key for booking in self._bookings if not booking.mirror}
-        assert ours == {key for key, claim in self.log.claims.items() if claim.active}, "a claim for each of ours"
-        assert set(self._over) == {key for key, claim in self.log.claims.items() if not claim.active}
-        for view in self.views.values():
-            view.claims.check_invariants()
-        for key in {key for view in self.views.values() for key in view.claims} | {b.key for b in self._bookings}:
-            held, booking = self.holder(key), self._bookings.find(key)
-            if booking is None:
-                assert held is None or key in self._unplaced_at, f"{key} is held by {held}, and not here"
-            else:
-                assert held is not None, f"{key} is here, and nobody's"
-                assert booking.mirror == (held.by != self.me)
-                claim = held.claim
-                assert claim_of(booking, claim.term, claim.owner_since) == claim, f"{booking} is claimed as {claim}"
-
     # Journal: what happened to our bookings.
 
     def booked(self, booking: Booking) -> None:
@@ -355,8 +337,7 @@ class Ownership(Journal):
         self.log.put(claim, known=known and self._may_leave_out())
 
     def _may_leave_out(self) -> bool:
-        """Return whether all who follow us read claims whose hashes are left out: who they are shows soon after our
-        start."""
+        """Return whether all who follow us read claims without hashes; they are known soon after our start."""
         now = self._clock()
         return now - self._began_at >= SILENT_SECONDS and not any(v.needs_blocks(now) for v in self.views.values())
 

@@ -29,8 +29,7 @@ class _View(Protocol):
 
 
 def priorities_of(waiting: WaitingQueues) -> dict[PoolId, int]:
-    """Return the highest priority of waiting requests that could go to any worker, by pool, for `MAX_PRIORITIES`
-    pools."""
+    """Return the highest priority of unconstrained waiting requests, by pool, for `MAX_PRIORITIES` pools."""
     found = (
         (pool, queue.priority(UNCONSTRAINED)) for pool in waiting.pools if (queue := waiting.queue(pool)) is not None
     )

@@ -289,8 +289,7 @@ class View:
 
     @property
     def known_sequence(self) -> int:
-        """Return the sequence after which the claims are here, for a request for a snapshot; 0 = all hashes are
-        wanted."""
+        """Return the sequence up to which claims are here, for a snapshot request; 0 = all hashes are wanted."""
         return 0 if self.diverged or self._wants_all else self.sequence
 
     def _learn(self, sequence: int, now: float) -> None:
@@ -318,8 +317,7 @@ class View:
         self._settle(now)
 
     def _is_late(self, sent_at: int, now: float, wall_now: float) -> bool:
-        """Return whether a message took longer than others: the network held it up, or its sender or we were
-        stopped."""
+        """Return whether a message took longer than others: the network, its sender or this process delayed it."""
         transit = wall_now - sent_at / MICROSECONDS
         least = min(transit, self._least_transit + CLOCK_DRIFT * (now - self._sent_at))
         self._least_transit, self._sent_at = least, now
@@ -351,8 +349,7 @@ class View:
         return known == len(events)
 
     def _read(self, events: Sequence[replication_pb2.ReplicaEvent]) -> tuple[dict[int, Claim], int]:
-        """Return the claims that events add, by place, up to one whose hashes are not here; and how many events that
-        are."""
+        """Return the claims that events add, by place, up to one whose hashes are missing; and the number of events."""
         added: dict[int, Claim] = {}
         by_attempt: dict[tuple[RequestKey, int], Claim] = {}
 

@@ -6,14 +6,18 @@ from dataclasses import replace
 from heapq import nsmallest
 from operator import itemgetter
 
+from kvscout.v1 import scheduler_pb2
+from kvscout_common.enum_words import value_of
 from kvscout_common.errors import InvalidArgument, Unavailable
+from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_scheduler.bookings.booking import Booking
+from kvscout_scheduler.messages.translate import key_to_proto
 from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.queue.waiting import Waiter
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.request import EMPTY_PROMPT, Prompt, SelectionRequest
-from kvscout_scheduler.values.reservation import Phase, PoolId, Reservation
-from kvscout_scheduler.values.views import ActiveRequest, ListPlace, WorkerLoad
+from kvscout_scheduler.values.reservation import NOWHERE, Phase, PoolId
+from kvscout_scheduler.values.views import ListPlace, WorkerLoad
 
 
 def list_active_requests(
@@ -24,7 +28,8 @@ def list_active_requests(
     worker_id: str = "",
     limit: int = 1000,
     after: ListPlace | None = None,
-) -> tuple[list[ActiveRequest], int, ListPlace | None]:
+    shows_owner: bool = False,
+) -> tuple[list[scheduler_pb2.ActiveRequest], int, ListPlace | None]:
     """Return active requests, oldest first; those that wait come last.
 
     Args:
@@ -34,6 +39,7 @@ def list_active_requests(
         worker_id: "" = all.
         limit: How many at most.
         after: Where an earlier list ended; None = from the beginning.
+        shows_owner: Whether the caller may see the ids of owners.
 
     Returns:
         The first `limit` of them, how many there are, and where to go on if there are more behind these.
@@ -59,32 +65,32 @@ def list_active_requests(
     # What was booked in one moment is in the order of the names: a place must distinguish it from its neighbours.
     page = nsmallest(limit, places, key=itemgetter(0))
     now = scheduler.clock()
-    listed = [_booked(one, now) if isinstance(one, Booking) else _waiting(one, now) for _, one in page]
+    listed = [_to_proto(one, now, shows_owner=shows_owner) for _, one in page]
     return listed, len(found) + len(queued), page[-1][0] if page and len(page) < len(places) else None
 
 
-def _booked(booking: Booking, now: float) -> ActiveRequest:
-    return ActiveRequest(
-        reservation=booking.reservation,
-        phase=booking.phase,
-        prompt_blocks=booking.pool.blocks(booking.allocation.slot, booking.reservation.isl_tokens),
-        output_blocks=booking.output_blocks,
-        owner=booking.owner,
-        age_seconds=now - booking.booked_at,
-        lease_remaining_seconds=None if booking.expires_at is None else max(0.0, booking.expires_at - now),
-    )
-
-
-def _waiting(waiter: Waiter, now: float) -> ActiveRequest:
-    """Return the view of a request that waits: it has neither worker nor blocks."""
-    return ActiveRequest(
-        reservation=Reservation(waiter.request.key, waiter.request.attempt_id),
-        phase=Phase.QUEUED,
-        prompt_blocks=0,
-        output_blocks=0,
-        owner=waiter.owner,
-        age_seconds=now - waiter.since,
-        lease_remaining_seconds=None,
+def _to_proto(active: Booking | Waiter, now: float, *, shows_owner: bool) -> scheduler_pb2.ActiveRequest:
+    owner = active.owner.owner_id if shows_owner and active.owner is not None else ""
+    if isinstance(active, Waiter):
+        return scheduler_pb2.ActiveRequest(
+            request=key_to_proto(active.request.key, active.request.attempt_id),
+            worker=rank_to_proto(NOWHERE),
+            phase=value_of(scheduler_pb2.RequestPhase, Phase.QUEUED),
+            owner_id=owner,
+            age_seconds=now - active.since,
+        )
+    reservation = active.reservation
+    return scheduler_pb2.ActiveRequest(
+        request=key_to_proto(active.key, reservation.attempt_id),
+        worker=rank_to_proto(reservation.rank),
+        phase=value_of(scheduler_pb2.RequestPhase, active.phase),
+        blocks=active.pool.blocks(active.allocation.slot, reservation.isl_tokens),
+        output_blocks=active.output_blocks,
+        uncached_tokens=reservation.uncached_tokens,
+        owner_id=owner,
+        age_seconds=now - active.booked_at,
+        lease_remaining_seconds=None if active.expires_at is None else max(0.0, active.expires_at - now),
+        phase_estimated=active.phase is Phase.DECODE and reservation.estimates_prefill,
     )
 
 

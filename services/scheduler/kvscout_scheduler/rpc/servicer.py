@@ -60,7 +60,7 @@ class Replicas(Protocol):
 
 # Lifecycle writes to its context itself, which grpc allows and its stubs do not know.
 class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.SchedulerServicer):  # type: ignore[misc]
-    """Translates; every decision is made in the core."""
+    """The Scheduler service; every decision is made in `Scheduler`."""
 
     def __init__(
         self, scheduler: Scheduler, registry: Registry, backends: Backends, replicas: Replicas | None = None
@@ -190,11 +190,11 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             worker_id=request.worker_id,
             limit=min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE),
             after=self._place(request.page_token, tenant),
+            # Who knows an owner's id can be taken for it.
+            shows_owner=current_identity().role is AccessRole.ADMIN,
         )
-        # Who knows an owner's id can be taken for it.
-        shows_owner = current_identity().role is AccessRole.ADMIN
         return scheduler_pb2.ListActiveRequestsResponse(
-            requests=[translate.active_to_proto(each, shows_owner=shows_owner) for each in listed],
+            requests=listed,
             total=total,
             next_page_token=self._page_token(following) if following is not None else "",
         )

@@ -11,7 +11,7 @@ from kvscout_scheduler.values.reservation import FreeOutcome, RequestKey, Reserv
 
 
 class Select(NamedTuple):
-    """Picks a worker, and books it or not."""
+    """Selection of a worker, booked or not."""
 
     request: SelectionRequest
     books: bool
@@ -20,21 +20,21 @@ class Select(NamedTuple):
 
 
 class Reserve(NamedTuple):
-    """Books a given worker."""
+    """Booking on a given worker."""
 
     reservation: Reservation
     lease_seconds: int = 0
 
 
 class CompletePrefill(NamedTuple):
-    """The first token is out."""
+    """End of a prefill: the first token is out."""
 
     key: RequestKey
     attempt_id: int
 
 
 class AddOutput(NamedTuple):
-    """There are more generated blocks."""
+    """Further generated blocks."""
 
     key: RequestKey
     attempt_id: int
@@ -42,7 +42,7 @@ class AddOutput(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A request is over."""
+    """End of a request."""
 
     key: RequestKey
     attempt_id: int
@@ -50,7 +50,7 @@ class Free(NamedTuple):
 
 
 class Renew(NamedTuple):
-    """Leases go on."""
+    """Renewal of leases."""
 
     attempts: tuple[tuple[RequestKey, int], ...]
     lease_seconds: int = 0

@@ -110,7 +110,7 @@ EMPTY_PROMPT = Prompt()
 
 
 class WorkerConstraints(NamedTuple):
-    """Which workers of a pool a request can go to: two that want the same can go to the same."""
+    """Constraints of a request on the workers of its pool; requests of equal ones can go to the same workers."""
 
     pinned_worker_id: str = ""
     """"" = free choice."""

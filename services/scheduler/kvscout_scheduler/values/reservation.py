@@ -193,8 +193,7 @@ class End(NamedTuple):
 
 
 class Observer(Protocol):
-    """Hears of every booking of a pool, those of other replicas included, in order and after it took effect: what was
-    booked, and when, on the scheduler's clock."""
+    """Observer of every booking of a pool, those of other replicas included, in order."""
 
     def booked(self, reservation: Reservation, now: float) -> None:
         """Note that a request is on a worker, whoever chose it."""

@@ -1,12 +1,11 @@
-"""Views of active requests and of worker loads, as rpcs show them."""
+"""Places in lists of active requests, and worker loads, as rpcs show them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.values.reservation import OwnerName, Phase, RequestKey, Reservation
+from kvscout_scheduler.values.reservation import RequestKey
 
 
 class ListPlace(NamedTuple):
@@ -16,20 +15,6 @@ class ListPlace(NamedTuple):
     since: float
     """When it was booked, or began to wait, on the monotonic clock."""
     key: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class ActiveRequest:
-    """View of an active request."""
-
-    reservation: Reservation
-    phase: Phase
-    prompt_blocks: int
-    """The partial one included."""
-    output_blocks: int
-    owner: OwnerName | None
-    age_seconds: float
-    lease_remaining_seconds: float | None
 
 
 class WorkerLoad(NamedTuple):
