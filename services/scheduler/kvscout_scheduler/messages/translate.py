@@ -23,7 +23,6 @@ from kvscout_scheduler.values.request import (
 )
 from kvscout_scheduler.values.reservation import FreeOutcome, PoolId, RequestKey, Reservation
 from kvscout_scheduler.values.thresholds import BusyThresholds
-from kvscout_scheduler.values.views import WorkerLoad
 
 OUTCOMES: Final[dict[FreeOutcome, scheduler_pb2.FreeOutcome.ValueType]] = {
     each: value_of(scheduler_pb2.FreeOutcome, each) for each in FreeOutcome
@@ -186,11 +185,6 @@ def key_to_proto(key: RequestKey, attempt_id: int) -> scheduler_pb2.RequestRef:
         request_id=key.request_id,
         attempt_id=attempt_id,
     )
-
-
-def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
-    """Return the load of a worker rank."""
-    return scheduler_pb2.WorkerLoad(worker=rank_to_proto(load.rank), **same_fields(load, "rank"))
 
 
 def thresholds_to_proto(tenant: str, model: str, thresholds: BusyThresholds) -> types_pb2.BusyThresholds:

@@ -83,8 +83,6 @@ class Ownership(Journal):
         self._began_at = scheduler.clock()
         self._recent_blocks = RecentBlocks()
         self._yielding = False
-        self.merge_thresholds = self.registers.merge_thresholds
-        self.merge_cool_down = self.registers.merge_cool_down
         self._bookings.journal = self
 
     def holder(self, key: RequestKey) -> HeldClaim | None:

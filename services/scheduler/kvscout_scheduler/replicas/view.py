@@ -13,14 +13,14 @@ Invariants
 3. All claims have their hashes: one that leaves out what is not here is missed, with all that comes after it.
 4. Later batches are bounded by count; what does not fit is missed and comes with the snapshot.
 
-Pure: the clock is passed in, and a listener receives each change.
+Pure: the clock is passed in, and `Ownership` receives each change.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import replication_pb2
 from kvscout_scheduler.messages.translate import key_from_proto
@@ -35,6 +35,9 @@ from kvscout_scheduler.replicas.claim import (
 )
 from kvscout_scheduler.replicas.queues import priorities_from_proto
 from kvscout_scheduler.values.reservation import MICROSECONDS, PoolId, RequestKey
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.replicas.ownership import Ownership
 
 SILENT_SECONDS = 5.0
 """Two heartbeats missed and a bit: nothing is forwarded any more."""
@@ -53,42 +56,16 @@ CLOCK_DRIFT = 0.01
 """Seconds a second by which the least transit time grows: a clock may have been set."""
 
 
-class ClaimListener(Protocol):
-    """Receiver of what other replicas claim."""
-
-    def claim_changed(self, key: RequestKey, *, late: bool = False) -> None:
-        """Note that a claim came, changed or went; late = longer ago than a message takes."""
-
-    def claim_dropped(self, claim: Claim, *, late: bool = False) -> None:
-        """Note that a claim went."""
-
-    def freed_by_caller(self, key: RequestKey, attempt_id: int) -> None:
-        """Note that a caller freed an attempt at another replica."""
-
-    def blocks_of(self, key: RequestKey, attempt_id: int, known: KnownBlocks) -> bytes:
-        """Return hashes that were sent before.
-
-        Raises:
-            UnknownBlocks: They are not here.
-        """
-
-    def merge_thresholds(self, event: replication_pb2.ThresholdsEvent) -> None:
-        """Take busy thresholds that another replica sent."""
-
-    def merge_cool_down(self, event: replication_pb2.CoolDownEvent) -> None:
-        """Take a cool-down that another replica sent."""
-
-
 class View:
     """One other incarnation.
 
     Args:
         of: Whose.
-        listener: Receives each change.
+        ownership: Receives each change.
         now: Monotonic seconds.
     """
 
-    def __init__(self, of: Incarnation, listener: ClaimListener, now: float) -> None:
+    def __init__(self, of: Incarnation, ownership: Ownership, now: float) -> None:
         self.of = of
         self.sequence = 0
         self.known = 0
@@ -110,7 +87,7 @@ class View:
         self.gaps = 0
         self.divergences = 0
         self.snapshots = 0
-        self._listener = listener
+        self._ownership = ownership
         self.claims = ClaimSet()
         self._witnesses: dict[str, int] = {}
         """Sequences up to which other replicas follow it, beyond ours."""
@@ -248,7 +225,7 @@ class View:
             return False
         self._requested_at = now
         try:
-            claims = [claim_from_proto(each, self._listener.blocks_of) for each in chunk.claims]
+            claims = [claim_from_proto(each, self._ownership.blocks_of) for each in chunk.claims]
         except UnknownBlocks:
             self._wants_all, self._requested_at, self._request_id = True, -math.inf, 0
             return False
@@ -256,9 +233,9 @@ class View:
         if chunk.last:
             self._last = chunk.index
         for thresholds in chunk.thresholds:
-            self._listener.merge_thresholds(thresholds)
+            self._ownership.registers.merge_thresholds(thresholds)
         for cool_down in chunk.cool_downs:
-            self._listener.merge_cool_down(cool_down)
+            self._ownership.registers.merge_cool_down(cool_down)
         if not 0 <= self._last < len(self._chunks):
             return False
         chunks, self._chunks, self._request_id = self._chunks, {}, 0
@@ -339,9 +316,9 @@ class View:
                 case "add_request":
                     self._put(added[index], late=late, sent_sequence=self.sequence)
                 case "thresholds":
-                    self._listener.merge_thresholds(event.thresholds)
+                    self._ownership.registers.merge_thresholds(event.thresholds)
                 case "cool_down":
-                    self._listener.merge_cool_down(event.cool_down)
+                    self._ownership.registers.merge_cool_down(event.cool_down)
                 case None:
                     self.diverged = True
                 case _:
@@ -357,7 +334,7 @@ class View:
             earlier = by_attempt.get((key, attempt_id))
             if earlier is not None and known.fit(earlier.reservation.block_hashes):
                 return earlier.reservation.block_hashes
-            return self._listener.blocks_of(key, attempt_id, known)
+            return self._ownership.blocks_of(key, attempt_id, known)
 
         for index, event in enumerate(events):
             if event.HasField("add_request"):
@@ -387,14 +364,14 @@ class View:
             case "free":
                 self.claims.drop(key)
                 if event.by_caller:
-                    self._listener.freed_by_caller(key, claim.attempt_id)
-                self._listener.claim_dropped(claim)
+                    self._ownership.freed_by_caller(key, claim.attempt_id)
+                self._ownership.claim_dropped(claim)
 
     def _put(self, claim: Claim, *, late: bool, sent_sequence: int | None = None) -> None:
         self.claims.put(claim, sent_sequence)
         if claim.state is ClaimState.FREED:
-            self._listener.freed_by_caller(claim.key, claim.attempt_id)
-        self._listener.claim_changed(claim.key, late=late)
+            self._ownership.freed_by_caller(claim.key, claim.attempt_id)
+        self._ownership.claim_changed(claim.key, late=late)
 
     def _replace(self, claims: Sequence[Claim], sequence: int) -> Iterator[int | None]:
         """Make the claims those of a snapshot, some at a time; yields its sequence when that is done."""
@@ -409,7 +386,7 @@ class View:
                 work = 0
                 yield None
         for key in left:
-            self._listener.claim_dropped(self.claims.drop(key), late=True)
+            self._ownership.claim_dropped(self.claims.drop(key), late=True)
             work += CHANGE_WORK
             if work >= SLICE_WORK:
                 work = 0

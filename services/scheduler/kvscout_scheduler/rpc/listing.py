@@ -5,19 +5,46 @@ from __future__ import annotations
 from dataclasses import replace
 from heapq import nsmallest
 from operator import itemgetter
+from typing import NamedTuple
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import InvalidArgument, Unavailable
 from kvscout_common.registry.worker_proto import rank_to_proto
+from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.bookings.booking import Booking
-from kvscout_scheduler.messages.translate import key_to_proto
+from kvscout_scheduler.messages.translate import key_to_proto, same_fields
 from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.queue.waiting import Waiter
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.request import EMPTY_PROMPT, Prompt, SelectionRequest
-from kvscout_scheduler.values.reservation import NOWHERE, Phase, PoolId
-from kvscout_scheduler.values.views import ListPlace, WorkerLoad
+from kvscout_scheduler.values.reservation import NOWHERE, Phase, PoolId, RequestKey
+
+
+class ListPlace(NamedTuple):
+    """Place of a request in a list of active ones."""
+
+    queued: bool
+    since: float
+    """When it was booked, or began to wait, on the monotonic clock."""
+    key: RequestKey
+
+
+class WorkerLoad(NamedTuple):
+    """Load of one worker rank, now and with a prompt added."""
+
+    rank: WorkerRank
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+    active_requests: int
+    active_prefill_tokens: int
+    active_decode_blocks: int
+    busy: bool
+    cooldown_seconds: float
+    draining: bool
+    total_kv_blocks: int
+    metrics_age_seconds: float | None
+    """Age of the report of its engine; None = there is none that counts."""
 
 
 def list_active_requests(
@@ -146,3 +173,8 @@ def potential_loads(
         )
         for index, (slot, load) in enumerate((slot, pool.load.at(slot)) for slot in pool.order)
     ]
+
+
+def load_to_proto(load: WorkerLoad) -> scheduler_pb2.WorkerLoad:
+    """Return the load of a worker rank."""
+    return scheduler_pb2.WorkerLoad(worker=rank_to_proto(load.rank), **same_fields(load, "rank"))

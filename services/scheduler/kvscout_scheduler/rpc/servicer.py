@@ -29,14 +29,13 @@ from kvscout_scheduler.messages.codec import columns_of, select_of
 from kvscout_scheduler.messages.operation_messages import answer_to_proto, operation_from_proto
 from kvscout_scheduler.messages.translate import given_fields, thresholds_to_proto
 from kvscout_scheduler.rpc.lifecycle import LifecycleRpc
-from kvscout_scheduler.rpc.listing import list_active_requests, potential_loads
+from kvscout_scheduler.rpc.listing import ListPlace, list_active_requests, load_to_proto, potential_loads
 from kvscout_scheduler.rpc.operations import Operations, RemoteOperations
 from kvscout_scheduler.rpc.traces import record
 from kvscout_scheduler.rpc.watch import WatchRpcs
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.operations import Operation, Outcome, Reserve, Select
 from kvscout_scheduler.values.reservation import RequestKey
-from kvscout_scheduler.values.views import ListPlace
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 DEFAULT_PAGE_SIZE = 1_000
@@ -177,7 +176,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             prompt=translate.prompt_from_proto(request),
             other_prompts=translate.other_prompts_from_proto(request),
         )
-        return scheduler_pb2.GetPotentialLoadsResponse(loads=map(translate.load_to_proto, loads))
+        return scheduler_pb2.GetPotentialLoadsResponse(loads=map(load_to_proto, loads))
 
     async def ListActiveRequests(
         self, request: scheduler_pb2.ListActiveRequestsRequest, context: Any

@@ -13,7 +13,7 @@ from kvscout_common.transport.statuses import status_code
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.policies.decision_feed import DecisionRecord, DecisionWatcher
-from kvscout_scheduler.rpc.listing import potential_loads
+from kvscout_scheduler.rpc.listing import load_to_proto, potential_loads
 from kvscout_scheduler.scheduler import Scheduler
 
 DEFAULT_INTERVAL_MS = 500
@@ -46,7 +46,7 @@ class WatchRpcs:
             ]
             if shown != last:
                 last = shown
-                yield scheduler_pb2.WatchLoadsResponse(loads=map(translate.load_to_proto, loads))
+                yield scheduler_pb2.WatchLoadsResponse(loads=map(load_to_proto, loads))
             await asyncio.sleep(interval / 1000)
 
     async def WatchDecisions(
