@@ -85,6 +85,18 @@ def recount(tree: PrefixTree) -> Counter[int]:
     return blocks
 
 
+def runs_of(tree: PrefixTree) -> dict[bytes, dict[int, int]]:
+    """Holders of each run, by the whole prefix up to its end; the same whatever the order of operations."""
+    found: dict[bytes, dict[int, int]] = {}
+    waiting = [(b"", tree._root)]
+    while waiting:
+        prefix, node = waiting.pop()
+        for child in node.children.values():
+            found[prefix + child.run] = dict(child.holders)
+            waiting.append((prefix + child.run, child))
+    return found
+
+
 def check_tree(tree: PrefixTree) -> None:
     """Raise AssertionError if the structure contradicts its description."""
     waiting = [tree._root]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from support.scheduler_builders import test_seed
-from support.scheduler_invariants import check_tree, recount
+from support.scheduler_invariants import check_tree, recount, runs_of
 
 from kvscout_scheduler.load.prefix_tree import Node, PrefixTree, common_bytes
 from kvscout_scheduler.values.request import pack_hashes
@@ -23,7 +23,7 @@ def test_requests_that_branch_share_the_blocks_before_the_branch() -> None:
     assert recount(tree) == {0: 4}
     assert tree.remove(first, 0) == 1
     assert tree.remove(second, 0) == 3
-    assert tree.dump() == {}
+    assert runs_of(tree) == {}
 
 
 def test_a_fully_shared_request_adds_nothing() -> None:
@@ -63,9 +63,9 @@ def test_a_cut_run_is_joined_again_when_its_reason_is_gone() -> None:
     tree = PrefixTree()
     long, _ = tree.add(packed(*range(1, 9)), 0)
     short, _ = tree.add(packed(1, 2, 3), 1)
-    assert len(tree.dump()) == 2
+    assert len(runs_of(tree)) == 2
     tree.remove(short, 1)
-    assert tree.dump() == {packed(*range(1, 9)): {0: 1}}
+    assert runs_of(tree) == {packed(*range(1, 9)): {0: 1}}
     check_tree(tree)
     assert tree.remove(long, 0) == 8
 
@@ -101,7 +101,7 @@ def test_random_requests_match_sets_of_prefixes() -> None:
             assert recount(tree) == {slot: len(prefixes) for slot, prefixes in held.items() if prefixes}
     for end, slot, _ in active:
         tree.remove(end, slot)
-    assert tree.dump() == {}
+    assert runs_of(tree) == {}
 
 
 def _prefixes(active: list[tuple[Node, int, tuple[int, ...]]], slot: int) -> set[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from kvscout_scheduler.load.active_load import Allocation
 from kvscout_scheduler.load.pool import Pool
@@ -21,8 +22,8 @@ class Booking:
     owner: OwnerName | None = None
     """None = a unary caller."""
     lease_seconds: float = 0.0
-    expires_at: float | None = None
-    """None = it has no lease: its owner holds it."""
+    expires_at: float = inf
+    """End of its lease on the scheduler's clock; inf = it has none, its owner holds it."""
     lease_bucket: int | None = None
     phase: Phase = Phase.PREFILL
     first_token_at: float | None = None

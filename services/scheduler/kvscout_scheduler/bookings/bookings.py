@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from math import inf
 
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits
@@ -300,7 +301,6 @@ class Bookings:
 
     def remove_mirror(self, booking: Booking, now: float) -> None:
         """Take a mirror out, with its load."""
-        assert booking.mirror
         self._take_out(booking, now, freed=False)
 
     def give_up(self, booking: Booking) -> None:
@@ -365,7 +365,7 @@ class Bookings:
         self.journal.taken_over(booking)
 
     def _renew(self, booking: Booking, now: float) -> None:
-        if booking.expires_at is not None:
+        if booking.expires_at < inf:
             self._leases.set(booking, now + booking.lease_seconds)
 
     def _expire_all(self, overdue: list[Booking], reason: EndReason, now: float) -> int:

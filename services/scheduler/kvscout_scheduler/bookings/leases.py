@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from kvscout_scheduler.bookings.booking import Booking
 
 
@@ -23,7 +25,7 @@ class Leases:
 
     def clear(self, booking: Booking) -> None:
         """End the lease: the booking is over, or its owner holds it."""
-        booking.expires_at = None
+        booking.expires_at = inf
         self._take_out(booking)
 
     def expired(self, now: float, limit: int) -> list[Booking]:
@@ -33,7 +35,6 @@ class Leases:
             for booking in list(self._buckets[bucket]):
                 if len(due) >= limit:
                     break
-                assert booking.expires_at is not None
                 if booking.expires_at <= now:
                     due.append(booking)
                 elif int(booking.expires_at) != bucket:

@@ -66,7 +66,7 @@ class PrefixTree:
                 node, new = child, new + end - at
                 break
             if not hashes.startswith(child.run, at):
-                child = self._split(child, common_bytes(child.run, hashes, at))
+                child = self._split(node, child, common_bytes(child.run, hashes, at))
             length = len(child.run)
             count = child.holders.get(slot, 0)
             if not count:
@@ -100,7 +100,7 @@ class PrefixTree:
             del end.parent.children[end.run[:HASH_BYTES]]
             end = end.parent
         if end.parent is not None and not end.ends and len(end.children) == 1:
-            self._join(end)
+            self._join(end.parent, end)
         return gone // HASH_BYTES
 
     def shared(self, hashes: bytes) -> dict[int, int]:
@@ -124,10 +124,8 @@ class PrefixTree:
         return shared
 
     @staticmethod
-    def _split(node: Node, at: int) -> Node:
+    def _split(parent: Node, node: Node, at: int) -> Node:
         """Cut a run in two; returns the upper part. The lower part stays the node that requests point at."""
-        parent = node.parent
-        assert parent is not None
         upper = Node(node.run[:at], parent, dict(node.holders))
         parent.children[upper.run[:HASH_BYTES]] = upper
         node.run, node.parent = node.run[at:], upper
@@ -135,23 +133,11 @@ class PrefixTree:
         return upper
 
     @staticmethod
-    def _join(node: Node) -> None:
+    def _join(parent: Node, node: Node) -> None:
         """Give the run of a node where nothing ends to its only child, whose holders are the same."""
-        parent, (child,) = node.parent, node.children.values()
-        assert parent is not None
+        (child,) = node.children.values()
         child.run, child.parent = node.run + child.run, parent
         parent.children[child.run[:HASH_BYTES]] = child
-
-    def dump(self) -> dict[bytes, dict[int, int]]:
-        """Holders of each run, by the whole prefix up to its end; the same whatever the order of operations."""
-        found: dict[bytes, dict[int, int]] = {}
-        waiting = [(b"", self._root)]
-        while waiting:
-            prefix, node = waiting.pop()
-            for child in node.children.values():
-                found[prefix + child.run] = dict(child.holders)
-                waiting.append((prefix + child.run, child))
-        return found
 
 
 def common_bytes(run: bytes, hashes: bytes, at: int) -> int:

@@ -84,7 +84,8 @@ class LifecycleRpc:
         outbox = _Outbox(codec, draining=scheduler.draining)
         operations = Operations(scheduler, owner, outbox.put, self._remote)
         reader = asyncio.current_task()
-        assert reader is not None
+        if reader is None:
+            raise RuntimeError("a stream is served in a task")
         self._streams[reader] = outbox
         takeover: Takeover | None = None
         writer: asyncio.Task[None] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from heapq import nsmallest
+from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -116,7 +117,7 @@ def _to_proto(active: Booking | Waiter, now: float, *, shows_owner: bool) -> sch
         uncached_tokens=reservation.uncached_tokens,
         owner_id=owner,
         age_seconds=now - active.booked_at,
-        lease_remaining_seconds=None if active.expires_at is None else max(0.0, active.expires_at - now),
+        lease_remaining_seconds=None if active.expires_at == inf else max(0.0, active.expires_at - now),
         phase_estimated=active.phase is Phase.DECODE and reservation.estimates_prefill,
     )
 
