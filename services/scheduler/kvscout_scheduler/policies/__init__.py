@@ -16,11 +16,13 @@ from kvscout_scheduler.policies.builtin import BUILTIN
 from kvscout_scheduler.policies.kv_time import KvTime
 from kvscout_scheduler.policies.policy import Candidates, Policy
 from kvscout_scheduler.policies.registry import ENTRY_POINT_GROUP, CheckedPolicy, PolicyFactory, PolicyRegistry
+from kvscout_scheduler.values.reservation import Observer
 
 __all__ = [
     "ENTRY_POINT_GROUP",
     "Candidates",
     "CheckedPolicy",
+    "Observer",
     "Policy",
     "PolicyFactory",
     "PolicyRegistry",
