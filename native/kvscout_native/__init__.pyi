@@ -1,12 +1,12 @@
-"""The native half of kvscout: same results as the plain Python twins, faster.
+"""The native half of kvscout: same results as the reference backend in plain Python, faster.
 
 Nothing but the module that pairs with a section below imports it:
 
-* hashing: `kvscout_common.hashing`, which documents the functions; the twin is `hashing_reference`.
-* token ids as JSON: `kvscout_common.http.token_json`; the twin is `token_json_reference`.
-* JSON objects: `kvscout_common.http.json_scan`; the twin is `json_scan_reference`.
-* index: `kvscout_blocks.index.native`; `kvscout_blocks.index.block_index` documents what the methods do, the twin is
-  `reference_index`.
+* hashing: `kvscout_common.hashing`, which documents the functions; the reference is `hashing_reference`.
+* token ids as JSON: `kvscout_common.http.token_json`; the reference is `token_json_reference`.
+* JSON objects: `kvscout_common.http.json_scan`; the reference is `json_scan_reference`.
+* index: `kvscout_blocks.index.native`; `kvscout_blocks.index.block_index` documents what the methods do, the reference is
+  `kvscout_blocks.index.reference`.
 * load: `kvscout_scheduler.load.native`; the reference backends are `active_load`, `prefix_tree` beside it,
   `kvscout_scheduler.costs.cost` and `time_cost`.
 """

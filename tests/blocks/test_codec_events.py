@@ -1,4 +1,4 @@
-"""Events as messages: the reference reads them, the native twin reads the same, and what is wrong costs itself."""
+"""Events as messages: the reference reads them, the native backend reads the same, and what is wrong costs itself."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_reset_comes_first_and_a_wrong_event_costs_itself() -> None:
         decode_events(message(version=9))
 
 
-@pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no twin")
+@pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no other backend")
 def test_both_give_up_a_message_of_nothing_but_events_of_no_kind() -> None:
     for index in (NativeIndex(4), ReferenceIndex(4)):
         some = message(*[events_pb2.KvEvent()] * FAULT_LIMIT).SerializeToString()
@@ -98,7 +98,7 @@ def random_message(rng: random.Random, known: list[int]) -> events_pb2.KvEventBa
     return message(*events)
 
 
-@pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no twin")
+@pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no other backend")
 def test_both_read_random_messages_to_the_same_state() -> None:
     rng = random.Random(SEED)
     native, reference = NativeIndex(4), ReferenceIndex(4)
@@ -118,8 +118,8 @@ def test_both_read_random_messages_to_the_same_state() -> None:
     native.check_invariants()
 
 
-@pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no twin")
-def test_damaged_messages_are_read_or_refused_by_the_native_twin() -> None:
+@pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no other backend")
+def test_damaged_messages_are_read_or_refused_by_the_native_backend() -> None:
     rng = random.Random(SEED)
     index = NativeIndex(4)
     whole = random_message(rng, [0]).SerializeToString()

@@ -29,9 +29,9 @@ from kvscout_common.hashing import native_available
 from kvscout_common.identity.identity import ALLOWED, AccessRole
 from kvscout_common.transport import Transport
 from kvscout_common.worker import ALL_TENANTS
+from kvscout_gateway.fronts.access import TENANT_HEADER
 from kvscout_gateway.fronts.endpoint_picker.access_log import SERVICE as ACCESS_LOG
 from kvscout_gateway.fronts.endpoint_picker.wire import SERVICE as PICKER
-from kvscout_gateway.fronts.access import TENANT_HEADER
 from kvscout_gateway.http.router import ENGINES_OWN, ROUTES
 
 SECONDS = 20.0

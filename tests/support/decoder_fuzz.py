@@ -1,7 +1,7 @@
-"""Damaged bytes for every decoder: each reads them or refuses them by a documented error, and twins agree.
+"""Damaged bytes for every decoder: each reads them or refuses them by a documented error, and backends agree.
 
 A *decoder* here is where bytes begin and what is done with them; its check raises where something is wrong.
-Native twins take part where the extension is built.
+Native backends take part where the extension is built.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def by_reference(payload: bytes) -> Plain:
 
 
 def by_native(payload: bytes) -> Plain:
-    """What the native twin reads from a payload."""
+    """What the native backend reads from a payload."""
     try:
         events, timestamp, rank, faults = kvscout_native.decode_batch(payload)
     except MalformedBatch:

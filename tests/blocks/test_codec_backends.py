@@ -18,7 +18,7 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutEr
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
 
-pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no twin")
+pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no other backend")
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
 POOL = PoolKey("model", "tenant", 4, False)
