@@ -331,7 +331,7 @@ async def test_what_comes_while_a_state_is_taken_goes_after_it(rank: Rank, outbo
 @pytest.mark.skipif(not native_available(), reason="the reference takes it at once")
 async def test_a_state_that_a_new_beginning_overtakes_is_taken_anew(rank: Rank) -> None:
     rank.publication.begin(7, None)
-    large = tuple(range(100, 40_100))
+    large = tuple(range(100, 1_000_100))
     rank.apply(Stored(large, None, block_size=4, local_hashes=large))
     taking = asyncio.create_task(rank.publication.take())
     await asyncio.sleep(0)

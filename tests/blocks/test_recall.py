@@ -163,7 +163,7 @@ async def test_a_state_is_of_when_it_was_asked_for_whatever_is_applied_meanwhile
 
 @pytest.mark.skipif(not native_available(), reason="the reference takes it at once")
 async def test_a_rank_that_begins_anew_has_no_state_of_before(local: Local) -> None:
-    large = tuple(range(100, 400_100))
+    large = tuple(range(100, 1_000_100))
     local.index.apply(RANK, EventBatch((Stored(large, None, block_size=4, local_hashes=large),)))
     asked = asyncio.create_task(local.local.state())
     await asyncio.sleep(0)
