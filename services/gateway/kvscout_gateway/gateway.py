@@ -139,7 +139,18 @@ class Gateway:
         """It has been told to stop; requests may still be taken."""
         self.on_drain: list[Callable[[], object]] = []
         """Called when nothing new is taken any more, by whom something would wait for longer than it has to."""
-        self.tokens = Tokens(self, metrics)
+        self.tokens = Tokens(
+            self.catalog,
+            self.engines,
+            self.engine_key,
+            metrics,
+            reachable=self.reachable,
+            tokenizers=config.tokenizers,
+            finds_tokenizers=config.finds_tokenizers,
+            cache_bytes=config.tokenizer_cache_bytes,
+            timeout_seconds=config.tokenize_timeout_seconds,
+            connect_seconds=config.timeouts.connect_seconds,
+        )
         metrics.register(self.observations)
         in_flight = Gauge("kvscout_requests_in_flight", "Requests running", registry=metrics)
         in_flight.set_function(lambda: self.exchanges.in_flight)

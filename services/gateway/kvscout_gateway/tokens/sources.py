@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 
 from kvscout_common.errors import Unavailable
 from kvscout_common.http.engine_http import parsed, read_page
+from kvscout_common.worker import WorkerSpec
+from kvscout_gateway.engines.engine_call import Engines
+from kvscout_gateway.engines.engine_key import EngineKey
+from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.tokens.engine_comparison import EngineComparison
 from kvscout_gateway.tokens.engine_tokenize import EngineTokenize, Tokenizing
 from kvscout_gateway.tokens.found_tokenizers import FoundTokenizers, folder_told, require_libraries
@@ -19,9 +24,6 @@ from kvscout_gateway.tokens.parity import ParityCheck
 from kvscout_gateway.tokens.prompt_tokens import PromptTokenizer
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
-
-if TYPE_CHECKING:
-    from kvscout_gateway.gateway import Gateway
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -33,36 +35,61 @@ ASK_SECONDS: Final = 2.0
 class Tokens:
     """The tokens of prompts, and whether they are the engines'."""
 
-    def __init__(self, gateway: Gateway, metrics: CollectorRegistry) -> None:
-        """Reads the tokenizers that the gateway's configuration names.
+    def __init__(
+        self,
+        catalog: Catalog,
+        engines: Engines,
+        engine_key: EngineKey,
+        metrics: CollectorRegistry,
+        *,
+        reachable: Callable[[str, Sequence[WorkerSpec]], Sequence[WorkerSpec]],
+        tokenizers: Mapping[str, Path],
+        finds_tokenizers: bool,
+        cache_bytes: int,
+        timeout_seconds: float,
+        connect_seconds: float,
+    ) -> None:
+        """Read the tokenizers.
+
+        Args:
+            catalog: The registered workers.
+            engines: How they are called.
+            engine_key: The key that they want to see.
+            metrics: Shows what is counted.
+            reachable: Keeps those of a tenant's workers that can be called over HTTP.
+            tokenizers: Folder of each model's tokenizer; "" = of all models that have none of their own.
+            finds_tokenizers: Look for those of other models on this machine.
+            cache_bytes: Size of the cache of texts and their tokens, for each tenant and model.
+            timeout_seconds: Longest wait for an engine that tokenizes a prompt; 0 = none is asked.
+            connect_seconds: Longest wait for a connection to it.
 
         Raises:
             ConfigError: One cannot be read, or the libraries for it are not installed.
         """
-        self._gateway = gateway
-        config, self._threads = gateway.config, Threads()
-        cache_bytes = config.tokenizer_cache_bytes
+        self._catalog = catalog
+        self._http = engines.client
+        self._engine_key = engine_key
+        self._reachable = reachable
+        self._threads = Threads()
 
         def load(folder: Path) -> TextTokenizer:
             return TextTokenizer.load(folder, self._threads, cache_bytes=cache_bytes, flag="tokenizer")
 
-        tokenizers = {model: load(folder) for model, folder in config.tokenizers.items()}
+        own = {model: load(folder) for model, folder in tokenizers.items()}
         self._found = None
-        if config.finds_tokenizers:
+        if finds_tokenizers:
             require_libraries("tokenizer")
             self._found = FoundTokenizers(load, self._folder_of)
         engine = EngineTokenize(
-            gateway.engines.client,
+            self._http,
             self._choose,
-            timeout_seconds=config.tokenize_timeout_seconds,
-            connect_seconds=config.timeouts.connect_seconds,
+            timeout_seconds=timeout_seconds,
+            connect_seconds=connect_seconds,
             cache_bytes=cache_bytes,
         )
-        self.prompts = PromptTokenizer(
-            tokenizers, engine if config.tokenize_timeout_seconds else None, found=self._found
-        )
+        self.prompts = PromptTokenizer(own, engine if timeout_seconds else None, found=self._found)
         self.parity = ParityCheck(metrics)
-        self.comparison = EngineComparison(self.parity, engine, lambda: gateway.engine_key.headers)
+        self.comparison = EngineComparison(self.parity, engine, lambda: engine_key.headers)
 
     async def close(self) -> None:
         """Ends what runs beside requests."""
@@ -76,11 +103,10 @@ class Tokens:
         engine = self._choose(tenant, model)
         if engine is None:
             return ""
-        http = self._gateway.engines.client
         for path in _MODEL_PAGES:
             url = f"{engine.endpoint}{path}"
             try:
-                page = await read_page(http, url, timeout_seconds=ASK_SECONDS, headers=engine.headers)
+                page = await read_page(self._http, url, timeout_seconds=ASK_SECONDS, headers=engine.headers)
             except Unavailable as error:
                 log.debug("no folder of model %s: %s", model, error)
                 continue
@@ -89,9 +115,9 @@ class Tokens:
         return ""
 
     def _choose(self, tenant: str, model: str) -> Tokenizing | None:
-        view = self._gateway.catalog.tenant(tenant)
+        view = self._catalog.tenant(tenant)
         serving = view.serving(view.resolve(model, "").model)
-        workers = self._gateway.reachable(tenant, [w for w in serving.specs if w.worker_id not in serving.unroutable])
+        workers = self._reachable(tenant, [w for w in serving.specs if w.worker_id not in serving.unroutable])
         if not workers:
             return None
-        return Tokenizing(random.choice(workers).http_endpoint, self._gateway.engine_key.headers)
+        return Tokenizing(random.choice(workers).http_endpoint, self._engine_key.headers)
