@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.http.http import Charge, HttpCall
+from kvscout_common.http.http import Charge, Form, HttpCall
 from kvscout_common.http.json_fields import INLINE_BYTES, Fields
 from kvscout_gateway.fronts.headers import JSON_HEADERS
 from kvscout_gateway.fronts.reading import read_in_thread
@@ -104,3 +104,41 @@ async def json_of(call: HttpCall, charge: Charge) -> JsonBody:
 async def respond_json(call: HttpCall, document: Any) -> None:
     """Answer with a JSON document."""
     await call.respond(200, JSON_HEADERS, json.dumps(document).encode())
+
+
+def model_of(fields: Fields) -> str:
+    """Return the model that a body names.
+
+    Raises:
+        InvalidArgument: It names none.
+    """
+    model = fields.get("model")
+    if not isinstance(model, str) or not model:
+        raise InvalidArgument("must be the name of a model", field="model")
+    return text_of(model, "model")
+
+
+def text_of(value: str, field: str) -> str:
+    """Return a value, which has halves of UTF-16 pairs in it where JSON escapes them.
+
+    Raises:
+        InvalidArgument: It has one.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("is no text: half of a surrogate pair is in it", field=field) from error
+    return value
+
+
+def with_usage(body: JsonBody) -> tuple[Form, dict[str, Any]]:
+    """Have an engine end a stream with its account of tokens: a client that has not asked for it does not see it.
+
+    Returns:
+        The form in which the answer is passed on, and the fields of the body that change.
+    """
+    options = body.get("stream_options")
+    options = options if isinstance(options, dict) else {}
+    if body.get("stream") is not True or options.get("include_usage") is True:
+        return Form.BYTES, {}
+    return Form.WITHOUT_USAGE, {"stream_options": {**options, "include_usage": True}}

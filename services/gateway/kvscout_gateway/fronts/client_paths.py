@@ -38,6 +38,8 @@ OPERATORS: Final = re.compile(
 depends on it but the words."""
 _PART: Final = "[A-Za-z0-9_~:-][A-Za-z0-9_.~:-]*"
 _TEMPLATE: Final = re.compile(rf"(?:/(?:{_PART}|\*))+")
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
 FLAG: Final = "client_path"
 OPENS: Final = "--client-path"
 MODELS: Final = "/v1/models"

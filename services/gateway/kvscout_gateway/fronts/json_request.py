@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import EngineKind
+from kvscout_gateway.fronts.body import text_of
+from kvscout_gateway.fronts.client_paths import CHAT
 from kvscout_gateway.fronts.outputs import output_of
 from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, PromptTokens, Source
 from kvscout_gateway.values.prompt import Prompt, PromptTooLong
@@ -14,20 +15,6 @@ from kvscout_gateway.values.request import Request, new_request_id
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
-
-CHAT: Final = "/v1/chat/completions"
-
-
-def model_of(fields: Fields) -> str:
-    """The model that a body names.
-
-    Raises:
-        InvalidArgument: It names none.
-    """
-    model = fields.get("model")
-    if not isinstance(model, str) or not model:
-        raise InvalidArgument("must be the name of a model", field="model")
-    return _text(model, "model")
 
 
 async def tokens_of(gateway: Gateway, path: str, fields: Fields, *, size: int, tenant: str, model: str) -> PromptTokens:
@@ -90,7 +77,7 @@ def request_of(
         prompt=Prompt(
             isl_tokens=length + further,
             token_ids=tokens.token_ids,
-            cache_salt=_text(salt, "cache_salt") if isinstance(salt, str) else "",
+            cache_salt=text_of(salt, "cache_salt") if isinstance(salt, str) else "",
             further_tokens=further,
             field=field,
             unknown="" if len(tokens) else f"tokenizer: {tokens.problem or 'the prompt is empty'}",
@@ -98,12 +85,3 @@ def request_of(
         request_id=new_request_id(),
         output=output_of(path, fields),
     )
-
-
-def _text(value: str, field: str) -> str:
-    """The value, which has halves of UTF-16 pairs in it where JSON escapes them."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument("is no text: half of a surrogate pair is in it", field=field) from error
-    return value

@@ -14,11 +14,10 @@ from kvscout_common.http.web_origins import WebOrigins
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.rpc.serving import HttpPort
 from kvscout_gateway.fronts.access import Caller
-from kvscout_gateway.fronts.client_paths import MODELS
+from kvscout_gateway.fronts.client_paths import CHAT, COMPLETIONS, MODELS
 from kvscout_gateway.fronts.dashboard.dashboard import Dashboard
 from kvscout_gateway.fronts.dashboard.front import EVENTS, DashboardFront
-from kvscout_gateway.fronts.json_request import CHAT
-from kvscout_gateway.fronts.openai.generation import COMPLETIONS, Generation
+from kvscout_gateway.fronts.openai.generation import Generation
 from kvscout_gateway.fronts.openai.models import Models
 from kvscout_gateway.fronts.openai.passthrough import Passthrough
 from kvscout_gateway.fronts.openai.sessions import Affinity

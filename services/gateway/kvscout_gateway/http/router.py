@@ -16,11 +16,9 @@ from kvscout_common.identity.identity import ANONYMOUS, TokenTable
 from kvscout_common.observability import tracing
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.fronts.access import Caller, caller_of, header
-from kvscout_gateway.fronts.client_paths import HEALTH, MODELS, ClientPaths, model_named
+from kvscout_gateway.fronts.client_paths import CHAT, COMPLETIONS, HEALTH, MODELS, ClientPaths, model_named
 from kvscout_gateway.fronts.dashboard.front import EVENTS, METHOD, PAGE
 from kvscout_gateway.fronts.headers import JSON_HEADERS
-from kvscout_gateway.fronts.json_request import CHAT
-from kvscout_gateway.fronts.openai.generation import COMPLETIONS
 from kvscout_gateway.fronts.refusals import WrongMethod, refusal_of, refusal_of_http
 
 Answer: TypeAlias = Callable[[HttpCall, Caller], Awaitable[None]]

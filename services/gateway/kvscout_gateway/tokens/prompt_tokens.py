@@ -7,14 +7,16 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.http.json_fields import Prompts
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.conversation import NotText, conversation, template_variables
-from kvscout_gateway.tokens.found_tokenizers import FoundTokenizers
 from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED, Conversation, Judge, TextTokenizer
+
+if TYPE_CHECKING:
+    from kvscout_gateway.tokens.found_tokenizers import FoundTokenizers
 
 LOCAL_SECONDS: Final = 1.0
 """Longest wait for a tokenizer here: a prompt that takes longer takes its engine seconds."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -40,7 +40,6 @@ from kvscout_gateway.fronts.endpoint_picker.addresses import address_of, reachab
 from kvscout_gateway.fronts.endpoint_picker.asked import Asked
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.json_request import request_of, tokens_of
-from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.members.catalog import Serving, TenantView
 from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.exchange import Exchange
@@ -48,6 +47,9 @@ from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.tokens.engine_comparison import Compared
 from kvscout_gateway.tokens.prompt_tokens import PromptTokens
 from kvscout_gateway.values.request import Request
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
 
 log = logging.getLogger("kvscout.gateway")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import random
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -18,7 +19,9 @@ from kvscout_gateway.fronts.endpoint_picker.config import HELD_BODIES, EndpointP
 from kvscout_gateway.fronts.endpoint_picker.conformance import SELECTION
 from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
 from kvscout_gateway.fronts.endpoint_picker.process import ExternalProcessor, Limits
-from kvscout_gateway.gateway import Gateway
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
 
 log = logging.getLogger("kvscout.gateway")
 

@@ -8,7 +8,6 @@ from kvscout.v1 import gateway_pb2
 from kvscout_common.http.http import Dialect, Form, HttpAnswer, Preceded, Sink
 from kvscout_common.identity.identity import AccessRole, Identity
 from kvscout_common.observability.log_lines import about_request
-from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
 from kvscout_gateway.request.attempt import AttemptContext
@@ -19,13 +18,13 @@ from kvscout_gateway.values.request import Request
 
 async def generate(
     exchanges: Exchanges,
-    config: GatewayConfig,
+    max_prompt_tokens: int,
     message: gateway_pb2.GenerateRequest,
     context: Any,
     identity: Identity,
 ) -> None:
     """Answers one call: bytes are written to its context, no chunk of output becomes an object on its way."""
-    request = translate.generate_request(message, config.max_prompt_tokens, max_priority=identity.max_priority)
+    request = translate.generate_request(message, max_prompt_tokens, max_priority=identity.max_priority)
     # A prompt is long, and an answer may take minutes.
     del message
     with exchanges.begin(request) as exchange, about_request(exchange.request_id):

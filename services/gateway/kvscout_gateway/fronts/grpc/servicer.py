@@ -18,10 +18,9 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.generate import generate
 from kvscout_gateway.fronts.grpc.status import gateway_status
-from kvscout_gateway.gateway import Gateway
 
 if TYPE_CHECKING:
-    pass
+    from kvscout_gateway.gateway import Gateway
 
 SERVICE = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
 Named = TypeVar("Named", bound=NamesRequest)
@@ -96,7 +95,9 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> Awaitable[None]:
         self._gateway.require_deciding()
-        return generate(self._gateway.exchanges, self._gateway.config, request, context, current_identity())
+        return generate(
+            self._gateway.exchanges, self._gateway.config.max_prompt_tokens, request, context, current_identity()
+        )
 
     async def MarkPrefillComplete(
         self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any

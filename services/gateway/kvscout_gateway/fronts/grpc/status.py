@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.worker import ALL_TENANTS, WorkerRank
 from kvscout_gateway.engines.observation import Observation
 from kvscout_gateway.fronts.shadow.report import Hour, Span, Sums
-from kvscout_gateway.gateway import Gateway
+
+if TYPE_CHECKING:
+    from kvscout_gateway.gateway import Gateway
 
 _NOTHING = Observation()
 

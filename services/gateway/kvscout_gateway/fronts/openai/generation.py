@@ -7,15 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvscout_common.errors import ResourceExhausted, Unavailable
-from kvscout_common.http.http import Dialect, Form, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
+from kvscout_common.http.http import Dialect, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
 from kvscout_common.observability import tracing
 from kvscout_common.observability.log_lines import about_request
 from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.vllm import common_headers
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
-from kvscout_gateway.fronts.body import JsonBody, json_of
-from kvscout_gateway.fronts.json_request import CHAT, model_of, request_of, tokens_of
+from kvscout_gateway.fronts.body import JsonBody, json_of, model_of, with_usage
+from kvscout_gateway.fronts.client_paths import CHAT
+from kvscout_gateway.fronts.json_request import request_of, tokens_of
 from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
 from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.reserved import changes_of
@@ -26,26 +27,11 @@ from kvscout_gateway.values.request import EngineAdapter, Request, new_request_i
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
 
-COMPLETIONS: Final = "/v1/completions"
 MAX_READ_BYTES: Final = 64 * 1024
 """Longer answers are not read for their usage once more."""
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 DEGRADED_HEADER: Final = "X-Kvscout-Degraded"
 """Why a request was placed with less knowledge than usual."""
-
-
-def with_usage(body: JsonBody) -> tuple[Form, dict[str, Any]]:
-    """What has an engine end a stream with its account of tokens, and what is to become of the stream: a client that
-    has not asked for the account does not see it.
-
-    Returns:
-        The form in which the answer is passed on, and the fields of the body that change.
-    """
-    options = body.get("stream_options")
-    options = options if isinstance(options, dict) else {}
-    if body.get("stream") is not True or options.get("include_usage") is True:
-        return Form.BYTES, {}
-    return Form.WITHOUT_USAGE, {"stream_options": {**options, "include_usage": True}}
 
 
 class ClientJson:

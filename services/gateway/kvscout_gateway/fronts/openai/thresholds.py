@@ -8,8 +8,7 @@ from kvscout.v1 import types_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.http import HttpCall
 from kvscout_gateway.fronts.access import Caller
-from kvscout_gateway.fronts.body import JsonBody, json_of, respond_json
-from kvscout_gateway.fronts.json_request import model_of
+from kvscout_gateway.fronts.body import JsonBody, json_of, model_of, respond_json
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway

@@ -24,10 +24,9 @@ from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
-from kvscout_gateway.fronts.body import parsed
+from kvscout_gateway.fronts.body import model_of, parsed, with_usage
 from kvscout_gateway.fronts.client_body import read_body
-from kvscout_gateway.fronts.json_request import CHAT, model_of
-from kvscout_gateway.fronts.openai.generation import COMPLETIONS, with_usage
+from kvscout_gateway.fronts.client_paths import CHAT, COMPLETIONS
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
 from kvscout_gateway.fronts.shadow.score import Asked, Score, Scores
