@@ -16,7 +16,7 @@ _ERROR: Final = "error"
 
 
 async def answer_read(data: bytes) -> dict[str, Any]:
-    """What concerns us of an answer that came as a whole: `error`, `usage`, `meta_info` and `kv_transfer_params`.
+    """Read the fields of a whole answer that concern us: `error`, `usage`, `meta_info` and `kv_transfer_params`.
 
     It is empty where the answer is no JSON object, or has more in it than `json_scan` allows.
     """
@@ -24,7 +24,7 @@ async def answer_read(data: bytes) -> dict[str, Any]:
 
 
 def words_read(text: bytes) -> Any:
-    """What stands in a stream's report as JSON: an account, or an error; None = nothing that is read."""
+    """Return what stands in a stream's report as JSON: an account, or an error; None = nothing that is read."""
     try:
         return json.loads(text) if 0 < len(text) <= MAX_WORDS_BYTES else None
     except (ValueError, RecursionError):

@@ -45,7 +45,7 @@ class Engines:
         client_write_seconds: float,
         own_headers: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
-        """Asks them.
+        """Ask them.
 
         Args:
             client: What reaches them.
@@ -80,7 +80,7 @@ class Engines:
         return EngineCall(self, endpoint, uncached_tokens, liveness, whole_answer=whole_answer, clients_key=clients_key)
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Close every connection."""
         await self.client.close()
 
 
@@ -111,7 +111,7 @@ class EngineCall:
         self.span.end()
 
     async def send(self, request: HttpRequest) -> HttpAnswer:
-        """Sends it, and waits for the head of an answer that is a success.
+        """Send it, and wait for the head of an answer that is a success.
 
         Raises:
             EngineFailed: There is none.
@@ -177,7 +177,7 @@ class EngineCall:
         max_tokens: int | None,
         on_first_output: Callable[[], None],
     ) -> StreamReport:
-        """Moves an answer to a client.
+        """Move an answer to a client.
 
         Args:
             answer: The engine's.
@@ -219,7 +219,7 @@ class EngineCall:
         return report
 
     async def _await_engine(self, waiting: Awaitable[T]) -> T:
-        """What an engine is waited for with.
+        """Wait for an engine.
 
         Raises:
             EngineFailed: It fails, or is silent for too long.
@@ -238,7 +238,7 @@ class EngineCall:
             raise self._given_up() from error
 
     def _given_up(self) -> EngineFailed:
-        """Why it is not waited for any longer."""
+        """Return why it is not waited for any longer."""
         if self._watch.lost:
             return EngineFailed("the worker is lost", detail=f"{self._endpoint}: {self._watch.lost}")
         seconds = self._now() - self._watch.silent_since
@@ -254,7 +254,7 @@ def _content_type(answer: HttpAnswer) -> str:
 
 
 def _says_something(chunk: bytes) -> bool:
-    """Whether a chunk of a stream of events has more in it than comments."""
+    """Tell whether a chunk of a stream of events has more in it than comments."""
     return any(line and not line.startswith(b":") for line in chunk.splitlines())
 
 

@@ -16,7 +16,7 @@ class EngineKey:
     """One key for all engines; without a file there is none."""
 
     def __init__(self, path: Path | None) -> None:
-        """Reads the key.
+        """Read the key.
 
         Raises:
             ConfigError: The file cannot be read, or has no key in it.

@@ -223,7 +223,7 @@ def refused(status: int, headers: Headers, body: bytes, *, clients_key: bool = F
 
 
 def reported(error: Any) -> EngineFailed:
-    """What an engine reports inside a stream, in OpenAI's shape or as plain text."""
+    """Return what an engine reports inside a stream, in OpenAI's shape or as plain text."""
     if not isinstance(error, dict):
         return EngineFailed(_REPORTS, said=str(error), fault=Fault.REFUSED)
     code = error.get("code")

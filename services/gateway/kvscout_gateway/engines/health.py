@@ -84,14 +84,14 @@ class _Record:
     busy_until: float = 0.0
 
     def roll(self, now: float) -> None:
-        """Forgets what is too old."""
+        """Forget what is too old."""
         age = now - self.now.since
         if age >= WINDOW_SECONDS / 2:
             self.before = self.now if age < WINDOW_SECONDS else _Counts(now)
             self.now = _Counts(now)
 
     def reason(self, now: float, draw: Callable[[], float]) -> _Reason | None:
-        """Why it should not get a request now; None = it may."""
+        """Return why it should not get a request now; None = it may."""
         if self.ejected_until is not None and (now < self.ejected_until or self.probing):
             return _Reason.OUT
         if now < self.busy_until:
@@ -103,7 +103,7 @@ class _Record:
         return None
 
     def over(self, now: float) -> bool:
-        """Whether there is nothing to know of it any more."""
+        """Tell whether there is nothing to know of it any more."""
         self.roll(now)
         return (
             self.ejected_until is None
@@ -161,7 +161,7 @@ class WorkerHealth:
         return sorted(some, key=lambda spec: spec.worker_id in out)
 
     def warnings(self) -> list[Warned]:
-        """Who is left out because it failed, in sentences."""
+        """Return who is left out because it failed, in sentences."""
         failing: list[Warned] = [
             TenantWarning(tenant, f"worker {rank.worker_id}/{rank.dp_rank} {sentence}")
             for (tenant, rank), sentence in self.failing().items()
@@ -173,18 +173,18 @@ class WorkerHealth:
         return [*failing, *silent]
 
     def failing(self) -> dict[Key, str]:
-        """What is wrong with the worker ranks that are left out because they failed."""
+        """Return what is wrong with the worker ranks that are left out because they failed."""
         now = self._clock()
         return {
             key: _sentence(record, now) for key, record in self._records.items() if record.ejected_until is not None
         }
 
     def silent(self) -> dict[tuple[str, str], str]:
-        """What was wrong with the last health check of the workers that missed several, by tenant and worker id."""
+        """Return the last problem of each worker that missed several health checks, by tenant and worker id."""
         return {who: problem for who, (missed, problem) in self._missed.items() if missed >= MISSED_CHECKS}
 
     def is_silent(self, tenant: str, worker_id: str) -> bool:
-        """Whether a worker missed so many health checks in a row that it gets no requests."""
+        """Tell whether a worker missed so many health checks in a row that it gets no requests."""
         missed, _ = self._missed.get((tenant, worker_id), (0, ""))
         return missed >= MISSED_CHECKS
 
@@ -280,7 +280,7 @@ class WorkerHealth:
         record.busy_until = now + min(BUSY_SECONDS if seconds is None else seconds, MAX_BUSY_SECONDS)
 
     def forget(self, tenant: str, worker_id: str) -> None:
-        """Drops what is known of a removed worker."""
+        """Drop what is known of a removed worker."""
         self._missed.pop((tenant, worker_id), None)
         for key in [key for key in self._records if key[0] == tenant and key[1].worker_id == worker_id]:
             del self._records[key]

@@ -39,7 +39,7 @@ class HealthChecks:
         *,
         period_seconds: float,
     ) -> None:
-        """Asks nobody yet.
+        """Ask nobody yet.
 
         Args:
             client: Reaches engines.
@@ -60,13 +60,13 @@ class HealthChecks:
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
 
     async def run(self) -> None:
-        """Checks, for ever."""
+        """Check, for ever."""
         async with asyncio.TaskGroup() as group:
             while True:
                 await self.round(group)
 
     async def round(self, group: asyncio.TaskGroup) -> None:
-        """Begins one check of each worker, spread over a period."""
+        """Begin one check of each worker, spread over a period."""
         due = [spec for spec in self._workers() if spec.http_endpoint and spec.engine in CHECKED]
         random.shuffle(due)
         pause = self._period / max(1, len(due))
@@ -93,7 +93,7 @@ class HealthChecks:
             self._lost(spec, f"does not answer its health checks: {problem}", asked_at)
 
     async def _ask(self, spec: WorkerSpec) -> str:
-        """What is wrong with it; "" = nothing."""
+        """Return what is wrong with it; "" = nothing."""
         request = HttpRequest(f"{spec.http_endpoint}/health", method="GET")
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):

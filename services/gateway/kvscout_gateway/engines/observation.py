@@ -80,7 +80,7 @@ class Observation:
 
 
 def predicted_cached_tokens(overlap_blocks: int, isl_tokens: int, block_size: int) -> int:
-    """What an engine will report as cached: it always recomputes the last prompt token.
+    """Return what an engine will report as cached: it always recomputes the last prompt token.
 
     min(overlap, (isl - 1) // block_size) · block_size, in tokens.
     """
@@ -90,7 +90,7 @@ def predicted_cached_tokens(overlap_blocks: int, isl_tokens: int, block_size: in
 
 
 def computes_a_block(isl_tokens: int, cached_tokens: int, block_size: int) -> bool:
-    """Whether a prompt had a complete block that the engine did not have cached, and did not only recompute."""
+    """Tell whether a prompt had a complete block that the engine did not have cached, and did not only recompute."""
     whole = predicted_cached_tokens(isl_tokens, isl_tokens, block_size)
     return cached_tokens < whole
 
@@ -128,7 +128,7 @@ class Observations(Collector):
     def reported(
         self, tenant: str, worker: WorkerRank, *, isl_tokens: int, cached: int | None, predicted: int | None
     ) -> None:
-        """Records what the usage of a request says, in tokens.
+        """Record what the usage of a request says, in tokens.
 
         Args:
             tenant: Whose worker.

@@ -34,7 +34,7 @@ class Liveness:
     """Requests that have one."""
 
     def last_beat(self) -> float:
-        """When it last put out something, for whomever."""
+        """Return when it last put out something, for whomever."""
         return max([self.beat_at, *(watch.last_output_at for watch in self.decoding)])
 
     def lose(self, problem: str, asked_at: float) -> None:
@@ -134,7 +134,7 @@ class Watch:
 
     @property
     def last_output_at(self) -> float:
-        """When it last put out something, or else began."""
+        """Return when it last put out something, or else began."""
         return max(self._since, self._noticed().progress_at) if self._noticed is not None else self._since
 
     @property
@@ -153,7 +153,7 @@ class Watch:
         return self._seconds + tokens / self._timeouts.prefill_tokens_per_second
 
     def deadline(self) -> float:
-        """When the engine counts as hung, as of now: it moves with what the worker rank does."""
+        """Return when the engine counts as hung, as of now: it moves with what the worker rank does."""
         since = self.silent_since
         at_most = max(
             self._timeouts.queue_seconds, self._seconds + self._uncached / self._timeouts.prefill_tokens_per_second

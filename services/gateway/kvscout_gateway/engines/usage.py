@@ -22,7 +22,7 @@ class Usage(NamedTuple):
 
 
 def usage_of_stream(dialect: Dialect, account: Mapping[str, Any]) -> Usage | None:
-    """Reads what `StreamReport.usage` holds; None = it says nothing of the prompt."""
+    """Read what `StreamReport.usage` holds; None = it says nothing of the prompt."""
     prompt, cached, output = (account.get(f"{what}_tokens") for what in ("prompt", "cached", "completion"))
     if dialect is Dialect.OPENAI:
         details = account.get("prompt_tokens_details")
@@ -42,6 +42,6 @@ def _number(tokens: object) -> int:
 
 
 def usage_of_answer(dialect: Dialect, document: Mapping[str, Any]) -> Usage | None:
-    """Reads an answer that came as a whole; None = it says nothing of the prompt."""
+    """Read an answer that came as a whole; None = it says nothing of the prompt."""
     account = document.get("usage" if dialect is Dialect.OPENAI else "meta_info")
     return usage_of_stream(dialect, account) if isinstance(account, dict) else None

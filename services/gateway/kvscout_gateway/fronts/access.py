@@ -21,7 +21,7 @@ class Caller(NamedTuple):
     tenant: str
 
     def require(self, method: str) -> None:
-        """Refuses who may not call the gRPC method that does the same.
+        """Refuse who may not call the gRPC method that does the same.
 
         Raises:
             PermissionDenied: The key's role does not allow it.
@@ -31,7 +31,7 @@ class Caller(NamedTuple):
 
     @property
     def is_admin(self) -> bool:
-        """Whether it has shown a key with which it may do anything: where none is asked for, nobody has."""
+        """Tell whether it has shown a key with which it may do anything: where none is asked for, nobody has."""
         return self.identity is not ANONYMOUS and self.identity.role is AccessRole.ADMIN
 
 

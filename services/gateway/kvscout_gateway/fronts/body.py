@@ -20,7 +20,7 @@ class JsonBody:
     """The body of a request: an object."""
 
     def __init__(self, data: bytes) -> None:
-        """Reads it. A byte order mark before it is left out.
+        """Read it. A byte order mark before it is left out.
 
         Raises:
             InvalidArgument: It is no JSON object, has NaN or infinity in it, a field twice, or is beyond a bound of
@@ -75,7 +75,7 @@ class JsonBody:
 
 
 async def parsed(data: bytes, charge: Charge | None = None) -> JsonBody:
-    """Reads a body of any length.
+    """Read a body of any length.
 
     Args:
         data: The body.

@@ -32,7 +32,7 @@ class ClientBody(NamedTuple):
 async def read_body(
     headers: Headers, data: bytes, *, max_priority: int | None, charge: Charge | None = None
 ) -> ClientBody:
-    """Reads the body of a request for a client's path: a JSON object, whatever its content type says, or a form.
+    """Read the body of a request for a client's path: a JSON object, whatever its content type says, or a form.
 
     Args:
         headers: Of the request.
@@ -56,7 +56,7 @@ async def read_body(
 
 
 def require_plain(encoding: str) -> None:
-    """Refuses a body that nobody here can read.
+    """Refuse a body that nobody here can read.
 
     Args:
         encoding: The header `Content-Encoding`; "" = there is none.
@@ -69,7 +69,7 @@ def require_plain(encoding: str) -> None:
 
 
 def is_form(kind: str, data: bytes) -> bool:
-    """Whether a body is read as a form; what begins as a JSON object is not, whatever its content type says.
+    """Tell whether a body is read as a form; what begins as a JSON object is not, whatever its content type says.
 
     Args:
         kind: The header `Content-Type`.

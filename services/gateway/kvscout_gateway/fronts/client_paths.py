@@ -55,7 +55,7 @@ class ClientPaths:
     """The paths that clients may ask for. Nothing is unescaped, so nothing but what is listed can be meant."""
 
     def __init__(self, opened: Iterable[str] = ()) -> None:
-        """Takes the list.
+        """Take the list.
 
         Args:
             opened: Further paths; `*` stands for one part.
@@ -76,7 +76,7 @@ class ClientPaths:
         return path in self._exact or self._pattern.fullmatch(path) is not None
 
     def require(self, path: str, *, is_admin: bool | None) -> None:
-        """Refuses a path that is not the caller's to ask for.
+        """Refuse a path that is not the caller's to ask for.
 
         Args:
             path: As it came, without the query.

@@ -48,7 +48,7 @@ async def tokens_of(gateway: Gateway, path: str, fields: Fields, *, size: int, t
 def request_of(
     gateway: Gateway, path: str, fields: Fields, tokens: PromptTokens, *, tenant: str, model: str
 ) -> Request:
-    """What is asked of a worker.
+    """Return what is asked of a worker.
 
     Args:
         gateway: Where it came.

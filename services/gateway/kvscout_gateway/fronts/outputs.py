@@ -60,7 +60,7 @@ Values: TypeAlias = Mapping[str, Any]
 
 
 def output_of(path: str, fields: Fields) -> Output:
-    """What a request tells of its output.
+    """Return what a request tells of its output.
 
     Args:
         path: Of its URL, without the query; "" = unknown.
@@ -108,14 +108,14 @@ def _bound(values: Values) -> int:
 
 
 def _reaches_it(values: Values, bound: int) -> bool:
-    """Whether a request's output is as long as it may be, as that of a benchmark is."""
+    """Tell whether a request's output is as long as it may be, as that of a benchmark is."""
     if values.get("stop") or values.get("stop_token_ids"):
         return False
     return values.get("ignore_eos") is True or _number(values.get("min_tokens")) >= bound
 
 
 def _outputs(fields: Fields, values: Values) -> int:
-    """How many answers are generated: `n`, or the `best_of` from which these are taken, to each of the prompts."""
+    """Return the number of answers to generate: `n`, or the `best_of` from which these are taken, for each prompt."""
     prompts = 1
     if "prompt" in fields.places:
         try:
@@ -140,7 +140,7 @@ def _is_format(value: Any) -> bool:
 
 
 def _effort(values: Values) -> str:
-    """How much a model is to think before it answers, as far as a request says."""
+    """Return how much a model is to think before it answers, as far as a request says."""
     template = values.get("chat_template_kwargs")
     template = template if isinstance(template, dict) else {}
     given = [values.get("reasoning_effort"), template.get("reasoning_effort")]

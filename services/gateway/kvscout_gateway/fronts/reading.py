@@ -15,7 +15,7 @@ _threads: Final = ThreadPoolExecutor(2, thread_name_prefix="read-body")
 
 
 async def read_in_thread(charge: Charge | None, read: Callable[..., T], *arguments: Any) -> T:
-    """Calls a function in a thread; further ones wait.
+    """Call a function in a thread; further ones wait.
 
     Args:
         charge: What is charged for what is read. It is kept until the function returns, whether somebody still waits

@@ -39,7 +39,7 @@ _DEPTH: Final = 4
 
 
 def is_reserved_header(name: str) -> bool:
-    """Whether a header says where a request goes.
+    """Tell whether a header says where a request goes.
 
     Args:
         name: In lower case.
@@ -48,7 +48,7 @@ def is_reserved_header(name: str) -> bool:
 
 
 def changes_of(fields: Mapping[str, Any], *, max_priority: int | None) -> dict[str, Any]:
-    """What has to change in a body so that it says nothing that is not its client's to say.
+    """Return what has to change in a body so that it says nothing that is not its client's to say.
 
     Args:
         fields: Of the body.

@@ -77,7 +77,7 @@ class Router:
         self._leaving = leaving
 
     async def handle(self, call: HttpCall) -> None:
-        """Answers one request, whatever it is."""
+        """Answer one request, whatever it is."""
         caller: Caller | None = None
         try:
             call.answer_headers = self._origins.answer_headers(call.headers)

@@ -73,7 +73,7 @@ class Attempt:
         started: float,
         on_output: Callable[[], None],
     ) -> None:
-        """What was booked is held from now on.
+        """Hold what was booked, from now on.
 
         Args:
             context: What attempts are run with.
@@ -108,7 +108,7 @@ class Attempt:
 
     @property
     def passed(self) -> bool:
-        """Whether the client has something of its answer: it cannot be had from elsewhere any more."""
+        """Tell whether the client has something of its answer: it cannot be had from elsewhere any more."""
         return self.has_output or (self._relayed is not None and self._relayed.report.passed > 0)
 
     @property
@@ -162,7 +162,7 @@ class Attempt:
         return self._answer
 
     async def relay(self, answer: HttpAnswer, reply: Reply) -> None:
-        """Moves the answer to the client, to its end.
+        """Move the answer to the client, to its end.
 
         Raises:
             EngineFailed: It has none.

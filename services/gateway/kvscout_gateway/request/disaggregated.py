@@ -66,7 +66,7 @@ class Path(StrEnum):
 
 
 def computes_here(isl_tokens: int, overlap_tokens: int) -> bool:
-    """Whether a decode worker had better compute a prompt itself than have it transferred.
+    """Tell whether a decode worker had better compute a prompt itself than have it transferred.
 
     Args:
         isl_tokens: Prompt length.
@@ -137,7 +137,7 @@ class Disaggregated:
     async def _place_instead(
         self, exchange: Exchange, error: KvscoutError, *, among: tuple[Path, ...] = tuple(Path)
     ) -> tuple[Path, Attempt, Attempt | None]:
-        """Books one worker for all of it; raises the error if there is none."""
+        """Book one worker for all of it; raise the error if there is none."""
         for path, request in self._others(exchange.request):
             if path in among:
                 with suppress(*_NO_ONE):
@@ -172,7 +172,7 @@ class Disaggregated:
     async def _instead(
         self, exchange: Exchange, alone: Use, error: KvscoutError, *, among: tuple[Path, ...] = tuple(Path)
     ) -> Path:
-        """Has one worker do all of it; raises the error if there is none."""
+        """Have one worker do all of it; raise the error if there is none."""
         for path, request in self._others(exchange.request):
             if path in among:
                 try:
@@ -185,7 +185,7 @@ class Disaggregated:
         raise Unavailable(str(error), retry_after_seconds=1.0) from error.__cause__
 
     async def _stays(self, exchange: Exchange) -> bool:
-        """Whether a decode worker had better compute the prompt itself. All busy: that is seen when one is booked."""
+        """Tell whether a decode worker had better compute the prompt itself; if all are busy, booking one shows it."""
         request = exchange.request
         if not self._conditional or request.prompt.unknown or not self._able(request):
             return False
@@ -200,7 +200,7 @@ class Disaggregated:
         return replace(request, role=Role.DECODE, allowed=self._able(request))
 
     def _others(self, request: Request) -> list[tuple[Path, Request]]:
-        """Who else can serve a request that no prefill worker did its part for."""
+        """Return who else can serve a request that no prefill worker did its part for."""
         others = [(Path.FALLBACK_DECODE, self._alone(request))] if self._able(request) else []
         if not request.pinned and any(spec.role is Role.AGGREGATED for spec in self._specs(request)):
             others.append((Path.FALLBACK_AGGREGATED, replace(request, role=Role.AGGREGATED)))
@@ -217,8 +217,8 @@ class Disaggregated:
         )
 
     def _prefill_request(self, request: Request, decode: Attempt) -> Request:
-        """What is asked of the prefill worker: one whose engine can hand over to the decode worker's, in its transfer
-        domain if there is one. An allow-list that names no prefill worker is about the worker that answers."""
+        """Return the request for the prefill worker: one whose engine can hand over to the decode worker's, in its
+        transfer domain if there is one. An allow-list that names no prefill worker is about the worker that answers."""
         spec, workers = decode.placement.spec, self._prefillers(request)
         strangers = [other.worker_id for other in workers if not _same_family(other, spec)]
         domain = spec.labels.get(TRANSFER_DOMAIN) if spec is not None else None

@@ -57,7 +57,7 @@ class Exchanges:
         lease_seconds: int,
         limits: TenantLimits | None = None,
     ) -> None:
-        """Runs requests.
+        """Run requests.
 
         Args:
             context: What attempts are run with.
@@ -110,7 +110,7 @@ class Exchanges:
 
     @contextmanager
     def admit(self, tenant: str) -> Iterator[None]:
-        """Takes one of the places for requests for the length of a block: before the body is read, where there is one.
+        """Take one of the places for requests for the length of a block: before the body is read, where there is one.
 
         Args:
             tenant: Whose request it is.
@@ -176,7 +176,7 @@ class Exchange:
         self._admitted.__exit__(None, None, None)
 
     async def run(self, reply: Reply) -> None:
-        """Runs the request to its end, by the plan that suits it.
+        """Run the request to its end, by the plan that suits it.
 
         Args:
             reply: The client.
@@ -190,7 +190,7 @@ class Exchange:
         await self._all.plan(self.request).run(self, reply)
 
     async def place(self, request: Request | None = None) -> Attempt:
-        """Books the request on a worker, for a front that has it sent by others and tells the attempt what happens.
+        """Book the request on a worker, for a front that has others send it and reports what happens to the attempt.
 
         Args:
             request: What is asked; None = the client's.
@@ -202,7 +202,7 @@ class Exchange:
         return await self._open(request, (*request.excluded, *self._ejected(request)), lambda: None)
 
     async def probe(self, request: Request) -> Placement:
-        """Where a request would go: nothing is booked.
+        """Return where a request would go: nothing is booked.
 
         Args:
             request: What would be asked.

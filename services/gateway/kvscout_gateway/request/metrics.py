@@ -55,7 +55,7 @@ class GatewayMetrics(Collector):
     """What the gateway counts as it happens."""
 
     def __init__(self, registry: CollectorRegistry, is_served: Callable[[str, str], bool] = lambda *_: True) -> None:
-        """Counts nothing yet.
+        """Count nothing yet.
 
         Args:
             registry: Shows it.
@@ -80,7 +80,7 @@ class GatewayMetrics(Collector):
         )
 
     def of(self, tenant: str, model: str) -> ModelMetrics:
-        """What is counted of a model; of those that nobody serves, together under empty labels.
+        """Return what is counted of a model; of those that nobody serves, together under empty labels.
 
         Where another one comes, the series of those end that nobody serves any more: tenants and adapters come and go.
         """
@@ -109,14 +109,14 @@ class GatewayMetrics(Collector):
     def observe_routing(
         self, *, hash_seconds: float, find_matches_seconds: float, select_seconds: float, total_seconds: float
     ) -> None:
-        """Records the stages of one placement."""
+        """Record the stages of one placement."""
         self._hash.observe(hash_seconds)
         self._find_matches.observe(find_matches_seconds)
         self._select.observe(select_seconds)
         self._total.observe(total_seconds)
 
     def degraded(self, helper: str) -> None:
-        """Counts a decision made without a helper."""
+        """Count a decision made without a helper."""
         self.degraded_counts[helper] += 1
 
     def collect(self) -> Iterator[Metric]:

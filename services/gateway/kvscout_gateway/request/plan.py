@@ -19,7 +19,7 @@ class Plan(Protocol):
     """One way to run a request."""
 
     async def run(self, exchange: Exchange, reply: Reply) -> None:
-        """Runs it to its end.
+        """Run it to its end.
 
         Raises:
             KvscoutError: It cannot be.
@@ -67,7 +67,7 @@ class Handover(Protocol):
     """What passes between a prefill and a decode engine."""
 
     async def run(self, exchange: Exchange, prefill: Request, decode: Attempt, reply: Reply) -> None:
-        """Has the prompt computed by a prefill worker, and continued on the decode attempt, to its end.
+        """Have the prompt computed by a prefill worker, and continued on the decode attempt, to its end.
 
         Args:
             exchange: The request.

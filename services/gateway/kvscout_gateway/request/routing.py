@@ -59,7 +59,7 @@ class RoutingFlow:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Places prompts.
+        """Place prompts.
 
         Args:
             catalog: The registered workers.
@@ -77,7 +77,7 @@ class RoutingFlow:
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
 
     async def place(self, request: Request) -> Placement:
-        """Picks a worker, and books the request on it if it has an id; one that runs already is booked a moment later.
+        """Pick a worker, and book the request on it if it has an id; one that runs already is booked a moment later.
 
         Args:
             request: What is asked.
@@ -210,8 +210,8 @@ class RoutingFlow:
             self._metrics.degraded(upstream)
 
     def _decision(self, asked: _Asked, request: Request, rank: WorkerRank, pool: Geometry) -> Decision | None:
-        """What to tell the indexers. Not where the scheduler ignores caches, unless this request asks for them: one
-        that asks not to see them fills them all the same."""
+        """Return what to report to the indexers; None where the scheduler ignores caches and this request does not ask
+        for them. One that asks not to see them fills them all the same."""
         hashes = asked.hashes.get(pool)
         if not hashes or not (self._scheduler.overlap_score_weight or self._wants_overlaps(request)):
             return None
@@ -319,7 +319,7 @@ def _tell(span: tracing.Span, request: Request, placement: Placement) -> None:
 
 
 def _degraded(request: Request, found: Found) -> tuple[str, ...]:
-    """Why less was known than usual, besides the scheduler."""
+    """Return why less was known than usual, besides the scheduler."""
     unknown = request.prompt.unknown
     return (*((unknown,) if unknown else ()), *found.problems.values())
 
@@ -394,7 +394,7 @@ def _ref(asked: _Asked, request: Request) -> scheduler_pb2.RequestRef:
 def _describe(
     booking: Booking, asked: _Asked, request: Request, worker: WorkerRank, hashes: bytes, *, cached_tokens: int = 0
 ) -> None:
-    """Notes what books a request anew; of one that this gateway does not run, its caller knows."""
+    """Note what books a request anew; of one that this gateway does not run, its caller knows."""
     if request.owned:
         booking.worker = worker
         booking.block_hashes = hashes

@@ -95,7 +95,7 @@ class SglangHandover:
             raise PrefillFailed(error) from error
 
     def meeting(self, placement: Placement) -> Mapping[str, Any]:
-        """Where the attempts meet: a room whose number says which rank of the prefill worker it is on.
+        """Return where the attempts meet: a room whose number says which rank of the prefill worker it is on.
 
         Raises:
             FailedPrecondition: Nobody knows where the prefill worker can be met.
@@ -152,12 +152,12 @@ async def _end(*attempts: asyncio.Task[None]) -> None:
 
 
 def _began(computed: BaseException | None, generated: BaseException) -> bool:
-    """Whether the prefill attempt's failure is the cause of the other."""
+    """Tell whether the prefill attempt's failure is the cause of the other."""
     if not isinstance(generated, EngineFailed) or not isinstance(computed, EngineFailed):
         return False
     return computed.rule.ejection is Ejection.COUNTS or generated.rule.ejection is not Ejection.COUNTS
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException | None:
-    """How a task that is done failed; one that was cancelled did not."""
+    """Return how a task that is done failed; one that was cancelled did not."""
     return None if task.cancelled() else task.exception()

@@ -57,7 +57,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, *, flag: str) -> ChatTemplate | None:
-        """Reads the template of a model's folder; None = it has none.
+        """Read the template of a model's folder; None = it has none.
 
         Raises:
             ConfigError: It is there and cannot be read; names the flag.
@@ -203,7 +203,7 @@ class _Generation(Extension):
 
 
 def reads_parts(tree: nodes.Template) -> bool:
-    """Whether a template reads the contents of messages as lists of parts: it loops over one.
+    """Tell whether a template reads the contents of messages as lists of parts: it loops over one.
 
     That is how vLLM tells, and what it tells decides what a template is shown.
     """
@@ -257,7 +257,7 @@ def _parameters_with_content(tree: nodes.Template, macro: nodes.Macro, each: set
 
 
 def _reads(node: nodes.Node | None, name: str, key: str = "") -> bool:
-    """Whether an expression is a variable (or its `key`), filtered, tested or sliced."""
+    """Tell whether an expression is a variable (or its `key`), filtered, tested or sliced."""
     if isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

@@ -55,7 +55,7 @@ class ChunkCache:
         return tokens
 
     def put(self, tenant: str, text: str, tokens: bytes) -> None:
-        """Keeps a chunk, unless it alone is too large."""
+        """Keep a chunk, unless it alone is too large."""
         size = _size(text, tokens)
         if size > self._max_bytes:
             return

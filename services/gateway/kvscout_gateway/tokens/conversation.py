@@ -92,7 +92,7 @@ def tools_shown(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def template_variables(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What else of a request its template sees, by name.
+    """Return what else of a request its template sees, by name.
 
     Raises:
         NotText: The request brings a template of its own, or variables that are none.

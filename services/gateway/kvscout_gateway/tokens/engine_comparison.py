@@ -40,7 +40,7 @@ class EngineComparison:
     def __init__(
         self, parity: ParityCheck, engine: EngineTokenize, headers: Callable[[], tuple[tuple[str, str], ...]]
     ) -> None:
-        """Compares.
+        """Compare.
 
         Args:
             parity: Counts.
@@ -55,7 +55,7 @@ class EngineComparison:
     def begin(
         self, model: tuple[str, str], tokens: PromptTokens, body: Callable[[], Mapping[str, Any]] | None = None
     ) -> Compared | None:
-        """What there will be to compare when a request was answered; None = nothing, no tokenizer here made its tokens.
+        """Return what to compare once a request was answered; None = nothing, no tokenizer here made its tokens.
 
         Args:
             model: Tenant and model.
@@ -73,7 +73,7 @@ class EngineComparison:
         return Compared(model, len(tokens), all_of_them, tokens.judge)
 
     def end(self, compared: Compared, endpoint: str, *, prompt_tokens: int | None) -> None:
-        """Compares. Returns at once.
+        """Compare. Returns at once.
 
         Args:
             compared: What.
@@ -90,7 +90,7 @@ class EngineComparison:
             self._running.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Ends a comparison that runs."""
+        """End a comparison that runs."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
@@ -111,5 +111,5 @@ class EngineComparison:
 
 
 def _ours(tokens: PromptTokens) -> bool:
-    """Whether they are a tokenizer's here, of all that the engine computes."""
+    """Tell whether they are a tokenizer's here, of all that the engine computes."""
     return tokens.source is Source.TOKENIZER and not tokens.further_tokens

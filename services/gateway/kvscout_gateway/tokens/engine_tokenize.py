@@ -50,7 +50,7 @@ class EngineTokenize:
         cache_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Asks engines.
+        """Ask engines.
 
         Args:
             http: To ask with.

@@ -45,12 +45,12 @@ class ParityCheck:
         self._warnings = RateLimitedLog(log, period_seconds=60.0)
 
     def due(self) -> bool:
-        """Whether this request is one of those that are compared token by token: the first, then one in `every`."""
+        """Tell whether this request is compared token by token: the first is, then one in `every`."""
         self._seen += 1
         return self._seen % self._every == 1 or self._every == 1
 
     def lengths(self, tenant: str, model: str, ours: int, theirs: int) -> None:
-        """Compares the number of a prompt's tokens with what the engine's usage tells."""
+        """Compare the number of a prompt's tokens with what the engine's usage tells."""
         if ours == theirs:
             self._counter.labels(Parity.LENGTH_MATCH).inc()
         else:
@@ -58,7 +58,7 @@ class ParityCheck:
             self._differs(tenant, model, f"{ours} tokens here, {theirs} in the engine")
 
     def tokens(self, tenant: str, model: str, ours: bytes, theirs: bytes) -> None:
-        """Compares a prompt's tokens, u32 each."""
+        """Compare a prompt's tokens, u32 each."""
         if ours == theirs:
             self._counter.labels(Parity.MATCH).inc()
             self.differing.pop((tenant, model), None)
@@ -68,7 +68,7 @@ class ParityCheck:
         self._differs(tenant, model, f"from token {same} of {len(ours) // 4} here, {len(theirs) // 4} in the engine")
 
     def warnings(self) -> list[Warned]:
-        """What an operator should know: whose tokens differed when they were last compared one by one."""
+        """Return what an operator should know: whose tokens differed when they were last compared one by one."""
         return [
             TenantWarning(
                 tenant,
@@ -85,7 +85,7 @@ class ParityCheck:
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:
-    """How many tokens two prompts begin with."""
+    """Return how many tokens two prompts begin with."""
     least, most = 0, min(len(one), len(other)) // 4
     while least < most:
         middle = (least + most + 1) // 2

@@ -66,7 +66,7 @@ class PromptTokenizer:
         *,
         found: FoundTokenizers | None = None,
     ) -> None:
-        """Finds tokens.
+        """Find tokens.
 
         Args:
             tokenizers: By model; that of `ANY_MODEL` is for all others.
@@ -199,14 +199,14 @@ def _given(token_ids: list[Any]) -> PromptTokens:
 
 
 def completion_body(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What /tokenize is asked for a completion request: the tokens of its first prompt."""
+    """Return what /tokenize is asked for a completion request: the tokens of its first prompt."""
     prompt, _ = _first(request.get("prompt"))
     special = request.get("add_special_tokens", True) is not False
     return {"model": request.get("model"), "prompt": prompt, "add_special_tokens": special}
 
 
 def chat_body(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What /tokenize is asked for a chat request.
+    """Return what /tokenize is asked for a chat request.
 
     Raises:
         NotText: The request is not only text.

@@ -67,7 +67,7 @@ class TextTokenizer:
     def __init__(
         self, tokenizer: LocalTokenizer, template: ChatTemplate | None, threads: Threads, *, cache_bytes: int
     ) -> None:
-        """Puts them together.
+        """Put them together.
 
         Args:
             tokenizer: Text → tokens.
@@ -83,7 +83,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, folder: Path, threads: Threads, *, cache_bytes: int, flag: str) -> TextTokenizer:
-        """Reads a model's folder: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
+        """Read a model's folder: `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`.
 
         Raises:
             ConfigError: Something of it is wrong, or the libraries are not installed; names the flag.

@@ -25,7 +25,7 @@ class Threads:
         self._waiting = 0
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the work returns. Cancelling it leaves the work to come to its end.
+        """Return what the work returns. Cancelling it leaves the work to come to its end.
 
         Raises:
             ResourceExhausted: Too much work waits.
@@ -43,7 +43,7 @@ class Threads:
         self._waiting -= 1
 
     def close(self) -> None:
-        """Drops what waits; what runs comes to its end."""
+        """Drop what waits; what runs comes to its end."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

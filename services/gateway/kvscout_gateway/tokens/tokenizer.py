@@ -29,7 +29,7 @@ class LocalTokenizer:
     """Text to token ids. Can be used from any thread; keeps nothing of what it is given."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Takes over a tokenizer.
+        """Take over a tokenizer.
 
         Args:
             tokenizer: Of the library `tokenizers`; its truncation and padding are turned off.
@@ -47,7 +47,7 @@ class LocalTokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, flag: str) -> LocalTokenizer:
-        """Reads `tokenizer.json` of a folder.
+        """Read `tokenizer.json` of a folder.
 
         Raises:
             ConfigError: It is not there or not a tokenizer, or the library is not installed; names the flag.

@@ -44,7 +44,7 @@ ONE_TOKEN: Final = Output(expected_tokens=1, max_tokens=1)
 
 
 def check_class(name: str) -> None:
-    """Checks the length of an output class.
+    """Check the length of an output class.
 
     Raises:
         InvalidArgument: It is too long.

@@ -49,7 +49,7 @@ class RequestBody(Protocol):
 
     @property
     def form(self) -> Form:
-        """What becomes of an answer that is a stream of events."""
+        """Return what becomes of an answer that is a stream of events."""
 
     @property
     def max_tokens(self) -> int | None:

@@ -49,7 +49,7 @@ class Dashboard:
         span_seconds: float = SPAN_SECONDS,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Shows nothing yet.
+        """Show nothing yet.
 
         Args:
             gateway: The one that is asked first.
@@ -70,7 +70,7 @@ class Dashboard:
         gateway.on_drain.append(self.viewers.close)
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What runs beside the server, by name."""
+        """Return what runs beside the server, by name."""
         return {"dashboard history": self._sample, "dashboard": self._show}
 
     async def _sample(self) -> None:

@@ -30,7 +30,7 @@ _DEAR: Final = float("inf")
 
 
 def state(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.WatchDecisionsResponse]) -> Any:
-    """What is known now.
+    """Return what is known now.
 
     Args:
         now: What is known.
@@ -70,7 +70,7 @@ def state(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.
 
 
 def findings(found: Sequence[Finding]) -> Any:
-    """What doctor says."""
+    """Return what doctor says."""
     return [
         {
             "id": one.id,

@@ -25,13 +25,13 @@ class DashboardFront:
         self._dashboard = dashboard
 
     async def show(self, call: HttpCall) -> None:
-        """Answers with the page."""
+        """Answer with the page."""
         if call.method != "GET":
             raise WrongMethod(["GET"])
         await call.respond(200, *page())
 
     async def watch(self, call: HttpCall, caller: Caller) -> None:
-        """Tells the page what there is, until it is closed.
+        """Tell the page what there is, until it is closed.
 
         Args:
             call: The page's.

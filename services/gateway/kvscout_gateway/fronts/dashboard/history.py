@@ -47,7 +47,7 @@ class History:
 
 
 def point(before: Totals, after: Totals) -> dict[str, Any]:
-    """What the page shows of one span; None where nothing was counted."""
+    """Return what the page shows of one span; None where nothing was counted."""
     seconds = max(1e-3, after.at - before.at)
     prompt = after.prompt_tokens - before.prompt_tokens
     ttft = [new - old for new, old in zip(after.ttft, before.ttft, strict=True)]

@@ -51,7 +51,7 @@ class Viewers:
         self._tell()
 
     def forget(self) -> None:
-        """What was published is no longer so."""
+        """Withdraw what was published."""
         self._events.clear()
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Viewers:
         self._tell()
 
     async def serve(self, call: HttpCall) -> None:
-        """Sends one viewer what there is and what comes, until it leaves or all are let go.
+        """Send one viewer what there is and what comes, until it leaves or all are let go.
 
         Raises:
             ResourceExhausted: There are too many.

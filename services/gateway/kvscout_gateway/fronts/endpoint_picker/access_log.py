@@ -26,7 +26,7 @@ class Ender(Protocol):
     """Knows the picks that were left."""
 
     def end(self, over: Over) -> None:
-        """Ends a pick, if it is one of those that the caller may end and that nobody else tells the end of."""
+        """End a pick, if it is one of those that the caller may end and that nobody else tells the end of."""
         ...
 
 
@@ -41,7 +41,7 @@ class AccessLog:
         self._ender = ender
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the rpc, under Envoy's own name."""
+        """Register the rpc, under Envoy's own name."""
         behaviour: Any = self.stream  # grpcio's stubs want the synchronous one
         handler = grpc.stream_unary_rpc_method_handler(
             behaviour, pb.StreamAccessLogsMessage.FromString, pb.StreamAccessLogsResponse.SerializeToString
@@ -53,7 +53,7 @@ class AccessLog:
     async def stream(
         self, messages: AsyncIterator[pb.StreamAccessLogsMessage], context: object
     ) -> pb.StreamAccessLogsResponse:
-        """Reads a log to its end."""
+        """Read a log to its end."""
         async for message in messages:
             for over in overs(message):
                 self._ender.end(over)

@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
 
 def require_path(headers: Mapping[str, str], paths: ClientPaths) -> None:
-    """Refuses a request for a path of engines that is not a client's: its proxy would send it there.
+    """Refuse a request for a path of engines that is not a client's: its proxy would send it there.
 
     Args:
         headers: Of the request, by their lower-case names. A proxy may show no path: it is not judged then.
@@ -63,7 +63,7 @@ def require_path(headers: Mapping[str, str], paths: ClientPaths) -> None:
 async def asked_of(
     headers: Mapping[str, str], body: bytes, subset: tuple[str, ...] | None, *, max_priority: int | None = None
 ) -> Asked:
-    """Reads a request.
+    """Read a request.
 
     Args:
         headers: By their lower-case names.

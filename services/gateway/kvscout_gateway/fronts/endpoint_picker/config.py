@@ -60,7 +60,7 @@ class EndpointPickerConfig:
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> EndpointPickerConfig | None:
-        """Takes the values of `endpoint_picker_flags`; None = it is off."""
+        """Take the values of `endpoint_picker_flags`; None = it is off."""
         if values["endpoint_picker_port"] is None:
             return None
         return cls(

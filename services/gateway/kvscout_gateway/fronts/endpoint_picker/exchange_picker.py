@@ -95,7 +95,7 @@ class ExchangePicker:
         *,
         draw: random.Random,
     ) -> None:
-        """Picks endpoints.
+        """Pick endpoints.
 
         Args:
             gateway: Places the requests.
@@ -116,7 +116,7 @@ class ExchangePicker:
 
     @property
     def lease_seconds(self) -> float:
-        """How long one of those lasts."""
+        """Return how long one of those lasts."""
         return self._config.lease_seconds
 
     async def pick(self, asked: Asked, *, without_upstreams: bool = False) -> ExchangePick:
@@ -169,12 +169,12 @@ class ExchangePicker:
             )
 
     def compare(self, compared: Compared, attempt: Attempt, prompt_tokens: object) -> None:
-        """Compares the number of a prompt's tokens with what its engine says it is."""
+        """Compare the number of a prompt's tokens with what its engine says it is."""
         told = prompt_tokens if isinstance(prompt_tokens, int) else None
         self._gateway.tokens.comparison.end(compared, attempt.placement.endpoint, prompt_tokens=told)
 
     def prefill_seconds(self, attempt: Attempt) -> float:
-        """How long a prompt is taken to be computed that nobody shows the end of."""
+        """Return how long a prompt is taken to be computed that nobody shows the end of."""
         return attempt.placement.uncached_tokens / self._gateway.config.timeouts.prefill_tokens_per_second
 
     def worker_at(self, request: Request, address: str) -> str:
@@ -208,7 +208,7 @@ class ExchangePicker:
             pick.aborted()
 
     def forget(self) -> None:
-        """Ends all that nobody will tell the end of: this gateway is leaving."""
+        """End all that nobody will tell the end of: this gateway is leaving."""
         for pick in list(self._left.values()):
             pick.over()
 
@@ -358,7 +358,7 @@ class ExchangePick:
         self._picker.keep(self)
 
     def over(self, error: BaseException | None = None) -> None:
-        """Lets go of what is held; again, nothing."""
+        """Let go of what is held; again, nothing."""
         held, self._held = self._held, None
         if held is None:
             return
@@ -374,7 +374,7 @@ class ExchangePick:
         self._moving.cancel()
 
     async def _move(self, exchange: Exchange, attempt: Attempt, served: str) -> None:
-        """Books the request where it runs, instead of where it was meant to."""
+        """Book the request where it runs, instead of where it was meant to."""
         attempt.free()
         worker_id = self._picker.worker_at(exchange.request, served)
         if not worker_id:

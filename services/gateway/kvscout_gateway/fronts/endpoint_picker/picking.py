@@ -55,7 +55,7 @@ class Picker(Protocol):
     """Picks endpoints."""
 
     async def pick(self, asked: Asked, *, without_upstreams: bool = False) -> Pick:
-        """Picks for one request. Cancelled, it has booked nothing.
+        """Pick for one request. Cancelled, it has booked nothing.
 
         Args:
             asked: The request.

@@ -78,14 +78,14 @@ class ExternalProcessor:
         """Of bodies that wait for their picks."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the rpc, under Envoy's own name."""
+        """Register the rpc, under Envoy's own name."""
         behaviour: Any = self.process  # grpcio's stubs want the synchronous one
         handlers: Any = {"Process": grpc.stream_stream_rpc_method_handler(behaviour)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(wire.SERVICE, handlers),))
         server.add_registered_method_handlers(wire.SERVICE, handlers)
 
     async def process(self, requests: object, context: Any) -> None:
-        """Follows one request.
+        """Follow one request.
 
         Raises:
             InvalidArgument: The proxy sends what is none of the protocol's messages, or not in its order.
@@ -158,7 +158,7 @@ class ExternalProcessor:
                 return await self._picker.pick(asked, without_upstreams=True)
 
     def _hold(self, call: _Call, held_bytes: int) -> bool:
-        """Notes what a call holds of its request's body; False if that is too much of all."""
+        """Note what a call holds of its request's body; False if that is too much of all."""
         self.held_bytes += held_bytes - call.held_bytes
         call.held_bytes = held_bytes
         return self.held_bytes <= self._limits.held_bytes
@@ -179,7 +179,7 @@ class _Call:
         self.is_over = False
 
     def hear(self, event: Event) -> None:
-        """Passes on what happened to the request."""
+        """Pass on what happened to the request."""
         pick = self.pick
         assert pick is not None
         match event:

@@ -83,7 +83,7 @@ class Answering:
 
     @property
     def ok(self) -> bool:
-        """Whether it runs the request."""
+        """Tell whether it runs the request."""
         return 200 <= self.status < 300
 
 
@@ -190,7 +190,7 @@ class RequestStream:
         return self._response_mode == pb.BODY_MODE_FULL_DUPLEX_STREAMED
 
     def receive(self, message: bytes) -> Step:
-        """Takes a message of the proxy.
+        """Take a message of the proxy.
 
         Raises:
             InvalidArgument: It is none, or comes at the wrong time.
@@ -240,7 +240,7 @@ class RequestStream:
         return wire.ANSWER_RESPONSE_CHUNK
 
     def picked(self, headers: Mapping[str, str], body: bytes | None = None) -> Step:
-        """Lets the request go where it was picked to go.
+        """Let the request go where it was picked to go.
 
         Args:
             headers: To set, `wire.DESTINATION` among them.
@@ -267,7 +267,7 @@ class RequestStream:
         return Step(tuple(answers), close=self._follow is Follow.LEAVE)
 
     def refused(self, answer: bytes) -> Step:
-        """Answers the client in the engine's place.
+        """Answer the client in the engine's place.
 
         Args:
             answer: Of `wire.refusal_answer`.
@@ -311,7 +311,7 @@ class RequestStream:
         return Step((wire.headers_answer(self._override()),))
 
     def _override(self) -> pb.ProcessingMode | None:
-        """What to ask of a proxy that would pass on no bodies. (In FULL_DUPLEX_STREAMED it ignores that.)"""
+        """Return what to ask of a proxy that would pass on no bodies. (In FULL_DUPLEX_STREAMED it ignores that.)"""
         if self._follow is not Follow.PIECES or self._response_mode != pb.BODY_MODE_NONE:
             return None
         mode = pb.ProcessingMode(response_body_mode=pb.BODY_MODE_STREAMED)

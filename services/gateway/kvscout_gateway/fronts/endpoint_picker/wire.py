@@ -96,7 +96,7 @@ def _chunk_of(fields: bytes) -> Chunk | None:
 
 
 def duplex_response_answer(fields: bytes) -> bytes:
-    """Sends a chunk of a response's body on to the client.
+    """Send a chunk of a response's body on to the client.
 
     Args:
         fields: Serialised HttpBody or StreamedBodyResponse.
@@ -105,7 +105,7 @@ def duplex_response_answer(fields: bytes) -> bytes:
 
 
 def duplex_request_answers(body: bytes, *, end: bool) -> Iterator[bytes]:
-    """Sends a request's body on to the engine, in chunks.
+    """Send a request's body on to the engine, in chunks.
 
     Args:
         body: Whole.
@@ -115,7 +115,7 @@ def duplex_request_answers(body: bytes, *, end: bool) -> Iterator[bytes]:
 
 
 def duplex_response_answers(body: bytes, *, end: bool) -> Iterator[bytes]:
-    """Sends a long chunk of a response's body on to the client, in shorter ones."""
+    """Send a long chunk of a response's body on to the client, in shorter ones."""
     yield from _duplex_answers(_ANSWER_RESPONSE_BODY, body, end=end)
 
 
@@ -138,7 +138,7 @@ def _duplex_answer(tag: int, fields: bytes) -> bytes:
 
 
 def headers_answer(override: pb.ProcessingMode | None = None) -> bytes:
-    """Lets a request's headers pass, the pick comes with its body.
+    """Let a request's headers pass, the pick comes with its body.
 
     Args:
         override: How the rest is to be passed on; None = as configured.
@@ -154,7 +154,7 @@ def pick_answer(
     body: bytes | None = None,
     override: pb.ProcessingMode | None = None,
 ) -> bytes:
-    """Tells where a request goes.
+    """Tell where a request goes.
 
     Args:
         headers: To set, `DESTINATION` among them; those of `RESERVED_HEADERS` that are not named are removed.
@@ -184,25 +184,25 @@ def pick_answer(
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether a header is not a client's to set: those of the proxy's own, by which it chooses the route, stay."""
+    """Tell whether a header is not a client's to set: those of the proxy's own, by which it chooses the route, stay."""
     return is_reserved_header(name) and not name.startswith(PROXY_HEADERS)
 
 
 def changed_piece_answers(body: bytes, chunks: int) -> list[bytes]:
-    """Answers the chunks of a request's body, in mode STREAMED, with another one: all of it in place of the first."""
+    """Answer the chunks of a request's body, in mode STREAMED, with another one: all of it in place of the first."""
     bodies = [pb.BodyMutation(body=body), *(pb.BodyMutation(clear_body=True) for _ in range(chunks - 1))]
     responses = (pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation)) for mutation in bodies[:chunks])
     return [pb.ProcessingResponse(request_body=response).SerializeToString() for response in responses]
 
 
 def response_headers_answer(headers: Mapping[str, str]) -> bytes:
-    """Lets a response's headers pass, with further ones set."""
+    """Let a response's headers pass, with further ones set."""
     common = pb.CommonResponse(header_mutation=pb.HeaderMutation(set_headers=_set(headers)))
     return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common)).SerializeToString()
 
 
 def refusal_answer(status: int, body: bytes, *, headers: Mapping[str, str], details: str) -> bytes:
-    """Answers the client in the engine's place.
+    """Answer the client in the engine's place.
 
     Args:
         status: HTTP status.

@@ -23,7 +23,7 @@ async def generate(
     context: Any,
     identity: Identity,
 ) -> None:
-    """Answers one call: bytes are written to its context, no chunk of output becomes an object on its way."""
+    """Answer one call: bytes are written to its context, no chunk of output becomes an object on its way."""
     request = translate.generate_request(message, max_prompt_tokens, max_priority=identity.max_priority)
     # A prompt is long, and an answer may take minutes.
     del message

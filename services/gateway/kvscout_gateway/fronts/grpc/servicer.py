@@ -34,7 +34,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self._gateway = gateway
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the service to a server."""
+        """Add the service to a server."""
         gateway_pb2_grpc.add_GatewayServicer_to_server(self, server)
         handler: Any = grpc.unary_stream_rpc_method_handler(
             self.Generate, request_deserializer=gateway_pb2.GenerateRequest.FromString

@@ -70,7 +70,7 @@ def _mm_items(items: Iterable[types_pb2.MultimodalItem]) -> tuple[MmItem, ...]:
 def route_request(
     request: gateway_pb2.RouteRequest, max_prompt_tokens: int, *, max_priority: int | None = None
 ) -> Request:
-    """What a RouteRequest asks for.
+    """Return what a RouteRequest asks for.
 
     Args:
         request: The client's.
@@ -190,7 +190,7 @@ def generate_request(
 
 
 def _output(stop: gateway_pb2.StopConditions) -> Output:
-    """What they tell of an output: it is as long as it may be only where nothing else can end it."""
+    """Return what they tell of an output: it is as long as it may be only where nothing else can end it."""
     reaches_it = stop.ignore_eos or 0 < stop.max_tokens <= stop.min_tokens
     ends_before = stop.stop or stop.stop_token_ids
     return Output(stop.max_tokens if reaches_it and not ends_before else 0, stop.max_tokens, GENERATE)
@@ -279,7 +279,7 @@ def _as_written(value: float) -> float:
 
 
 def loads_request(request: gateway_pb2.GatewayGetPotentialLoadsRequest, max_prompt_tokens: int) -> Request:
-    """What a GatewayGetPotentialLoadsRequest asks about.
+    """Return what a GatewayGetPotentialLoadsRequest asks about.
 
     Raises:
         InvalidArgument: If the role is unknown or the prompt too long.

@@ -41,7 +41,7 @@ class ClientJson:
     """The engine knows when it is done: it reads the same body."""
 
     def __init__(self, call: HttpCall, body: JsonBody, *, with_key: bool, max_priority: int | None) -> None:
-        """Takes what a client sent.
+        """Take what a client sent.
 
         Args:
             call: The client's.
@@ -123,7 +123,7 @@ class Client:
             await self._call.end()
 
     async def fail(self, error: Exception) -> None:
-        """Tells the client that there will be no (further) answer."""
+        """Tell the client that there will be no (further) answer."""
         refusal = refusal_of(error, request_id=self.request_id, in_full=self._in_full)
         if self._answered:
             return
@@ -156,7 +156,7 @@ class Generation:
         *,
         passes_keys: Callable[[], bool],
     ) -> None:
-        """Runs requests.
+        """Run requests.
 
         Args:
             gateway: Where.

@@ -30,7 +30,7 @@ class Passthrough:
     """Passes requests on."""
 
     def __init__(self, gateway: Gateway, *, passes_keys: Callable[[], bool]) -> None:
-        """Passes requests on.
+        """Pass requests on.
 
         Args:
             gateway: Whose workers.
@@ -70,7 +70,7 @@ class Passthrough:
                     raise error.error() from error
 
     def _workers(self, tenant: str, model: str) -> Sequence[WorkerSpec]:
-        """Who may be asked, in an order that spreads requests; who fails what others run comes last."""
+        """Return who may be asked, in an order that spreads requests; who fails what others run comes last."""
         view = self._gateway.catalog.tenant(tenant)
         specs = view.serving(view.resolve(model, "").model).specs if model else tuple(view.specs.values())
         if not specs:

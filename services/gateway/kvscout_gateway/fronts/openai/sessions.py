@@ -24,7 +24,7 @@ class Affinity:
     """Where the name of a session stands in a request."""
 
     def __init__(self, source: str) -> None:
-        """Takes a flag.
+        """Take a flag.
 
         Args:
             source: "user", the field of the body; "header:NAME"; "" = sessions are nothing here.

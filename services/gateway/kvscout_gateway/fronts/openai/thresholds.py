@@ -41,7 +41,7 @@ class Thresholds:
 
 
 def change_of(body: JsonBody, tenant: str) -> types_pb2.SetBusyThresholdsRequest | types_pb2.GetBusyThresholdsRequest:
-    """What a POST asks for: without a threshold in it, only to read.
+    """Return what a POST asks for: without a threshold in it, only to read.
 
     Raises:
         InvalidArgument: A field is missing, or of the wrong type; the schedulers judge its range.

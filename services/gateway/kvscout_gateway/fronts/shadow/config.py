@@ -26,7 +26,7 @@ class ShadowConfig:
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> ShadowConfig | None:
-        """Takes the values of `shadow_flags`; None = off.
+        """Take the values of `shadow_flags`; None = off.
 
         Raises:
             ConfigError: The URL is none of a balancer, or the header has no name.

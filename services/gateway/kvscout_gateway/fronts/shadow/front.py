@@ -50,7 +50,7 @@ class ShadowFront:
     """Answers what the balancer is to answer."""
 
     def __init__(self, gateway: Gateway, config: ShadowConfig, *, passes_keys: Callable[[], bool]) -> None:
-        """Passes requests on.
+        """Pass requests on.
 
         Args:
             gateway: Scores them.
@@ -144,7 +144,7 @@ class _Passing:
         """What went wrong after that."""
 
     async def run(self, request: HttpRequest) -> None:
-        """Passes it on, and its answer back.
+        """Pass it on, and its answer back.
 
         Raises:
             Unavailable: There is no answer.
@@ -250,7 +250,7 @@ class _Passing:
 
 
 async def _generation(call: HttpCall, tenant: str, body: bytes, charge: Charge) -> Asked | None:
-    """What is to be scored; None = nothing of this is: it is passed on all the same."""
+    """Return what is to be scored; None = nothing of this is: it is passed on all the same."""
     if call.method != "POST" or call.path not in (COMPLETIONS, CHAT):
         return None
     try:

@@ -63,7 +63,7 @@ class Scores:
         return score
 
     async def settle(self) -> None:
-        """Waits until what is over is counted."""
+        """Wait until what is over is counted."""
         if self._tasks:
             await asyncio.wait(list(self._tasks))
 
