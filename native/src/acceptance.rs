@@ -7,7 +7,7 @@ use std::borrow::Cow;
 
 use crate::events::{Batch, Stored};
 use crate::hashing::{BlockHasher, MmSpan, mm_hash, token_bytes};
-use crate::index::Ignored;
+use crate::index::types::Ignored;
 
 /// What was registered of a worker that decides it.
 #[derive(Debug, Clone, Copy)]

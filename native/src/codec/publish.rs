@@ -4,7 +4,7 @@ use super::encode::{tier_to_wire, write_header};
 use super::{FULL_ATTENTION, Identity, OTHER_ATTENTION};
 use crate::acceptance::Rules;
 use crate::events::{Batch, Event, Removed, Stored};
-use crate::index::Ignored;
+use crate::index::types::Ignored;
 use crate::protobuf::Writer;
 
 /// One message of events. A reader's index does with it what it would have done with the engine's own bytes.

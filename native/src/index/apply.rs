@@ -1,13 +1,13 @@
 //! Judges events, in the order of `Ignored`, and stores what is left of them.
 
+use super::directory::{Handle, WorkerName};
+use super::state::{Index, State};
 use super::store::{Refused, Target};
-use super::window::{self, WindowGroups};
-use super::{Handle, Index, SLICE, State, WorkerName};
+use super::types::{GROUP_LIMIT, Ignored, SLICE};
+use super::window::WindowGroups;
+use super::window::settle::remove_window_blocks;
 use crate::acceptance::Rules;
 use crate::events::{Batch, Event, Removed, Stored};
-
-/// Cache groups known for each worker rank.
-pub(super) const GROUP_LIMIT: usize = 64;
 
 /// Blocks of one batch.
 const BATCH_LIMIT: usize = 1 << 20;
@@ -15,36 +15,6 @@ const BATCH_LIMIT: usize = 1 << 20;
 /// Blocks of dropped content that each batch frees, beside as many as its events have: drains faster than events
 /// can fill.
 const DRAINED_BY_APPLY: usize = 512;
-
-/// Why something an engine said was not indexed; as in `kvscout_blocks.index.block_index.Ignored`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ignored {
-    Incompatible,
-    SkippedGroup,
-    UnknownMoved,
-    BadLength,
-    BlockSize,
-    EagleMismatch,
-    UnnamedLora,
-    HashConflict,
-    OrphanLimit,
-    TwinLimit,
-    IndexFull,
-    WindowLimit,
-    BatchLimit,
-    UnknownRemoved,
-}
-
-impl Ignored {
-    /// Whether a limit of the index kept out what the worker said: it may have more than is found.
-    fn is_limit(self) -> bool {
-        use Ignored::{BatchLimit, IndexFull, OrphanLimit, TwinLimit, WindowLimit};
-        matches!(self, OrphanLimit | TwinLimit | IndexFull | WindowLimit | BatchLimit)
-    }
-}
-
-/// Number of reasons.
-pub const IGNORED: usize = 14;
 
 /// What became of one batch.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -183,7 +153,7 @@ impl Index {
         let slot = state.ranks[worker].slot;
         let unknown = if !state.ledger.worker(slot).groups.contains(&(event.group, false)) {
             state.ledger.remove(slot, batch.hashes(event.engine_hashes), event.group, event.tier)
-        } else if let Some(unknown) = window::removed(&mut state.ledger, slot, batch, event) {
+        } else if let Some(unknown) = remove_window_blocks(&mut state.ledger, slot, batch, event) {
             unknown
         } else {
             self.count(state, worker, Ignored::SkippedGroup, 1);

@@ -2,7 +2,7 @@
 
 use super::copies::{Binding, Counts, Odd, level_of};
 use super::ledger::Ledger;
-use super::worker::{NO_SEAT, NodeId, PREDICTED, PresenceId, TIERS, TWIN_LIMIT};
+use super::types::{NO_SEAT, NodeId, PREDICTED, PresenceId, TIERS, TWIN_LIMIT};
 
 impl Ledger {
     /// Binds an engine hash that is not bound to a block.

@@ -5,57 +5,19 @@
 //!              └ hole [x y]       used in round 7         y x go before them, and orphans before those
 //! ```
 
-use std::cmp::Reverse;
-use std::collections::BTreeMap;
-
 use hashbrown::HashSet;
 
 use super::copies::{Copies, Counts, device_copies};
 use super::ghosts::Above;
 use super::ledger::{Ledger, ROOT, Tip};
 use super::nodes::{index_of, shard_of};
-use super::worker::{NodeId, PresenceId, TIERS, Worker};
-use super::{Index, SLICE, State};
+use super::state::{Index, State};
+use super::types::{NodeId, PresenceId, SLICE, TIERS};
+use super::worker::Worker;
+use std::cmp::Reverse;
 
 /// Rounds of the clock in which as many blocks are stored as may be.
 const ROUNDS: usize = 64;
-
-/// From where the bound takes blocks of a worker.
-#[derive(Debug, Default)]
-pub struct Idle {
-    /// Presences of which a rooted block may go because none below it is rooted, by a round in which they were used
-    /// or an earlier one, and others.
-    rooted: BTreeMap<u32, Vec<PresenceId>>,
-    /// All in `rooted`, those that are gone included.
-    queued: usize,
-    /// Presences that hold blocks that are not rooted.
-    unmatchable: HashSet<PresenceId>,
-}
-
-impl Idle {
-    fn push(&mut self, presence: PresenceId, round: u32) {
-        self.queued += 1;
-        self.rooted.entry(round).or_default().push(presence);
-    }
-
-    /// Takes one out that was used longest ago, and the round by which it is queued.
-    fn pop(&mut self) -> Option<(u32, PresenceId)> {
-        loop {
-            let mut oldest = self.rooted.first_entry()?;
-            let round = *oldest.key();
-            if let Some(presence) = oldest.get_mut().pop() {
-                self.queued -= 1;
-                return Some((round, presence));
-            }
-            oldest.remove();
-        }
-    }
-
-    pub fn bytes(&self) -> usize {
-        let rooted: usize = self.rooted.values().map(|some| some.capacity() * size_of::<PresenceId>()).sum();
-        rooted + self.unmatchable.allocation_size()
-    }
-}
 
 impl Index {
     /// Drops what is above the bound, after so many entries or ghosts may have been added.

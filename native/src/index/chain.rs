@@ -1,13 +1,12 @@
 //! The way of a chain through the nodes: along their runs, which grow, are cut in two and made.
 
-use std::hint::black_box;
-
 use super::ledger::{Ledger, Tip};
 use super::nodes::{NodeEntry, Refs, index_of, node_id, shard_of};
 use super::run::Run;
-use super::trie::{self, Node, Trie};
-use super::waiting;
-use super::worker::{NodeId, PresenceId};
+use super::trie::{Node, Trie};
+use super::types::{NodeId, PresenceId};
+use super::{trie, waiting};
+use std::hint::black_box;
 
 /// Runs shorter than this grow, whatever has to be copied for it.
 const GROWING: u32 = 256;

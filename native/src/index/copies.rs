@@ -1,8 +1,7 @@
 //! How often an engine has a block: counts of copies by group and tier, and whom they are bound to.
 
+use super::types::TIERS;
 use smallvec::SmallVec;
-
-use super::worker::TIERS;
 
 /// A count of copies stays here.
 pub const MAX_COPIES: u32 = u32::MAX;
@@ -67,3 +66,14 @@ pub struct Binding {
 
 /// Bindings of an odd block, at least one; the first is the one in `Presence::own`.
 pub type Odd = Vec<Binding>;
+
+/// The counts of a plain block on some tiers.
+pub fn plain_counts(full_groups: &[u32], on_tier: impl Fn(usize) -> bool) -> Counts {
+    let mut counts = Counts::new();
+    for &group in full_groups {
+        for tier in (0..TIERS).filter(|&tier| on_tier(tier)) {
+            counts.push(Copies { group, tier: tier as u8, number: 1 });
+        }
+    }
+    counts
+}

@@ -2,7 +2,7 @@
 
 use hashbrown::HashSet;
 
-use super::worker::PresenceId;
+use super::types::PresenceId;
 use crate::table::mix;
 
 /// Hashes that `demote` left; in parts, so that none grows for long, and not all of them at the same time.

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use hashbrown::{Equivalent, HashMap, HashSet};
 
 use super::trie::Match;
+use super::types::{LEVELS, NO_SEAT, PREDICTED};
 use super::window::View;
-use super::worker::{LEVELS, NO_SEAT, PREDICTED};
 use crate::slab::Slab;
 
 /// A data-parallel rank of a worker.

@@ -2,12 +2,11 @@
 
 use std::fmt;
 
-use hashbrown::HashSet;
-
-use super::apply::GROUP_LIMIT;
 use super::copies::Counts;
 use super::orphans::ORPHAN_LIMIT;
+use super::types::GROUP_LIMIT;
 use super::window::{DumpedWindowBlock, WindowGroup};
+use hashbrown::HashSet;
 
 /// One block of a dump: an engine hash bound to a prefix, or a hole above one.
 #[derive(Debug, Clone, PartialEq, Eq)]

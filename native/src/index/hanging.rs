@@ -8,7 +8,8 @@
 use super::ledger::Ledger;
 use super::nodes::{index_of, shard_of};
 use super::presence::Presence;
-use super::worker::{MAX_PRESENCES, NO_SEAT, NodeId, PresenceId, TIERS};
+use super::types::{NO_SEAT, NodeId, PresenceId, TIERS};
+use super::worker::MAX_PRESENCES;
 
 impl Ledger {
     /// The worker's presence in a node, made if need be.

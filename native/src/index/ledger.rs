@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use hashbrown::HashMap;
 
-use super::SLICE;
 use super::nodes::{Nodes, index_of, shard_of};
 use super::presence::Presence;
 use super::trie::Trie;
+use super::types::{NodeId, PresenceId, SLICE, TIERS};
 use super::waiting;
-use super::worker::{NodeId, PresenceId, TIERS, Worker};
+use super::worker::Worker;
 use crate::slab::Slab;
 
 /// Where a chain goes on: below a block, or at the root.

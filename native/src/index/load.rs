@@ -1,14 +1,15 @@
 //! A dump becomes a worker rank's content: built aside in slices, then in place of the old content at once.
 
-use std::ops::Range;
-
 use super::copies::device_copies;
+use super::directory::{WorkerName, WorkerRank};
 use super::dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump, check};
 use super::ledger::{Ledger, ROOT, Tip};
+use super::state::{Index, State};
 use super::store::Target;
+use super::types::{SLICE, TIERS};
 use super::waiting;
 use super::window::WindowGroups;
-use super::{Index, SLICE, State, TIERS, WorkerName, WorkerRank};
+use std::ops::Range;
 
 /// A load under way. Its content is in a slot that no query sees until `commit`.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use super::orphans::ORPHAN_LIMIT;
 use super::run::Run;
 use super::trie::{NodeIndex, SHARDS};
-use super::worker::{NodeId, PresenceId};
+use super::types::{NodeId, PresenceId};
 use crate::slab::Slab;
 use smallvec::SmallVec;
 

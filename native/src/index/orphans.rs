@@ -1,8 +1,7 @@
 //! Blocks that wait for a parent which their worker never had.
 
-use hashbrown::HashMap;
-
 use super::copies::Counts;
+use hashbrown::HashMap;
 
 /// Orphans kept for each worker rank.
 pub const ORPHAN_LIMIT: usize = 65_536;

@@ -1,10 +1,9 @@
 //! One worker's part of one node: which of its blocks are bound, on which tiers, and predicted.
 
-use smallvec::SmallVec;
-
 use super::extent::Extent;
 use super::run::Run;
-use super::worker::{LEVELS, NodeId, PREDICTED, PresenceId, TIERS};
+use super::types::{LEVELS, NodeId, PREDICTED, PresenceId, TIERS};
+use smallvec::SmallVec;
 
 /// What few presences need.
 #[derive(Debug, Default)]

@@ -2,14 +2,13 @@
 
 use std::ops::RangeInclusive;
 
-use hashbrown::HashMap;
-use smallvec::SmallVec;
-
 use super::copies::{device_copies, drop_copy};
 use super::ghosts::{Above, Ghost};
 use super::ledger::Ledger;
 use super::nodes::{index_of, shard_of};
-use super::worker::{BATCH, PresenceId, TIERS};
+use super::types::{BATCH, PresenceId, TIERS};
+use hashbrown::HashMap;
+use smallvec::SmallVec;
 
 impl Ledger {
     /// Drops one copy of each engine hash; returns how many had none like it.

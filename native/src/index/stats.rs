@@ -2,14 +2,17 @@
 
 use std::sync::atomic::Ordering;
 
-use hashbrown::{HashMap, HashSet};
-
-use super::apply::IGNORED;
 use super::copies::{device_copies, level_of};
+use super::directory::{Handle, WorkerName};
+use super::ghosts::GHOST_LIMIT;
 use super::nodes::{Refs, index_of, shard_of};
+use super::orphans::ORPHAN_LIMIT;
+use super::state::{Index, State};
 use super::trie::MAX_RUN;
-use super::worker::{LEVELS, NO_SEAT, NodeId, PREDICTED, TIERS, Worker};
-use super::{GHOST_LIMIT, Handle, Index, ORPHAN_LIMIT, State, WorkerName, waiting};
+use super::types::{IGNORED, LEVELS, NO_SEAT, NodeId, PREDICTED, TIERS};
+use super::waiting;
+use super::worker::Worker;
+use hashbrown::{HashMap, HashSet};
 
 /// State of one worker rank; as in `kvscout_blocks.index.block_index.WorkerStats`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -1,14 +1,13 @@
 //! What events bring to one worker: chains of blocks, copies by name, and orphans until their parent comes.
 
-use std::hint::black_box;
-
 use super::copies::{Counts, add_copy, device_copies};
 use super::ghosts::{Above, Ghost};
 use super::ledger::{Ledger, ROOT, Tip};
 use super::nodes::shard_of;
 use super::orphans::ORPHAN_LIMIT;
 use super::trie::Trie;
-use super::worker::{BATCH, NodeId, PresenceId};
+use super::types::{BATCH, NodeId, PresenceId};
+use std::hint::black_box;
 
 /// Where copies go: a group, a tier, and whether every count stays at 1.
 #[derive(Debug, Clone, Copy)]

@@ -18,43 +18,20 @@ use hashbrown::HashMap;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
-use super::bound::Idle;
-use super::copies::{Binding, Counts, Odd};
-use super::cut::{Cut, plain_counts};
+use super::copies::{Binding, Counts, Odd, plain_counts};
+use super::cut::Cut;
 use super::demoted::{Demoted, Demotion};
 use super::ghosts::{Above, Ghost, Ghosts};
+use super::idle::Idle;
 use super::orphans::Orphans;
 use super::presence::Presence;
-use super::reach::Unrooted;
 use super::trie::MAX_RUN;
+use super::types::{BATCH, LEVELS, NO_SEAT, NodeId, PREDICTED, PresenceId, TIERS};
+use super::unrooted::Unrooted;
 use super::window::WindowGroups;
 use crate::events::Stored;
 use crate::slab::Slab;
 use crate::table::{Slot, Table, mix};
-
-/// Tiers: device, host, disk, external.
-pub const TIERS: usize = 4;
-
-/// Levels of an answer: the tiers, cumulative, and predicted.
-pub const LEVELS: usize = 5;
-
-/// The level of predictions: on the device, or predicted.
-pub const PREDICTED: usize = 4;
-
-/// A level on which the worker never had anything, so that it has no seat.
-pub const NO_SEAT: u32 = u32::MAX;
-
-/// Engine hashes by which a worker knows one block at most.
-pub const TWIN_LIMIT: usize = 16;
-
-/// Node number over all shards; 0 is none.
-pub type NodeId = u32;
-
-/// Number of a presence of one worker; 0 is none.
-pub type PresenceId = u32;
-
-/// Engine hashes looked up at once, so that their cache misses overlap.
-pub const BATCH: usize = 16;
 
 /// Bits of a table's payload: the depth modulo `MAX_RUN` and the presence.
 const DEPTH_BITS: u32 = MAX_RUN.ilog2();
@@ -63,9 +40,6 @@ const PAYLOAD_BITS: u32 = DEPTH_BITS + PRESENCE_BITS;
 
 /// Presences of one worker: above 10 GB of them.
 pub const MAX_PRESENCES: PresenceId = (1 << PRESENCE_BITS) - 1;
-
-/// Slots, since a block counts in 16 bits how many need it.
-pub const MAX_SLOTS: usize = u16::MAX as usize;
 
 /// Odd blocks by presence and depth.
 type OddBlocks = HashMap<(PresenceId, u32), Odd>;

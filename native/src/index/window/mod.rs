@@ -13,8 +13,9 @@
 //! content of each of its blocks.
 
 mod parts;
+pub mod query;
 mod serve;
-mod settle;
+pub mod settle;
 
 use std::sync::Arc;
 
@@ -22,12 +23,11 @@ use hashbrown::HashMap;
 use parking_lot::RwLock;
 use smallvec::{SmallVec, smallvec};
 
-use super::copies::{Copies, Counts, add_copy, drop_copy};
-use super::worker::{TIERS, TWIN_LIMIT};
+use crate::index::copies::{Copies, Counts, add_copy, drop_copy};
+use crate::index::types::{TIERS, TWIN_LIMIT};
 use parts::{PARTS, Parts};
+pub use serve::View;
 use serve::{Rule, Windows, lcm, show};
-pub use serve::{View, cut_rows};
-pub use settle::removed;
 
 /// Blocks that the window groups of a worker rank hold at most, where nothing else bounds the index.
 pub const WINDOW_LIMIT: usize = 1 << 22;

@@ -10,10 +10,11 @@ use super::{WINDOW_LIMIT, WindowGroup, WindowGroups};
 use crate::acceptance::Rules;
 use crate::events::{Batch, Event, Removed, Stored};
 use crate::hashing::extend_sequence;
+use crate::index::directory::Handle;
 use crate::index::ledger::Ledger;
 use crate::index::nodes::{index_of, shard_of};
-use crate::index::worker::NodeId;
-use crate::index::{Handle, Index, State};
+use crate::index::state::{Index, State};
+use crate::index::types::NodeId;
 
 /// Sequence hashes of the blocks of nodes.
 type HashedNodes = HashMap<NodeId, Vec<u64>>;
@@ -148,7 +149,7 @@ impl Index {
 }
 
 /// Drops a copy of each block in a group with a window; how many had none, None if the group has no window.
-pub fn removed(ledger: &mut Ledger, slot: u32, batch: &Batch, event: &Removed) -> Option<u64> {
+pub fn remove_window_blocks(ledger: &mut Ledger, slot: u32, batch: &Batch, event: &Removed) -> Option<u64> {
     let windows = ledger.worker_mut(slot).windows.as_mut()?;
     windows.place_of(event.group)?;
     Some(windows.remove(batch.hashes(event.engine_hashes), event.group, event.tier))
