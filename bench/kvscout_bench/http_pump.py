@@ -89,7 +89,7 @@ class _Pump:
         limit = message.stop_conditions.max_tokens
         sent = HttpRequest(f"{self._url}/v1/completions", headers=_JSON, body=_body(len(message.token_ids), limit))
         answer = await self._client.send(sent, connect_seconds=CONNECT_SECONDS)
-        await answer.relay(context, Form.PIECES, max_tokens=limit)
+        await answer.relay(context, Form.MESSAGES, max_tokens=limit)
 
 
 @cache

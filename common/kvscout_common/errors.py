@@ -41,7 +41,7 @@ class KvscoutError(Exception):
 
     answered: bool = False
     discreet: str = ""
-    """What callers without the role admin are told instead of the message, which names addresses; "" = the message."""
+    """Text for callers without the role admin, since the message names addresses; "" = the message."""
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -53,9 +53,9 @@ class KvscoutError(Exception):
         """The same error without addresses of this installation."""
         if not self.discreet:
             return self
-        told = type(self)(self.discreet, field=self.field, retry_after_seconds=self.retry_after_seconds)
-        told.__cause__ = self.__cause__
-        return told
+        error = type(self)(self.discreet, field=self.field, retry_after_seconds=self.retry_after_seconds)
+        error.__cause__ = self.__cause__
+        return error
 
     def __str__(self) -> str:
         text = f"{self.field}: {self.message}" if self.field else self.message

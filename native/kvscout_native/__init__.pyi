@@ -89,7 +89,7 @@ class BlockIndex:
 
     ::
 
-        query ──▶ directory (seat → worker) ──▶ trie (runs of blocks, seats and their reach)
+        query ──▶ directory (bit → worker) ──▶ trie (runs of blocks, bits and their reach)
         event ──▶ ledger (engine hashes, counts, ghosts, orphans) ──▶ one node of the trie at a time
 
     Any number of queries run during a write, one write at a time; a query during a write may see a mixture
@@ -355,6 +355,9 @@ class Costs:
     def least(self) -> list[int]:
         """Indexes of the least cost, ascending."""
 
+TIME_ROW_FIELDS: tuple[str, ...]
+"""Fields of `kvscout_scheduler.costs.time_cost.TimeRow`, in the order of a row of the table."""
+
 class Scores:
     """The columns of one decision, one entry a candidate; a getter makes a new list, where it depends on the load by that
     of now."""
@@ -485,7 +488,7 @@ def number_result(id: int, kind: int, number: int) -> bytes:
     """Of an operation whose answer is one number; `kind` is the number of its field in a result."""
 
 RPC_EVENTS: dict[str, int]
-"""Kinds of what `Rpc.turn` returns, by name; each event is a tuple that begins with its kind.
+"""Kinds of what `Rpc.poll` returns, by name; each event is a tuple that begins with its kind.
 
 * (OPEN, call, listener, method, metadata, timeout in µs or None, message or None): a call came. `method` is its place in
   the listener's list; the message is there where a method has one request.
@@ -572,7 +575,7 @@ class AnswerTimes:
 class Rpc:
     """gRPC over HTTP/2, driven by one event loop, from one thread::
 
-        epoll of the loop ──▶ turn ──▶ events ──▶ handlers and callers
+        epoll of the loop ──▶ poll ──▶ events ──▶ handlers and callers
                               flush ◀── send, answer, finish, call ◀──┘
 
     Nothing blocks, nothing runs beside it. Calls and connections are known by numbers that are never used twice: one that
@@ -617,9 +620,9 @@ class Rpc:
         """
 
     def fileno(self) -> int:
-        """Readable when `turn` has something to do."""
+        """Readable when `poll` has something to do."""
 
-    def turn(self) -> list[tuple[Any, ...]]:
+    def poll(self) -> list[tuple[Any, ...]]:
         """Reads and drives what is ready; returns what happened, see `RPC_EVENTS`.
 
         Raises:
@@ -627,7 +630,7 @@ class Rpc:
         """
 
     def flush(self) -> bool:
-        """Sends what was said since the last time, in one write a connection; True: call `turn` again now."""
+        """Sends what was said since the last time, in one write a connection; True: call `poll` again now."""
 
     def tick(self) -> None:
         """Pings, gives up and accepts what is due; to be called once a second."""
@@ -652,7 +655,7 @@ class Rpc:
         """
 
     def answer_method(self, listener: int, place: int, answers: Answers, tenant: str, times: AnswerTimes) -> None:
-        """Has calls of a method of one message and one answer answered by `turn` itself; what is declined is told as OPEN.
+        """Has calls of a method of one message and one answer answered by `poll` itself; what is declined is told as OPEN.
 
         Args:
             listener: Its number.
@@ -663,7 +666,7 @@ class Rpc:
         """
 
     def answer_stream(self, call: int, answers: Answers, tenant: str) -> None:
-        """Has the messages of a call that came answered by `turn` itself, in order, until one is declined, which is told as
+        """Has the messages of a call that came answered by `poll` itself, in order, until one is declined, which is told as
         MESSAGE, or an answer finds no room; then all that follow are told until this is called again.
 
         Args:
@@ -767,7 +770,7 @@ class Rpc:
         """Address of the other side; None: the call is over."""
 
 HTTP_EVENTS: dict[str, int]
-"""Kinds of what `Http.turn` and `flush` return, by name; each event is a tuple that begins with its kind.
+"""Kinds of what `Http.poll` and `flush` return, by name; each event is a tuple that begins with its kind.
 
 * (REQUEST, call, listener, method, target, headers, peer, body or None): a request came to a server; the body, if all of it
   came with the head; say `want_body` for it otherwise.
@@ -776,13 +779,13 @@ HTTP_EVENTS: dict[str, int]
 * (WRITABLE, call): there is room again after `write` said False.
 * (ANSWER, answer, status, headers): the head of an answer; say what is to become of its body, or `abort`.
 * (FIRST, answer): output began.
-* (PIECE, answer, bytes): some of a body, after `tell`; say `resume` for the next.
+* (CHUNK, answer, bytes): some of a body, after `stream`; say `resume` for the next.
 * (FULL, answer): the gRPC call that an answer goes to takes no more; say `resume` when it does.
 * (ENDED, answer, what went wrong or "", text, report, body): comes once, last; the body, after `keep`. A report has the
   fields of `StreamReport`. What may go wrong is named as a `FailureKind`, or "sink gone", "sink stalled".
 * (ACCEPT_FAILED, errno, text): connections wait; they are accepted with the next `tick` that can.
-* (RPC_DUE, rpc): that `Rpc` has something to tell: call its `turn`.
-* (AGAIN,): there is more to do: call `turn` soon.
+* (RPC_DUE, rpc): that `Rpc` has something to tell: call its `poll`.
+* (AGAIN,): there is more to do: call `poll` soon.
 * (CROWDED, listener): there is no room for more connections; idle ones were closed, or else new ones.
 """
 
@@ -806,9 +809,9 @@ class Http:
         """
 
     def fileno(self) -> int:
-        """Is readable when `turn` has something to do."""
+        """Is readable when `poll` has something to do."""
 
-    def turn(self) -> list[tuple[Any, ...]]:
+    def poll(self) -> list[tuple[Any, ...]]:
         """Reads and drives what is ready; returns what happened, see `HTTP_EVENTS`.
 
         Raises:
@@ -819,7 +822,7 @@ class Http:
         """Sends what was said since the last time, in one write a connection; returns what happened."""
 
     def tick(self) -> None:
-        """Gives up and accepts what is due; to be called a few times a second, `turn` after it."""
+        """Gives up and accepts what is due; to be called a few times a second, `poll` after it."""
 
     def stats(self) -> dict[str, int]:
         """connections, calls and answers now; connections_refused and connections_evicted until now."""
@@ -926,10 +929,10 @@ class Http:
     def keep(self, answer: int, most: int) -> None:
         """Has a body kept until it is whole, up to so many bytes; it comes with ENDED."""
 
-    def tell(
+    def stream(
         self, answer: int, form: str | None = None, dialect: str = "openai", max_tokens: int | None = None
     ) -> None:
-        """Has a body told piece by piece.
+        """Deliver a body chunk by chunk, each as CHUNK.
 
         Args:
             answer: Of which.
@@ -954,13 +957,13 @@ class Http:
         """Has a body passed on to a call whose answer was started, which it does not end.
 
         Args:
-            answer: As the others, see `tell`. Raises as that.
+            answer: As the others, see `stream`. Raises as that.
             call: Where to.
             write_seconds: Longest wait for it.
             first: Goes out before the first bytes, and with them.
-            form: As of `tell`.
-            dialect: As of `tell`.
-            max_tokens: As of `tell`.
+            form: As of `stream`.
+            dialect: As of `stream`.
+            max_tokens: As of `stream`.
         """
 
     def pass_to_messages(
@@ -974,7 +977,7 @@ class Http:
         dialect: str = "openai",
         max_tokens: int | None = None,
     ) -> None:
-        """Has a body passed on as messages of a call of a gRPC server, as `pass_to_call`; its form is that of pieces."""
+        """Has a body passed on as messages of a call of a gRPC server, as `pass_to_call`; its form is that of messages."""
 
     def resume(self, answer: int) -> None:
         """What came was handled: the next may come."""
@@ -992,7 +995,7 @@ class EventRelay:
     """The twin of `kvscout_common.http.event_relay.EventRelay`, which is what passes events on inside `Http`."""
 
     def __init__(self, form: str, dialect: str = "openai", max_tokens: int | None = None) -> None:
-        """As `Http.tell`."""
+        """As `Http.stream`."""
 
     def feed(self, data: bytes, now: float, ends: bool = False) -> bytes:
         """Takes the next bytes, the last if it `ends`; returns what is to be passed on."""

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! What is answered here is byte for byte what the plain path answers; whatever is unusual (errors, multimodal
-//! items, fields sent in pieces) is left to it, so that there is one place that judges.
+//! items, fields sent in chunks) is left to it, so that there is one place that judges.
 
 use std::sync::Arc;
 

@@ -10,7 +10,7 @@ from support.processes import eventually
 from transport.echo_service import SERVICE, everyone, native, native_channel
 
 from kvscout_common.hashing import native_available
-from kvscout_common.rpc.callbacks import hear, sends_at_once
+from kvscout_common.rpc.callbacks import can_send_now, receive_each
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: there are no callbacks")
 
@@ -20,7 +20,7 @@ BOTH = f"/{SERVICE}/Both"
 async def download(channel: Any, wish: dict[str, Any], heard: Any) -> grpc.StatusCode:
     call = channel.unary_stream(f"/{SERVICE}/Download")(json.dumps(wish).encode())
     try:
-        await hear(call, heard)
+        await receive_each(call, heard)
     except grpc.aio.AioRpcError as error:
         return error.code()
     finally:
@@ -60,21 +60,21 @@ async def test_a_message_is_sent_at_once_only_where_there_is_a_connection_and_ro
     message = b"{}" + b"\0" * 50_000
     async with native() as served, native_channel(served.port) as channel:
         call = channel.stream_stream(BOTH)()
-        assert not sends_at_once(call), "it is not connected"
+        assert not can_send_now(call), "it is not connected"
         await call.write(message)
         sent = 1
-        while sends_at_once(call):
-            call.send_at_once(message)
+        while can_send_now(call):
+            call.send_now(message)
             sent += 1
         heard: list[bytes] = []
-        hearing = asyncio.ensure_future(hear(call, heard.append))
+        hearing = asyncio.ensure_future(receive_each(call, heard.append))
 
         async def has_room() -> bool:
-            return sends_at_once(call)
+            return can_send_now(call)
 
         await eventually(has_room, what="room again")
-        call.send_at_once(b"{}")
+        call.send_now(b"{}")
         await call.done_writing()
         await hearing
         assert heard == [*[message] * sent, b"{}"]
-        assert not sends_at_once(call), "it has ended"
+        assert not can_send_now(call), "it has ended"

@@ -209,11 +209,11 @@ def test_out_of_descriptors_strangers_that_have_asked_nothing_make_room() -> Non
         with ExitStack() as held:
             for _ in range(5):
                 held.enter_context(socket.create_connection(("127.0.0.1", port)))
-            core.turn()
+            core.poll()
             honest = held.enter_context(socket.create_connection(("127.0.0.1", port)))
             honest.sendall(request)
             with without_descriptors():
-                events = [event for _ in range(5) for event in core.turn()]
+                events = [event for _ in range(5) for event in core.poll()]
             assert [event[0] for event in events].count(asked) == 1
             # The kernel says that there is no descriptor left even where nobody waits: one more is closed in reserve.
             assert 1 <= core.stats()["connections_evicted"] <= 2

@@ -16,7 +16,7 @@ from kvscout_common.http.http import MAX_EVENT_BYTES, MAX_WITHHELD_BYTES, Dialec
 ROLE = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
 
 
-def relay(form: Form = Form.PIECES, max_tokens: int | None = None, dialect: Dialect = Dialect.OPENAI) -> EventRelay:
+def relay(form: Form = Form.MESSAGES, max_tokens: int | None = None, dialect: Dialect = Dialect.OPENAI) -> EventRelay:
     return EventRelay(form, dialect, max_tokens, StreamReport())
 
 
@@ -50,7 +50,7 @@ def test_a_stream_is_the_same_in_pieces_of_any_size(size: int, form: Form) -> No
     assert (report.events, report.outputs, report.tokens, report.finish, report.done) == (4, 2, 3, "stop", True)
     assert json.loads(report.usage)["prompt_tokens"] == 9
     assert not running.failure
-    if form is Form.PIECES:
+    if form is Form.MESSAGES:
         usage = gateway_pb2.Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=4)
         assert merged(got) == gateway_pb2.GenerateResponse(
             token_ids=[1, 2, 3],

@@ -106,11 +106,11 @@ async def run(seed: int) -> tuple[Any, ...]:
             for name in ("usage", "error"):
                 told[name] = told[name] and json.loads(told[name])
             # Pieces are cut where reads were.
-            passed = sink.data if form is not Form.PIECES else len(sink.data) > 0
-            told["passed"] = told["passed"] if form is not Form.PIECES else 0
+            passed = sink.data if form is not Form.MESSAGES else len(sink.data) > 0
+            told["passed"] = told["passed"] if form is not Form.MESSAGES else 0
             return answer.status, odd, passed, told, first
         except HttpFailed as failed:
-            return failed.kind, sink.data if form is not Form.PIECES else b""
+            return failed.kind, sink.data if form is not Form.MESSAGES else b""
         finally:
             await client.close()
 

@@ -44,7 +44,7 @@ from kvscout_common.http.http import (
     HttpClient,
     HttpFailed,
     HttpRequest,
-    Preceded,
+    PrefixedSink,
     SinkGone,
     SinkStalled,
     StreamReport,
@@ -98,7 +98,7 @@ async def test_connections_are_used_again(client: HttpClient) -> None:
     async with raw_engine(says(stream(WHOLE))) as engine:
         for _ in range(5):
             answer = await ask(client, engine)
-            await answer.relay(Gathered(), Form.PIECES)
+            await answer.relay(Gathered(), Form.MESSAGES)
             await asyncio.sleep(0)
         assert engine.connections == 1
 
@@ -208,7 +208,7 @@ async def test_a_stream_is_noticed_as_it_passes(client: HttpClient, form: Form) 
     )
     assert 0 < report.first_output_at <= report.last_output_at <= report.progress_at
     assert report.passed == len(data)
-    if form is Form.PIECES:
+    if form is Form.MESSAGES:
         message = pieces(data)
         assert (list(message.token_ids), message.text) == ([1, 2, 3], "ab")
         assert (message.finish_reason, message.engine_finish_reason) == (gateway_pb2.FINISH_REASON_STOP, "stop")
@@ -243,7 +243,7 @@ async def test_an_error_behind_output_passes_as_it_came_and_ends_pieces(client: 
     data, report = await relayed(client, stream(body), Form.BYTES)
     assert data == body
     assert b'"gone"' in report.error
-    data, report = await relayed(client, stream(body), Form.PIECES)
+    data, report = await relayed(client, stream(body), Form.MESSAGES)
     assert list(pieces(data).token_ids) == [1]
     assert b'"gone"' in report.error
 
@@ -253,13 +253,13 @@ async def test_nonsense_is_passed_on_and_is_no_piece(client: HttpClient) -> None
     data, report = await relayed(client, stream(body), Form.BYTES)
     assert (data, report.events) == (body, 2)
     with pytest.raises(HttpFailed) as failed:
-        await relayed(client, stream(body), Form.PIECES)
+        await relayed(client, stream(body), Form.MESSAGES)
     assert failed.value.kind is FailureKind.PROTOCOL
 
 
 async def test_output_past_the_end_is_left_out(client: HttpClient) -> None:
     body = tokens(1) + tokens(2, 3) + tokens(4, 5) + DONE
-    for form, expected in ((Form.BYTES, tokens(1)), (Form.PIECES, None)):
+    for form, expected in ((Form.BYTES, tokens(1)), (Form.MESSAGES, None)):
         data, report = await relayed(client, stream(body), form, max_tokens=2)
         assert report.overrun
         assert report.done
@@ -275,7 +275,7 @@ async def test_chat_chunks_are_output_by_their_content(client: HttpClient) -> No
     body = b"".join(event({"choices": [{"delta": delta}]}) for delta in deltas) + DONE
     data, report = await relayed(client, stream(body), Form.BYTES)
     assert (data, report.events, report.outputs, report.tokens) == (body, 4, 3, 3)
-    data, _ = await relayed(client, stream(body), Form.PIECES)
+    data, _ = await relayed(client, stream(body), Form.MESSAGES)
     assert pieces(data).text == "he"
 
 
@@ -288,7 +288,7 @@ async def test_sglangs_stream_is_told_by_what_is_new(client: HttpClient, cumulat
         meta = {"finish_reason": finish, "prompt_tokens": 9, "completion_tokens": count, "cached_tokens": 8}
         ids = list(range(10 + since, 10 + count))
         body += event({"text": "abcd"[since:count], "output_ids": ids, "meta_info": meta})
-    data, report = await relayed(client, stream(body + DONE), Form.PIECES, dialect=Dialect.SGLANG)
+    data, report = await relayed(client, stream(body + DONE), Form.MESSAGES, dialect=Dialect.SGLANG)
     message = pieces(data)
     assert (list(message.token_ids), message.text, message.engine_finish_reason) == ([10, 11, 12, 13], "abcd", "length")
     assert message.usage == gateway_pb2.Usage(prompt_tokens=9, completion_tokens=4, cached_tokens=8)
@@ -298,7 +298,7 @@ async def test_sglangs_stream_is_told_by_what_is_new(client: HttpClient, cumulat
 async def test_sglangs_abort_with_a_status_is_an_error(client: HttpClient) -> None:
     reason = {"type": "abort", "message": "too long", "status_code": 400}
     body = event({"text": "", "output_ids": [], "meta_info": {"finish_reason": reason}})
-    data, report = await relayed(client, stream(body + DONE), Form.PIECES, dialect=Dialect.SGLANG)
+    data, report = await relayed(client, stream(body + DONE), Form.MESSAGES, dialect=Dialect.SGLANG)
     assert (data, b"too long" in report.error) == (b"", True)
 
 
@@ -365,7 +365,7 @@ async def test_an_engine_that_does_not_end_its_body_has_answered_all_the_same(cl
     async with raw_engine(says_and_waits(stream(WHOLE, ends=False))) as engine:
         answer = await ask(client, engine)
         sink = Gathered()
-        assert (await answer.relay(sink, Form.PIECES)).done
+        assert (await answer.relay(sink, Form.MESSAGES)).done
         assert list(pieces(sink.data).token_ids) == [1, 2, 3]
 
 
@@ -386,13 +386,13 @@ async def test_a_relay_from_an_engine_to_a_client(client: HttpClient) -> None:
 
 @pytest.mark.parametrize("error", [False, True])
 async def test_what_precedes_an_answer_goes_with_the_first_of_it_or_not_at_all(client: HttpClient, error: bool) -> None:
-    sinks: list[Preceded] = []
+    sinks: list[PrefixedSink] = []
 
     async def front(call: HttpCall) -> None:
         await call.start(200, [])
         for to in (call, gathered):
             answer = await ask(client, engine)
-            sinks.append(Preceded(to, b"route "))
+            sinks.append(PrefixedSink(to, b"route "))
             await answer.relay(sinks[-1], Form.BYTES)
         await call.end()
 
@@ -427,7 +427,7 @@ async def test_what_is_left_of_a_closed_client_may_be_collected_by_any_thread(mo
     client = connect()
     async with raw_engine(says_and_waits(stream(tokens(1), ends=False))) as engine:
         answer, read = [await ask(client, engine) for _ in range(2)]
-        relaying = asyncio.create_task(read.relay(Gathered(), Form.PIECES))
+        relaying = asyncio.create_task(read.relay(Gathered(), Form.MESSAGES))
         await asyncio.sleep(0)
         await client.close()
         answer.abort()
@@ -457,4 +457,4 @@ async def test_nobody_waits_for_what_is_read_of_a_closed_client() -> None:
         await client.close()
         async with asyncio.timeout(20):
             with suppress(HttpFailed):
-                await answer.relay(Gathered(), Form.PIECES)
+                await answer.relay(Gathered(), Form.MESSAGES)

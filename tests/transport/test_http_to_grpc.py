@@ -28,7 +28,7 @@ from transport.echo_service import MAX_MESSAGE_BYTES, grpcio_channel
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.http.factory import connect
-from kvscout_common.http.http import Form, HttpFailed, HttpRequest, Preceded, SinkStalled, StreamReport
+from kvscout_common.http.http import Form, HttpFailed, HttpRequest, PrefixedSink, SinkStalled, StreamReport
 from kvscout_common.rpc.guard import Guard
 from kvscout_common.transport import Transport
 
@@ -59,7 +59,7 @@ async def running(transport: Transport, script: Script, **options: Any) -> Async
     async def generate(request: bytes, context: Any) -> None:
         try:
             answer = await client.send(HttpRequest(engine.url), connect_seconds=2)
-            reports.append(await answer.relay(Preceded(context, ROUTE), Form.PIECES, **options))
+            reports.append(await answer.relay(PrefixedSink(context, ROUTE), Form.MESSAGES, **options))
         except (HttpFailed, SinkStalled) as error:
             reports.append(error)
             await context.abort(grpc.StatusCode.INTERNAL, str(error))

@@ -130,7 +130,7 @@ async def test_small_messages_that_unpack_to_large_ones_are_refused_once_there_i
 
     async def all_seen() -> bool:
         nonlocal taken
-        taken += sum(event[0] == RPC_EVENTS["OPEN"] for event in rpc.turn())
+        taken += sum(event[0] == RPC_EVENTS["OPEN"] for event in rpc.poll())
         rpc.flush()
         return bool(taken + refused == bombs)
 
@@ -158,7 +158,7 @@ async def test_a_message_that_comes_too_slowly_ends_and_what_was_charged_for_it_
 
     async def turned(until: Callable[[], bool]) -> bool:
         nonlocal admitted
-        for event in rpc.turn():
+        for event in rpc.poll():
             assert event[0] == RPC_EVENTS["HEAD"]
             rpc.admit(event[1], "a")
             admitted += 1
@@ -185,7 +185,7 @@ async def test_messages_that_are_coming_are_within_the_budget_and_the_share_of_t
 
     async def turn() -> None:
         while True:
-            for event in rpc.turn():
+            for event in rpc.poll():
                 if event[0] == RPC_EVENTS["HEAD"]:
                     rpc.admit(event[1], "a")
                 elif event[0] == RPC_EVENTS["OPEN"]:

@@ -99,7 +99,7 @@ async def test_a_connection_that_never_says_anything_is_closed() -> None:
         await writer.drain()
 
         async def closed() -> bool:
-            rpc.turn()
+            rpc.poll()
             rpc.tick()
             return reader.at_eof()
 

@@ -88,7 +88,7 @@ def flooded(core: Any, floods: list[Flood], each: Callable[[list[Any]], object])
     for _ in range(TURNS):
         for flood in floods:
             flood.send()
-        each(core.turn())
+        each(core.poll())
         core.flush()
 
 
@@ -123,15 +123,15 @@ def test_a_turn_reads_no_more_of_an_engine_than_its_share() -> None:
         listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
         core = Http(0.0)
         core.send("engine", listener.getsockname()[:2], 5.0, "GET", "/", "a", [], b"")
-        core.turn()
+        core.poll()
         engine = held.enter_context(listener.accept()[0])
         flood = Flood(engine, STREAM_HEAD, chunk(b": nothing\n\n"))
 
         def pass_on(events: list[Any]) -> None:
             for event in events:
                 if event[0] == HTTP_EVENTS["ANSWER"]:
-                    core.tell(event[1], "bytes")
-                elif event[0] == HTTP_EVENTS["PIECE"]:
+                    core.stream(event[1], "bytes")
+                elif event[0] == HTTP_EVENTS["CHUNK"]:
                     core.resume(event[1])
 
         flooded(core, [flood], pass_on)
@@ -145,7 +145,7 @@ def test_an_engine_that_only_announces_its_answer_is_given_up() -> None:
         listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
         core = Http(0.0)
         core.send("engine", listener.getsockname()[:2], 5.0, "GET", "/", "a", [], b"")
-        core.turn()
+        core.poll()
         flood = Flood(held.enter_context(listener.accept()[0]), b"", b"HTTP/1.1 100 Continue\r\n\r\n")
         ended: list[Any] = []
         flooded(core, [flood], lambda events: ended.extend(e for e in events if e[0] == HTTP_EVENTS["ENDED"]))
@@ -177,7 +177,7 @@ def test_a_request_is_told_within_a_few_turns_of_a_flood() -> None:
             for _ in range(4):
                 for flood in floods:
                     flood.send()
-                serve(core.turn())
+                serve(core.poll())
                 core.flush()
         assert (asked, answered) == (20, 20)
 
@@ -197,7 +197,7 @@ def test_a_call_is_told_within_a_few_turns_of_a_flood() -> None:
             for _ in range(8):
                 for flood in floods:
                     flood.send()
-                told += sum(event[0] == RPC_EVENTS["OPEN"] for event in core.turn())
+                told += sum(event[0] == RPC_EVENTS["OPEN"] for event in core.poll())
                 core.flush()
         assert told == 20
 
@@ -209,7 +209,7 @@ def test_empty_lines_may_precede_a_request_and_do_not_make_one() -> None:
         for lines in (1, 4, 5, 1000):
             connection = held.enter_context(socket.create_connection(("127.0.0.1", port)))
             connection.sendall(b"\r\n" * lines + b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-            events = [event for _ in range(3) for event in core.turn()]
+            events = [event for _ in range(3) for event in core.poll()]
             requests = sum(event[0] == HTTP_EVENTS["REQUEST"] for event in events)
             assert requests == (lines <= 4)
             if not requests:
@@ -226,7 +226,7 @@ def test_a_turn_ends_with_so_many_events_and_goes_on_with_the_next() -> None:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         told = []
         for _ in range(20):
-            events = core.turn()
+            events = core.poll()
             told.append(sum(event[0] == HTTP_EVENTS["REQUEST"] for event in events))
             if sum(told) == len(connections):
                 break

@@ -171,8 +171,8 @@ class Collection:
                 trouble = ""
                 if isinstance(error, Unavailable) and not error.answered:
                     trouble = await tls_trouble(named.address, self._security)
-                told = printable(f"it {trouble}" if trouble else str(error))
-                return Service(named.address, named.kind, named_by=named.named_by, error=told)
+                error_text = printable(f"it {trouble}" if trouble else str(error))
+                return Service(named.address, named.kind, named_by=named.named_by, error=error_text)
             finally:
                 await channel.close()
 

@@ -21,9 +21,9 @@ from kvscout_common.doctor.symptom import Symptom
 from kvscout_common.plain_text import printable
 
 SHOWN = 20
-"""Places in which one condition is told; of more, the number."""
+"""Places listed for one condition; the others are counted."""
 MAX_CHARACTERS = 1_000
-"""Of one piece of evidence, part of which comes from outside."""
+"""Characters of one item of evidence, part of which comes from outside."""
 
 CHECKS: tuple[Callable[[Snapshot], Iterator[Symptom]], ...] = (
     check_services,
@@ -72,10 +72,10 @@ def is_wrong(findings: list[Finding]) -> bool:
 
 
 def _finding(condition: Condition, evidence: list[str]) -> Finding:
-    told = list(dict.fromkeys(evidence))
-    if len(told) > SHOWN:
-        told = [*told[:SHOWN], f"and {len(told) - SHOWN} more"]
-    return Finding(condition.id, condition.severity, condition.what, tuple(told), condition.remedy)
+    shown = list(dict.fromkeys(evidence))
+    if len(shown) > SHOWN:
+        shown = [*shown[:SHOWN], f"and {len(shown) - SHOWN} more"]
+    return Finding(condition.id, condition.severity, condition.what, tuple(shown), condition.remedy)
 
 
 def _unexplained(snapshot: Snapshot, symptoms: list[Symptom]) -> Iterator[Symptom]:

@@ -31,7 +31,7 @@ _BY_FIELD: dict[str, Condition] = {
 def check_engines(snapshot: Snapshot) -> Iterator[Symptom]:
     """Every worker's engine."""
     silent: set[WorkerName] = set()
-    for gateway, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
+    for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for seen in status.workers:
             name = observed_name(seen)
             if seen.health_check_problem:

@@ -46,34 +46,38 @@ _UNINDEXED = ("bad_length", "hash_conflict")
 def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
     """Every source of every indexer."""
     served = _served(snapshot)
-    told_by_engines = {
+    reported_by_engines = {
         RankName(*engine.worker, endpoint.dp_rank): endpoint
         for engine in snapshot.engines
         if engine.facts is not None
         for endpoint in engine.facts.event_endpoints
     }
-    for service, status in snapshot.told(indexer_pb2.IndexerGetStatusResponse):
+    for service, status in snapshot.statuses(indexer_pb2.IndexerGetStatusResponse):
         for source in status.sources:
             name = source_name(source)
             condition = _condition(source, served[name])
             where = f"worker {name} at {service.name}"
             about = of_worker(name.worker_id)
-            told = told_by_engines.get(name)
+            reported = reported_by_engines.get(name)
             if condition is not None:
                 hint = ""
-                if told is not None and source.endpoint and _port(told.endpoint) != _port(source.endpoint):
-                    hint = f"; the engine says that it publishes at {told.endpoint}"
+                if reported is not None and source.endpoint and _port(reported.endpoint) != _port(source.endpoint):
+                    hint = f"; the engine says that it publishes at {reported.endpoint}"
                 yield Symptom(condition, f"{where}: {_reason(source, served[name], condition)}{hint}", about)
             if source.endpoint and source.transport == workers_pb2.EVENT_TRANSPORT_ZMQ and not source.replay_endpoint:
-                hint = f", the engine has one at {told.replay_endpoint}" if told and told.replay_endpoint else ""
+                hint = (
+                    f", the engine has one at {reported.replay_endpoint}"
+                    if reported and reported.replay_endpoint
+                    else ""
+                )
                 yield Symptom(REPLAY_MISSING, f"{where}: none is registered{hint}")
             yield from _contents(source, where)
 
 
 def _served(snapshot: Snapshot) -> defaultdict[RankName, list[float]]:
-    """When requests were dispatched of which whoever hears a rank's events heard, as ages in seconds."""
+    """When requests were dispatched that the rank's events report, as ages in seconds."""
     ages: defaultdict[RankName, list[float]] = defaultdict(list)
-    for _, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
+    for _, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for seen in status.workers:
             ages[observed_name(seen)] += seen.eventful_age_seconds
     return ages
@@ -92,7 +96,7 @@ def _condition(source: indexer_pb2.SourceStatus, served: list[float]) -> Conditi
 
 
 def _unheard(source: indexer_pb2.SourceStatus, served: list[float]) -> int:
-    """Requests that the worker served while the indexer listened, and that had the time to be heard of."""
+    """Requests that the worker served while the indexer listened, and whose events had time to arrive."""
     if source.HasField("last_event_id") or not source.HasField("open_seconds"):
         return 0
     return sum(HEARD_WITHIN_SECONDS < age < source.open_seconds for age in served)

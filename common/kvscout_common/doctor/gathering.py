@@ -1,4 +1,4 @@
-"""Looks at a kvscout again and again, and hears of its schedulers' decisions between two looks."""
+"""Periodic snapshots of a kvscout, and its schedulers' decisions in between."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class Gathering:
             known: Who need not be asked.
         """
         snapshot = await self.snapshot(named, known=known, engines=False)
-        told = list(snapshot.told(scheduler_pb2.SchedulerGetStatusResponse))
-        loads = await self._loads(*told[0]) if told else {}
+        schedulers = list(snapshot.statuses(scheduler_pb2.SchedulerGetStatusResponse))
+        loads = await self._loads(*schedulers[0]) if schedulers else {}
         return Moment(self._clock(), snapshot, loads)
 
     @asynccontextmanager
     async def decisions(self, *, kept: int, explain: bool = False) -> AsyncIterator[Decisions]:
-        """Has the schedulers tell of their decisions, as long as it is entered.
+        """Watch the schedulers' decisions until exit.
 
         Args:
             kept: The last so many; of more between two looks, the first so many.
@@ -102,8 +102,9 @@ class Gathering:
 
 
 class Decisions:
-    """The last decisions of all schedulers. A scheduler is heard until it has told as many as are kept, then left alone
-    until the next look: to tell and explain every one of thousands a second would cost it more than to make them."""
+    """The last decisions of all schedulers. A scheduler is watched until it has sent as many as are retained, then left
+    alone until the next snapshot: to send and explain every one of thousands a second would cost it more than to make
+    them."""
 
     def __init__(
         self, group: asyncio.TaskGroup, security: ClientSecurity, tenant: str, *, kept: int, explain: bool
@@ -122,7 +123,7 @@ class Decisions:
         """Hears the schedulers of the last look, and no others."""
         wanted = {
             (service.address, tenant)
-            for service, status in snapshot.told(scheduler_pb2.SchedulerGetStatusResponse)
+            for service, status in snapshot.statuses(scheduler_pb2.SchedulerGetStatusResponse)
             for tenant in ({pool.tenant for pool in status.pools} if self._tenant == ALL_TENANTS else {self._tenant})
         }
         for key in self._watches.keys() - wanted:
@@ -139,14 +140,14 @@ class Decisions:
         try:
             while True:
                 try:
-                    async with aclosing(stream(stub.WatchDecisions, request)) as told:
-                        look, heard = self._next_look, 0
-                        async for decision in told:
+                    async with aclosing(stream(stub.WatchDecisions, request)) as decisions:
+                        look, received = self._next_look, 0
+                        async for decision in decisions:
                             if look is not self._next_look:
-                                look, heard = self._next_look, 0
+                                look, received = self._next_look, 0
                             self.last.appendleft(decision)
-                            heard += 1
-                            if heard >= self._kept:
+                            received += 1
+                            if received >= self._kept:
                                 break
                 except KvscoutError:
                     pass  # the next look shows that it does not answer

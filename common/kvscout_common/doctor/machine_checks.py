@@ -33,24 +33,24 @@ def check_machines(snapshot: Snapshot) -> Iterator[Symptom]:
         if limit and (limit < FEW or used > FULL * limit):
             yield Symptom(DESCRIPTORS_FEW, f"{service.name}: {used:,} of {limit:,} open")
     if len(versions) > 1:
-        told = "; ".join(f"{version}: {', '.join(names)}" for version, names in sorted(versions.items()))
-        yield Symptom(VERSIONS_DIFFER, told)
+        text = "; ".join(f"{version}: {', '.join(names)}" for version, names in sorted(versions.items()))
+        yield Symptom(VERSIONS_DIFFER, text)
     yield from _clocks(snapshot)
 
 
 def _clocks(snapshot: Snapshot) -> Iterator[Symptom]:
     """Whose clock is not that of most; of this machine, too."""
-    told: list[tuple[Service, float]] = [
+    clocks: list[tuple[Service, float]] = [
         (service, service.clock_offset_seconds)
         for service in snapshot.services
         if service.clock_offset_seconds is not None
     ]
     # The machine that asks has a vote, too: its own clock is ahead of itself by nothing.
-    middle = median([0.0, *(offset for _, offset in told)])
-    for service, offset in told:
+    middle = median([0.0, *(offset for _, offset in clocks)])
+    for service, offset in clocks:
         if abs(offset - middle) > CLOCK_SECONDS + service.clock_doubt_seconds:
             yield Symptom(CLOCKS_DIFFER, f"{service.name} is {_off(offset - middle)}")
-    if abs(middle) > CLOCK_SECONDS + max((service.clock_doubt_seconds for service, _ in told), default=0.0):
+    if abs(middle) > CLOCK_SECONDS + max((service.clock_doubt_seconds for service, _ in clocks), default=0.0):
         yield Symptom(CLOCKS_DIFFER, f"the machine that asks is {_off(-middle)}")
 
 

@@ -21,7 +21,7 @@ class Moment:
     @property
     def requests(self) -> int:
         """That all gateways served since their start."""
-        return sum(status.requests for _, status in self.snapshot.told(gateway_pb2.GatewayGetStatusResponse))
+        return sum(status.requests for _, status in self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse))
 
     def requests_per_second(self, before: Moment | None) -> float | None:
         """Requests a second since then; None = there is no then."""
@@ -32,18 +32,18 @@ class Moment:
     @property
     def in_flight(self) -> int:
         """Requests of all gateways that run."""
-        return sum(status.in_flight for _, status in self.snapshot.told(gateway_pb2.GatewayGetStatusResponse))
+        return sum(status.in_flight for _, status in self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse))
 
     @property
     def failures(self) -> int:
         """Requests of all gateways that failed, since their start."""
-        return sum(status.failures for _, status in self.snapshot.told(gateway_pb2.GatewayGetStatusResponse))
+        return sum(status.failures for _, status in self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse))
 
     @property
     def queued(self) -> int:
         """Requests that wait at schedulers for a worker."""
-        told = self.snapshot.told(scheduler_pb2.SchedulerGetStatusResponse)
-        return sum(pool.queued for _, status in told for pool in status.pools)
+        statuses = self.snapshot.statuses(scheduler_pb2.SchedulerGetStatusResponse)
+        return sum(pool.queued for _, status in statuses for pool in status.pools)
 
     def hit_rate(self, before: Moment | None) -> float | None:
         """Cached ÷ prompt tokens since then, or since the gateways' start; None = nothing was reported."""
@@ -54,6 +54,6 @@ class Moment:
         return cached / prompt if prompt > 0 else None
 
     def _tokens(self) -> tuple[int, int]:
-        told = self.snapshot.told(gateway_pb2.GatewayGetStatusResponse)
-        seen = [one for _, status in told for one in status.workers]
+        statuses = self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse)
+        seen = [one for _, status in statuses for one in status.workers]
         return sum(one.prompt_tokens for one in seen), sum(one.cached_tokens for one in seen)

@@ -21,7 +21,7 @@ TROUBLED = frozenset(
 )
 """States of a source in which overlaps are too low, or there are none."""
 UNKNOWN = "unknown"
-"""State of a worker rank of which no indexer told."""
+"""State of a worker rank that no indexer reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SourceRow:
     dp_rank: int
     model: str
     indexer: str
-    """Address; "" = no indexer told of the worker."""
+    """Address; "" = no indexer reports the worker."""
     state: str
     """As in the API, in lower case, such as "live"."""
     reason: str
@@ -118,7 +118,7 @@ class Seen:
 def seen_by_gateways(snapshot: Snapshot) -> dict[RankName, Seen]:
     """What the gateways saw of each worker rank."""
     found: defaultdict[RankName, Seen] = defaultdict(Seen)
-    for _, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
+    for _, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for one in status.workers:
             found[observed_name(one)].add(one)
     return dict(found)
@@ -141,7 +141,7 @@ def out_of_sight(service: Service, reached: gateway_pb2.HelperStatus | None) -> 
 def reached_by_gateways(snapshot: Snapshot) -> dict[str, gateway_pb2.HelperStatus]:
     """What gateways say of their helpers, by address; of several, the one that reaches it."""
     found: dict[str, gateway_pb2.HelperStatus] = {}
-    for _, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
+    for _, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for helper in status.helpers:
             if helper.address not in found or helper.healthy:
                 found[helper.address] = helper
@@ -177,15 +177,15 @@ def _service_row(service: Service, helper: gateway_pb2.HelperStatus | None) -> S
 def _source_rows(snapshot: Snapshot) -> list[SourceRow]:
     seen = seen_by_gateways(snapshot)
     rows: list[SourceRow] = []
-    told: set[WorkerName] = set()
-    for service, status in snapshot.told(indexer_pb2.IndexerGetStatusResponse):
+    reported: set[WorkerName] = set()
+    for service, status in snapshot.statuses(indexer_pb2.IndexerGetStatusResponse):
         for source in status.sources:
             name = source_name(source)
-            told.add(name.worker)
+            reported.add(name.worker)
             rows.append(_source_row(service, source, seen.get(name, Seen())))
     without_indexer = not snapshot.of_kind(Kind.INDEXER)
     for worker in snapshot.workers.values():
-        if WorkerName(worker.tenant, worker.worker_id) not in told:
+        if WorkerName(worker.tenant, worker.worker_id) not in reported:
             rows += _unknown_rows(worker, seen, without_indexer=without_indexer)
     return sorted(rows, key=lambda row: (row.tenant, row.worker_id, row.dp_rank, row.indexer))
 

@@ -25,20 +25,20 @@ MUCH = 0.25
 
 def check_predictions(snapshot: Snapshot) -> Iterator[Symptom]:
     """Every model's tokens, and every worker rank's cached tokens."""
-    for gateway, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
+    for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for one in status.token_differences:
             yield Symptom(
                 TOKENS_DIFFER, f"model {one.model!r} at {gateway.name}: {one.difference}", (f"model {one.model!r}",)
             )
-    heard = _heard(snapshot)
+    received = _received(snapshot)
     for name, seen in seen_by_gateways(snapshot).items():
         if seen.unreported >= FEW:
             yield Symptom(
                 CACHED_TOKENS_UNTOLD,
                 f"worker {name}: {seen.unreported:,} prompts should have been found cached, and no usage said so",
             )
-        if name not in heard:
-            continue  # what is wrong with its events is told of them
+        if name not in received:
+            continue  # reported with its events
         error = seen.prediction_error
         if seen.mispredicted >= FEW and seen.cached_tokens and not seen.predicted_tokens:
             yield Symptom(
@@ -54,11 +54,11 @@ def check_predictions(snapshot: Snapshot) -> Iterator[Symptom]:
             )
 
 
-def _heard(snapshot: Snapshot) -> set[RankName]:
+def _received(snapshot: Snapshot) -> set[RankName]:
     """Worker ranks whose events come, wherever they are read."""
     live: set[RankName] = set()
     troubled: set[RankName] = set()
-    for _, status in snapshot.told(indexer_pb2.IndexerGetStatusResponse):
+    for _, status in snapshot.statuses(indexer_pb2.IndexerGetStatusResponse):
         for source in status.sources:
             if source.state == indexer_pb2.SOURCE_STATE_LIVE:
                 live.add(source_name(source))

@@ -24,7 +24,7 @@ _COMPARED = ("model", "block_size", "role", "dp_start_rank", "dp_size", "eagle",
 def check_registrations(snapshot: Snapshot) -> Iterator[Symptom]:
     """Every gateway, and each of its helpers against it."""
     by_address = {service.address: service for service in snapshot.services}
-    for gateway, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
+    for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         if gateway.workers is None:
             continue
         known = _by_name(gateway.workers)
@@ -55,9 +55,9 @@ def check_shards(snapshot: Snapshot) -> Iterator[Symptom]:
     """What gateways expect of indexers, and what these have."""
     actual = {
         service.address: f"{status.shard_index}/{status.shard_count or 1}"
-        for service, status in snapshot.told(indexer_pb2.IndexerGetStatusResponse)
+        for service, status in snapshot.statuses(indexer_pb2.IndexerGetStatusResponse)
     }
-    for gateway, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
+    for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for helper in status.helpers:
             has, expected = actual.get(helper.address), f"{helper.shard_index}/{helper.shard_count or 1}"
             if has is not None and has != expected:

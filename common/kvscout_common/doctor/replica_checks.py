@@ -11,9 +11,9 @@ from kvscout_common.doctor.symptom import Symptom
 
 def check_replicas(snapshot: Snapshot) -> Iterator[Symptom]:
     """Every scheduler, and what it says of the others."""
-    told = [(service, service.replicas) for service in snapshot.services if service.replicas is not None]
-    for service, answer in told:
-        if answer.problem and (len(told) > 1 or answer.replicas):
+    replicated = [(service, service.replicas) for service in snapshot.services if service.replicas is not None]
+    for service, answer in replicated:
+        if answer.problem and (len(replicated) > 1 or answer.replicas):
             yield Symptom(REPLICAS_ALONE, f"{service.name}: {answer.problem}", (answer.problem,))
         for replica in answer.replicas:
             if replica.diverged:

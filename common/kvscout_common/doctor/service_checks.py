@@ -32,7 +32,7 @@ def check_services(snapshot: Snapshot) -> Iterator[Symptom]:
 
 def check_helpers(snapshot: Snapshot) -> Iterator[Symptom]:
     """The gateways' last calls to their helpers; other checks may know better why one failed."""
-    for gateway, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
+    for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for helper in status.helpers:
             if helper.last_error:
                 kind = word_of(gateway_pb2.HelperKind, helper.kind)

@@ -108,7 +108,7 @@ def shadow_of(snapshot: Snapshot) -> Shadow:
     """What all gateways of a snapshot say."""
     balancers: dict[str, None] = {}
     rows: dict[tuple[int, str, str], ShadowRow] = {}
-    for _, status in snapshot.told(gateway_pb2.GatewayGetStatusResponse):
+    for _, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         if status.shadowed_balancer:
             balancers[status.shadowed_balancer] = None
         for hour in status.shadow_hours:

@@ -72,15 +72,15 @@ class Service:
     """Its health says so."""
     status: Status | None = None
     workers: tuple[workers_pb2.WorkerEntry, ...] | None = None
-    """Those that it knows; None = it was not asked, or does not tell."""
+    """Those that it knows; None = it was not asked, or does not say."""
     replicas: scheduler_pb2.GetReplicasResponse | None = None
     """Of a scheduler."""
     clock_offset_seconds: float | None = None
-    """By which its wall clock is ahead of ours; None = it does not tell."""
+    """By which its wall clock is ahead of ours; None = unknown."""
     clock_doubt_seconds: float = 0.0
     """By which that may be wrong: half of the time that the answer took."""
     untold: tuple[str, ...] = ()
-    """What it did not tell though it was asked, and why."""
+    """Requests that it did not answer, and why."""
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Service:
 
     @property
     def info(self) -> types_pb2.ServiceInfo | None:
-        """What every service tells; None = it does not answer."""
+        """Return the part of the status that every service has; None = it does not answer."""
         return self.status.service if self.status is not None else None
 
 
@@ -100,7 +100,7 @@ class Engine:
     worker: WorkerName
     url: str
     facts: EngineFacts | None = None
-    """None = it does not tell."""
+    """None = unknown."""
     error: str = ""
     """Why not."""
     reached: bool = False
@@ -135,8 +135,8 @@ class Snapshot:
     proxies: tuple[Proxy, ...] = ()
     """Those that were named."""
 
-    def told(self, kind: type[S]) -> Iterator[tuple[Service, S]]:
-        """Every service that told a status of one kind, and the status."""
+    def statuses(self, kind: type[S]) -> Iterator[tuple[Service, S]]:
+        """Yield every service that sent a status of one kind, with that status."""
         for service in self.services:
             if isinstance(service.status, kind):
                 yield service, service.status

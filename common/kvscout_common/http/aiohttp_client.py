@@ -48,7 +48,7 @@ class AiohttpClient:
 
     def __init__(self, ca: bytes | None) -> None:
         context = ssl.create_default_context(cadata=None if ca is None else ca.decode("ascii"))
-        # How many requests run at once is limited elsewhere, for all engines together.
+        # How many requests run at once is limited by the gateway, for all engines together.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=IDLE_SECONDS, ssl=context, socket_factory=_socket
@@ -72,7 +72,7 @@ class AiohttpClient:
             response = await self._session.request(
                 request.method,
                 request.url,
-                # A long one is written piece by piece.
+                # A long one is written chunk by chunk.
                 data=io.BytesIO(request.body) if len(request.body) > LONG_BODY else request.body or None,
                 headers=request.headers,
                 allow_redirects=False,
@@ -115,8 +115,8 @@ class AiohttpAnswer:
     async def read(self, limit: int) -> bytes:
         """See `http.HttpAnswer.read`."""
         body = bytearray()
-        async for piece in self.chunks():
-            body += piece
+        async for chunk in self.chunks():
+            body += chunk
             if len(body) > limit:
                 self.abort()
                 raise HttpFailed(f"an answer of over {limit} bytes", FailureKind.PROTOCOL)
@@ -143,13 +143,13 @@ class AiohttpAnswer:
         """See `http.HttpAnswer.relay`."""
         now, report = asyncio.get_running_loop().time, self.report
         report.listening_since = now()
-        events = EventRelay(form, dialect, max_tokens, report) if form is Form.PIECES or self._is_events() else None
+        events = EventRelay(form, dialect, max_tokens, report) if form is Form.MESSAGES or self._is_events() else None
 
         async def pass_on(data: bytes) -> None:
             nonlocal on_first_output
             if report.outputs and on_first_output is not None:
-                told, on_first_output = on_first_output, None
-                told()
+                callback, on_first_output = on_first_output, None
+                callback()
             if data:
                 report.listening_since = math.inf
                 await _write(sink, data, write_seconds)

@@ -110,7 +110,7 @@ class AiohttpServer:
             if not call.has_begun:
                 await call.respond(refused.status, [("Content-Type", "text/plain")], f"{refused}\n".encode())
         except SinkGone:
-            pass  # nobody is there to be told
+            pass  # the client has gone
         except SinkStalled as stalled:
             log.info("%s: %s", call.peer, stalled)
         except Exception:
@@ -224,7 +224,7 @@ class _Connection(web.RequestHandler):
         transport, call = self.transport, self.call
         if transport is None:
             return
-        # What is left to be sent tells whether a client is there.
+        # Unsent bytes show whether a client is there.
         if call is None or call.has_begun or not call.may_probe:
             transport.close()
             return

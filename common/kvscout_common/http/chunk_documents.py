@@ -46,7 +46,7 @@ class Noticed:
     """Something else that a model put out."""
     finish: str = ""
     account: Any = None
-    """What tells of usage, as it came."""
+    """Usage as the engine wrote it."""
     usage: Usage | None = None
     empty: bool = False
     """A chunk, and nothing in it: it stands for nothing that a client waits for."""
@@ -131,7 +131,8 @@ class OpenAiDocuments:
 
 
 class SglangDocuments:
-    """What `/generate` streams: cumulative, or incremental where the engine was started so; each tells by its count."""
+    """What `/generate` streams: cumulative, or incremental where the engine was started so; the count of each shows
+    which."""
 
     def __init__(self) -> None:
         self._tokens = 0
@@ -226,6 +227,6 @@ def _tokens(found: Noticed, document: dict[str, Any], name: str) -> array[int]:
         if not any(isinstance(value, bool) for value in values):
             return array("I", values)
     except (TypeError, OverflowError):
-        pass  # told below
+        pass  # marked below
     found.wrong = True
     return array("I")

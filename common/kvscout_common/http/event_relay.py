@@ -23,7 +23,7 @@ _FINISH = {
 
 
 class EventRelay:
-    """One stream, in whatever pieces it arrives.
+    """One stream, in chunks of any size.
 
     Args:
         form: What becomes of it.
@@ -33,9 +33,9 @@ class EventRelay:
     """
 
     def __init__(self, form: Form, dialect: Dialect, max_tokens: int | None, report: StreamReport) -> None:
-        self._pieces = form is Form.PIECES
+        self._messages = form is Form.MESSAGES
         self._drops_usage = form is Form.WITHOUT_USAGE
-        self._documents = OpenAiDocuments(one_choice=self._pieces) if dialect is Dialect.OPENAI else SglangDocuments()
+        self._documents = OpenAiDocuments(one_choice=self._messages) if dialect is Dialect.OPENAI else SglangDocuments()
         self._max_tokens = max_tokens
         self._tokens = 0
         self._texts = 0
@@ -84,7 +84,7 @@ class EventRelay:
         return self._passed_on()
 
     def _passed_on(self) -> bytes:
-        if self._pieces:
+        if self._messages:
             message, self._message = self._message, None
             passed = b"" if message is None else message.SerializeToString()
         elif self._speaking or len(self._withheld) > MAX_WITHHELD_BYTES:
@@ -114,10 +114,10 @@ class EventRelay:
             payload = line[5:].strip(b" \t\r\n")
             if payload == _DONE:
                 self._speaking = self.report.done = True
-                self.over = self._pieces
+                self.over = self._messages
             elif payload and not self._event(payload, now):
                 return
-        if not self._pieces:
+        if not self._messages:
             self._withheld += line
 
     def _event(self, payload: bytes, now: float) -> bool:
@@ -127,13 +127,13 @@ class EventRelay:
         try:
             found = self._documents.read(load(payload))
         except NoDocument as error:
-            if self._pieces:
+            if self._messages:
                 self._fail(f"an event that is no completion chunk: {error}")
             self._speaking = True
             return True
         if found.error is not None:
             return self._reported(found)
-        if found.wrong and self._pieces:
+        if found.wrong and self._messages:
             self._fail("an event that is no completion chunk: a field of it has the wrong type")
             return False
         over = self._beyond(found)
@@ -142,7 +142,7 @@ class EventRelay:
             if not self._cut(found, over):
                 return False
         self._account(found, now)
-        if self._pieces:
+        if self._messages:
             self._add(found)
         self._speaking = self._speaking or not found.empty
         if self._drops_usage and found.only_usage:
@@ -152,7 +152,7 @@ class EventRelay:
 
     def _reported(self, found: Noticed) -> bool:
         self.report.error = _json(found.error)
-        if self._pieces or not (self._speaking or self.report.passed):
+        if self._messages or not (self._speaking or self.report.passed):
             self.over = True
             return False
         return True
@@ -162,7 +162,7 @@ class EventRelay:
         self._tokens += len(found.token_ids)
         # Each stands for a token at least, but for what was held back and comes with the end.
         self._texts += bool((found.text or found.other_output) and not found.token_ids and not found.finish)
-        if self._finished and self._pieces and (found.token_ids or found.text):
+        if self._finished and self._messages and (found.token_ids or found.text):
             return max(1, len(found.token_ids))
         if self._max_tokens is None or not found.has_output:
             return 0
@@ -170,7 +170,7 @@ class EventRelay:
 
     def _cut(self, found: Noticed, over: int) -> bool:
         """Leaves out what is past the end; false: all of it."""
-        if not self._pieces or self._finished:
+        if not self._messages or self._finished:
             return False
         del found.token_ids[max(0, len(found.token_ids) - over) :]
         found.text, found.other_output, found.finish = "", False, "length"

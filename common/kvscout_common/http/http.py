@@ -6,8 +6,8 @@
                               │
                               └─ StreamReport: what was noticed on the way (first output, usage, finish, error)
 
-Python decides, the transport moves bytes: who asked is told once that there is an answer, once that output begins,
-once how it ended. `factory` makes clients and servers of the transport that `--rpc-transport` names.
+Python decides, the transport moves bytes: the caller gets one event for the head of an answer, one when output begins
+and one at the end. `factory` makes clients and servers of the transport that `--rpc-transport` names.
 
 Nothing is unpacked, followed or kept: no redirects, no compression, no cookies.
 """
@@ -26,7 +26,7 @@ Headers: TypeAlias = Sequence[tuple[str, str]]
 """Names in any case, in the order in which they travel; those of ours that frame a message are the transport's."""
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024
-"""A longer event is no piece of output: the first one repeats the prompt's token ids, 7 bytes each."""
+"""A longer event is no output: the first one repeats the prompt's token ids, 7 bytes each."""
 MAX_WITHHELD_BYTES = 64 * 1024
 """Of a stream that has said nothing yet, such as comments; more of it is passed on."""
 TRAILER_SECONDS = 1.0
@@ -66,7 +66,8 @@ class HttpFailed(Exception):
 
 
 class HttpRefused(Exception):
-    """A request that cannot be taken, and what its client is to be told; the server does so if nobody else does."""
+    """A request that cannot be taken, with the status and text of its answer; the server sends it if nobody else
+    does."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -88,7 +89,7 @@ class Form(Enum):
     """What it is, byte for byte."""
     WITHOUT_USAGE = "without usage"
     """The same but for the event that carries nothing but usage, which the client has not asked for."""
-    PIECES = "pieces"
+    MESSAGES = "messages"
     """`GenerateResponse` messages; what comes at once is one message."""
 
 
@@ -140,7 +141,7 @@ class StreamReport:
     progress_at: float = 0.0
     """When something last brought the end nearer: output, finish or usage. Empty events come without end, too."""
     listening_since: float = 0.0
-    """Since when the engine can be heard; infinity while the sink takes nothing, and the engine has to wait."""
+    """Since when the engine's output is read; infinity while the sink takes nothing, and the engine has to wait."""
     passed: int = 0
     """Bytes given to the sink."""
 
@@ -156,8 +157,8 @@ class Sink(Protocol):
         """
 
 
-class Preceded:
-    """A sink with bytes of its own, which go out before the first that is passed on, and in the same piece: messages
+class PrefixedSink:
+    """A sink with bytes of its own, which go out before the first that is passed on, and in the same chunk: messages
     behind one another are one message. They stay here if nothing is passed on.
 
     Args:
@@ -294,7 +295,7 @@ class HttpCall(Sink, Protocol):
         """Answers with a body; also instead of what was started, as long as nothing of that was written."""
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Begins an answer whose body is written piece by piece; its head leaves with the first piece, or the end."""
+        """Begins an answer whose body is written in chunks; its head leaves with the first one, or the end."""
 
     def trust(self) -> None:
         """Says that the client is a known one: its connection is not closed to make room for others."""

@@ -28,7 +28,7 @@ from kvscout_common.errors import PermissionDenied, Unauthenticated
 from kvscout_common.http.web_origins import WebOrigins
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.observability.rank_series import RankSeries
-from kvscout_common.process.endings import tell_panic
+from kvscout_common.process.endings import report_panic
 from kvscout_common.worker import ALL_TENANTS
 
 log = logging.getLogger("kvscout.metrics")
@@ -69,7 +69,7 @@ class _OnLoop(Collector):
                         await asyncio.sleep(0)
                     return shown
             except BaseException as error:
-                tell_panic(error)
+                report_panic(error)
                 raise
 
         return asyncio.run_coroutine_threadsafe(read(), self._loop).result(SCRAPE_SECONDS)

@@ -3,7 +3,7 @@ can be passed on by the other without Python.
 
 ::
 
-    epoll ──▶ turn ──▶ events ──▶ the call, answer or listener that they are of
+    epoll ──▶ poll ──▶ events ──▶ the call, answer or listener that they are of
                  flush ◀── once a turn of the loop, after everybody has said what is to be sent
 """
 
@@ -22,7 +22,7 @@ GONE: Final = HTTP_EVENTS["GONE"]
 WRITABLE: Final = HTTP_EVENTS["WRITABLE"]
 ANSWER: Final = HTTP_EVENTS["ANSWER"]
 FIRST: Final = HTTP_EVENTS["FIRST"]
-PIECE: Final = HTTP_EVENTS["PIECE"]
+CHUNK: Final = HTTP_EVENTS["CHUNK"]
 FULL: Final = HTTP_EVENTS["FULL"]
 ENDED: Final = HTTP_EVENTS["ENDED"]
 ACCEPT_FAILED: Final = HTTP_EVENTS["ACCEPT_FAILED"]
@@ -35,7 +35,7 @@ _OF_CALLS = frozenset({BODY, BODY_FAILED, GONE, WRITABLE})
 TICK_SECONDS = 0.25
 
 
-class Hearer(Protocol):
+class EventHandler(Protocol):
     """Hears of one call, answer or listener."""
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
@@ -72,7 +72,7 @@ class ClosedHttp:
         """What there is nobody to say to."""
 
     want_body = respond = start = end = handled = set_tls = trust = ignore
-    keep = tell = pass_to_call = pass_to_messages = resume = abort = close_idle = ignore
+    keep = stream = pass_to_call = pass_to_messages = resume = abort = close_idle = ignore
 
 
 class HttpCore:
@@ -81,18 +81,18 @@ class HttpCore:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.http = Http(self.loop.time(), vanished_seconds=VANISHED_SECONDS)
-        self.calls: dict[int, Hearer] = {}
-        self.answers: dict[int, Hearer] = {}
-        self.listeners: dict[int, Hearer] = {}
+        self.calls: dict[int, EventHandler] = {}
+        self.answers: dict[int, EventHandler] = {}
+        self.listeners: dict[int, EventHandler] = {}
         self.rpc_cores: dict[Any, NativeCore] = {}
         """Of gRPC servers that answers were passed to."""
         self._users = 0
         self._closed = False
         self._flushing = False
-        self._turning = False
-        self._next_turn: asyncio.Handle | None = None
+        self._polling = False
+        self._next_poll: asyncio.Handle | None = None
         self._fd = self.http.fileno()
-        self.loop.add_reader(self._fd, self._turn)
+        self.loop.add_reader(self._fd, self._poll)
         self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
 
     def use(self) -> None:
@@ -116,7 +116,7 @@ class HttpCore:
         """Sends what was said, once everybody had their turn."""
         if not self._flushing:
             self._flushing = True
-            if not self._turning:
+            if not self._polling:
                 self.loop.call_soon(self._flush)
 
     def report(self, answer: int) -> StreamReport | None:
@@ -124,18 +124,18 @@ class HttpCore:
         found = self.http.report(answer)
         return None if found is None else StreamReport(*found)
 
-    def _turn(self) -> None:
-        if self._next_turn is not None:
-            self._next_turn.cancel()
-            self._next_turn = None
+    def _poll(self) -> None:
+        if self._next_poll is not None:
+            self._next_poll.cancel()
+            self._next_poll = None
         if self._closed:
             return
         # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
-        self._turning = True
+        self._polling = True
         try:
-            self._handle(self.http.turn())
+            self._handle(self.http.poll())
         finally:
-            self._turning = False
+            self._polling = False
             if self._flushing:
                 self._flush()
 
@@ -146,10 +146,10 @@ class HttpCore:
 
     def _tick(self) -> None:
         # What came while the loop did something else is not late.
-        self._turn()
+        self._poll()
         if not self._closed:
             self.http.tick()
-        self._turn()
+        self._poll()
         if not self._closed:
             self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
 
@@ -157,27 +157,27 @@ class HttpCore:
         for event in events:
             kind = event[0]
             if kind == REQUEST:
-                hearer = self.listeners.get(event[2])
+                handler = self.listeners.get(event[2])
             elif kind == CROWDED:
-                hearer = self.listeners.get(event[1])
+                handler = self.listeners.get(event[1])
             elif kind in _OF_CALLS:
-                hearer = self.calls.get(event[1])
+                handler = self.calls.get(event[1])
             elif kind == AGAIN:
                 # Not at once: the loop's timers and other sockets come first.
-                if self._next_turn is None:
-                    self._next_turn = self.loop.call_soon(self._turn)
+                if self._next_poll is None:
+                    self._next_poll = self.loop.call_soon(self._poll)
                 continue
             elif kind == RPC_DUE:
-                self.rpc_cores[event[1]].turn()
+                self.rpc_cores[event[1]].poll()
                 continue
             elif kind == ACCEPT_FAILED:
                 for listener in self.listeners.values():
                     listener.on_event(kind, event)
                 continue
             else:
-                hearer = self.answers.get(event[1])
-            if hearer is not None:
-                hearer.on_event(kind, event)
+                handler = self.answers.get(event[1])
+            if handler is not None:
+                handler.on_event(kind, event)
 
 
 _cores: dict[asyncio.AbstractEventLoop, HttpCore] = {}

@@ -22,13 +22,13 @@ from kvscout_common.http.http import (
     Headers,
     HttpFailed,
     HttpRequest,
-    Preceded,
+    PrefixedSink,
     Sink,
     SinkGone,
     SinkStalled,
     StreamReport,
 )
-from kvscout_common.http.native_http import ANSWER, ENDED, FIRST, FULL, PIECE, HttpCore, ServerCall, shared
+from kvscout_common.http.native_http import ANSWER, CHUNK, ENDED, FIRST, FULL, HttpCore, ServerCall, shared
 from kvscout_common.transport.native_core import ClientTls, MessageStream
 from kvscout_common.transport.waiting import Inbox
 
@@ -139,7 +139,7 @@ class NativeAnswer:
         self._number = number
         self._over = over
         self._inbox = Inbox(core.loop)
-        """The body, where it is told piece by piece; its news are also those of head and end."""
+        """The body, where it comes chunk by chunk; notified of head and end, too."""
         self._ended: tuple[Any, ...] | None = None
         self._begins: Callable[[], None] | None = None
         self._context: MessageStream | None = None
@@ -155,7 +155,7 @@ class NativeAnswer:
         return self._last_report or self._core.report(self._number) or StreamReport()
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """See `native_http.Hearer`."""
+        """See `native_http.EventHandler`."""
         if kind == FIRST:
             if self._begins is not None:
                 self._begins()
@@ -165,8 +165,8 @@ class NativeAnswer:
             return
         if kind == ANSWER:
             self.status, self.headers = event[2], event[3]
-            self._inbox.news.tell()
-        elif kind == PIECE:
+            self._inbox.news.notify()
+        elif kind == CHUNK:
             self._inbox.put(event[2])
         elif kind == ENDED:
             self._ended = event
@@ -195,11 +195,11 @@ class NativeAnswer:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See `http.HttpAnswer.chunks`."""
-        self._core.http.tell(self._number)
+        self._core.http.stream(self._number)
         self._core.flush()
         try:
-            while (piece := await self._next_piece()) is not None:
-                yield piece
+            while (chunk := await self._next_chunk()) is not None:
+                yield chunk
                 self._resume()
         finally:
             self.abort()
@@ -218,18 +218,18 @@ class NativeAnswer:
         self._begins = on_first_output
         # Not the core's `http` itself: who is cancelled late would keep it when the core is closed.
         core, number = self._core, self._number
-        noticed = form.value if form is Form.PIECES or self._is_events() else None
-        to, first = (sink.sink, sink.first) if isinstance(sink, Preceded) else (sink, b"")
+        noticed = form.value if form is Form.MESSAGES or self._is_events() else None
+        to, first = (sink.sink, sink.first) if isinstance(sink, PrefixedSink) else (sink, b"")
         how = (write_seconds, first, noticed, dialect.value, max_tokens)
         try:
             if isinstance(to, ServerCall) and to.core is core:
                 core.http.pass_to_call(number, to.number, *how)
-            elif form is Form.PIECES and isinstance(to, MessageStream) and to.takes_messages:
+            elif form is Form.MESSAGES and isinstance(to, MessageStream) and to.takes_messages:
                 self._context = to
                 core.rpc_cores[to.core.rpc] = to.core
                 core.http.pass_to_messages(number, to.core.rpc, to.number, *how)
             else:
-                core.http.tell(number, *how[2:])
+                core.http.stream(number, *how[2:])
                 core.flush()
                 await self._pass_to(sink, write_seconds)
             core.flush()
@@ -239,7 +239,7 @@ class NativeAnswer:
             raise
         finally:
             self._begins = None
-            if isinstance(sink, Preceded) and self.report.passed:
+            if isinstance(sink, PrefixedSink) and self.report.passed:
                 sink.first = b""
         return self.report
 
@@ -265,21 +265,21 @@ class NativeAnswer:
         return content.partition(";")[0].strip().lower() == "text/event-stream" and packed.lower() == "identity"
 
     async def _pass_to(self, sink: Sink, seconds: float) -> None:
-        while (piece := await self._next_piece()) is not None:
+        while (chunk := await self._next_chunk()) is not None:
             try:
                 async with asyncio.timeout(seconds) as scope:
-                    await sink.write(piece)
+                    await sink.write(chunk)
             except TimeoutError as error:
                 if scope.expired():
                     raise SinkStalled(f"nothing was read for {seconds:.3g} s") from error
                 raise
             self._resume()
 
-    async def _next_piece(self) -> bytes | None:
-        piece = await self._inbox.next()
-        if piece is None:
+    async def _next_chunk(self) -> bytes | None:
+        chunk = await self._inbox.next()
+        if chunk is None:
             self._raise_if_failed()
-        return piece
+        return chunk
 
     def _resume(self) -> None:
         self._core.http.resume(self._number)

@@ -86,7 +86,7 @@ class NativeHttpServer:
             core.http.stop_listening(listener)
             core.flush()
             ends_at = core.loop.time() + grace
-            # Nothing tells of the end of connections.
+            # The end of a connection raises no event.
             while core.loop.time() < ends_at and (  # noqa: ASYNC110
                 self._waiting or core.http.open_connections(listener)
             ):
@@ -108,7 +108,7 @@ class NativeHttpServer:
         return {**core.http.stats(), "connections": core.http.open_connections(self._listener or 0)}
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """See `native_http.Hearer`."""
+        """See `native_http.EventHandler`."""
         if kind == ACCEPT_FAILED:
             self._accept_log.warning("accept", "connections cannot be accepted: %s", event[2])
             return
@@ -128,7 +128,7 @@ class NativeHttpServer:
         except HttpRefused as refused:
             await call.refuse(refused.status, f"{refused}\n")
         except SinkGone:
-            pass  # nobody is there to be told
+            pass  # the client has gone
         except SinkStalled as stalled:
             log.info("%s: %s", call.peer, stalled)
         except asyncio.CancelledError:
@@ -178,7 +178,7 @@ class NativeHttpCall(ServerCall):
         core.calls[number] = self
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """See `native_http.Hearer`."""
+        """See `native_http.EventHandler`."""
         if kind == BODY:
             self._body = event[2]
         elif kind == BODY_FAILED:
@@ -189,7 +189,7 @@ class NativeHttpCall(ServerCall):
             self.is_gone = True
             if self.task is not None:
                 self.task.cancel()
-        self._news.tell()
+        self._news.notify()
 
     async def body(self, charge: Charge | None = None) -> bytes:
         """See `http.HttpCall.body`."""

@@ -1,6 +1,6 @@
 """Which pages of the web may have a browser ask us: origins, CORS and the names that we are asked for by. Pure.
 
-A browser sends what any page tells it to, from inside the network in which it runs. Where tokens guard a port a page
+A browser sends what any page asks it to, from inside the network in which it runs. Where tokens guard a port a page
 has none; where none do, an `Origin` that is not ours is refused unless it is allowed, and a port that only this machine
 reaches is asked for by a name of this machine: any page can give its own name the address 127.0.0.1 (DNS rebinding).
 """

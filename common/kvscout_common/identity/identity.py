@@ -131,7 +131,7 @@ class Identity:
     role: AccessRole
     tenant: str
     name: str = ""
-    """Of the token's bearer; "" = the tokens file does not tell."""
+    """Of the token's bearer; "" = the tokens file does not say."""
     max_priority: int | None = None
     """The highest priority that its requests may have; None = any."""
 

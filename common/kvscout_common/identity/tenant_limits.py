@@ -46,7 +46,7 @@ TenantTable = Mapping[str, Mapping[Limit, int]]
 
 
 class TenantLimits(Collector):
-    """Of one service; none until it is told some."""
+    """Of one service; none until some are set."""
 
     def __init__(self) -> None:
         self._table: TenantTable = {}

@@ -29,7 +29,7 @@ class ServerCertificates:
         self.current: Pem
         """What new connections should be answered with."""
         self.renewed: list[Callable[[Pem], None]] = []
-        """Told of each renewal."""
+        """Called with each renewal."""
         paths = [files.certificate, files.key, *([files.client_ca] if files.client_ca else [])]
         self.file = FollowedFile("certificate", paths, self._read, self._apply)
         self.file.load()
@@ -54,8 +54,8 @@ class ServerCertificates:
 
     def _apply(self, pem: Pem) -> None:
         self.current = pem
-        for tell in self.renewed:
-            tell(pem)
+        for renew in self.renewed:
+            renew(pem)
 
     def _read(self) -> Pem:
         files = self._files

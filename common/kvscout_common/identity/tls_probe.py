@@ -1,6 +1,6 @@
 """Why a connection that nobody answers over may be one of TLS on one side only, or lack a certificate.
 
-gRPC says of all of these that it could not connect. One handshake beside it tells them apart.
+gRPC says of all of these that it could not connect. One more handshake distinguishes them.
 """
 
 from __future__ import annotations

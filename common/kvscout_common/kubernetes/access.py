@@ -99,10 +99,10 @@ class FollowedTls:
 
 
 def find_access(kubeconfig: Path | None, environment: Mapping[str, str] = os.environ) -> KubernetesAccess:
-    """How this process reaches the API: as it is told, as a pod does, or as `kubectl` does.
+    """Find the API: by a kubeconfig, as a pod does, or as `kubectl` does.
 
     Args:
-        kubeconfig: What it is told; None = nothing.
+        kubeconfig: The file of the flag; None = none given.
         environment: Of the process.
 
     Raises:

@@ -59,7 +59,7 @@ class Keyed(Protocol):
 
     @property
     def key(self) -> str:
-        """What tells it from the others that are there now."""
+        """Key that is unique among the objects that exist."""
 
 
 T = TypeVar("T", bound=Keyed)
@@ -173,9 +173,9 @@ class ListWatch(Generic[T]):
 
     async def _page(self, http: aiohttp.ClientSession, query: Mapping[str, str]) -> Mapping[str, Any]:
         body = bytearray()
-        async with aclosing(self._pieces(http, query, LIST_SECONDS)) as pieces:
-            async for piece in pieces:
-                body += piece
+        async with aclosing(self._chunks(http, query, LIST_SECONDS)) as chunks:
+            async for chunk in chunks:
+                body += chunk
                 if len(body) > MAX_PAGE_BYTES:
                     self._page_objects = max(1, self._page_objects // 2)
                     raise Unavailable(f"the API answers more than {MAX_PAGE_BYTES:,} bytes")
@@ -195,10 +195,10 @@ class ListWatch(Generic[T]):
             "timeoutSeconds": str(WATCH_SECONDS),
         }
         buffer = bytearray()
-        async with aclosing(self._pieces(http, query, WATCH_SECONDS + WATCH_GRACE_SECONDS)) as pieces:
-            async for piece in pieces:
+        async with aclosing(self._chunks(http, query, WATCH_SECONDS + WATCH_GRACE_SECONDS)) as chunks:
+            async for chunk in chunks:
                 seen = len(buffer)
-                buffer += piece
+                buffer += chunk
                 while (end := buffer.find(b"\n", seen)) >= 0:
                     line, seen = bytes(buffer[:end]), 0
                     del buffer[: end + 1]
@@ -242,7 +242,7 @@ class ListWatch(Generic[T]):
             self.unreadable = f"{one.key}: left out, there are {len(self.objects):,}"
         self._changed((one.key,))
 
-    async def _pieces(
+    async def _chunks(
         self, http: aiohttp.ClientSession, query: Mapping[str, str], seconds: float
     ) -> AsyncGenerator[bytes, None]:
         """The body of an answer.
@@ -265,8 +265,8 @@ class ListWatch(Generic[T]):
                 if "watch" in query:
                     self._works()
                 try:
-                    async for piece in response.content.iter_any():
-                        yield piece
+                    async for chunk in response.content.iter_any():
+                        yield chunk
                 finally:
                     _cut(response)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:

@@ -88,7 +88,7 @@ class Pod:
 
     @property
     def key(self) -> str:
-        """What tells it from the others that are there now."""
+        """Key that is unique among the objects that exist."""
         return f"{self.namespace}/{self.name}"
 
 
@@ -123,7 +123,7 @@ class InferencePool:
 
     @property
     def key(self) -> str:
-        """What tells it from the others that are there now."""
+        """Key that is unique among the objects that exist."""
         return f"{self.namespace}/{self.name}"
 
 
@@ -148,11 +148,11 @@ def _name(meta: Mapping[str, Any], key: str) -> str:
     return name
 
 
-def _address(told: Any) -> str:
-    if not told:
+def _address(text: Any) -> str:
+    if not text:
         return ""
     try:
-        return str(ipaddress.ip_address(told))
+        return str(ipaddress.ip_address(text))
     except ValueError as error:
         raise ObjectProblem("status.podIP is no address") from error
 

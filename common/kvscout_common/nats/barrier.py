@@ -1,6 +1,6 @@
 """Knowing that NATS has what was published: a message to oneself comes back after everything before it was taken.
 
-The client's own `flush` does not tell: its PING overtakes what the client still holds, and after a reconnect it says
+The client's own `flush` does not suffice: its PING overtakes what the client still holds, and after a reconnect it says
 nothing of what went down with the former connection.
 """
 

@@ -1,4 +1,4 @@
-"""Which NATS, whose part of it, and the flags that say so; the connection is `nats_link`'s."""
+"""Which NATS, whose part of it, and the flags that say so; the connection is made by `link`."""
 
 from __future__ import annotations
 

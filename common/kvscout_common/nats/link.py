@@ -1,6 +1,6 @@
 """The connection to NATS: made in the background, made again for ever, and never waited for at start.
 
-A service that is told of NATS starts without it and says so (`problem`), so that a restart of NATS and of a service may
+A service that uses NATS starts without it and says so (`problem`), so that a restart of NATS and of a service may
 come in any order. What must be set up on the server (subscriptions are restored by the client, consumers and buckets
 are not) is done in a hook that runs after each connection, the first one included.
 
@@ -46,7 +46,7 @@ _TROUBLE = (nats.errors.Error, TimeoutError, OSError)
 
 
 def end_if_cancelled() -> None:
-    """Nothing, unless this task was told to end; for every loop that calls nats-py.
+    """Raise if this task was cancelled; for every loop that calls nats-py.
 
     It waits with `asyncio.wait_for`, which in Python 3.11 swallows a cancellation that comes together with the result:
     a loop would go on, and the process that waits for it never end.
@@ -65,11 +65,11 @@ def _without_user(url: str) -> str:
 
 
 class _Client(nats.aio.client.Client):
-    """A client that tells what is wrong with whoever takes its messages; nats-py itself takes that for trouble of the
-    connection, and a subscription whose callback ended otherwise is silent from then on.
+    """A client that reports exceptions of callbacks that take its messages; nats-py itself takes that for trouble of
+    the connection, and a subscription whose callback ended otherwise is silent from then on.
 
     Args:
-        on_defect: Told of what a callback raised that is no trouble of the connection.
+        on_defect: Called with what a callback raised that is no failure of the connection.
     """
 
     def __init__(self, on_defect: Callable[[BaseException], None]) -> None:
@@ -121,7 +121,7 @@ class NatsLink:
         """What a callback raised that it should not."""
         self._closed = False
         self._connecting = False
-        """The client was told to connect; it cannot be closed before."""
+        """The client has begun to connect; it cannot be closed before."""
 
     @property
     def connected(self) -> bool:
@@ -129,7 +129,7 @@ class NatsLink:
         return self.client.is_connected
 
     def status(self) -> types_pb2.NatsStatus:
-        """The connection as GetStatus tells of it."""
+        """Return the status of the connection for GetStatus."""
         # What the server said of itself when it was connected to; nats-py has no other way to ask.
         server: Mapping[str, Any] = self.client._server_info
         return types_pb2.NatsStatus(
@@ -165,7 +165,7 @@ class NatsLink:
         self._hooks.append(hook)
 
     def on_slow(self, hook: Callable[[str], None]) -> None:
-        """Has a hook told the subject of each message that the client dropped: a subscription's limit was reached."""
+        """Call a hook with the subject of each message that the client dropped: a subscription's limit was reached."""
         self._slow_hooks.append(hook)
 
     async def run(self) -> None:
@@ -201,7 +201,7 @@ class NatsLink:
             if self._defect is not None:
                 raise self._defect
             if self.client.is_closed:
-                raise Unavailable(f"NATS closed the connection for good: {self.client.last_error!r}")
+                raise Unavailable(f"NATS closed the connection permanently: {self.client.last_error!r}")
             await self._run_hooks()
             end_if_cancelled()
 

@@ -54,7 +54,7 @@ def decode_name(encoded: str) -> str:
 
 
 class EventSubject(NamedTuple):
-    """What the subject of an event tells."""
+    """Fields of an event's subject."""
 
     tenant: str
     model: str

@@ -1,6 +1,6 @@
 """Times counted in the buckets of a Prometheus histogram, which is made of them when it is scraped.
 
-`prometheus_client.Histogram` takes a lock twice and ten times as long, each time that it is told of one.
+`prometheus_client.Histogram` takes a lock twice and ten times as long, for each observation.
 """
 
 from __future__ import annotations

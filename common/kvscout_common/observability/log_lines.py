@@ -128,7 +128,7 @@ class RateFilter(logging.Filter):
 class GoneClientFilter(logging.Filter):
     """Drops the traceback that grpcio logs as an error whenever a client goes away as its call's status is written.
 
-    Clients may do that at any moment; calls that end without anybody to tell are nothing for an operator to look at.
+    Clients may do that at any moment; calls that end with nobody waiting are of no interest to an operator.
     """
 
     LOGGER = "grpc._cython.cygrpc"

@@ -1,4 +1,4 @@
-"""What Prometheus is told of any process of ours: which build it is, and what it takes of its machine."""
+"""Metrics of every process: its build, and what it uses of its machine."""
 
 from __future__ import annotations
 

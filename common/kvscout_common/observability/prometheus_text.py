@@ -47,7 +47,7 @@ def read_samples(page: bytes, names: Iterable[str]) -> list[Sample]:
         while at >= 0:
             hits += 1
             if hits > MAX_HITS:
-                raise ValueError(f"metrics are told more than {MAX_HITS} times")
+                raise ValueError(f"metrics appear more than {MAX_HITS} times")
             after = at + len(wanted)
             if (at == 0 or page[at - 1 : at] == b"\n") and page[after : after + 1] in (b"{", b" ", b"\t"):
                 sample = _sample(name, _line(page, after))

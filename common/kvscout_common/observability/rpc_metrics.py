@@ -25,7 +25,7 @@ class MethodTimes:
         self._elsewhere: list[Callable[[], tuple[list[int], float]]] = []
 
     def count_with(self, read: Callable[[], tuple[list[int], float]]) -> None:
-        """Counts calls, too, that were answered elsewhere.
+        """Count calls that were answered by the extension, too.
 
         Args:
             read: How many those are until now, by bucket, and the seconds that they took; asked by any thread.

@@ -46,10 +46,10 @@ class Span(Protocol):
     ) -> None: ...
     @property
     def traceparent(self) -> str:
-        """What the next service is told; "" = nothing is to be traced there."""
+        """Return the traceparent for the next service; "" = nothing is to be traced there."""
         ...
 
-    def tell(self, **facts: Fact) -> None:
+    def record(self, **facts: Fact) -> None:
         """Adds attributes `kvscout.NAME`."""
         ...
 
@@ -84,7 +84,7 @@ class _Nothing:
     ) -> None:
         """Nothing."""
 
-    def tell(self, **facts: Fact) -> None:
+    def record(self, **facts: Fact) -> None:
         """Nothing."""
 
     def event(self, name: str) -> None:
@@ -127,14 +127,14 @@ def current() -> Span:
 
 
 def traceparent() -> str:
-    """What the next service is told by what runs now; "" = nothing is to be traced there."""
+    """Return the traceparent for the next service; "" = nothing is to be traced there."""
     return "" if _tracer is None else current().traceparent
 
 
 def call_options() -> dict[str, Any]:
     """The same as an option of a call."""
-    told = traceparent()
-    return {"metadata": ((TRACEPARENT, told),)} if told else {}
+    parent = traceparent()
+    return {"metadata": ((TRACEPARENT, parent),)} if parent else {}
 
 
 def ids() -> dict[str, str]:
@@ -239,7 +239,7 @@ class _Span:
 
     @classmethod
     def running(cls, tracer: _Tracer) -> _Span:
-        """That which runs now, for whoever has something to tell of it."""
+        """Return the current span, to record attributes on."""
         found = cls(tracer, "", Kind.INTERNAL, None)
         found._span = tracer.api.get_current_span()
         return found
@@ -275,7 +275,7 @@ class _Span:
             return ""
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
-    def tell(self, **facts: Fact) -> None:
+    def record(self, **facts: Fact) -> None:
         """See `Span`."""
         if self._span.is_recording():
             self._span.set_attributes({f"kvscout.{name}": value for name, value in facts.items()})

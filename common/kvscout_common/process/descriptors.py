@@ -10,7 +10,7 @@ from pathlib import Path
 log = logging.getLogger("kvscout.serving")
 
 FEW = 16_384
-"""Below this an operator is told: ten thousand requests in flight have a connection to their engine each."""
+"""Below this an operator is warned: ten thousand requests in flight have a connection to their engine each."""
 UNLIMITED = 1 << 20
 """Asked for where nothing else limits it: some systems refuse to lift a limit to infinity."""
 
@@ -25,9 +25,9 @@ def descriptor_limit() -> int:
 
 
 def open_descriptors() -> int:
-    """Files that it has open; 0 = the system does not tell."""
+    """Files that it has open; 0 = the system does not say."""
     try:
-        # Linux counts them there since 6.2; before, and elsewhere, they are counted one by one.
+        # Linux counts them there since 6.2; before, and on other systems, they are counted one by one.
         return _OPEN.stat().st_size or len(os.listdir(_OPEN))
     except OSError:
         return 0

@@ -20,7 +20,7 @@ class NobodyWaits(Exception):
 
 
 class Closing:
-    """Tasks that were told to end, until they have."""
+    """Cancelled tasks that have not ended."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -71,7 +71,7 @@ def is_panic(error: BaseException) -> bool:
     return not isinstance(error, (Exception, *INTENDED))
 
 
-def tell_panic(error: BaseException) -> bool:
+def report_panic(error: BaseException) -> bool:
     """Tells the running loop of a panic that would be kept from it; whether it is one."""
     if is_panic(error):
         asyncio.get_running_loop().call_exception_handler({"message": "native code panicked", "exception": error})
@@ -80,7 +80,8 @@ def tell_panic(error: BaseException) -> bool:
 
 
 def guarded(function: Callable[..., None], failed: Callable[[BaseException], None]) -> Callable[..., None]:
-    """A callback whose exceptions are told: loops and libraries that call it would only log them and go on, blind."""
+    """A callback whose exceptions are reported: loops and libraries that call it would only log them and go on,
+    blind."""
 
     @functools.wraps(function)
     def guarding(*arguments: object) -> None:

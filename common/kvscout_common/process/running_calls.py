@@ -32,9 +32,9 @@ ENDLESS = frozenset(
 
 HEADERS_SECONDS = 0.1
 """Time of the last calls that came to send their headers: one that is ended meanwhile can send no status any more."""
-TELL_AGAIN_SECONDS = 0.5
+CANCEL_AGAIN_SECONDS = 0.5
 """After that, an endless call that still runs is ended again: what it waits for may have swallowed the first time."""
-TIMES_TOLD = 20
+MAX_CANCELS = 20
 """So often, while nothing else runs; a call that has not ended then is left."""
 
 
@@ -76,28 +76,29 @@ class RunningCalls:
         return self._finishing and method in ENDLESS
 
     async def finish(self) -> None:
-        """Ends the endless calls with `Draining`, so that their callers go elsewhere, and waits for all others.
+        """Ends the endless calls with `Draining`, so that their callers turn to another server, and waits for all
+        others.
 
-        From here on no endless call begins. That the last answers are read is waited for elsewhere.
+        From here on no endless call begins. `stopping` waits until the last answers are read.
         """
         self._finishing = True
         await asyncio.sleep(HEADERS_SECONDS)
-        told = 0
-        while self._running and told < TIMES_TOLD:
+        cancels = 0
+        while self._running and cancels < MAX_CANCELS:
             endless = [call for call, method in self._running.items() if method in ENDLESS]
             for call in endless:
                 call.cancel()
-            told = told + 1 if len(endless) == len(self._running) else 0
+            cancels = cancels + 1 if len(endless) == len(self._running) else 0
             self._none.clear()
             if not self._running:
                 return
             with suppress(TimeoutError):
-                async with asyncio.timeout(TELL_AGAIN_SECONDS):
+                async with asyncio.timeout(CANCEL_AGAIN_SECONDS):
                     await self._none.wait()
         if self._running:
             log.error("abandoned calls that do not end: %s", ", ".join(sorted(set(self._running.values()))))
 
 
 def draining() -> Draining:
-    """What the callers of endless calls are told."""
+    """Return the error for callers of endless calls."""
     return Draining("the service is draining")

@@ -76,7 +76,7 @@ class Backends:
             self._follow("workers-k8s", KubernetesWorkers(config.workers_k8s, registry, config.kubeconfig))
 
     async def warm(self) -> None:
-        """Waits until NATS, DNS and Kubernetes have told of their workers, or `WARM_SECONDS`."""
+        """Waits until NATS, DNS and Kubernetes have listed their workers, or `WARM_SECONDS`."""
         try:
             async with asyncio.timeout(WARM_SECONDS):
                 for read in self._read:

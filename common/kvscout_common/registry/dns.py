@@ -5,8 +5,8 @@
     dns://vllm.prod.svc:8000?role=decode&block_size=16
 
 The parameters are fields of `kvscout.v1.Worker`, written as in the workers file, that all of its workers share. What
-tells one from another is made from the address: `worker_id` and `http_endpoint`; model, block size, event endpoints and
-size of the cache are asked of the engine where they are left out. A lookup that fails changes nothing.
+distinguishes one from another is made from the address: `worker_id` and `http_endpoint`; model, block size, event
+endpoints and size of the cache are asked of the engine where they are left out. A lookup that fails changes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RESOLVE_SECONDS = 5.0
 """How often a name is looked up: a few times within the readiness of a pod."""
 LOOKUP_SECONDS = 5.0
 MAX_ADDRESSES = 4096
-ASKED_AT_ONCE = 32
+CONCURRENT_QUERIES = 32
 FIELD = "workers_dns"
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
@@ -71,8 +71,8 @@ class DnsName:
         """The worker at an address.
 
         Raises:
-            Unavailable: The engine does not tell what the URL leaves open.
-            InvalidArgument: What it tells is wrong.
+            Unavailable: The engine does not report what the URL leaves open.
+            InvalidArgument: What it reports is wrong.
         """
         where = f"{bracketed(address)}:{self.port}"
         spec = self.shared.worker(where, f"http://{where}", facts)
@@ -86,7 +86,7 @@ class _State:
     facts: dict[str, EngineFacts] = field(default_factory=dict)
     problem: str = ""
     unknown: dict[str, str] = field(default_factory=dict)
-    """Addresses whose engine did not tell yet what is to be known, and why."""
+    """Addresses whose engine has not reported what is needed, and why."""
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
@@ -119,7 +119,7 @@ class DnsWorkers:
         self._registry = registry
         self._resolve = resolve
         self._ask = ask
-        self._slots = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._slots = asyncio.Semaphore(CONCURRENT_QUERIES)
         self._log = RateLimitedLog(log)
         self.read = asyncio.Event()
         """Set after the first round, whatever came of it."""

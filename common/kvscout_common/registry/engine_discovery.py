@@ -1,4 +1,4 @@
-"""Completes registrations with what the engines tell: a worker may be registered with its HTTP endpoint alone.
+"""Completes registrations with what the engines report: a worker may be registered with its HTTP endpoint alone.
 
 One task an engine that is to be asked: until it answers, with pauses that grow, and then again once in a while, since
 an engine behind the same address may be restarted with other flags.
@@ -26,7 +26,7 @@ FIRST_RETRY_SECONDS = 0.5
 LAST_RETRY_SECONDS = 10.0
 AGAIN_SECONDS = 60.0
 """How often an engine that answered is asked again."""
-ASKED_AT_ONCE = 32
+CONCURRENT_QUERIES = 32
 
 Ask = Callable[[HttpClient, str, EngineKind | None], Awaitable[EngineFacts]]
 
@@ -52,7 +52,7 @@ class Discovery:
         self._changed = asyncio.Event()
         self._tasks: dict[WorkerName, tuple[WorkerSpec, asyncio.Task[None]]] = {}
         self._problems: dict[WorkerName, str] = {}
-        self._slots = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._slots = asyncio.Semaphore(CONCURRENT_QUERIES)
         registry.listen(self)
 
     def warnings(self) -> list[Warned]:
@@ -129,11 +129,11 @@ class Discovery:
             return  # removed in this very turn: this task is about to be cancelled
         found = []
         if not facts.event_endpoints:
-            found.append("the engine tells no event endpoints: start it with KV events, or register them")
+            found.append("the engine reports no event endpoints: start it with KV events, or register them")
         try:
             self._registry.admit(facts.complete(entry.registered))
         except InvalidArgument as error:
-            found.append(f"of what the engine tells, {error}")
+            found.append(f"of what the engine reports, {error}")
             facts = replace(facts, event_endpoints=())
         self._registry.complete(*name, facts)
         found = [*facts.contradictions(self._registry.get(*name).spec).values(), *found]

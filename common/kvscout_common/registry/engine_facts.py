@@ -1,4 +1,4 @@
-"""What an engine tells of itself, and how that completes and contradicts a registration."""
+"""What an engine reports of itself, and how that completes and contradicts a registration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kvscout_common.worker import EngineKind, EventEndpoint, Transport, WorkerSpec
 
 ASKED = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
-"""Engines that tell where they publish their events over HTTP."""
+"""Engines that report where they publish their events over HTTP."""
 
 
 SHOWN = 8
@@ -56,11 +56,11 @@ class EngineFacts:
         if self.models and spec.model not in self.models:
             more = f" and {len(self.models) - SHOWN} more" if len(self.models) > SHOWN else ""
             found["model"] = f"registered for {spec.model!r}, the engine serves {', '.join(self.models[:SHOWN])}{more}"
-        told = {endpoint.dp_rank for endpoint in self.event_endpoints}
-        silent = [rank.dp_rank for rank in spec.ranks if rank.dp_rank not in told]
-        if told and silent:
+        reported = {endpoint.dp_rank for endpoint in self.event_endpoints}
+        silent = [rank.dp_rank for rank in spec.ranks if rank.dp_rank not in reported]
+        if reported and silent:
             found["dp_size"] = (
-                f"the engine publishes events of {len(told)} ranks, and not of {len(silent)} that are registered, "
+                f"the engine publishes events of {len(reported)} ranks, and not of {len(silent)} that are registered, "
                 f"such as {', '.join(map(str, silent[:SHOWN]))}"
             )
         return found

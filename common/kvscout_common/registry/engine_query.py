@@ -1,6 +1,6 @@
 """Asking an engine over HTTP what it is: where it publishes KV events, what it serves, how large its cache is.
 
-vLLM tells its event sockets at `/kv_event_sources` (0.31 and later; one object a rank, or a list), SGLang at
+vLLM lists its event sockets at `/kv_event_sources` (0.31 and later; one object a rank, or a list), SGLang at
 `/server_info`; both their models at `/v1/models`; vLLM the shape of its cache in its metrics. What an engine does not
 have stays unknown. Nothing in its answers is trusted to be of the right type or size: what cannot be registered is left
 out here.
@@ -36,7 +36,7 @@ _COUNT_DIGITS = 9
 
 
 async def ask_engine(http: HttpClient, url: str, engine: EngineKind | None) -> EngineFacts:
-    """What an engine tells of itself.
+    """Query an engine for its facts.
 
     Args:
         http: To ask with.
@@ -51,18 +51,18 @@ async def ask_engine(http: HttpClient, url: str, engine: EngineKind | None) -> E
     models = tuple(card["id"] for card in sorted(cards, key=lambda card: bool(card.get("parent"))))
     if not models:
         raise Unavailable(f"{url} serves no model yet")
-    told = _OWNERS.get(str(cards[0].get("owned_by")))
-    engine = engine or told
+    owner = _OWNERS.get(str(cards[0].get("owned_by")))
+    engine = engine or owner
     host = urlsplit(url).hostname or ""
     if engine is EngineKind.SGLANG:
         info = await json(f"{url}/server_info")
         endpoints, block_size = _sglang_events(info, host)
         tokens = _number(info.get("max_total_num_tokens")) if isinstance(info, Mapping) else None
-        return EngineFacts(url, endpoints, models, block_size, (tokens or 0) // block_size if block_size else 0, told)
+        return EngineFacts(url, endpoints, models, block_size, (tokens or 0) // block_size if block_size else 0, owner)
     endpoints = _vllm_events(await json(f"{url}/kv_event_sources"), host)
     metrics = await read_page(http, f"{url}/metrics", timeout_seconds=TIMEOUT_SECONDS)
     block_size, blocks = await parsed(metrics or b"", _vllm_cache)
-    return EngineFacts(url, endpoints, models, block_size, blocks, told)
+    return EngineFacts(url, endpoints, models, block_size, blocks, owner)
 
 
 def _cards(answer: Any) -> list[Mapping[str, Any]]:
@@ -86,8 +86,8 @@ def _vllm_events(answer: Any, host: str) -> tuple[EventEndpoint, ...]:
             if isinstance(source, Mapping)
         ]
     found = {}
-    for told, source in sources:
-        rank = _number(told)
+    for number, source in sources:
+        rank = _number(number)
         if rank is None or rank >= MAX_RANKS or not isinstance(source, Mapping):
             continue
         endpoint = _reachable(source.get("endpoint"), host)
@@ -118,7 +118,7 @@ def _sglang_events(answer: Any, host: str) -> tuple[tuple[EventEndpoint, ...], i
 
 
 def _vllm_cache(metrics: bytes) -> tuple[int, int]:
-    """Block size and usable blocks of one rank; of several, the smallest cache. 0 = not told, or not to be read."""
+    """Block size and usable blocks of one rank; of several, the smallest cache. 0 = not reported, or not readable."""
     try:
         found = [sample.labels for sample in read_samples(metrics, [_CACHE_CONFIG])]
     except ValueError:
@@ -129,7 +129,7 @@ def _vllm_cache(metrics: bytes) -> tuple[int, int]:
 
 
 def _number(value: Any) -> int | None:
-    """A number that was told as one or as its digits; None = it is none, or has too many of them."""
+    """A number that was sent as one or as its digits; None = it is none, or has too many of them."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**_COUNT_DIGITS:
         return value
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= _COUNT_DIGITS:

@@ -30,7 +30,7 @@ from kvscout_common.http.http import HttpClient
 from kvscout_common.kubernetes.access import KubernetesAccess, find_access
 from kvscout_common.kubernetes.listing import ListWatch, api_session
 from kvscout_common.kubernetes.objects import InferencePool, ObjectProblem, Pod
-from kvscout_common.registry.engine_discovery import ASKED_AT_ONCE, FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Ask
+from kvscout_common.registry.engine_discovery import CONCURRENT_QUERIES, FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Ask
 from kvscout_common.registry.engine_facts import EngineFacts
 from kvscout_common.registry.engine_query import ask_engine
 from kvscout_common.registry.pod_selection import PodWorker, Selection
@@ -51,7 +51,7 @@ WARNED_PODS = 20
 
 
 class _Life(NamedTuple):
-    """One life of one engine: what it told is true for so long."""
+    """One life of one engine: what it reported holds as long."""
 
     uid: str
     restarts: int
@@ -177,8 +177,8 @@ class KubernetesWorkers:
         self._standings: dict[str, _Standing] = {}
         """By pod."""
         self._replaced = False
-        """What an earlier life of this process told of pods that are gone is taken back."""
-        self._slots = asyncio.Semaphore(ASKED_AT_ONCE)
+        """Workers of pods that are gone, from an earlier life of this process, are removed."""
+        self._slots = asyncio.Semaphore(CONCURRENT_QUERIES)
         self._questions: dict[str, _Question] = {}
         """By worker id."""
         self._specs: dict[str, _Spec] = {}
@@ -275,11 +275,11 @@ class KubernetesWorkers:
         if not all(followed.listed for followed in self._followed):
             return
         if not self._replaced:
-            # Of what was not listed yet, an earlier life of this process may have told others.
+            # Of what was not listed yet, an earlier life of this process may have registered others.
             self._replaced = True
             known = {name for standing in self._standings.values() for name in standing.specs}
-            told = self._registry.names_of_source(Source.KUBERNETES)
-            self._registry.remove_from_source(Source.KUBERNETES, [name for name in told if name not in known])
+            registered = self._registry.names_of_source(Source.KUBERNETES)
+            self._registry.remove_from_source(Source.KUBERNETES, [name for name in registered if name not in known])
         if not self.read.is_set() and all(question.tried for question in self._questions.values()):
             self.read.set()
 
@@ -337,11 +337,11 @@ class KubernetesWorkers:
         return _Standing(specs, uid, frozenset(worker_ids))
 
     def _spec(self, worker: PodWorker, pod: Pod, http: HttpClient, tasks: asyncio.TaskGroup) -> WorkerSpec:
-        """A worker with what its engine told.
+        """Return a worker completed with what its engine reported.
 
         Raises:
-            Unavailable: It has not told yet what is open.
-            InvalidArgument: What it told is wrong.
+            Unavailable: It has not reported yet what is open.
+            InvalidArgument: What it reported is wrong.
         """
         if not worker.shared.open:
             return self._made(worker, None)

@@ -58,7 +58,7 @@ OF_PODS: Final = frozenset(
 )
 """What a pod may say of itself: nothing that leads to another address than its own, nor to another tenant."""
 HTTP_PORT: Final = 8000
-"""Where vLLM serves unless it is told otherwise."""
+"""Default port of vLLM."""
 _LLM_D_ROLES: Final = {
     "prefill": "prefill",
     "encode-prefill": "prefill",
@@ -73,7 +73,7 @@ _AIBRIX_EVENTS: Final = {"event_port": "5557", "replay_port": "5558"}
 
 @dataclass(frozen=True, slots=True)
 class PodWorker:
-    """One worker, as far as it is known without asking its engine: a pod and one of its ports."""
+    """One worker, as far as it is known without its engine: a pod and one of its ports."""
 
     worker_id: str
     http_endpoint: str

@@ -5,10 +5,11 @@ it. It does no I/O: the clock is passed in, and whoever owns it calls `expire` r
 
 Invariants
 1. A worker is one entry, named by (tenant, worker_id), whatever its source.
-2. Listeners hear `added` before anything else of a worker and `removed` last, each exactly once an entry.
+2. Listeners get `added` before anything else of a worker and `removed` last, each exactly once an entry.
 3. An entry from the file is changed and removed by the file alone; it wins over every other one of the same name. So
    does one from Kubernetes, except over the file's, and one from DNS, except over both (`DECLARED`).
-4. What an engine told of itself (`complete`) fills in what its registration leaves open, for as long as that stands:
+4. What an engine reported of itself (`complete`) fills in what its registration leaves open, for as long as that
+stands:
    listeners see the completed worker, and `Entry.registered` is what was registered.
 """
 
@@ -59,10 +60,10 @@ class Entry:
     """One registration."""
 
     spec: WorkerSpec
-    """The worker as it is known: as registered, completed with what its engine told."""
+    """The worker as it is known: as registered, completed with what its engine reported."""
     source: Source
     registered: WorkerSpec
-    told: WorkerSpec | None = None
+    reported: WorkerSpec | None = None
     """What one of `DECLARED` said last: `registered` but for the draining that was asked for since."""
     lease_seconds: int = 0
     """0 = no lease."""
@@ -98,7 +99,7 @@ class Registry:
     Args:
         clock: Monotonic seconds.
         admit: Raises `InvalidArgument`, naming the field, for a valid registration that this service does not take.
-            Whatever brings registrations asks it first, and has its own way to tell of the answer.
+            Whatever brings registrations asks it first, and reports the answer in its own way.
     """
 
     def __init__(self, clock: Callable[[], float], admit: Callable[[WorkerSpec], None] = any_worker) -> None:
@@ -112,7 +113,7 @@ class Registry:
         self._listeners: list[RegistryListener] = []
 
     def listen(self, listener: RegistryListener) -> None:
-        """Adds a listener; it hears of the workers that are there already at once."""
+        """Add a listener; workers that exist are reported to it immediately."""
         self._listeners.append(listener)
         for entry in self._entries.values():
             listener.worker_added(entry.spec)
@@ -236,7 +237,7 @@ class Registry:
         return unknown
 
     def remove(self, tenant: str, worker_id: str, *, source: Source = Source.RPC, lease_ended: bool = False) -> None:
-        """Removes a worker; listeners hear whether somebody took it out, or the source saw its lease end.
+        """Remove a worker; listeners learn whether somebody took it out, or the source saw its lease end.
 
         Raises:
             NotFound: If it is not registered.
@@ -247,7 +248,7 @@ class Registry:
         self._drop(entry, "lease" if lease_ended else "removed" if source is Source.RPC else str(source))
 
     def restart_leases(self, source: Source) -> None:
-        """Gives every lease of a source its full length again, as no renewal could be heard of for a while."""
+        """Gives every lease of a source its full length again, as no renewal could be received for a while."""
         for entry in self._entries.values():
             if entry.source is source and entry.lease_seconds:
                 self._entries[entry.name] = replace(entry, expires_at=self._clock() + entry.lease_seconds)
@@ -262,7 +263,7 @@ class Registry:
         """Removes every worker of the bucket whose lease has ended by a time, and returns them.
 
         Args:
-            by: On the registry's clock; every renewal made before must have been heard of.
+            by: On the registry's clock; every renewal made before must have been received.
         """
         return self._expire(lambda entry: entry.source is Source.NATS, by)
 
@@ -298,7 +299,7 @@ class Registry:
         """Adds and updates some of what a source contributes, by the rules of `replace_source`."""
         for spec in specs:
             old = self._entries.get(WorkerName(spec.tenant, spec.worker_id))
-            last = None if old is None else old.told or old.registered
+            last = None if old is None else old.reported or old.registered
             if old is not None and old.source is source and not old.lease_seconds and last == spec:
                 continue
             if old is None or old.source is source or _takes_over(source, old.source):

@@ -30,7 +30,8 @@ from kvscout_common.worker import WorkerSpec
 VERSION = 1
 CALL_SECONDS = 2.0
 MARKER_SECONDS = 3600
-"""How long a removal can be told from a lease that ended: longer than any network split that heals by itself."""
+"""How long a removal can be distinguished from a lease that ended: longer than any network split that heals by
+itself."""
 MAX_VALUE_BYTES = 512 * 1024
 """NATS refuses more than 1 MiB by default."""
 ENDED = "Kvscout-Ended"

@@ -64,18 +64,18 @@ class WorkerTemplate:
         return None if given is None else EngineKind(str(given).lower())
 
     def worker(self, worker_id: str, http_endpoint: str, facts: EngineFacts | None = None) -> WorkerSpec:
-        """One worker; events are left to what its engine tells later (`engine_discovery`), unless they are given.
+        """One worker; events are left to what its engine reports later (`engine_discovery`), unless they are given.
 
         Raises:
-            Unavailable: The engine does not tell what is open.
-            InvalidArgument: What it tells is wrong.
+            Unavailable: The engine does not report what is open.
+            InvalidArgument: What it reports is wrong.
         """
         values = {**self.values, "worker_id": worker_id, "http_endpoint": http_endpoint}
         if facts is not None:
             values.setdefault("model", facts.models[0] if facts.models else "")
             values.setdefault("block_size", facts.block_size)
         if not values.get("model") or not values.get("block_size"):
-            raise Unavailable("its engine does not tell its model and block size: give them")
+            raise Unavailable("its engine does not report its model and block size: give them")
         if facts is not None and facts.engine is not None:
             values.setdefault("engine", facts.engine.value)
         try:

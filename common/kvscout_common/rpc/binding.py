@@ -26,7 +26,7 @@ async def wait_for_port(host: str, port: int) -> None:
         OSError: It cannot; if it is taken, after a wait.
     """
     deadline = time.monotonic() + BIND_SECONDS
-    told = False
+    warned = False
     while port:
         try:
             _listen_once(host, port)
@@ -34,9 +34,9 @@ async def wait_for_port(host: str, port: int) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
                 raise OSError(f"cannot bind {host}:{port}: {error.strerror}") from error
-            if not told:
+            if not warned:
                 log.warning("%s:%d is in use; retrying for %g s", host, port, BIND_SECONDS)
-                told = True
+                warned = True
             await asyncio.sleep(RETRY_SECONDS)
 
 

@@ -6,24 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 
-async def hear(call: Any, heard: Callable[[bytes], object]) -> None:
-    """Has a function called with each message that comes; returns when the server has ended the stream.
+async def receive_each(call: Any, received: Callable[[bytes], object]) -> None:
+    """Call a function with each message of a stream until the server ends it.
 
     Args:
         call: Of bytes, that nobody else reads.
-        heard: What it raises ends this.
+        received: What it raises ends this.
 
     Raises:
         grpc.aio.AioRpcError: The call failed.
     """
-    native = getattr(call, "hear", None)
+    native = getattr(call, "receive_each", None)
     if native is not None:
-        await native(heard)
+        await native(received)
         return
     async for message in call:
-        heard(message)
+        received(message)
 
 
-def sends_at_once(call: Any) -> bool:
-    """Whether `call.send_at_once` can be called now; else `call.write` is to be waited for."""
+def can_send_now(call: Any) -> bool:
+    """Whether `call.send_now` can be called now; else `call.write` is to be waited for."""
     return getattr(call, "has_room", False)

@@ -112,7 +112,7 @@ def to_error(error: grpc.aio.AioRpcError) -> KvscoutError:
     ours = from_status(error.code(), error.details() or "", retry_after_seconds=retry_after, raised=raised)
     ours.answered = ANSWERED_TRAILER in trailers
     if isinstance(ours, Cancelled) and not ours.answered:
-        # What grpc's server says of a call that came while it was told to stop and that nobody has looked at. (A call
+        # What grpc's server says of a call that came while it was stopping and that nobody has looked at. (A call
         # that is cancelled on this side ends with asyncio's CancelledError.)
         return Unavailable("the service stopped before it took the call")
     return ours

@@ -212,8 +212,8 @@ class GuardedMethod:
         except BaseException as error:
             # What generated servicers raise for an rpc that nobody wrote, after they set this code.
             missing = isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED
-            told = Unimplemented(f"this release does not have {self.name}") if missing else error
-            code, text, trailers = status_of(told, self.name)
+            shown = Unimplemented(f"this release does not have {self.name}") if missing else error
+            code, text, trailers = status_of(shown, self.name)
             ended = code
         finally:
             self.times.ended(ended, started)
@@ -239,7 +239,7 @@ class GuardedMethod:
         try:
             return await self._handled(request, context, identity)
         except asyncio.CancelledError:
-            # A caller that goes away meanwhile has cancelled it as well, and is told nothing.
+            # A caller that goes away meanwhile has cancelled it as well, and gets no answer.
             if not self.calls.ends(self.name):
                 raise
             while task.cancelling():

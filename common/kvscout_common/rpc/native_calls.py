@@ -76,7 +76,7 @@ class NativeCall:
         """For what is to be sent."""
         self._is_full = False
         """There is none."""
-        self._heard: Callable[[bytes], object] | None = None
+        self._received: Callable[[bytes], object] | None = None
         """Called with messages as they come."""
         self._misheard: Exception | None = None
         """What that raised."""
@@ -112,29 +112,29 @@ class NativeCall:
         self._consumed(message)
         return message if self._deserialize is None else self._deserialize(message)
 
-    async def hear(self, heard: Callable[[bytes], object]) -> None:
-        """See `callbacks.hear`."""
-        self._heard = heard
+    async def receive_each(self, received: Callable[[bytes], object]) -> None:
+        """See `callbacks.receive_each`."""
+        self._received = received
         try:
             while (message := self._inbox.take()) is not None:
                 self._hear(message)
             while self._status is None and self._misheard is None:
                 await self._news.wait()
         finally:
-            self._heard = None
+            self._received = None
         if self._misheard is not None:
             raise self._misheard
         self._raise_for_status()
 
     def _hear(self, message: bytes) -> None:
-        assert self._heard is not None
+        assert self._received is not None
         self._consumed(message)
         if self._misheard is None:
             try:
-                self._heard(message)
+                self._received(message)
             except Exception as error:
                 self._misheard = error
-                self._news.tell()
+                self._news.notify()
 
     def _consumed(self, message: bytes) -> None:
         if self._number is not None:
@@ -172,7 +172,7 @@ class NativeCall:
         """Whether a request can be sent at once."""
         return self._number is not None and not self._is_full
 
-    def send_at_once(self, request: Any) -> None:
+    def send_now(self, request: Any) -> None:
         """Sends a request, for which there is room; to be called from a callback of the loop."""
         self._send(request)
         self._core.flush_now()
@@ -244,7 +244,7 @@ class NativeCall:
         self._raise_for_status()
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """See `native_core.Sink`."""
+        """See `native_core.EventHandler`."""
         if kind == ANSWERED:
             _, _, self._headers, message, code, details, trailers = event
             self._came(message)
@@ -257,13 +257,13 @@ class NativeCall:
                 self._over(_CODES[code], details, trailers)
         elif kind == HEADERS:
             self._headers, self._again = event[2], None
-            self._news.tell()
+            self._news.notify()
         elif kind == WRITABLE:
             self._is_full = False
-            self._room.tell()
+            self._room.notify()
 
     def _came(self, message: bytes) -> None:
-        if self._heard is None:
+        if self._received is None:
             self._inbox.put(message)
         else:
             self._hear(message)
@@ -332,8 +332,8 @@ class NativeCall:
             self._core.rpc.half_close(number)
         self._again, self._unsent = self._unsent, []
         self._core.flush()
-        self._room.tell()
-        self._news.tell()
+        self._room.notify()
+        self._news.notify()
         return True
 
     async def _write_all(self, requests: Any) -> None:
@@ -346,7 +346,7 @@ class NativeCall:
                     await self.write(request)
             await self.done_writing()
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            pass  # the call has ended, which its reader hears
+            pass  # the call has ended, which its reader learns
         except Exception:
             self._end(grpc.StatusCode.UNKNOWN, "the iterator of requests raised", ())
             raise
@@ -372,7 +372,7 @@ class NativeCall:
         for callback in self._callbacks:
             self._loop.call_soon(callback, self)
         self._again = None
-        self._room.tell()
+        self._room.notify()
         self._inbox.end()
         return True
 

@@ -160,8 +160,8 @@ class NativeChannel:
         if self._core is not None:
             for connection in list(self._core.connections):
                 self._core.rpc.close(connection)
-            # What that ends is told now: nobody reads any more.
-            self._core.turn()
+            # What that ends is dispatched now: nobody polls any more.
+            self._core.poll()
             self._core.close()
 
     async def __aenter__(self) -> NativeChannel:
@@ -171,7 +171,7 @@ class NativeChannel:
         await self.close()
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """See `native_core.Sink`."""
+        """See `native_core.EventHandler`."""
         if kind == CONNECTED:
             self._open, self._back_off = True, 0.0
             self._tell("")

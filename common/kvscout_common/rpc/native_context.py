@@ -71,14 +71,14 @@ class NativeContext(MessageStream):
             self._deadline = self.core.deadlines.add(self._ends_at, self._expire)
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """See `native_core.Sink`."""
+        """See `native_core.EventHandler`."""
         if kind == MESSAGE:
             if self._answer is None or not self._answered(self._answer(event[2]), event[2]):
                 self._inbox.put(event[2])
         elif kind == HALF_CLOSED:
             self._inbox.end()
         elif kind == WRITABLE:
-            self.room.tell()
+            self.room.notify()
         elif kind == RESET:
             self._finished = True
             self._end()

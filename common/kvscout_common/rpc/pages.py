@@ -19,7 +19,7 @@ def page_token(*place: str | float) -> str:
 
 
 def read_page_token(token: str, *kinds: type) -> tuple[Any, ...] | None:
-    """The place that a token tells; None = the list's beginning.
+    """Return the place that a token encodes; None = the list's beginning.
 
     Args:
         token: As it came from a caller; "" = none.

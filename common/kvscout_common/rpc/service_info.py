@@ -38,7 +38,7 @@ def service_info(
         started: `time.monotonic()` at start.
         draining: Whether the process finishes what it has.
         warnings: What an operator should know, one sentence each; the caller is shown what it may read.
-        nats: Its connection to NATS; None = it was told of none.
+        nats: Its connection to NATS; None = it uses none.
     """
     return types_pb2.ServiceInfo(
         version=__version__,

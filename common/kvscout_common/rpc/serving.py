@@ -111,7 +111,7 @@ class App:
     leave: Callable[[], object] | None = None
     """Called at SIGTERM: the service says from now on that it is going to stop, and still takes calls."""
     drain: Callable[[], Awaitable[None]] | None = None
-    """Called when clients were told to go elsewhere; returns when nothing is left to wait for."""
+    """Called when clients were sent away; returns when nothing is left to wait for."""
     close: Callable[[], Awaitable[None]] | None = None
     """Called last, to close what the service holds."""
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
@@ -126,7 +126,7 @@ class App:
 
 
 def run(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
-    """Runs a server process until it is told to stop; never returns.
+    """Run a server process until a signal stops it; never returns.
 
     Args:
         config: How to serve.
@@ -247,12 +247,12 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
                 await one.probe.enter_graceful_shutdown()
             if app.leave is not None:
                 app.leave()
-            await _wait_at_most(signals.at_once, _shutdown_delay(config, app))
+            await _wait_at_most(signals.immediate, _shutdown_delay(config, app))
             leaving = [asyncio.ensure_future(side.server.stop(config.grace_seconds)) for side in sides.values()]
             if http is not None:
                 leaving.append(asyncio.ensure_future(http.stop(config.grace_seconds)))
             await stop_serving(
-                main.server, calls, app.drain, grace_seconds=config.grace_seconds, at_once=signals.at_once
+                main.server, calls, app.drain, grace_seconds=config.grace_seconds, immediate=signals.immediate
             )
             if http is not None:
                 await http.stop(0)
@@ -275,7 +275,7 @@ async def _wait_at_most(event: asyncio.Event, seconds: float) -> None:
 
 
 class _Listening(NamedTuple):
-    """A server that answers, what tells of its health, and of which names it says so once the app is warm."""
+    """A server that answers, its health servicer, and the names that become SERVING once the app is warm."""
 
     server: grpc.aio.Server
     probe: health.aio.HealthServicer

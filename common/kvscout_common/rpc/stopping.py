@@ -24,17 +24,17 @@ class Signals:
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         """SIGTERM or SIGINT came."""
-        self.at_once = asyncio.Event()
+        self.immediate = asyncio.Event()
         """It came again: nothing is waited for any more."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ask)
-        # Daemons are told by it to read their files again: ours follow them, and a lost terminal is none of theirs.
+        # Daemons read their files again at it; ours follow them, and have no terminal to lose.
         loop.add_signal_handler(signal.SIGHUP, log.info, "SIGHUP: files are followed without it")
 
     def _ask(self) -> None:
         if self.stop.is_set():
-            self.at_once.set()
+            self.immediate.set()
         self.stop.set()
 
 
@@ -44,7 +44,7 @@ async def stop_serving(
     drain: Callable[[], Awaitable[None]] | None,
     *,
     grace_seconds: float,
-    at_once: asyncio.Event,
+    immediate: asyncio.Event,
 ) -> None:
     """Stops a server: clients are sent away at once, running calls end by themselves or are cut when the time is over.
 
@@ -53,19 +53,19 @@ async def stop_serving(
         calls: What runs on it.
         drain: Returns when the service has nothing left to wait for; None = it never has.
         grace_seconds: Longest wait for both.
-        at_once: Ends the wait.
+        immediate: Ends the wait.
     """
     # Done when every client has closed its connection.
     left = asyncio.ensure_future(server.stop(grace_seconds))
     finished = asyncio.ensure_future(_finished(calls, drain))
-    hurry = asyncio.ensure_future(at_once.wait())
+    hurry = asyncio.ensure_future(immediate.wait())
     try:
         await asyncio.wait({finished, hurry}, timeout=grace_seconds, return_when=asyncio.FIRST_COMPLETED)
         if finished.done():
             await asyncio.wait({left, hurry}, timeout=LEAVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             finished.result()
         else:
-            why = "a signal came again" if at_once.is_set() else f"{grace_seconds:g} s"
+            why = "a signal came again" if immediate.is_set() else f"{grace_seconds:g} s"
             log.warning("aborting calls that are still running: %s", why)
     finally:
         for waiting in (finished, hurry):

@@ -66,7 +66,7 @@ class SynchronousStream:
         self._lend()
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """See `native_core.Sink`."""
+        """See `native_core.EventHandler`."""
         if kind == MESSAGE:
             self._inbox.put(event[2])
         elif kind == HALF_CLOSED:

@@ -29,7 +29,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 0
-    """0 = any free port; the ready line tells which."""
+    """0 = any free port; the ready line names it."""
     metrics_port: int = -1
     """-1 = no metrics endpoint, 0 = any free port."""
     metrics_worker_ranks: int = 64
@@ -54,7 +54,7 @@ class ServerConfig:
     max_connection_age_seconds: float = 0.0
     """About so long a connection takes new calls; 0 = for ever."""
     grace_seconds: float = 120.0
-    """Time that running calls have to end by themselves once the server is told to stop."""
+    """Time that running calls have to end by themselves once the server stops."""
     shutdown_delay_seconds: float | None = None
     """Time before that in which health says NOT_SERVING and calls are still taken; None = as its ports need it."""
     transport: Transport = field(default_factory=chosen)

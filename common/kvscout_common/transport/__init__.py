@@ -28,7 +28,7 @@ _chosen = Transport.GRPCIO
 
 
 def default_transport() -> Transport:
-    """What carries a server's calls unless it is told otherwise: the extension, where it is there."""
+    """Return the default transport of a server: native where the extension is built."""
     return Transport.NATIVE if native_available() else Transport.GRPCIO
 
 

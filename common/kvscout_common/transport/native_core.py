@@ -2,8 +2,8 @@
 
 ::
 
-    epoll ──▶ turn ──▶ events ──▶ whoever registered for the call or connection
-                 flush ◀── once a turn, after everybody has said what is to be sent
+    epoll ──▶ poll ──▶ events ──▶ whoever registered for the call or connection
+                 flush ◀── once a poll, after everybody has said what is to be sent
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ MAX_CONNECTIONS = 10_000
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
-class Sink(Protocol):
-    """Hears of one call or connection."""
+class EventHandler(Protocol):
+    """Gets the events of one call or connection."""
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """Something happened; `event` is as the extension's stub says."""
@@ -146,17 +146,17 @@ class NativeCore:
         )
         self.loop = asyncio.get_running_loop()
         self.deadlines = Deadlines(self.loop)
-        self.calls: dict[int, Sink] = {}
-        self.connections: dict[int, Sink] = {}
+        self.calls: dict[int, EventHandler] = {}
+        self.connections: dict[int, EventHandler] = {}
         """Of a channel."""
         self._opened = opened
         self._failed = failed
         self._crowded = crowded
         self._flushing = False
-        self._turning = False
-        self._next_turn: asyncio.Handle | None = None
+        self._polling = False
+        self._next_poll: asyncio.Handle | None = None
         self._fd = self.rpc.fileno()
-        self.loop.add_reader(self._fd, self.turn)
+        self.loop.add_reader(self._fd, self.poll)
         self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
         self._closed = False
 
@@ -164,13 +164,13 @@ class NativeCore:
         """Sends what was said, once everybody had their turn."""
         if not self._flushing:
             self._flushing = True
-            if not self._turning:
+            if not self._polling:
                 self.loop.call_soon(self._flush)
 
     def flush_now(self) -> None:
         """The same at once, where nobody else will say anything."""
         self._flushing = True
-        if not self._turning:
+        if not self._polling:
             self._flush()
 
     def finish(self, number: int, status: Status) -> None:
@@ -193,25 +193,25 @@ class NativeCore:
             # Now, and here: the extension's object must not be left to a garbage collector that runs in another thread.
             self.rpc = cast("Rpc", ClosedRpc(self.rpc.stats()))
 
-    def turn(self) -> None:
-        """Reads what there is, and has it heard."""
-        if self._next_turn is not None:
-            self._next_turn.cancel()
-            self._next_turn = None
+    def poll(self) -> None:
+        """Read what has come, and dispatch it."""
+        if self._next_poll is not None:
+            self._next_poll.cancel()
+            self._next_poll = None
         if self._closed:
             return
         # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
-        self._turning = True
+        self._polling = True
         try:
-            self._tell()
+            self._dispatch()
         finally:
-            self._turning = False
-            # Whoever was told may have said nothing, and the extension have answered by itself.
+            self._polling = False
+            # Handlers may have sent nothing, and the extension have answered by itself.
             self._flushing = True
             self._flush()
 
-    def _tell(self) -> None:
-        for event in self.rpc.turn():
+    def _dispatch(self) -> None:
+        for event in self.rpc.poll():
             kind = event[0]
             if kind in _BEGINNINGS:
                 assert self._opened is not None
@@ -223,22 +223,22 @@ class NativeCore:
                 assert self._crowded is not None
                 self._crowded()
             else:
-                sinks = self.connections if kind in _OF_CONNECTIONS else self.calls
-                sink = sinks.get(event[1])
-                if sink is not None:
-                    sink.on_event(kind, event)
+                handlers = self.connections if kind in _OF_CONNECTIONS else self.calls
+                handler = handlers.get(event[1])
+                if handler is not None:
+                    handler.on_event(kind, event)
 
     def _flush(self) -> None:
         if not self._flushing:
             return
         self._flushing = False
-        if not self._closed and self.rpc.flush() and self._next_turn is None:
+        if not self._closed and self.rpc.flush() and self._next_poll is None:
             # Not at once: the loop's timers and other sockets come first.
-            self._next_turn = self.loop.call_soon(self.turn)
+            self._next_poll = self.loop.call_soon(self.poll)
 
     def _tick(self) -> None:
         self.rpc.tick()
-        self.turn()
+        self.poll()
         if self._closed:
             return
         self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)

@@ -1,6 +1,6 @@
 """Errors as `google.rpc.Status`, which clients of any language take apart without parsing text.
 
-A `BadRequest` names the field at fault, a `RetryInfo` tells when a later try may succeed. They are the messages of
+A `BadRequest` names the field at fault, a `RetryInfo` says when a later try may succeed. They are the messages of
 google/rpc/status.proto and google/rpc/error_details.proto, written field by field: packages with the generated ones
 register them for the whole process, and three fields need no package.
 """
@@ -24,7 +24,7 @@ def details_of(code: grpc.StatusCode, text: str, error: KvscoutError) -> bytes:
     """A serialised `google.rpc.Status`; b"" = there is nothing in it that code and text do not say.
 
     Args:
-        code: As which the error is told.
+        code: Status code of the error.
         text: Its whole text.
         error: What was raised.
     """

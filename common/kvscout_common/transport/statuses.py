@@ -1,4 +1,4 @@
-"""The one table of errors to gRPC status codes, and what the caller of an rpc is told of what was raised.
+"""The one table of errors to gRPC status codes, and what the caller of an rpc gets for what was raised.
 
 Servers apply it in one direction (`status_of`), clients in the other (`from_status`): both ends raise the same types.
 """
@@ -29,7 +29,7 @@ from kvscout_common.errors import (
     Unavailable,
     Unimplemented,
 )
-from kvscout_common.process.endings import tell_panic
+from kvscout_common.process.endings import report_panic
 from kvscout_common.transport.rich_status import DETAILS_TRAILER, details_of
 
 log = logging.getLogger("kvscout.rpc")
@@ -81,7 +81,7 @@ def from_status(
         code: The status code of the answer.
         message: The status details; "field: text" is split again into field and message.
         retry_after_seconds: From the `retry-after` trailer, if there was one.
-        raised: Name of what the server raised, where it said so; tells `Draining` from `Unavailable`.
+        raised: Name of what the server raised, where it said so; distinguishes `Draining` from `Unavailable`.
     """
     kind = Draining if raised == Draining.__name__ else _BY_CODE.get(code, InternalError)
     field: str | None = None
@@ -120,7 +120,7 @@ def status_of(error: BaseException, method: str) -> Status:
             trailers.append((DETAILS_TRAILER, details))
         return Status(code, text, tuple(trailers))
     if not isinstance(error, Exception):
-        if not tell_panic(error):
+        if not report_panic(error):
             raise error
     elif caller_gone(error):
         raise asyncio.CancelledError from error
@@ -130,5 +130,5 @@ def status_of(error: BaseException, method: str) -> Status:
 
 
 def caller_gone(error: BaseException) -> bool:
-    """Whether grpc could not send because the call is over: its caller has gone, which we are yet to be told."""
+    """Whether grpc could not send because the call is over: its caller has gone, which is reported to us later."""
     return isinstance(error, grpc.aio.InternalError) and "grpc_call_error" not in str(error)

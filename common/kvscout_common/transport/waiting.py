@@ -29,8 +29,8 @@ class Notice:
         """Returns when it happens."""
         await self.next()
 
-    def tell(self) -> None:
-        """It happens."""
+    def notify(self) -> None:
+        """Wake everybody who waits."""
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             for future in waiting:
@@ -59,12 +59,12 @@ class Inbox:
     def put(self, message: bytes) -> None:
         """A message came."""
         self._messages.append(message)
-        self.news.tell()
+        self.news.notify()
 
     def end(self) -> None:
         """No more will come."""
         self._ended = True
-        self.news.tell()
+        self.news.notify()
 
     def clear(self) -> None:
         """What came is not read any more."""

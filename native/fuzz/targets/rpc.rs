@@ -82,7 +82,7 @@ fn call(bytes: &[u8]) {
 fn drive(rpc: &mut Rpc, mut hear: impl FnMut(&mut Rpc, &Event)) {
     let mut seen = false;
     for _ in 0..TURNS {
-        for event in rpc.turn().expect("the kernel polls") {
+        for event in rpc.poll().expect("the kernel polls") {
             hear(rpc, &event);
         }
         rpc.flush();

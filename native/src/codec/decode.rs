@@ -125,7 +125,7 @@ impl Reading {
             fields("events", event, |number, field| {
                 match (number, field) {
                     (5, Field::Bytes(_)) if state.is_some() => {
-                        return Err(invalid("events", "is a state chunk in pieces"));
+                        return Err(invalid("events", "is a state chunk that comes in parts"));
                     }
                     (5, Field::Bytes(value)) => state = Some(value),
                     // An event is one of several; the last one counts.

@@ -116,7 +116,7 @@ fn stored(message: &[u8], block_size: u32, batch: &mut Batch) -> Result<Stored, 
     Ok(event)
 }
 
-/// The values of a field, which may come in pieces and between others: so each field is read by itself.
+/// The values of a field, which may come in chunks and between others: so each field is read by itself.
 fn hashes(name: &'static str, wanted: u32, message: &[u8], batch: &mut Batch) -> Result<Span, DecodeError> {
     let start = batch.hashes.len();
     fields(name, message, |number, field| {

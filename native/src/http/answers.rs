@@ -51,7 +51,7 @@ impl Http {
             };
             // What the kernel has said meanwhile may be that its peer closed it.
             let now = Instant::now();
-            wire.begin_turn();
+            wire.begin_poll();
             wire.begin_slice();
             match client.step(wire, &mut self.scratch, now, 0.0) {
                 Step::Waits => return Some(key),
@@ -137,7 +137,7 @@ impl Http {
                     Room::Yes
                 }
                 Some(Target::Told) => {
-                    self.news.push(Event::Piece(answer, data));
+                    self.news.push(Event::Chunk(answer, data));
                     Room::Full
                 }
                 Some(Target::Messages(server, call)) => {
@@ -225,8 +225,8 @@ impl Http {
         self.aim(answer, Target::Kept(Vec::new(), most), None, Duration::MAX, Vec::new());
     }
 
-    /// Tells the body of an answer piece by piece, as it is or through a relay; `resume` follows each.
-    pub fn tell(&mut self, answer: u64, events: Option<EventRelay>) {
+    /// Tells the body of an answer chunk by chunk, as it is or through a relay; `resume` follows each.
+    pub fn stream(&mut self, answer: u64, events: Option<EventRelay>) {
         self.aim(answer, Target::Told, events, Duration::MAX, Vec::new());
     }
 

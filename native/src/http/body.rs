@@ -118,14 +118,14 @@ impl Chunks {
 mod tests {
     use super::*;
 
-    /// Body and how much was taken, whatever the pieces.
+    /// Body and how much was taken, whatever the chunks.
     fn decoded(input: &[u8]) -> Option<(Vec<u8>, usize)> {
         let mut results = (1..=input.len().max(1)).map(|size| {
             let (mut decoder, mut body, mut taken) = (Decoder::chunked(), Vec::new(), 0);
-            for piece in input.chunks(size) {
-                let here = decoder.decode(piece, &mut body).ok()?;
+            for chunk in input.chunks(size) {
+                let here = decoder.decode(chunk, &mut body).ok()?;
                 taken += here;
-                if here < piece.len() {
+                if here < chunk.len() {
                     break;
                 }
             }

@@ -14,10 +14,10 @@ use super::server::{News, Room, Server, ServerLimits};
 use super::wire::Wire;
 use super::{AHEAD_OF_ALL, Connection, Event, Http, LISTENER, Listener, Side};
 use crate::budget::Charge;
-use crate::rpc::crowds::out_of_descriptors;
+use crate::rpc::crowds::{self, Accepted};
 use crate::rpc::keyed::Keyed;
+use crate::rpc::poll_budget::ACCEPTED;
 use crate::rpc::socket::{Stream, end_when_unacknowledged, listen};
-use crate::rpc::turn::ACCEPTED;
 
 impl Http {
     /// Listens; returns the listener and the port.
@@ -76,18 +76,18 @@ impl Http {
         self.connections.keys().into_iter().filter(of).collect()
     }
 
-    /// Accepts what is there, so many in a turn. Out of descriptors it stops; `tick` tries again.
+    /// Accepts what is there, so many in a poll. Out of descriptors it stops; `tick` tries again.
     pub(super) fn accept(&mut self, key: u64) {
         for _ in 0..ACCEPTED {
             let Some(listener) = self.listeners.get_mut(key) else { return };
-            let (mut stream, peer) = match listener.socket.accept() {
-                Ok(accepted) => accepted,
-                Err(error) => match error.kind() {
-                    io::ErrorKind::WouldBlock => return,
-                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
-                    _ if out_of_descriptors(&error) && self.make_room(key, false) => continue,
-                    _ => return self.news.push(Event::AcceptFailed(error.raw_os_error().unwrap_or(0))),
-                },
+            let (mut stream, peer) = match crowds::accept(&listener.socket) {
+                Accepted::Connection(stream, peer) => (stream, peer),
+                Accepted::Aborted => continue,
+                Accepted::Drained => return,
+                Accepted::NoDescriptors(_) if self.make_room(key, false) => continue,
+                Accepted::NoDescriptors(errno) | Accepted::Failed(errno) => {
+                    return self.news.push(Event::AcceptFailed(errno));
+                }
             };
             let full = listener.connections >= listener.limits.connections;
             if full && !self.make_room(key, true) {
@@ -95,8 +95,6 @@ impl Http {
                 continue;
             }
             let Some(listener) = self.listeners.get_mut(key) else { return };
-            // A peer that has gone already is noticed by the first read.
-            let _ = stream.set_nodelay(true);
             let _ = end_when_unacknowledged(&stream, self.vanished.max(listener.limits.write));
             let (tls, limits) = (listener.tls.clone(), Rc::clone(&listener.limits));
             listener.connections += 1;
@@ -170,7 +168,7 @@ impl Http {
         let now = Instant::now();
         let listener = server.listener;
         let open = server.drive(wire, &mut self.scratch, now, &mut |said| {
-            told(said, key, listener, peer, call, calls, news);
+            record(said, key, listener, peer, call, calls, news);
         });
         if !server.busy
             && let Some(over) = call.take()
@@ -222,7 +220,7 @@ impl Http {
         let (calls, news) = (&mut self.calls, &mut self.news);
         let listener = server.listener;
         server.want_body(wire, charge, Instant::now(), &mut |said| {
-            told(said, key, listener, peer, of, calls, news);
+            record(said, key, listener, peer, of, calls, news);
         });
         self.ring(key);
     }
@@ -291,7 +289,7 @@ impl Http {
 }
 
 /// What a server's connection says, as an event.
-pub fn told(
+pub fn record(
     said: News,
     key: u64,
     listener: u64,

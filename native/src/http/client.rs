@@ -48,7 +48,7 @@ impl End {
 pub enum Target {
     /// Kept until it is whole, up to so many bytes.
     Kept(Vec<u8>, usize),
-    /// Told piece by piece.
+    /// Told chunk by chunk.
     Told,
     /// A request that came to a server of ours.
     Call(u64),

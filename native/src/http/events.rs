@@ -6,7 +6,7 @@ use memchr::memchr;
 use super::documents::{Dialect, Documents, Noticed, Usage};
 use crate::protobuf::Writer;
 
-/// A longer event is no piece of output.
+/// A longer event is no chunk of output.
 pub const MAX_EVENT: usize = 64 << 20;
 /// Of a stream that has said nothing yet; more of it is passed on.
 pub const MAX_WITHHELD: usize = 64 << 10;
@@ -18,7 +18,7 @@ const MAX_FINISH_REASON: usize = 64;
 pub enum Form {
     Bytes,
     WithoutUsage,
-    Pieces,
+    Messages,
 }
 
 /// What was noticed; times are seconds of the loop's clock, 0 = not yet.
@@ -41,7 +41,7 @@ pub struct Report {
 
 /// What makes one message of several events.
 #[derive(Debug, Default)]
-struct Piece {
+struct Chunk {
     token_ids: Vec<u8>,
     text: String,
     finish: String,
@@ -49,15 +49,15 @@ struct Piece {
     is_there: bool,
 }
 
-/// One stream, in whatever pieces it arrives.
+/// One stream, in whatever chunks it arrives.
 #[derive(Debug)]
 pub struct EventRelay {
-    pieces: bool,
+    chunks: bool,
     drops_usage: bool,
     documents: Documents,
     max_tokens: Option<u64>,
     tokens: u64,
-    /// Pieces of text that came without token ids.
+    /// Messages of text that came without token ids.
     texts: u64,
     finished: bool,
     pub report: Report,
@@ -71,7 +71,7 @@ pub struct EventRelay {
     /// Something has come that a client waits for.
     speaking: bool,
     drops_blank: bool,
-    piece: Piece,
+    chunk: Chunk,
 }
 
 const NO_CHUNK: &str = "an event that is no completion chunk";
@@ -79,11 +79,11 @@ const TOO_LONG: &str = "an event of over 64 MiB";
 
 impl EventRelay {
     pub fn new(form: Form, dialect: Dialect, max_tokens: Option<u64>) -> Self {
-        let pieces = form == Form::Pieces;
+        let chunks = form == Form::Messages;
         Self {
-            pieces,
+            chunks,
             drops_usage: form == Form::WithoutUsage,
-            documents: Documents::new(dialect, pieces),
+            documents: Documents::new(dialect, chunks),
             max_tokens,
             tokens: 0,
             texts: 0,
@@ -95,7 +95,7 @@ impl EventRelay {
             withheld: Vec::new(),
             speaking: false,
             drops_blank: false,
-            piece: Piece::default(),
+            chunk: Chunk::default(),
         }
     }
 
@@ -140,8 +140,8 @@ impl EventRelay {
     }
 
     fn passed_on(&mut self) -> Vec<u8> {
-        let passed = if self.pieces {
-            if self.piece.is_there { std::mem::take(&mut self.piece).message() } else { Vec::new() }
+        let passed = if self.chunks {
+            if self.chunk.is_there { std::mem::take(&mut self.chunk).message() } else { Vec::new() }
         } else if self.speaking || self.withheld.len() > MAX_WITHHELD {
             std::mem::take(&mut self.withheld)
         } else {
@@ -165,12 +165,12 @@ impl EventRelay {
             if payload == b"[DONE]" {
                 self.speaking = true;
                 self.report.done = true;
-                self.over = self.pieces;
+                self.over = self.chunks;
             } else if !payload.is_empty() && !self.event(payload, now) {
                 return;
             }
         }
-        if !self.pieces {
+        if !self.chunks {
             self.withheld.extend_from_slice(line);
         }
     }
@@ -179,7 +179,7 @@ impl EventRelay {
     fn event(&mut self, payload: &[u8], now: f64) -> bool {
         self.report.events += 1;
         let Some(mut found) = self.documents.read(payload) else {
-            if self.pieces {
+            if self.chunks {
                 self.fail(NO_CHUNK);
             }
             self.speaking = true;
@@ -187,13 +187,13 @@ impl EventRelay {
         };
         if let Some(error) = found.error {
             self.report.error = error.as_bytes().to_vec();
-            if self.pieces || !(self.speaking || self.report.passed > 0) {
+            if self.chunks || !(self.speaking || self.report.passed > 0) {
                 self.over = true;
                 return false;
             }
             return true;
         }
-        if found.wrong && self.pieces {
+        if found.wrong && self.chunks {
             self.fail(NO_CHUNK);
             return false;
         }
@@ -202,7 +202,7 @@ impl EventRelay {
             self.report.overrun = true;
             self.report.done = true;
             self.over = true;
-            if !self.pieces || self.finished {
+            if !self.chunks || self.finished {
                 return false;
             }
             let kept = (found.token_ids.len() as u64).saturating_sub(beyond);
@@ -214,8 +214,8 @@ impl EventRelay {
         self.account(&found, now);
         self.speaking = self.speaking || !found.empty;
         let dropped = self.drops_usage && found.only_usage;
-        if self.pieces {
-            self.piece.add(found);
+        if self.chunks {
+            self.chunk.add(found);
         }
         self.drops_blank = dropped;
         !dropped
@@ -227,7 +227,7 @@ impl EventRelay {
         let says = !found.text.is_empty() || found.other_output;
         // Each stands for a token at least, but for what was held back and comes with the end.
         self.texts += u64::from(says && found.token_ids.is_empty() && found.finish.is_empty());
-        if self.finished && self.pieces && !(found.token_ids.is_empty() && found.text.is_empty()) {
+        if self.finished && self.chunks && !(found.token_ids.is_empty() && found.text.is_empty()) {
             return (found.token_ids.len() as u64).max(1);
         }
         match self.max_tokens {
@@ -260,7 +260,7 @@ impl EventRelay {
     }
 }
 
-impl Piece {
+impl Chunk {
     fn add(&mut self, found: Noticed<'_>) {
         let Noticed { token_ids, text, finish, usage, .. } = found;
         if token_ids.is_empty() && text.is_empty() && finish.is_empty() && usage.is_none() {

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!             ┌─ listeners ─▶ servers' connections ─▶ calls ──┐
-//! kernel ─epoll─▶ turn() ────────────────────────────────────┴─▶ events ─▶ the loop's own code
-//!             └─ clients' connections ─▶ answers ─┬─▶ kept, told piece by piece, or
+//! kernel ─epoll─▶ poll() ────────────────────────────────────┴─▶ events ─▶ the loop's own code
+//!             └─ clients' connections ─▶ answers ─┬─▶ kept, told chunk by chunk, or
 //!                                      (events)   └─▶ passed to a call here, or to a call of `rpc`, which nobody is told
 //! ```
 //!
@@ -37,7 +37,7 @@ use mio::{Events, Poll};
 use tokio_rustls::TlsAcceptor;
 
 pub use body::Decoder;
-use calls::told;
+use calls::record;
 use client::{Client, Step, Target};
 pub use client::{End, Outcome};
 pub use documents::Dialect;
@@ -52,9 +52,9 @@ pub use wire::{Tls, acceptor, connector};
 
 use crate::rpc::crowds::Crowds;
 use crate::rpc::keyed::Keyed;
-use crate::rpc::turn::Turn;
+use crate::rpc::poll_budget::PollBudget;
 
-/// Kernel events taken in one turn; the rest comes with the next.
+/// Kernel events taken in one poll; the rest comes with the next.
 const EVENTS: usize = 1024;
 /// Read at once.
 const SCRATCH: usize = 64 << 10;
@@ -86,7 +86,7 @@ pub enum Event {
     /// Output began.
     First(u64),
     /// Some of a body; the next follows when it was handled.
-    Piece(u64, Vec<u8>),
+    Chunk(u64, Vec<u8>),
     /// The gRPC call that an answer goes to takes no more: to be resumed when it does.
     Full(u64),
     /// How an answer ended; the body, if it was kept.
@@ -154,8 +154,8 @@ pub struct Http {
     answers: Keyed<u64>,
     idle: HashMap<String, Vec<u64>>,
     due: VecDeque<u64>,
-    /// Connections that have used their share of a turn up, and listeners.
-    next_turn: Vec<u64>,
+    /// Connections that have used their share of a poll up, and listeners.
+    next_poll: Vec<u64>,
     next_accepts: Vec<u64>,
     news: Vec<Event>,
     scratch: Box<[u8]>,
@@ -183,7 +183,7 @@ impl Http {
             answers: Keyed::default(),
             idle: HashMap::new(),
             due: VecDeque::new(),
-            next_turn: Vec::new(),
+            next_poll: Vec::new(),
             next_accepts: Vec::new(),
             news: Vec::new(),
             scratch: vec![0; SCRATCH].into_boxed_slice(),
@@ -196,7 +196,7 @@ impl Http {
         })
     }
 
-    /// Readable when `turn` has something to do.
+    /// Readable when `poll` has something to do.
     pub fn fd(&self) -> RawFd {
         self.poll.as_raw_fd()
     }
@@ -216,11 +216,11 @@ impl Http {
     }
 
     /// Polls the sockets and drives what is ready; what happened since the last time, and whether there is more to do, by
-    /// another `turn`. Never blocks, and does so much work at most as `turn` says.
+    /// another `poll`. Never blocks, and does so much work at most as `poll` says.
     ///
     /// # Errors
     /// The kernel refuses to poll.
-    pub fn turn(&mut self, messages: &mut dyn Messages) -> io::Result<(Vec<Event>, bool)> {
+    pub fn poll(&mut self, messages: &mut dyn Messages) -> io::Result<(Vec<Event>, bool)> {
         let mut events = std::mem::replace(&mut self.events, Events::with_capacity(0));
         let polled = self.poll.poll(&mut events, Some(Duration::ZERO));
         if let Err(error) = polled
@@ -242,18 +242,18 @@ impl Http {
         for key in std::mem::take(&mut self.next_accepts) {
             self.accept(key);
         }
-        for key in std::mem::take(&mut self.next_turn) {
+        for key in std::mem::take(&mut self.next_poll) {
             if let Some(connection) = self.connections.get_mut(key) {
-                connection.wire.begin_turn();
+                connection.wire.begin_poll();
                 self.ring(key);
             }
         }
         Ok(self.flush(messages))
     }
 
-    /// Sends what is to be sent; as `turn`.
+    /// Sends what is to be sent; as `poll`.
     pub fn flush(&mut self, messages: &mut dyn Messages) -> (Vec<Event>, bool) {
-        let turn = Turn::begin();
+        let budget = PollBudget::begin();
         while let Some(key) = self.due.pop_front() {
             let Some(connection) = self.connections.get_mut(key) else { continue };
             connection.rung = false;
@@ -265,13 +265,13 @@ impl Http {
             if let Some(connection) = self.connections.get(key)
                 && connection.wire.has_to_wait()
             {
-                self.next_turn.push(key);
+                self.next_poll.push(key);
             }
-            if turn.is_over(self.news.len()) {
+            if budget.is_over(self.news.len()) {
                 break;
             }
         }
-        let more = !(self.due.is_empty() && self.next_turn.is_empty() && self.next_accepts.is_empty());
+        let more = !(self.due.is_empty() && self.next_poll.is_empty() && self.next_accepts.is_empty());
         (std::mem::take(&mut self.news), more)
     }
 
@@ -338,7 +338,7 @@ impl Http {
                     let (calls, news) = (&mut self.calls, &mut self.news);
                     let listener = server.listener;
                     let open = server.tick(wire, now, &mut |said| {
-                        told(said, key, listener, peer, call, calls, news);
+                        record(said, key, listener, peer, call, calls, news);
                     });
                     if !open {
                         self.close(key, "the client takes too long");

@@ -134,13 +134,13 @@ impl Server {
         }
     }
 
-    /// Gets on as far as its share of the turn lets it; false: the connection is over.
+    /// Gets on as far as its share of the poll lets it; false: the connection is over.
     pub fn drive(
         &mut self,
         wire: &mut Wire,
         scratch: &mut [u8],
         now: Instant,
-        tell: &mut dyn FnMut(News),
+        emit: &mut dyn FnMut(News),
     ) -> bool {
         match wire.open() {
             Poll::Pending => return true,
@@ -148,11 +148,11 @@ impl Server {
             Poll::Ready(Ok(())) => {}
         }
         if wire.is_broken() {
-            self.gone(tell);
+            self.gone(emit);
             return false;
         }
         loop {
-            if !self.get_on(wire, now, tell) {
+            if !self.get_on(wire, now, emit) {
                 return false;
             }
             if self.input_ended {
@@ -164,11 +164,11 @@ impl Server {
             match wire.fill(scratch) {
                 Ok(Filled::More) => {}
                 Ok(Filled::Nothing) => return true,
-                Ok(Filled::Ended) if !self.lingers && self.may_be_there(wire, tell) => {
+                Ok(Filled::Ended) if !self.lingers && self.may_be_there(wire, emit) => {
                     self.input_ended = true;
                 }
                 Ok(Filled::Ended) | Err(_) => {
-                    self.gone(tell);
+                    self.gone(emit);
                     return false;
                 }
             }
@@ -178,14 +178,14 @@ impl Server {
     /// Whether a client that sends no more may wait for its answer all the same. One that has gone looks alike, until
     /// something is sent to it: its kernel answers an interim answer with a reset. HTTP/1.0 has none, so that such a client
     /// counts as gone, and is told so; and so does one that hangs up in the middle of an answer.
-    fn may_be_there(&mut self, wire: &mut Wire, tell: &mut dyn FnMut(News)) -> bool {
+    fn may_be_there(&mut self, wire: &mut Wire, emit: &mut dyn FnMut(News)) -> bool {
         match self.answer {
             Answer::Writing(_) => return false,
             Answer::None | Answer::Noted(..) if self.busy && self.version_11 => {
                 wire.out().extend_from_slice(CONTINUE);
             }
             Answer::None | Answer::Noted(..) if self.busy => {
-                self.gone(tell);
+                self.gone(emit);
                 self.refuse(wire, (400, "over HTTP/1.0 a client that closes its side counts as gone"));
             }
             _ => {}
@@ -198,16 +198,16 @@ impl Server {
     }
 
     /// The client has gone.
-    pub fn gone(&mut self, tell: &mut dyn FnMut(News)) {
+    pub fn gone(&mut self, emit: &mut dyn FnMut(News)) {
         if self.busy && !matches!(self.answer, Answer::Ended) {
-            tell(News::Gone);
+            emit(News::Gone);
         }
     }
 
-    fn get_on(&mut self, wire: &mut Wire, now: Instant, tell: &mut dyn FnMut(News)) -> bool {
+    fn get_on(&mut self, wire: &mut Wire, now: Instant, emit: &mut dyn FnMut(News)) -> bool {
         loop {
             let Ok(sent_all) = wire.flush() else {
-                self.gone(tell);
+                self.gone(emit);
                 return false;
             };
             self.note_progress(wire.unsent(), now);
@@ -234,10 +234,10 @@ impl Server {
                 self.answer = Answer::None;
             }
             if self.busy {
-                self.read_body(wire, tell);
+                self.read_body(wire, emit);
                 return true;
             }
-            if !self.read_head(wire, now, tell) {
+            if !self.read_head(wire, now, emit) {
                 return true;
             }
         }
@@ -252,7 +252,7 @@ impl Server {
     }
 
     /// Whether there is one.
-    fn read_head(&mut self, wire: &mut Wire, now: Instant, tell: &mut dyn FnMut(News)) -> bool {
+    fn read_head(&mut self, wire: &mut Wire, now: Instant, emit: &mut dyn FnMut(News)) -> bool {
         while wire.inbound().starts_with(b"\r\n") {
             if self.empty_lines == EMPTY_LINES {
                 self.refuse(wire, (400, "empty lines instead of a request"));
@@ -302,7 +302,7 @@ impl Server {
         }
         let whole = self.body.is_done() && !self.too_long();
         let body = whole.then(|| std::mem::take(&mut self.collected));
-        tell(News::Begins(head, body));
+        emit(News::Begins(head, body));
         true
     }
 
@@ -317,40 +317,40 @@ impl Server {
         Ok(())
     }
 
-    fn read_body(&mut self, wire: &mut Wire, tell: &mut dyn FnMut(News)) {
+    fn read_body(&mut self, wire: &mut Wire, emit: &mut dyn FnMut(News)) {
         if !self.wants_body {
             return;
         }
         let before = self.collected.len();
         if let Err(text) = self.decode(wire) {
-            return self.fail_body(400, text, tell);
+            return self.fail_body(400, text, emit);
         }
         if self.too_long() {
-            return self.fail_body(TOO_LONG.0, TOO_LONG.1, tell);
+            return self.fail_body(TOO_LONG.0, TOO_LONG.1, emit);
         }
         let charge = self.charge.as_ref();
         if let Some(Err(over)) = charge.map(|charge| charge.grow(self.collected.len() - before)) {
-            return self.fail_body(over.status(), &over.to_string(), tell);
+            return self.fail_body(over.status(), &over.to_string(), emit);
         }
         if self.body.is_done() {
             self.wants_body = false;
             self.charge = None;
-            tell(News::Body(std::mem::take(&mut self.collected)));
+            emit(News::Body(std::mem::take(&mut self.collected)));
             return;
         }
         if self.input_ended {
-            self.fail_body(400, "the body ends too early", tell);
+            self.fail_body(400, "the body ends too early", emit);
         }
     }
 
-    fn fail_body(&mut self, status: u16, text: &str, tell: &mut dyn FnMut(News)) {
+    fn fail_body(&mut self, status: u16, text: &str, emit: &mut dyn FnMut(News)) {
         self.wants_body = false;
         self.keep_alive = false;
         self.collected = Vec::new();
         if let Some(charge) = self.charge.take() {
             charge.release();
         }
-        tell(News::BodyFailed(status, text.to_owned()));
+        emit(News::BodyFailed(status, text.to_owned()));
     }
 
     /// The handler wants the body that did not come with the head, and says what it is charged to.
@@ -359,17 +359,17 @@ impl Server {
         wire: &mut Wire,
         charge: Option<Arc<Charge>>,
         now: Instant,
-        tell: &mut dyn FnMut(News),
+        emit: &mut dyn FnMut(News),
     ) {
         if self.too_long() {
-            return self.fail_body(TOO_LONG.0, TOO_LONG.1, tell);
+            return self.fail_body(TOO_LONG.0, TOO_LONG.1, emit);
         }
         if let Some(charge) = &charge {
             let to_come = if let Decoder::Length(left) = self.body { left } else { 0 };
             let here = self.collected.len();
             let taken = charge.look(here as u64 + to_come).and_then(|()| charge.grow(here));
             if let Err(over) = taken {
-                return self.fail_body(over.status(), &over.to_string(), tell);
+                return self.fail_body(over.status(), &over.to_string(), emit);
             }
         }
         self.wants_body = true;
@@ -489,7 +489,7 @@ impl Server {
     }
 
     /// What has to be done because time went by; false: the connection is over.
-    pub fn tick(&mut self, wire: &mut Wire, now: Instant, tell: &mut dyn FnMut(News)) -> bool {
+    pub fn tick(&mut self, wire: &mut Wire, now: Instant, emit: &mut dyn FnMut(News)) -> bool {
         let waited = now.duration_since(self.since);
         if let Some((since, _)) = self.stuck
             && now.duration_since(since) > self.limits.write
@@ -504,9 +504,9 @@ impl Server {
             return false;
         }
         if self.wants_body && waited > self.limits.body {
-            self.fail_body(408, "the body takes too long", tell);
+            self.fail_body(408, "the body takes too long", emit);
         } else if self.wants_body && self.is_slow(now) {
-            self.fail_body(408, "the body comes too slowly", tell);
+            self.fail_body(408, "the body comes too slowly", emit);
         }
         if !self.busy && !matches!(self.answer, Answer::Ended) && waited > self.limits.idle {
             if wire.inbound().is_empty() {

@@ -92,7 +92,7 @@ impl Wire {
         Self { stage, ready, inbound: Vec::new(), taken: 0, out: Vec::new(), sent: 0 }
     }
 
-    /// Notes what the kernel says, in a new turn.
+    /// Notes what the kernel says, in a new poll.
     pub fn kernel_says(&self, event: &Event) {
         if let Some(ready) = &self.ready {
             ready.kernel_says(event);
@@ -104,10 +104,10 @@ impl Wire {
         self.ready.as_ref().is_some_and(|ready| ready.broken.get())
     }
 
-    /// Gives it its share of a new turn.
-    pub fn begin_turn(&self) {
+    /// Gives it its share of a new poll.
+    pub fn begin_poll(&self) {
         if let Some(ready) = &self.ready {
-            ready.begin_turn();
+            ready.begin_poll();
         }
     }
 

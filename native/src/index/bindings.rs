@@ -2,7 +2,7 @@
 
 use super::copies::{Binding, Counts, Odd, level_of};
 use super::ledger::Ledger;
-use super::types::{NO_SEAT, NodeId, PREDICTED, PresenceId, TIERS, TWIN_LIMIT};
+use super::types::{NO_BIT, NodeId, PREDICTED, PresenceId, TIERS, TWIN_LIMIT};
 
 impl Ledger {
     /// Binds an engine hash that is not bound to a block.
@@ -200,7 +200,7 @@ impl Ledger {
 
     /// Ends the prediction of a block, if there is one.
     pub fn cancel_prediction(&mut self, slot: u32, presence: PresenceId, offset: u32) {
-        debug_assert!(self.worker(slot).seats[PREDICTED] != NO_SEAT);
+        debug_assert!(self.worker(slot).bits[PREDICTED] != NO_BIT);
         let part = self.part_mut(slot, presence);
         if !part.is_predicted(offset) {
             return;

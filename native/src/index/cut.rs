@@ -10,9 +10,9 @@ use hashbrown::{HashMap, HashSet};
 
 /// A node as it was, and what the worker holds of it.
 #[derive(Debug)]
-pub struct Piece {
+pub struct NodePart {
     pub end: u64,
-    /// The `end` of the piece above; 0: it begins a prompt.
+    /// The `end` of the node_part above; 0: it begins a prompt.
     pub above: u64,
     pub local: Vec<u64>,
     pub own: Vec<u64>,
@@ -20,7 +20,7 @@ pub struct Piece {
     pub odd: Vec<(u32, Odd)>,
 }
 
-impl Piece {
+impl NodePart {
     /// The last block with copies, and one.
     fn held(&self) -> u32 {
         let has_copies = |odd: &Odd| odd.iter().any(|binding| !binding.counts.is_empty());
@@ -32,8 +32,8 @@ impl Piece {
 /// The content of a worker rank, as far as it was copied.
 #[derive(Debug, Default)]
 pub struct Cut {
-    pub pieces: Vec<Piece>,
-    /// Ends of the nodes that are in pieces.
+    pub node_parts: Vec<NodePart>,
+    /// Ends of the nodes that are in node_parts.
     pub ends: HashSet<u64>,
     /// The last presence that was looked at.
     pub last: PresenceId,
@@ -53,15 +53,15 @@ impl Cut {
     }
 
     pub fn dump(self) -> WorkerDump {
-        let Self { pieces, full_groups, mut head, .. } = self;
+        let Self { node_parts, full_groups, mut head, .. } = self;
         head.orphans.sort_unstable_by_key(|orphan| orphan.engine_hash);
         head.window_blocks.sort_unstable_by_key(|block| block.engine_hash);
         let mut below: HashMap<u64, Vec<usize>> = HashMap::new();
-        for (number, piece) in pieces.iter().enumerate() {
-            below.entry(piece.above).or_default().push(number);
+        for (number, node_part) in node_parts.iter().enumerate() {
+            below.entry(node_part.above).or_default().push(number);
         }
         for children in below.values_mut() {
-            children.sort_unstable_by_key(|&child| Reverse(pieces[child].local[0]));
+            children.sort_unstable_by_key(|&child| Reverse(node_parts[child].local[0]));
         }
         let mut blocks: Vec<DumpedBlock> = Vec::new();
         let mut stack: Vec<(usize, Option<usize>)> = Vec::new();
@@ -70,12 +70,15 @@ impl Cut {
         };
         push(&mut stack, 0, None);
         while let Some((number, mut parent)) = stack.pop() {
-            let piece = &pieces[number];
-            // A piece above another is needed whole.
-            let needed =
-                if below.contains_key(&piece.end) { piece.local.len() } else { piece.held() as usize };
-            let mut odd = piece.odd.iter().peekable();
-            for (offset, &local_hash) in (0..).zip(&piece.local[..needed]) {
+            let node_part = &node_parts[number];
+            // A node_part above another is needed whole.
+            let needed = if below.contains_key(&node_part.end) {
+                node_part.local.len()
+            } else {
+                node_part.held() as usize
+            };
+            let mut odd = node_part.odd.iter().peekable();
+            for (offset, &local_hash) in (0..).zip(&node_part.local[..needed]) {
                 let position = blocks.len();
                 if let Some((_, bindings)) = odd.next_if(|(at, _)| *at == offset) {
                     let mut bindings = bindings.clone();
@@ -87,9 +90,9 @@ impl Cut {
                         local_hash,
                         counts: binding.counts,
                     }));
-                } else if piece.tiers.iter().any(|tier| tier.contains(offset)) {
-                    let engine_hash = Some(piece.own[offset as usize]);
-                    let counts = plain_counts(&full_groups, |tier| piece.tiers[tier].contains(offset));
+                } else if node_part.tiers.iter().any(|tier| tier.contains(offset)) {
+                    let engine_hash = Some(node_part.own[offset as usize]);
+                    let counts = plain_counts(&full_groups, |tier| node_part.tiers[tier].contains(offset));
                     blocks.push(DumpedBlock { engine_hash, parent, local_hash, counts });
                 }
                 if blocks.len() == position {
@@ -97,7 +100,7 @@ impl Cut {
                 }
                 parent = Some(position);
             }
-            push(&mut stack, piece.end, parent);
+            push(&mut stack, node_part.end, parent);
         }
         WorkerDump { blocks, ..head }
     }

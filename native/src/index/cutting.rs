@@ -1,8 +1,8 @@
 //! One consistent cut of a worker rank: its content copied out in slices, put in order beside the lock.
 //!
 //! ```text
-//! step  ── one presence after the other ──▶ pieces: a node's hashes, what is held of it, the piece above it
-//! dump  ── pieces, depth first ──▶ WorkerDump
+//! step  ── one presence after the other ──▶ node_parts: a node's hashes, what is held of it, the node_part above it
+//! dump  ── node_parts, depth first ──▶ WorkerDump
 //! ```
 //!
 //! Whatever is to change on the worker first has what is left copied. Writes of other workers go on between the
@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use super::cut::{Cut, Piece};
+use super::cut::{Cut, NodePart};
 use super::directory::WorkerName;
 use super::dump::{DumpedOrphan, WorkerDump};
 use super::ledger::Ledger;
@@ -22,8 +22,8 @@ use super::window::WindowGroups;
 use hashbrown::HashSet;
 use parking_lot::Mutex;
 
-/// What copying a piece costs beside its blocks, in blocks.
-const PIECE: usize = 8;
+/// What copying a node_part costs beside its blocks, in blocks.
+const PART_COST: usize = 8;
 
 /// Blocks that are copied in the time in which one is stored.
 const COPIED_FOR_ONE: usize = 16;
@@ -61,7 +61,7 @@ impl Index {
         });
         let cut = Cut {
             // Room for all at once: growing would copy what is there.
-            pieces: Vec::with_capacity(worker.presences.len()),
+            node_parts: Vec::with_capacity(worker.presences.len()),
             ends: HashSet::with_capacity(worker.presences.len()),
             head: WorkerDump {
                 epoch: rank.epoch,
@@ -85,7 +85,7 @@ impl Index {
     pub fn copy_slice(&self, cutting: &Cutting) -> bool {
         let mut state = self.state.lock();
         let Some(place) = state.ledger.place_of(cutting) else { return false };
-        let more = state.ledger.copy_pieces(cutting.slot, &cutting.cut, COPIED_FOR_ONE * SLICE);
+        let more = state.ledger.copy_parts(cutting.slot, &cutting.cut, COPIED_FOR_ONE * SLICE);
         if !more {
             state.ledger.worker_mut(cutting.slot).cuts.swap_remove(place);
         }
@@ -117,7 +117,7 @@ impl Ledger {
     /// Completes every cut of a worker, because it is about to change.
     pub fn complete_cuts(&mut self, slot: u32) {
         for cut in std::mem::take(&mut self.worker_mut(slot).cuts) {
-            self.copy_pieces(slot, &cut, usize::MAX);
+            self.copy_parts(slot, &cut, usize::MAX);
         }
     }
 
@@ -131,7 +131,7 @@ impl Ledger {
     }
 
     /// Copies about so many blocks; whether more is left.
-    fn copy_pieces(&self, slot: u32, cut: &Mutex<Cut>, budget: usize) -> bool {
+    fn copy_parts(&self, slot: u32, cut: &Mutex<Cut>, budget: usize) -> bool {
         let mut cut = cut.lock();
         let highest = self.worker(slot).presences.highest();
         let mut copied = 0;
@@ -166,9 +166,9 @@ impl Ledger {
         while node != 0 && cut.ends.insert(self.nodes[node].end) {
             let entry = &self.nodes[node];
             let local = self.trie.shard(shard_of(node)).read().nodes[index_of(node)].local.to_vec();
-            copied += PIECE + local.len();
+            copied += PART_COST + local.len();
             let above = self.nodes.get(entry.parent).map_or(0, |above| above.end);
-            let mut piece = Piece {
+            let mut node_part = NodePart {
                 end: entry.end,
                 above,
                 local,
@@ -178,18 +178,18 @@ impl Ledger {
             };
             if let Some(presence) = entry.presence(slot) {
                 let part = &worker.presences[presence];
-                piece.own = part.own.to_vec();
-                piece.tiers[0] = part.device.clone();
+                node_part.own = part.own.to_vec();
+                node_part.tiers[0] = part.device.clone();
                 if let Some(more) = &part.more {
                     for tier in 1..TIERS {
-                        piece.tiers[tier] = more.lower[tier - 1].clone();
+                        node_part.tiers[tier] = more.lower[tier - 1].clone();
                     }
                     let odd =
                         more.odd.iter().map(|at| (at, worker.odd[&(presence, part.start + at)].clone()));
-                    piece.odd.extend(odd);
+                    node_part.odd.extend(odd);
                 }
             }
-            cut.pieces.push(piece);
+            cut.node_parts.push(node_part);
             node = entry.parent;
         }
         copied

@@ -1,14 +1,14 @@
-//! Which worker and level each seat belongs to, and the workers' names: what a query reads besides the trie.
+//! Which worker and level each bit belongs to, and the workers' names: what a query reads besides the trie.
 //!
-//! Dropping a worker's content takes its seats out of here, which hides it from all queries at once; the
-//! seats are used again when the content is out of the trie.
+//! Dropping a worker's content takes its bits out of here, which hides it from all queries at once; the
+//! bits are used again when the content is out of the trie.
 
 use std::sync::Arc;
 
 use hashbrown::{Equivalent, HashMap, HashSet};
 
 use super::trie::Match;
-use super::types::{LEVELS, NO_SEAT, PREDICTED};
+use super::types::{LEVELS, NO_BIT, PREDICTED};
 use super::window::View;
 use crate::slab::Slab;
 
@@ -56,19 +56,19 @@ pub struct Row {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Seat {
-    /// 0: the seat is free, or what it has is being taken out.
+struct BitOwner {
+    /// 0: the bit is free, or what it has is being taken out.
     worker: Handle,
     level: usize,
 }
 
-/// The seats and the names.
+/// The bits and the names.
 #[derive(Debug, Default)]
 pub struct Directory {
-    seats: Vec<Seat>,
+    bits: Vec<BitOwner>,
     free: Vec<u32>,
     names: Slab<WorkerRank>,
-    /// Seats in use on levels above the device.
+    /// Bits in use on levels above the device.
     upper: usize,
     /// Of workers with window groups.
     views: HashMap<Handle, View>,
@@ -89,40 +89,40 @@ impl Directory {
         self.names.remove(worker);
     }
 
-    /// A seat for a worker's level; of handle 0, one that no query sees.
+    /// A bit for a worker's level; of handle 0, one that no query sees.
     pub fn open(&mut self, worker: Handle, level: usize) -> u32 {
-        let seat = Seat { worker, level };
+        let bit = BitOwner { worker, level };
         self.upper += usize::from(worker != 0 && level > 0);
         if let Some(number) = self.free.pop() {
-            self.seats[number as usize] = seat;
+            self.bits[number as usize] = bit;
             return number;
         }
-        self.seats.push(seat);
-        self.seats.len() as u32 - 1
+        self.bits.push(bit);
+        self.bits.len() as u32 - 1
     }
 
-    /// Hides what seats have from now on.
-    pub fn hide(&mut self, seats: &[u32; LEVELS]) {
-        for &seat in seats.iter().filter(|&&seat| seat != NO_SEAT) {
-            let seat = &mut self.seats[seat as usize];
-            self.views.remove(&seat.worker);
-            self.incomplete.remove(&seat.worker);
-            self.upper -= usize::from(seat.worker != 0 && seat.level > 0);
-            seat.worker = 0;
+    /// Hides what bits have from now on.
+    pub fn hide(&mut self, bits: &[u32; LEVELS]) {
+        for &bit in bits.iter().filter(|&&bit| bit != NO_BIT) {
+            let bit = &mut self.bits[bit as usize];
+            self.views.remove(&bit.worker);
+            self.incomplete.remove(&bit.worker);
+            self.upper -= usize::from(bit.worker != 0 && bit.level > 0);
+            bit.worker = 0;
         }
     }
 
-    /// Shows hidden seats of a worker in place of those that it had.
+    /// Shows hidden bits of a worker in place of those that it had.
     pub fn replace(&mut self, old: &[u32; LEVELS], new: &[u32; LEVELS], worker: Handle) {
         self.hide(old);
-        for &seat in new.iter().filter(|&&seat| seat != NO_SEAT) {
-            let seat = &mut self.seats[seat as usize];
-            seat.worker = worker;
-            self.upper += usize::from(seat.level > 0);
+        for &bit in new.iter().filter(|&&bit| bit != NO_BIT) {
+            let bit = &mut self.bits[bit as usize];
+            bit.worker = worker;
+            self.upper += usize::from(bit.level > 0);
         }
     }
 
-    /// Shows what a worker's window groups hold, until its seats are hidden.
+    /// Shows what a worker's window groups hold, until its bits are hidden.
     pub fn show_windows(&mut self, worker: Handle, view: View) {
         self.views.insert(worker, view);
     }
@@ -132,7 +132,7 @@ impl Directory {
         &self.views
     }
 
-    /// Notes that a limit kept something of a worker out, until its seats are hidden.
+    /// Notes that a limit kept something of a worker out, until its bits are hidden.
     pub fn mark_incomplete(&mut self, worker: Handle) {
         self.incomplete.insert(worker);
     }
@@ -142,15 +142,15 @@ impl Directory {
         &self.incomplete
     }
 
-    /// Frees seats that have nothing any more.
-    pub fn free(&mut self, seats: &[u32; LEVELS]) {
-        self.free.extend(seats.iter().filter(|&&seat| seat != NO_SEAT));
+    /// Frees bits that have nothing any more.
+    pub fn free(&mut self, bits: &[u32; LEVELS]) {
+        self.free.extend(bits.iter().filter(|&&bit| bit != NO_BIT));
     }
 
-    /// One row a worker from what its seats have.
+    /// One row a worker from what its bits have.
     pub fn rows(&self, found: &[Match], rows: &mut Vec<Row>) {
         if self.upper == 0 {
-            let live = found.iter().map(|found| (self.seats[found.seat as usize].worker, found.blocks));
+            let live = found.iter().map(|found| (self.bits[found.bit as usize].worker, found.blocks));
             rows.extend(
                 live.filter(|&(worker, _)| worker != 0)
                     .map(|(worker, blocks)| Row { worker, blocks: [blocks; LEVELS] }),
@@ -159,18 +159,18 @@ impl Directory {
         }
         let mut places = vec![u32::MAX; self.names.highest() as usize + 1];
         for found in found {
-            let seat = self.seats[found.seat as usize];
-            if seat.worker == 0 {
+            let bit = self.bits[found.bit as usize];
+            if bit.worker == 0 {
                 continue;
             }
-            let place = &mut places[seat.worker as usize];
+            let place = &mut places[bit.worker as usize];
             if *place == u32::MAX {
                 *place = rows.len() as u32;
-                rows.push(Row { worker: seat.worker, blocks: [0; LEVELS] });
+                rows.push(Row { worker: bit.worker, blocks: [0; LEVELS] });
             }
-            rows[*place as usize].blocks[seat.level] = found.blocks;
+            rows[*place as usize].blocks[bit.level] = found.blocks;
         }
-        // A level without a seat has what the faster one has; one with a seat never has less.
+        // A level without a bit has what the faster one has; one with a bit never has less.
         for row in rows {
             for level in 1..PREDICTED {
                 row.blocks[level] = row.blocks[level].max(row.blocks[level - 1]);

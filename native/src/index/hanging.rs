@@ -8,7 +8,7 @@
 use super::ledger::Ledger;
 use super::nodes::{index_of, shard_of};
 use super::presence::Presence;
-use super::types::{NO_SEAT, NodeId, PresenceId, TIERS};
+use super::types::{NO_BIT, NodeId, PresenceId, TIERS};
 use super::worker::MAX_PRESENCES;
 
 impl Ledger {
@@ -144,9 +144,9 @@ impl Ledger {
         self.disown_children(slot, presence, node);
         self.unhang(slot, presence, self.nodes[node].parent);
         let part = std::mem::take(self.part_mut(slot, presence));
-        let seats = self.worker(slot).seats;
-        let seats = seats.into_iter().filter(|&seat| seat != NO_SEAT).map(|seat| (seat, 0));
-        self.trie.set_reach(shard_of(part.node), index_of(part.node), seats);
+        let bits = self.worker(slot).bits;
+        let bits = bits.into_iter().filter(|&bit| bit != NO_BIT).map(|bit| (bit, 0));
+        self.trie.set_reach(shard_of(part.node), index_of(part.node), bits);
         let entry = &mut self.nodes[part.node];
         let mut taken = 0;
         let end = part.bound.end().max(part.more.as_ref().map_or(0, |more| more.predicted.end()));

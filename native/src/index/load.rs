@@ -119,8 +119,8 @@ impl Index {
         };
         let old = std::mem::replace(&mut state.ranks[handle].slot, loading.slot);
         waiting::write(&self.directory).replace(
-            &state.ledger.worker(old).seats,
-            &state.ledger.worker(loading.slot).seats,
+            &state.ledger.worker(old).bits,
+            &state.ledger.worker(loading.slot).bits,
             handle,
         );
         self.drop_hidden(state, old);

@@ -1,7 +1,7 @@
 //! The block index: which worker rank holds which leading blocks of a prompt.
 //!
 //! ```text
-//! query ──▶ directory (seat → worker) ──▶ trie (runs of blocks, seats and their reach)     any number at once
+//! query ──▶ directory (bit → worker) ──▶ trie (runs of blocks, bits and their reach)     any number at once
 //! event ──▶ ledger (engine hashes, counts, ghosts, orphans) ──▶ one node of the trie at a time     one at once
 //! ```
 //!
@@ -12,6 +12,7 @@
 
 mod apply;
 mod bindings;
+mod bit_set;
 mod bound;
 mod chain;
 mod copies;
@@ -35,7 +36,6 @@ mod prompt;
 mod reach;
 mod remove;
 mod run;
-mod seat_set;
 mod state;
 mod stats;
 mod store;

@@ -3,7 +3,7 @@
 use crate::hashing::{BlockHasher, TOKEN_BYTES};
 
 /// Blocks hashed at once: a prompt of which nothing is cached costs no more than these.
-const PIECE: usize = 64;
+const CHUNK: usize = 64;
 
 /// The local hashes of a prompt's complete blocks.
 pub trait Prompt {
@@ -91,7 +91,7 @@ impl Prompt for TokenPrompt<'_> {
         if self.hashes.len() < count {
             // The first block decides whether anything is cached at all, so it goes alone.
             let end =
-                if self.hashes.is_empty() { count } else { count.next_multiple_of(PIECE).min(self.blocks) };
+                if self.hashes.is_empty() { count } else { count.next_multiple_of(CHUNK).min(self.blocks) };
             let start = self.hashes.len();
             if start == 1 {
                 self.hashes.reserve_exact(self.blocks);

@@ -54,7 +54,7 @@ impl Ledger {
             return false;
         }
         let entry = &self.nodes[node];
-        let (len, seat, node_above) = (entry.len(), worker.seats[level], entry.parent);
+        let (len, bit, node_above) = (entry.len(), worker.bits[level], entry.parent);
         let above = self.above(slot, presence);
         let rooted = || {
             node_above == 0
@@ -76,7 +76,7 @@ impl Ledger {
             let round = self.trie.round();
             self.worker_mut(slot).note_idle(level, presence, above, before, round);
         }
-        self.trie.set_reach(shard_of(node), index_of(node), [(seat, reach)]);
+        self.trie.set_reach(shard_of(node), index_of(node), [(bit, reach)]);
         if comes_first {
             // Before those that are not rooted yet, on whatever level.
             self.unhang(slot, presence, node_above);
@@ -114,13 +114,13 @@ impl Ledger {
         worker.levels().all(|level| part.reach_on(level) == len)
     }
 
-    /// Gives a worker's level a seat, which `fill` computes.
+    /// Gives a worker's level a bit, which `fill` computes.
     ///
     /// Nothing is on the level yet that is not on a faster one, which answers for it until then.
-    pub fn open_level(&mut self, slot: u32, level: usize, seat: u32) {
+    pub fn open_level(&mut self, slot: u32, level: usize, bit: u32) {
         debug_assert!(level < LEVELS);
         let worker = self.worker_mut(slot);
-        worker.seats[level] = seat;
+        worker.bits[level] = bit;
         if !worker.presences.is_empty() {
             worker.filling = Some(0);
         }

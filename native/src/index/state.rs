@@ -14,7 +14,7 @@ use super::expiries::Expiries;
 use super::ledger::Ledger;
 use super::prompt::Prompt;
 use super::trie::{Match, Trie};
-use super::types::{IGNORED, MAX_SLOTS, NO_SEAT, SLICE};
+use super::types::{IGNORED, MAX_SLOTS, NO_BIT, SLICE};
 use super::waiting;
 use super::window::query::cut_rows;
 use super::worker::Worker;
@@ -318,7 +318,7 @@ impl Index {
 
     /// Hides a slot's content; `drain` frees it.
     pub(super) fn drop_slot(&self, state: &mut State, slot: u32) {
-        waiting::write(&self.directory).hide(&state.ledger.worker(slot).seats);
+        waiting::write(&self.directory).hide(&state.ledger.worker(slot).bits);
         self.drop_hidden(state, slot);
     }
 
@@ -345,7 +345,7 @@ impl Index {
             budget = budget.saturating_sub(state.ledger.drain(slot, budget) + 1);
             let worker = state.ledger.worker(slot);
             if worker.presences.is_empty() {
-                waiting::write(&self.directory).free(&worker.seats);
+                waiting::write(&self.directory).free(&worker.bits);
                 state.garbage.extend(state.ledger.workers[slot as usize].take().map(|worker| *worker));
                 state.free_slots.push(slot);
                 state.dropped.pop_front();
@@ -398,9 +398,9 @@ impl Index {
     }
 
     pub(super) fn open_slot_level(&self, state: &mut State, slot: u32, worker: Handle, level: usize) {
-        if state.ledger.worker(slot).seats[level] == NO_SEAT {
-            let seat = waiting::write(&self.directory).open(worker, level);
-            state.ledger.open_level(slot, level, seat);
+        if state.ledger.worker(slot).bits[level] == NO_BIT {
+            let bit = waiting::write(&self.directory).open(worker, level);
+            state.ledger.open_level(slot, level, bit);
             state.ledger.fill(slot, SLICE);
         }
     }

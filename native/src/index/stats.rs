@@ -9,7 +9,7 @@ use super::nodes::{Refs, index_of, shard_of};
 use super::orphans::ORPHAN_LIMIT;
 use super::state::{Index, State};
 use super::trie::MAX_RUN;
-use super::types::{IGNORED, LEVELS, NO_SEAT, NodeId, PREDICTED, TIERS};
+use super::types::{IGNORED, LEVELS, NO_BIT, NodeId, PREDICTED, TIERS};
 use super::waiting;
 use super::worker::Worker;
 use hashbrown::{HashMap, HashSet};
@@ -221,10 +221,10 @@ fn check_worker(
             ensure(part.reach_on(level) == reach, || format!("{}: reach on level {level}", at()))?;
             rooted[level] += u64::from(reach);
             let shard = ledger.trie.shard(shard_of(part.node)).read();
-            let seen = shard.nodes[index_of(part.node)].reach(worker.seats[level]);
+            let seen = shard.nodes[index_of(part.node)].reach(worker.bits[level]);
             ensure(seen == reach, || format!("{}: queries see {seen} of {reach} on level {level}", at()))?;
         }
-        let mut unopened = (0..TIERS).filter(|&tier| worker.seats[tier] == NO_SEAT);
+        let mut unopened = (0..TIERS).filter(|&tier| worker.bits[tier] == NO_BIT);
         ensure(unopened.all(|tier| part.tier(tier).is_none_or(super::extent::Extent::is_empty)), || {
             format!("{}: levels are open", at())
         })?;

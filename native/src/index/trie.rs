@@ -2,17 +2,17 @@
 //!
 //! ```text
 //! shard (by first local hash)
-//!   node 1  [a b c d]      any {0,1,2}  full {0,1}  partial [(2, 3)]     seat 2 ends at block c
+//!   node 1  [a b c d]      any {0,1,2}  full {0,1}  partial [(2, 3)]     bit 2 ends at block c
 //!     ├ node 2  [e f]      any {0}      full {0}
 //!     └ node 3  [g]        any {1}      full {1}
 //! ```
 //!
-//! A *seat* is one worker on one level (device; host or faster; ...): what it holds below the first hole is
+//! A *bit* is one worker on one level (device; host or faster; ...): what it holds below the first hole is
 //! invisible here. Invariants:
 //!
-//! 1. `full` and the seats of `partial` are disjoint, `any` is both together.
-//! 2. A partial seat's reach is in 1 .. run length - 1, a full seat's is the run length.
-//! 3. A seat in a node's `any` is in its parent's `full`: along a path the seats only become fewer.
+//! 1. `full` and the bits of `partial` are disjoint, `any` is both together.
+//! 2. A partial bit's reach is in 1 .. run length - 1, a full bit's is the run length.
+//! 3. A bit in a node's `any` is in its parent's `full`: along a path the bits only become fewer.
 //! 4. Siblings differ in their first local hash, by which `children` finds them.
 //!
 //! A writer holds the lock of one shard for one node's change at a time, so readers wait for no more than that. What
@@ -26,9 +26,9 @@ use crossbeam_utils::CachePadded;
 use parking_lot::RwLock;
 use smallvec::SmallVec;
 
+use super::bit_set::BitSet;
 use super::prompt::Prompt;
 use super::run::Run;
-use super::seat_set::SeatSet;
 use super::waiting;
 use crate::slab::Slab;
 use crate::table::{Table, mix};
@@ -39,8 +39,8 @@ pub const SHARDS: usize = 64;
 /// Longest run of one node: a block's depth modulo this names it within its node.
 pub const MAX_RUN: u32 = 1024;
 
-/// Local hashes compared at once; a prompt of tokens is hashed in such pieces.
-const PIECE: usize = 64;
+/// Local hashes compared at once; a prompt of tokens is hashed in such chunks.
+const CHUNK: usize = 64;
 
 /// A node's number in its shard; 0 is none.
 pub type NodeIndex = u32;
@@ -53,8 +53,8 @@ pub struct Node {
     /// Depth of the first block.
     pub start: u32,
     pub local: Run<u64>,
-    any: SeatSet,
-    full: SeatSet,
+    any: BitSet,
+    full: BitSet,
     partial: SmallVec<[(u32, u32); 2]>,
     /// The round in which it was used last; never before one below it.
     used: AtomicU32,
@@ -66,8 +66,8 @@ impl Node {
             parent,
             start,
             local,
-            any: SeatSet::default(),
-            full: SeatSet::default(),
+            any: BitSet::default(),
+            full: BitSet::default(),
             partial: SmallVec::new(),
             used: AtomicU32::new(0),
         }
@@ -78,26 +78,26 @@ impl Node {
         self.local.len() as u32
     }
 
-    /// How many blocks from the first one a seat has.
-    pub fn reach(&self, seat: u32) -> u32 {
-        if self.full.contains(seat) {
+    /// How many blocks from the first one a bit has.
+    pub fn reach(&self, bit: u32) -> u32 {
+        if self.full.contains(bit) {
             return self.len();
         }
-        self.partial.iter().find(|(partial, _)| *partial == seat).map_or(0, |(_, reach)| *reach)
+        self.partial.iter().find(|(partial, _)| *partial == bit).map_or(0, |(_, reach)| *reach)
     }
 
-    /// Sets how many blocks from the first one a seat has.
-    pub fn set_reach(&mut self, seat: u32, reach: u32) {
-        let position = self.partial.iter().position(|(partial, _)| *partial == seat);
+    /// Sets how many blocks from the first one a bit has.
+    pub fn set_reach(&mut self, bit: u32, reach: u32) {
+        let position = self.partial.iter().position(|(partial, _)| *partial == bit);
         if reach == 0 {
-            self.any.remove(seat);
+            self.any.remove(bit);
         } else {
-            self.any.insert(seat);
+            self.any.insert(bit);
         }
         if reach == self.len() {
-            self.full.insert(seat);
+            self.full.insert(bit);
         } else {
-            self.full.remove(seat);
+            self.full.remove(bit);
         }
         match (position, reach > 0 && reach < self.len()) {
             (Some(position), true) => self.partial[position].1 = reach,
@@ -107,7 +107,7 @@ impl Node {
                     self.partial = SmallVec::new();
                 }
             }
-            (None, true) => self.partial.push((seat, reach)),
+            (None, true) => self.partial.push((bit, reach)),
             (None, false) => {}
         }
     }
@@ -115,19 +115,19 @@ impl Node {
     /// Appends blocks; nobody has them yet.
     pub fn extend(&mut self, local: &[u64]) {
         let len = self.len();
-        for seat in std::mem::take(&mut self.full).iter() {
-            self.partial.push((seat, len));
+        for bit in std::mem::take(&mut self.full).iter() {
+            self.partial.push((bit, len));
         }
         self.local.extend(local);
     }
 
-    /// Drops the blocks from `len` on, which no seat has.
+    /// Drops the blocks from `len` on, which no bit has.
     pub fn truncate(&mut self, len: u32) {
         self.local.truncate(len as usize);
         let full = &mut self.full;
-        self.partial.retain(|&mut (seat, reach)| {
+        self.partial.retain(|&mut (bit, reach)| {
             if reach == len {
-                full.insert(seat);
+                full.insert(bit);
             }
             reach < len
         });
@@ -140,13 +140,13 @@ impl Node {
         tail.used = AtomicU32::new(self.used());
         tail.full = std::mem::replace(&mut self.full, self.any.clone());
         tail.any = tail.full.clone();
-        for (seat, reach) in std::mem::take(&mut self.partial) {
+        for (bit, reach) in std::mem::take(&mut self.partial) {
             if reach < at {
-                self.full.remove(seat);
-                self.partial.push((seat, reach));
+                self.full.remove(bit);
+                self.partial.push((bit, reach));
             } else if reach > at {
-                tail.any.insert(seat);
-                tail.partial.push((seat, reach - at));
+                tail.any.insert(bit);
+                tail.partial.push((bit, reach - at));
             }
         }
         tail
@@ -170,10 +170,10 @@ impl Node {
     }
 }
 
-/// What one seat has of a prompt.
+/// What one bit has of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Match {
-    pub seat: u32,
+    pub bit: u32,
     /// Leading blocks, at least 1.
     pub blocks: u32,
 }
@@ -259,7 +259,7 @@ pub fn common_prefix(a: &[u64], b: &[u64]) -> usize {
     let len = a.len().min(b.len());
     let (a, b) = (&a[..len], &b[..len]);
     let mut same = 0;
-    for (a, b) in a.chunks(PIECE).zip(b.chunks(PIECE)) {
+    for (a, b) in a.chunks(CHUNK).zip(b.chunks(CHUNK)) {
         if a != b {
             return same + a.iter().zip(b).take_while(|(a, b)| a == b).count();
         }
@@ -305,16 +305,16 @@ impl Trie {
         &self.shards[shard]
     }
 
-    /// Sets how many blocks of a node from the first one some seats have.
+    /// Sets how many blocks of a node from the first one some bits have.
     pub fn set_reach(&self, shard: usize, index: NodeIndex, reaches: impl IntoIterator<Item = (u32, u32)>) {
         let held = self.shard(shard).upgradable_read();
         black_box(held.nodes[index].partial.len() + held.nodes[index].any.words());
         let mut shard = waiting::upgrade(held);
         let node = &mut shard.nodes[index];
-        reaches.into_iter().for_each(|(seat, reach)| node.set_reach(seat, reach));
+        reaches.into_iter().for_each(|(bit, reach)| node.set_reach(bit, reach));
     }
 
-    /// Takes a node out that has no seats and no children.
+    /// Takes a node out that has no bits and no children.
     pub fn detach(&self, shard: usize, index: NodeIndex) -> Node {
         let held = self.shard(shard).upgradable_read();
         let node = &held.nodes[index];
@@ -322,9 +322,9 @@ impl Trie {
         waiting::upgrade(held).detach(index)
     }
 
-    /// What every seat has of a prompt; seats that have nothing are left out.
+    /// What every bit has of a prompt; bits that have nothing are left out.
     ///
-    /// With `early_exit` the search ends where one seat is left, whose number is then a lower bound.
+    /// With `early_exit` the search ends where one bit is left, whose number is then a lower bound.
     pub fn find(&self, prompt: &mut impl Prompt, early_exit: bool, found: &mut Vec<Match>) {
         let blocks = prompt.len();
         if blocks == 0 {
@@ -346,11 +346,11 @@ impl Trie {
             let mut same = 0;
             while same < limit {
                 // The first block is known to be equal: the child was found by it.
-                let piece = if stop { 1 } else { (limit - same).min(PIECE) };
-                let hashes = &prompt.hashes(start + same + piece)[start + same..];
-                let equal = common_prefix(&node.local[same..same + piece], hashes);
+                let chunk = if stop { 1 } else { (limit - same).min(CHUNK) };
+                let hashes = &prompt.hashes(start + same + chunk)[start + same..];
+                let equal = common_prefix(&node.local[same..same + chunk], hashes);
                 same += equal;
-                if equal < piece || stop {
+                if equal < chunk || stop {
                     break;
                 }
             }
@@ -360,11 +360,11 @@ impl Trie {
             } else {
                 0
             };
-            for &(seat, reach) in &node.partial {
-                found.push(Match { seat, blocks: (node.start + reach).min(depth) });
+            for &(bit, reach) in &node.partial {
+                found.push(Match { bit, blocks: (node.start + reach).min(depth) });
             }
             let below = (next != 0).then(|| &shard.nodes[next].any);
-            node.full.for_each_without(below, |seat| found.push(Match { seat, blocks: depth }));
+            node.full.for_each_without(below, |bit| found.push(Match { bit, blocks: depth }));
             if next == 0 {
                 return;
             }

@@ -9,8 +9,8 @@ pub const LEVELS: usize = 5;
 /// The level of predictions: on the device, or predicted.
 pub const PREDICTED: usize = 4;
 
-/// A level on which the worker never had anything, so that it has no seat.
-pub const NO_SEAT: u32 = u32::MAX;
+/// A level on which the worker never had anything, so that it has no bit.
+pub const NO_BIT: u32 = u32::MAX;
 
 /// Engine hashes by which a worker knows one block at most.
 pub const TWIN_LIMIT: usize = 16;

@@ -26,7 +26,7 @@ use super::idle::Idle;
 use super::orphans::Orphans;
 use super::presence::Presence;
 use super::trie::MAX_RUN;
-use super::types::{BATCH, LEVELS, NO_SEAT, NodeId, PREDICTED, PresenceId, TIERS};
+use super::types::{BATCH, LEVELS, NO_BIT, NodeId, PREDICTED, PresenceId, TIERS};
 use super::unrooted::Unrooted;
 use super::window::WindowGroups;
 use crate::events::Stored;
@@ -47,8 +47,8 @@ type OddBlocks = HashMap<(PresenceId, u32), Odd>;
 /// One worker rank; see the module.
 #[derive(Debug, Default)]
 pub struct Worker {
-    /// One seat a level, or `NO_SEAT`.
-    pub seats: [u32; LEVELS],
+    /// One bit a level, or `NO_BIT`.
+    pub bits: [u32; LEVELS],
     secret: u64,
     table: Table<PAYLOAD_BITS>,
     pub presences: Slab<Presence>,
@@ -110,10 +110,10 @@ fn names(presences: &Slab<Presence>, odd: &OddBlocks, payload: u64, engine_hash:
 }
 
 impl Worker {
-    pub fn new(device_seat: u32, secret: u64) -> Self {
-        let mut seats = [NO_SEAT; LEVELS];
-        seats[0] = device_seat;
-        Self { seats, secret, ghosts: Ghosts::new(secret), ..Self::default() }
+    pub fn new(device_bit: u32, secret: u64) -> Self {
+        let mut bits = [NO_BIT; LEVELS];
+        bits[0] = device_bit;
+        Self { bits, secret, ghosts: Ghosts::new(secret), ..Self::default() }
     }
 
     fn payload(presence: PresenceId, depth: u32) -> u64 {
@@ -354,7 +354,7 @@ impl Worker {
         tiers.iter().all(|&groups| groups == 0 || groups == all).then(|| tiers.map(|groups| groups > 0))
     }
 
-    /// The slowest level of a tier that has a seat: what is rooted there is rooted on any tier.
+    /// The slowest level of a tier that has a bit: what is rooted there is rooted on any tier.
     pub fn slowest_level(&self) -> usize {
         self.levels().filter(|&level| level < PREDICTED).last().unwrap_or(0)
     }
@@ -364,10 +364,10 @@ impl Worker {
         self.held - self.rooted[self.slowest_level()]
     }
 
-    /// Levels that have a seat.
+    /// Levels that have a bit.
     pub fn levels(&self) -> impl Iterator<Item = usize> + use<> {
-        let seats = self.seats;
-        (0..LEVELS).filter(move |&level| seats[level] != NO_SEAT)
+        let bits = self.bits;
+        (0..LEVELS).filter(move |&level| bits[level] != NO_BIT)
     }
 
     /// Heap memory, in bytes. O(presences).

@@ -21,7 +21,7 @@ use tree::PrefixTree;
 
 /// Workers whose block hashes are comparable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Lane {
+pub struct PoolKey {
     pub block_size: u32,
     pub eagle: bool,
 }
@@ -32,7 +32,7 @@ pub struct Allocation {
     pub slot: u32,
     pub private_blocks: i64,
     pub prefill_tokens: i64,
-    /// The lane's number and the node where the request ends; None: it occupies no shared blocks.
+    /// The pool_key's number and the node where the request ends; None: it occupies no shared blocks.
     place: Option<(u32, u32)>,
 }
 
@@ -65,7 +65,7 @@ pub struct ActiveLoad {
     order: Vec<u32>,
     names: Names,
     /// Few: one a block size.
-    trees: Vec<(Lane, PrefixTree)>,
+    trees: Vec<(PoolKey, PrefixTree)>,
 }
 
 impl ActiveLoad {
@@ -136,14 +136,14 @@ impl ActiveLoad {
     pub fn add(
         &mut self,
         slot: u32,
-        lane: Lane,
+        pool_key: PoolKey,
         hashes: &[u64],
         private_blocks: i64,
         prefill_tokens: i64,
     ) -> Allocation {
         let (mut place, mut private) = (None, 0);
         if self.track_blocks {
-            let number = self.lane_number(lane);
+            let number = self.tree_number(pool_key);
             let (node, new) = self.trees[number].1.add(hashes, slot);
             place = Some((number as u32, node));
             private = private_blocks;
@@ -174,8 +174,8 @@ impl ActiveLoad {
     pub fn remove(&mut self, allocation: &mut Allocation) {
         let slot = allocation.slot as usize;
         let mut gone = std::mem::take(&mut allocation.private_blocks);
-        if let Some((lane, node)) = allocation.place.take() {
-            gone += self.trees[lane as usize].1.remove(node, allocation.slot) as i64;
+        if let Some((pool_key, node)) = allocation.place.take() {
+            gone += self.trees[pool_key as usize].1.remove(node, allocation.slot) as i64;
         }
         self.decode_blocks[slot] -= gone;
         self.prefill_tokens[slot] -= std::mem::take(&mut allocation.prefill_tokens);
@@ -184,15 +184,15 @@ impl ActiveLoad {
     }
 
     /// Leading blocks of a prompt that are active, by slot; the last thing told of a slot holds.
-    pub fn shared(&self, lane: Lane, hashes: &[u64], told: impl FnMut(u32, usize)) {
-        if let Some((_, tree)) = self.trees.iter().find(|(there, _)| *there == lane) {
-            tree.shared(hashes, told);
+    pub fn shared(&self, pool_key: PoolKey, hashes: &[u64], visit: impl FnMut(u32, usize)) {
+        if let Some((_, tree)) = self.trees.iter().find(|(there, _)| *there == pool_key) {
+            tree.shared(hashes, visit);
         }
     }
 
-    fn lane_number(&mut self, lane: Lane) -> usize {
-        self.trees.iter().position(|(there, _)| *there == lane).unwrap_or_else(|| {
-            self.trees.push((lane, PrefixTree::default()));
+    fn tree_number(&mut self, pool_key: PoolKey) -> usize {
+        self.trees.iter().position(|(there, _)| *there == pool_key).unwrap_or_else(|| {
+            self.trees.push((pool_key, PrefixTree::default()));
             self.trees.len() - 1
         })
     }
@@ -242,14 +242,14 @@ impl ActiveLoad {
 mod tests {
     use super::*;
 
-    const LANE: Lane = Lane { block_size: 16, eagle: false };
+    const POOL_KEY: PoolKey = PoolKey { block_size: 16, eagle: false };
 
     #[test]
     fn shared_blocks_count_once_and_all_ends_at_zero() {
         let mut load = ActiveLoad::new(true);
         load.ensure_slot(1);
-        let mut first = load.add(1, LANE, &[10, 20, 30], 1, 48);
-        let mut second = load.add(1, LANE, &[10, 20, 99], 0, 16);
+        let mut first = load.add(1, POOL_KEY, &[10, 20, 30], 1, 48);
+        let mut second = load.add(1, POOL_KEY, &[10, 20, 99], 0, 16);
         assert_eq!(load.decode_blocks, [0, 5]);
         load.complete_prefill(&mut first);
         load.complete_prefill(&mut first);
@@ -267,7 +267,7 @@ mod tests {
     fn untracked_blocks_are_never_counted() {
         let mut load = ActiveLoad::new(false);
         load.ensure_slot(0);
-        let mut allocation = load.add(0, LANE, &[1, 2], 1, 7);
+        let mut allocation = load.add(0, POOL_KEY, &[1, 2], 1, 7);
         load.add_private(&mut allocation, 3);
         assert_eq!((load.decode_blocks[0], load.prefill_tokens[0]), (0, 7));
         load.remove(&mut allocation);
@@ -280,10 +280,10 @@ mod tests {
         load.arrange([("a", 0, 1), ("b", 0, 0)].into_iter());
         let both = |load: &ActiveLoad, slot| (load.busy().has(slot), load.full().has(slot));
         assert_eq!(both(&load, 0), (false, false));
-        load.add(0, LANE, &[1, 2], 1, 50);
+        load.add(0, POOL_KEY, &[1, 2], 1, 50);
         load.limit(0, Limits { prefill_tokens: 50, decode_blocks: 3, queued_prefill_tokens: 49 });
         assert_eq!((both(&load, 0), both(&load, 1)), ((false, true), (false, false)));
-        let mut extra = load.add(0, LANE, &[1, 3], 0, 0);
+        let mut extra = load.add(0, POOL_KEY, &[1, 3], 0, 0);
         assert_eq!((both(&load, 0), both(&load, 1)), ((true, true), (false, false)));
         load.remove(&mut extra);
         assert_eq!(both(&load, 0), (false, true));
@@ -293,8 +293,8 @@ mod tests {
     fn lanes_share_nothing() {
         let mut load = ActiveLoad::new(true);
         load.ensure_slot(0);
-        load.add(0, LANE, &[1, 2], 0, 0);
-        load.add(0, Lane { block_size: 32, eagle: false }, &[1, 2], 0, 0);
+        load.add(0, POOL_KEY, &[1, 2], 0, 0);
+        load.add(0, PoolKey { block_size: 32, eagle: false }, &[1, 2], 0, 0);
         assert_eq!(load.decode_blocks, [4]);
     }
 
@@ -304,7 +304,7 @@ mod tests {
         load.ensure_slot(0);
         for request in 0..1000_u64 {
             let hashes: Vec<u64> = (0..1024).map(|block| request << 32 | block).collect();
-            load.add(0, LANE, &hashes, 0, 0);
+            load.add(0, POOL_KEY, &hashes, 0, 0);
         }
         assert!(load.bytes() / 1000 < 9000, "{} bytes a request", load.bytes() / 1000);
     }

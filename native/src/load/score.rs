@@ -3,7 +3,7 @@
 //! Native backend of `kvscout_scheduler.costs.cost.Scores`, which has the formulas; every number is computed in the same order, so
 //! that both twins give equal ones.
 
-use super::{ActiveLoad, Lane, Overlaps, SlotSet};
+use super::{ActiveLoad, Overlaps, PoolKey, SlotSet};
 
 /// Times the median distance from the least cost: what is beyond does not count to the range of costs.
 const OUTLIER: f64 = 10.0;
@@ -11,7 +11,7 @@ const OUTLIER: f64 = 10.0;
 /// What is asked.
 #[derive(Debug, Clone, Copy)]
 pub struct Question<'a> {
-    pub lane: Lane,
+    pub pool_key: PoolKey,
     pub overlaps: Option<&'a Overlaps>,
     pub isl_tokens: u32,
     /// Of prefill against decode; 0: prefix caches are ignored.
@@ -20,7 +20,7 @@ pub struct Question<'a> {
     pub disk_weight: f64,
     /// False: the prompt is computed elsewhere.
     pub charge_prefill: bool,
-    /// Size of the lane's blocks in units of those that costs are compared in.
+    /// Size of the pool_key's blocks in units of those that costs are compared in.
     pub scale: f64,
 }
 
@@ -32,7 +32,7 @@ pub struct Scores {
     pub effective_blocks: Vec<f64>,
     pub cached_tokens: Vec<f64>,
     pub isl_tokens: f64,
-    lane: Lane,
+    pool_key: PoolKey,
     request_blocks: i64,
     charge_prefill: bool,
     overlap_score_weight: f64,
@@ -65,9 +65,9 @@ impl ActiveLoad {
                 }
             }
         }
-        let block_size = f64::from(question.lane.block_size);
+        let block_size = f64::from(question.pool_key.block_size);
         let isl_tokens = f64::from(question.isl_tokens);
-        let request_blocks = i64::from(question.isl_tokens.div_ceil(question.lane.block_size));
+        let request_blocks = i64::from(question.isl_tokens.div_ceil(question.pool_key.block_size));
         let some: Vec<u32>;
         let asked = match slots {
             None => &self.order,
@@ -92,7 +92,7 @@ impl ActiveLoad {
             effective_blocks,
             cached_tokens,
             isl_tokens,
-            lane: question.lane,
+            pool_key: question.pool_key,
             request_blocks,
             charge_prefill: question.charge_prefill,
             overlap_score_weight,
@@ -116,7 +116,7 @@ impl ActiveLoad {
             return vec![0; scores.slots.len()];
         }
         let mut shared = vec![0_u32; self.requests.len()];
-        self.shared(scores.lane, hashes, |slot, blocks| shared[slot as usize] = blocks as u32);
+        self.shared(scores.pool_key, hashes, |slot, blocks| shared[slot as usize] = blocks as u32);
         let slots = scores.slots.iter().map(|&slot| slot as usize);
         slots.map(|slot| self.decode_blocks[slot] + scores.request_blocks - i64::from(shared[slot])).collect()
     }
@@ -124,7 +124,7 @@ impl ActiveLoad {
     /// Prefill and decode of each candidate, in blocks.
     pub fn costs_with(&self, scores: &Scores, hashes: &[u64]) -> Costs {
         let (weight, scale, block_size) =
-            (scores.overlap_score_weight, scores.scale, f64::from(scores.lane.block_size));
+            (scores.overlap_score_weight, scores.scale, f64::from(scores.pool_key.block_size));
         let decode = self.decode_with(scores, hashes).into_iter().map(|blocks| blocks as f64);
         Costs(match weight {
             0.0 => decode.map(|decode| scale * decode).collect(),
@@ -196,7 +196,7 @@ mod tests {
     use super::*;
     use crate::load::Columns;
 
-    const LANE: Lane = Lane { block_size: 16, eagle: false };
+    const POOL_KEY: PoolKey = PoolKey { block_size: 16, eagle: false };
 
     fn load() -> ActiveLoad {
         let mut load = ActiveLoad::new(true);
@@ -206,7 +206,7 @@ mod tests {
 
     fn question(overlaps: Option<&Overlaps>) -> Question<'_> {
         Question {
-            lane: LANE,
+            pool_key: POOL_KEY,
             overlaps,
             isl_tokens: 160,
             overlap_score_weight: 1.0,
@@ -221,7 +221,7 @@ mod tests {
     fn the_worked_example() {
         // w0 has 2 of 10 blocks cached, w1 has 5 and 30 active blocks of others, w2 has none.
         let mut load = load();
-        load.add(0, LANE, &[], 30, 0);
+        load.add(0, POOL_KEY, &[], 30, 0);
         let columns =
             Columns { dp_ranks: vec![0, 0], tiers: [vec![2, 5], vec![], vec![], vec![]], predicted: vec![] };
         let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], &columns).unwrap();
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn shared_blocks_are_counted_once_and_ties_are_all_told() {
         let mut load = load();
-        load.add(1, LANE, &[1, 2, 3], 0, 0);
+        load.add(1, POOL_KEY, &[1, 2, 3], 0, 0);
         let scores = load.score(None, &question(None));
         assert_eq!(load.decode_with(&scores, &[1, 2, 9]), [10, 10, 11]);
         assert_eq!(load.costs_with(&scores, &[1, 2, 9]).least(), [0, 1]);

@@ -1,7 +1,7 @@
 //! What each candidate costs in seconds.
 //!
 //! Native backend of `kvscout_scheduler.costs.time_cost`, which has the formula; every number is computed in the same order, so that
-//! both twins give equal ones.
+//! both backends give equal ones.
 
 use super::{Costs, Scores};
 
@@ -19,34 +19,43 @@ const DECODING_WEIGHT: f64 = 0.05;
 /// Stages of an output.
 const STAGES: usize = 5;
 
-/// What is under way on one worker; see the twin.
-#[derive(Debug, Clone, Copy)]
-pub struct Row {
-    pub behind: f64,
-    pub due_at: f64,
-    pub pace: f64,
-    pub used: f64,
-    pub seen: f64,
-    pub prefills: f64,
-    pub room: f64,
-    pub decode_pace: f64,
-    pub decoding: f64,
-    pub contexts: [f64; STAGES],
-    pub requests: [f64; STAGES],
+/// Declares a row and the order of its numbers, which is that of `TimeRow` in Python: single ones, then one a stage.
+macro_rules! row {
+    ($($number:ident)*; $($stages:ident)*) => {
+        /// What is under way on one worker; `TimeRow` of the reference backend explains the numbers.
+        #[derive(Debug, Clone, Copy)]
+        pub struct Row {
+            $(pub $number: f64,)*
+            $(pub $stages: [f64; STAGES],)*
+        }
+
+        impl Row {
+            /// Numbers in one row.
+            pub const LENGTH: usize = [$(stringify!($number)),*].len() + STAGES * [$(stringify!($stages)),*].len();
+
+            /// Names of the numbers, in order.
+            pub fn names() -> Vec<String> {
+                let stages = [$(stringify!($stages)),*].into_iter();
+                let staged = stages.flat_map(|name| (0..STAGES).map(move |stage| format!("{name}_{stage}")));
+                [$(stringify!($number).to_owned()),*].into_iter().chain(staged).collect()
+            }
+
+            /// Reads a row of a table.
+            pub fn new(numbers: [f64; Self::LENGTH]) -> Self {
+                let mut at = 0;
+                let mut next = || {
+                    at += 1;
+                    numbers[at - 1]
+                };
+                Self { $($number: next(),)* $($stages: std::array::from_fn(|_| next()),)* }
+            }
+        }
+    };
 }
 
+row! { behind due_at pace used seen prefills room decode_pace decoding; contexts requests }
+
 impl Row {
-    /// Numbers in one.
-    pub const LENGTH: usize = 9 + 2 * STAGES;
-
-    /// One of a table, its numbers in the order of the fields.
-    pub fn new(numbers: [f64; Self::LENGTH]) -> Self {
-        let [behind, due_at, pace, used, seen, prefills, room, decode_pace, decoding, stages @ ..] = numbers;
-        let [c0, c1, c2, c3, c4, r0, r1, r2, r3, r4] = stages;
-        let (contexts, requests) = ([c0, c1, c2, c3, c4], [r0, r1, r2, r3, r4]);
-        Self { behind, due_at, pace, used, seen, prefills, room, decode_pace, decoding, contexts, requests }
-    }
-
     /// Seconds of prefill that are left of what is booked.
     fn ahead(&self, now: f64) -> f64 {
         if self.prefills == 0.0 {
@@ -84,7 +93,7 @@ impl Row {
     }
 }
 
-/// What is known beside the rows; see the twin.
+/// What is known beside the rows; see `TimeQuestion` of the reference backend.
 #[derive(Debug, Clone, Copy)]
 pub struct TimeQuestion {
     pub now: f64,

@@ -23,7 +23,7 @@ struct Node {
     children: HashMap<u64, u32>,
 }
 
-/// Active prefixes of the workers of one lane.
+/// Active prefixes of the workers of one pool_key.
 #[derive(Debug)]
 pub struct PrefixTree {
     nodes: Slab<Node>,
@@ -87,13 +87,13 @@ impl PrefixTree {
 
     /// Leading blocks of a prompt that are active, by worker: told for every run on the way, so that the last thing
     /// said of a worker holds.
-    pub fn shared(&self, hashes: &[u64], mut told: impl FnMut(u32, usize)) {
+    pub fn shared(&self, hashes: &[u64], mut visit: impl FnMut(u32, usize)) {
         let (mut node, mut at) = (ROOT, 0);
         while let Some(&child) = hashes.get(at).and_then(|first| self.nodes[node].children.get(first)) {
             let found = &self.nodes[child];
             let common = common(&found.run, &hashes[at..]);
             at += common;
-            found.holders.iter().for_each(|(slot, _)| told(slot, at));
+            found.holders.iter().for_each(|(slot, _)| visit(slot, at));
             if common < found.run.len() {
                 break;
             }
@@ -128,9 +128,9 @@ impl PrefixTree {
     }
 
     /// Distinct active blocks by worker, counted from the runs; `told` adds up.
-    pub fn recount(&self, mut told: impl FnMut(u32, usize)) {
+    pub fn recount(&self, mut visit: impl FnMut(u32, usize)) {
         for (_, node) in self.nodes.iter() {
-            node.holders.iter().for_each(|(slot, _)| told(slot, node.run.len()));
+            node.holders.iter().for_each(|(slot, _)| visit(slot, node.run.len()));
         }
     }
 

@@ -25,7 +25,7 @@ const KINDS: [(&str, u8); 14] = [
     ("WRITABLE", WRITABLE),
     ("ANSWER", ANSWER),
     ("FIRST", FIRST),
-    ("PIECE", PIECE),
+    ("CHUNK", CHUNK),
     ("FULL", FULL),
     ("ENDED", ENDED),
     ("ACCEPT_FAILED", ACCEPT_FAILED),
@@ -40,7 +40,7 @@ const GONE: u8 = 3;
 const WRITABLE: u8 = 4;
 const ANSWER: u8 = 5;
 const FIRST: u8 = 6;
-const PIECE: u8 = 7;
+const CHUNK: u8 = 7;
 const FULL: u8 = 8;
 const ENDED: u8 = 9;
 const ACCEPT_FAILED: u8 = 10;
@@ -107,13 +107,13 @@ impl Messages for Sending<'_, '_> {
 }
 
 impl HttpLoop {
-    /// Events of a turn, as Python is told them.
-    fn told<'py>(
+    /// Events of a poll, as Python gets them.
+    fn events_of<'py>(
         &mut self,
         py: Python<'py>,
-        turn: impl FnOnce(&mut Http, &mut dyn Messages) -> io::Result<(Vec<Event>, bool)>,
+        poll: impl FnOnce(&mut Http, &mut dyn Messages) -> io::Result<(Vec<Event>, bool)>,
     ) -> PyResult<Bound<'py, PyList>> {
-        let (events, again) = turn(&mut self.http, &mut Sending { py, servers: &mut self.servers })?;
+        let (events, again) = poll(&mut self.http, &mut Sending { py, servers: &mut self.servers })?;
         let list = PyList::empty(py);
         for event in events {
             if let Event::Ended(answer, ..) = &event
@@ -157,12 +157,12 @@ impl HttpLoop {
         self.http.fd()
     }
 
-    fn turn<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.told(py, Http::turn)
+    fn poll<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        self.events_of(py, Http::poll)
     }
 
     fn flush<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.told(py, |http, messages| Ok(http.flush(messages)))
+        self.events_of(py, |http, messages| Ok(http.flush(messages)))
     }
 
     fn tick(&mut self) {
@@ -309,7 +309,7 @@ impl HttpLoop {
     }
 
     #[pyo3(signature = (answer, form=None, dialect="openai", max_tokens=None))]
-    fn tell(
+    fn stream(
         &mut self,
         answer: u64,
         form: Option<&str>,
@@ -317,7 +317,7 @@ impl HttpLoop {
         max_tokens: Option<u64>,
     ) -> PyResult<()> {
         let events = form.map(|form| relay(form, dialect, max_tokens)).transpose()?;
-        self.http.tell(answer, events);
+        self.http.stream(answer, events);
         Ok(())
     }
 
@@ -359,7 +359,7 @@ impl HttpLoop {
         dialect: &str,
         max_tokens: Option<u64>,
     ) -> PyResult<()> {
-        let events = relay(form.unwrap_or("pieces"), dialect, max_tokens)?;
+        let events = relay(form.unwrap_or("messages"), dialect, max_tokens)?;
         let at = self.servers.add(server);
         if let Some(before) = self.passed_to.insert(answer, at) {
             self.servers.release(before);
@@ -425,7 +425,7 @@ fn relay(form: &str, dialect: &str, max_tokens: Option<u64>) -> PyResult<EventRe
     let form = match form {
         "bytes" => Form::Bytes,
         "without usage" => Form::WithoutUsage,
-        "pieces" => Form::Pieces,
+        "messages" => Form::Messages,
         _ => return Err(PyValueError::new_err(format!("there is no form {form:?}"))),
     };
     let dialect = match dialect {
@@ -474,7 +474,7 @@ fn event_tuple<'py>(py: Python<'py>, event: Event) -> PyResult<Bound<'py, PyTupl
         Event::Writable(call) => (WRITABLE, call).into_pyobject(py),
         Event::Answer(answer, status, headers) => (ANSWER, answer, status, headers).into_pyobject(py),
         Event::First(answer) => (FIRST, answer).into_pyobject(py),
-        Event::Piece(answer, data) => (PIECE, answer, PyBytes::new(py, &data)).into_pyobject(py),
+        Event::Chunk(answer, data) => (CHUNK, answer, PyBytes::new(py, &data)).into_pyobject(py),
         Event::Full(answer) => (FULL, answer).into_pyobject(py),
         Event::Ended(answer, end, report, body) => {
             let report = report_tuple(py, &report)?;

@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::hashing::hashes_from_bytes;
 use crate::load::messages::{self, Name, Operation, Select, Selected};
-use crate::load::{self, Columns, Lane, Limits, Question, SlotSet, TimeQuestion, TimeRow};
+use crate::load::{self, Columns, Limits, PoolKey, Question, SlotSet, TimeQuestion, TimeRow};
 
 /// Messages above this many bytes may take longer than about 50 µs, so they release the GIL.
 const DETACH_ABOVE_BYTES: usize = 128 * 1024;
@@ -33,8 +33,8 @@ impl Allocation {
     }
 }
 
-fn lane_of((block_size, eagle): (u32, bool)) -> Lane {
-    Lane { block_size, eagle }
+fn key_of((block_size, eagle): (u32, bool)) -> PoolKey {
+    PoolKey { block_size, eagle }
 }
 
 /// The hashes in a packed column.
@@ -96,18 +96,18 @@ impl ActiveLoad {
         self.load.arrange(ranks.iter().map(|(worker_id, dp_rank, slot)| (&**worker_id, *dp_rank, *slot)));
     }
 
-    #[pyo3(signature = (slot, lane, hashes, *, private_blocks=0, prefill_tokens=0))]
+    #[pyo3(signature = (slot, pool_key, hashes, *, private_blocks=0, prefill_tokens=0))]
     fn add(
         &mut self,
         slot: u32,
-        lane: (u32, bool),
+        pool_key: (u32, bool),
         hashes: &[u8],
         private_blocks: i64,
         prefill_tokens: i64,
     ) -> PyResult<Allocation> {
         self.check_slots(&[slot])?;
         let hashes = unpacked(hashes)?;
-        let allocation = self.load.add(slot, lane_of(lane), &hashes, private_blocks, prefill_tokens);
+        let allocation = self.load.add(slot, key_of(pool_key), &hashes, private_blocks, prefill_tokens);
         Ok(Allocation { allocation })
     }
 
@@ -123,23 +123,27 @@ impl ActiveLoad {
         self.load.remove(&mut allocation.allocation);
     }
 
-    fn shared(&self, lane: (u32, bool), hashes: &[u8]) -> PyResult<std::collections::HashMap<u32, usize>> {
+    fn shared(
+        &self,
+        pool_key: (u32, bool),
+        hashes: &[u8],
+    ) -> PyResult<std::collections::HashMap<u32, usize>> {
         let hashes = unpacked(hashes)?;
         let mut found = std::collections::HashMap::new();
-        self.load.shared(lane_of(lane), &hashes, |slot, blocks| {
+        self.load.shared(key_of(pool_key), &hashes, |slot, blocks| {
             found.insert(slot, blocks);
         });
         Ok(found)
     }
 
     #[pyo3(signature = (
-        slots, lane, hashes, overlaps, isl_tokens, overlap_score_weight, host_weight, disk_weight, charge_prefill, scale
+        slots, pool_key, hashes, overlaps, isl_tokens, overlap_score_weight, host_weight, disk_weight, charge_prefill, scale
     ))]
     #[allow(clippy::too_many_arguments)] // the columns of one question, as the twin takes them
     fn score(
         slf: &Bound<'_, Self>,
         slots: Option<&[u8]>,
-        lane: (u32, bool),
+        pool_key: (u32, bool),
         hashes: &Bound<'_, PyBytes>,
         overlaps: Option<&Overlaps>,
         isl_tokens: u32,
@@ -151,7 +155,7 @@ impl ActiveLoad {
     ) -> PyResult<Scores> {
         let slots = slots.map(SlotSet::from_bytes);
         let question = Question {
-            lane: lane_of(lane),
+            pool_key: key_of(pool_key),
             overlaps: overlaps.map(|overlaps| &overlaps.overlaps),
             isl_tokens,
             overlap_score_weight,
@@ -245,7 +249,7 @@ impl Scores {
         stage_seconds: [f64; 5],
     ) -> PyResult<Costs> {
         let (Some(table), Some(row_of)) = (table.as_slice(py), row_of.as_slice(py)) else {
-            return Err(PyValueError::new_err("a table in one piece"));
+            return Err(PyValueError::new_err("a contiguous table"));
         };
         let (rows, _) = table.as_chunks::<{ TimeRow::LENGTH }>();
         // Found once, and checked before any is read: a loop that may end early is a third slower.
@@ -457,6 +461,7 @@ fn number_result(py: Python<'_>, id: u64, kind: u32, number: u32) -> Bound<'_, P
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("TIME_ROW_FIELDS", PyTuple::new(module.py(), TimeRow::names())?)?;
     module.add_class::<ActiveLoad>()?;
     module.add_class::<Allocation>()?;
     module.add_class::<Costs>()?;

@@ -171,8 +171,8 @@ impl RpcLoop {
         self.rpc.fd()
     }
 
-    fn turn<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let events = self.rpc.turn()?;
+    fn poll<'py>(&mut self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let events = self.rpc.poll()?;
         let list = PyList::empty(py);
         for event in events {
             if !self.answering.take(&mut self.rpc, &event) {

@@ -23,9 +23,9 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_rustls::{Accept, Connect, TlsAcceptor, TlsConnector};
 
 use super::limits::Limits;
+use super::poll_budget::BEGUN;
 use super::socket::{Io, Readiness, Socket, Stream};
-use super::turn::BEGUN;
-use super::wake::Bell;
+use super::wake::Notifier;
 
 /// A request as it comes in, with what answers it.
 pub type Incoming = (Request<RecvStream>, SendResponse<Bytes>);
@@ -85,7 +85,7 @@ pub enum Side {
 pub struct Connection {
     stage: Stage,
     pub side: Side,
-    pub bell: Bell,
+    pub notifier: Notifier,
     /// What the kernel says of its socket; None while it is not connected.
     pub ready: Option<Rc<Readiness>>,
     pub streams: HashSet<u64>,
@@ -119,7 +119,7 @@ impl Connection {
         listener: u64,
         tls: Option<&TlsAcceptor>,
         peer: String,
-        bell: Bell,
+        notifier: Notifier,
         limits: Rc<Limits>,
         now: Instant,
     ) -> Self {
@@ -130,7 +130,7 @@ impl Connection {
             None => Stage::Greeting(Box::new(limits.server().handshake(Io::Plain(socket)))),
         };
         let ages_at = limits.max_age.map(|age| now + age.mul_f64(spread()));
-        let accepted = Self::new(stage, Side::Server(listener), ready, peer, bell, limits, now);
+        let accepted = Self::new(stage, Side::Server(listener), ready, peer, notifier, limits, now);
         Self { ages_at, ..accepted }
     }
 
@@ -139,12 +139,12 @@ impl Connection {
         tls: Option<(TlsConnector, ServerName<'static>)>,
         authority: String,
         peer: String,
-        bell: Bell,
+        notifier: Notifier,
         limits: Rc<Limits>,
         now: Instant,
     ) -> Self {
         let side = Side::Client { sender: None, authority, waiting: Vec::new() };
-        Self::new(Stage::Connecting(stream, tls), side, None, peer, bell, limits, now)
+        Self::new(Stage::Connecting(stream, tls), side, None, peer, notifier, limits, now)
     }
 
     fn new(
@@ -152,14 +152,14 @@ impl Connection {
         side: Side,
         ready: Option<Rc<Readiness>>,
         peer: String,
-        bell: Bell,
+        notifier: Notifier,
         limits: Rc<Limits>,
         now: Instant,
     ) -> Self {
         Self {
             stage,
             side,
-            bell,
+            notifier,
             ready,
             streams: HashSet::new(),
             handled: 0,
@@ -185,17 +185,17 @@ impl Connection {
         matches!(self.stage, Stage::Server(_) | Stage::Client(_))
     }
 
-    /// Notes what the kernel says, in a new turn.
+    /// Notes what the kernel says, in a new poll.
     pub fn kernel_says(&self, event: &mio::event::Event) {
         if let Some(ready) = &self.ready {
             ready.kernel_says(event);
         }
     }
 
-    /// Gives it its share of a new turn.
-    pub fn begin_turn(&self) {
+    /// Gives it its share of a new poll.
+    pub fn begin_poll(&self) {
         if let Some(ready) = &self.ready {
-            ready.begin_turn();
+            ready.begin_poll();
         }
     }
 
@@ -204,19 +204,19 @@ impl Connection {
         self.ready.as_ref().is_some_and(|ready| ready.has_to_wait())
     }
 
-    /// Reads, writes and gets on as far as its share of the turn lets it; requests that came are handed on.
+    /// Reads, writes and gets on as far as its share of the poll lets it; requests that came are handed on.
     pub fn drive(&mut self, mut incoming: impl FnMut(Incoming)) -> Progress {
-        self.bell.taken();
+        self.notifier.taken();
         if let Some(ready) = &self.ready {
             ready.begin_slice();
         }
-        let waker = self.bell.waker().clone();
+        let waker = self.notifier.waker().clone();
         let mut context = Context::from_waker(&waker);
         let (mut opened, mut begun) = (false, 0);
         let reason = loop {
             if begun == BEGUN {
                 // It is driven again, behind all others that are due.
-                self.bell.ring();
+                self.notifier.notify();
                 return Progress::Waits;
             }
             let mut incoming = |request| {
@@ -319,7 +319,7 @@ impl Connection {
     }
 
     /// Tells the peer, as far as it reads, that what it opens from now on is not looked at.
-    pub fn turn_away(&mut self) {
+    pub fn refuse(&mut self) {
         if let Stage::Server(connection) = &mut self.stage {
             connection.abrupt_shutdown(Reason::NO_ERROR);
             self.drive(|_| {});
@@ -331,7 +331,7 @@ impl Connection {
         self.leaving = true;
         if let Stage::Server(connection) = &mut self.stage {
             connection.graceful_shutdown();
-            self.bell.ring();
+            self.notifier.notify();
         }
     }
 
@@ -342,7 +342,7 @@ impl Connection {
         {
             self.known = true;
             connection.set_target_window_size(self.limits.connection_window);
-            self.bell.ring();
+            self.notifier.notify();
         }
     }
 
@@ -357,7 +357,7 @@ impl Connection {
         }
         if let Stage::Server(connection) = &mut self.stage {
             connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
-            self.bell.ring();
+            self.notifier.notify();
         }
         true
     }
@@ -378,7 +378,7 @@ impl Connection {
         }
         let pings = self.pings.as_mut()?;
         if let Some(pinged_at) = self.pinged_at {
-            let mut context = Context::from_waker(self.bell.waker());
+            let mut context = Context::from_waker(self.notifier.waker());
             match pings.poll_pong(&mut context) {
                 Poll::Ready(_) => self.pinged_at = None,
                 // Whatever comes is a sign of life.
@@ -392,7 +392,7 @@ impl Connection {
             && pings.send_ping(Ping::opaque()).is_ok()
         {
             self.pinged_at = Some(now);
-            self.bell.ring();
+            self.notifier.notify();
         }
         None
     }

@@ -1,7 +1,10 @@
-//! Which connections are closed where there is no room for more.
+//! Connections that are accepted, and those that are closed where there is no room for more.
 
 use std::io;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
+
+use mio::net::{TcpListener, TcpStream};
 
 /// Closed at once, so that looking for them is worth it: a hundredth of those there are, and at least one.
 const PART: usize = 100;
@@ -38,11 +41,35 @@ impl Crowds {
     }
 }
 
-/// Whether an error says that the process, or the machine, has no descriptors left.
-pub fn out_of_descriptors(error: &io::Error) -> bool {
+/// Result of accepting at a listener; failures have the error's number.
+pub enum Accepted {
+    Connection(TcpStream, SocketAddr),
+    /// One that ended before it was accepted, or the call was interrupted.
+    Aborted,
+    /// No connection waits.
+    Drained,
+    /// The process, or the machine, has no descriptors left.
+    NoDescriptors(i32),
+    Failed(i32),
+}
+
+/// Accepts one connection, which does not delay small writes.
+pub fn accept(listener: &TcpListener) -> Accepted {
     const ENFILE: i32 = 23;
     const EMFILE: i32 = 24;
-    matches!(error.raw_os_error(), Some(ENFILE | EMFILE))
+    match listener.accept() {
+        Ok((stream, peer)) => {
+            // A peer that has gone already is noticed by the first read.
+            let _ = stream.set_nodelay(true);
+            Accepted::Connection(stream, peer)
+        }
+        Err(error) => match (error.kind(), error.raw_os_error().unwrap_or(0)) {
+            (io::ErrorKind::WouldBlock, _) => Accepted::Drained,
+            (io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted, _) => Accepted::Aborted,
+            (_, errno @ (ENFILE | EMFILE)) => Accepted::NoDescriptors(errno),
+            (_, errno) => Accepted::Failed(errno),
+        },
+    }
 }
 
 #[cfg(test)]

@@ -165,8 +165,8 @@ mod tests {
         for cut in 1..frames.len() {
             let mut deframer = Deframer::new(1000, Encoding::Identity);
             let mut messages = Vec::new();
-            for piece in frames.chunks(cut) {
-                messages.extend(all(&mut deframer, piece).unwrap());
+            for chunk in frames.chunks(cut) {
+                messages.extend(all(&mut deframer, chunk).unwrap());
             }
             assert_eq!(
                 messages,

@@ -14,7 +14,7 @@ use super::framing::{Deframer, Encoding};
 use super::listener::{LISTENER, Listener};
 use super::metadata::{self, Metadata};
 use super::status::{self, Status};
-use super::wake::{Bell, Due};
+use super::wake::{Due, Notifier};
 use super::{Event, Rpc};
 use crate::budget::Charge;
 
@@ -113,8 +113,8 @@ impl Rpc {
         let deframer = Deframer::new(self.limits.max_message, encoding);
         let (queue, limits) = (&self.queue, &self.limits);
         let key = self.calls.insert_with(|key| {
-            let bell = Bell::new(queue, Due::Stream(key));
-            Call::accepted(connection, bell, kind, receive, respond, deframer, limits)
+            let notifier = Notifier::new(queue, Due::Stream(key));
+            Call::accepted(connection, notifier, kind, receive, respond, deframer, limits)
         });
         from.streams.insert(key);
         let call = self.calls.get_mut(key).expect("just stored");
@@ -131,10 +131,10 @@ impl Rpc {
                     .and_then(|value| metadata::timeout_us(value.as_bytes())),
             });
             if kind.request_streaming {
-                self.tell(key, |call, tell| call.begin(tell));
+                self.with_call(key, |call, emit| call.begin(emit));
             }
         }
-        self.tell(key, Call::drive);
+        self.with_call(key, Call::drive);
         if let Some(call) = self.calls.get(key)
             && call.awaits_request()
             && let Some(call::Meta { listener, method, metadata, .. }) = call.meta.clone()
@@ -151,7 +151,7 @@ impl Rpc {
             connection.admit();
         }
         let charge = Charge::new(&self.limits.budget, tenant, 1);
-        self.tell(call, |call, _| call.admit(charge));
+        self.with_call(call, |call, _| call.admit(charge));
     }
 
     /// Sends headers, unless they are sent.
@@ -174,7 +174,7 @@ impl Rpc {
     pub fn finish(&mut self, call: u64, status: &Status, metadata: &Metadata) -> Result<(), String> {
         let mut trailers = HeaderMap::new();
         metadata::add(&mut trailers, metadata)?;
-        self.tell(call, |call, _| call.finish(status, trailers));
+        self.with_call(call, |call, _| call.finish(status, trailers));
         Ok(())
     }
 }

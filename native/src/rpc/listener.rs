@@ -13,10 +13,10 @@ use tokio_rustls::TlsAcceptor;
 
 use super::call::Kind;
 use super::connection::Connection;
-use super::crowds::out_of_descriptors;
+use super::crowds::{self, Accepted};
+use super::poll_budget::ACCEPTED;
 use super::socket::{Stream, listen};
-use super::turn::ACCEPTED;
-use super::wake::{Bell, Due};
+use super::wake::{Due, Notifier};
 use super::{Event, Rpc};
 
 /// In the token of a listener, to tell it from a connection's.
@@ -49,45 +49,40 @@ impl Listener {
 }
 
 impl Rpc {
-    /// Accepts what is there, so many in a turn. Out of descriptors it stops; `tick` tries again.
+    /// Accepts what is there, so many in a poll. Out of descriptors it stops; `tick` tries again.
     pub(super) fn accept(&mut self, key: u64) {
         for _ in 0..ACCEPTED {
             let Some(listener) = self.listeners.get_mut(key) else { return };
             let Some(socket) = &listener.socket else { return };
-            let (mut stream, peer) = match socket.accept() {
-                Ok(accepted) => accepted,
-                Err(error) => match error.kind() {
-                    io::ErrorKind::WouldBlock => return,
-                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
-                    _ if out_of_descriptors(&error) && self.make_room(key, false) => continue,
-                    _ => {
-                        self.news.push(Event::AcceptFailed(error.raw_os_error().unwrap_or(0)));
-                        return;
-                    }
-                },
+            let (mut stream, peer) = match crowds::accept(socket) {
+                Accepted::Connection(stream, peer) => (stream, peer),
+                Accepted::Aborted => continue,
+                Accepted::Drained => return,
+                Accepted::NoDescriptors(_) if self.make_room(key, false) => continue,
+                Accepted::NoDescriptors(errno) | Accepted::Failed(errno) => {
+                    return self.news.push(Event::AcceptFailed(errno));
+                }
             };
             let tls = listener.tls.clone();
             if self.accepted >= self.limits.max_connections && !self.make_room(key, true) {
                 self.refused_connections += 1;
                 continue;
             }
-            // A peer that has gone already is noticed by the first read.
-            let _ = stream.set_nodelay(true);
             let (limits, queue) = (Rc::clone(&self.limits), Arc::clone(&self.queue));
             let registry = self.poll.registry();
             let mut registered = Ok(());
             let connection = self.connections.insert_with(|connection| {
                 let interest = Interest::READABLE | Interest::WRITABLE;
                 registered = registry.register(&mut stream, Token(connection as usize), interest);
-                let bell = Bell::new(&queue, Due::Connection(connection));
-                bell.ring();
+                let notifier = Notifier::new(&queue, Due::Connection(connection));
+                notifier.notify();
                 let stream = Stream::Tcp(stream);
                 Connection::accepted(
                     stream,
                     key,
                     tls.as_ref(),
                     peer.to_string(),
-                    bell,
+                    notifier,
                     limits,
                     Instant::now(),
                 )
@@ -122,7 +117,7 @@ impl Rpc {
         let evicted = self.crowds.choose(&mut idle, now);
         for (.., key) in &evicted {
             if let Some(connection) = self.connections.get_mut(*key) {
-                connection.turn_away();
+                connection.refuse();
             }
             self.end_connection(*key, "there are too many connections");
         }

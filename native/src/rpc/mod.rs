@@ -2,12 +2,12 @@
 //!
 //! ```text
 //!             ┌─ listeners ─▶ connections ─▶ calls ─┐
-//! kernel ─epoll─▶ turn() ────────────────────────────┴─▶ events ─▶ the loop's own code
+//! kernel ─epoll─▶ poll() ────────────────────────────┴─▶ events ─▶ the loop's own code
 //!                flush() ◀── send, finish, consumed, call ◀────────────┘
 //! ```
 //!
-//! `turn` reads what came and drives what that concerns; calls into it only note what is to be sent, and `flush` sends
-//! it, so that what one turn of the loop answers leaves in one write a connection. The protocol is crate `h2`'s; what
+//! `poll` reads what came and drives what that concerns; calls into it only note what is to be sent, and `flush` sends
+//! it, so that what one turn of the event loop answers leaves in one write a connection. The protocol is crate `h2`'s; what
 //! makes it gRPC is in `framing`, `metadata` and `status`.
 //!
 //! Bounded: connections, streams of each, messages, header lists, what a peer may send ahead of what was handled
@@ -24,10 +24,10 @@ mod limits;
 mod listener;
 mod metadata;
 mod outgoing;
+pub(crate) mod poll_budget;
 pub(crate) mod socket;
 mod status;
 pub(crate) mod tls;
-pub(crate) mod turn;
 mod wake;
 
 use std::collections::VecDeque;
@@ -52,13 +52,13 @@ pub use limits::Limits;
 use listener::{LISTENER, Listener};
 pub use metadata::Metadata;
 pub use outgoing::Address;
+use poll_budget::PollBudget;
 pub use status::{Seen, Status};
 pub use tls::{acceptor, connector};
 pub use tokio_rustls::{TlsAcceptor, TlsConnector};
-use turn::Turn;
 use wake::WakeQueue;
 
-/// Kernel events taken in one turn; the rest comes with the next.
+/// Kernel events taken in one poll; the rest comes with the next.
 const EVENTS: usize = 1024;
 
 /// What happened.
@@ -118,8 +118,8 @@ pub struct Rpc {
     /// Taken out of the queue: calls, connections, oldest first.
     due_calls: VecDeque<u64>,
     due_connections: VecDeque<u64>,
-    /// Connections that have used their share of a turn up, and listeners.
-    next_turn: Vec<u64>,
+    /// Connections that have used their share of a poll up, and listeners.
+    next_poll: Vec<u64>,
     next_accepts: Vec<u64>,
     news: Vec<Event>,
     held: usize,
@@ -141,7 +141,7 @@ impl Rpc {
             calls: Keyed::default(),
             due_calls: VecDeque::new(),
             due_connections: VecDeque::new(),
-            next_turn: Vec::new(),
+            next_poll: Vec::new(),
             next_accepts: Vec::new(),
             news: Vec::new(),
             held: 0,
@@ -152,7 +152,7 @@ impl Rpc {
         })
     }
 
-    /// Readable when `turn` has something to do.
+    /// Readable when `poll` has something to do.
     pub fn fd(&self) -> RawFd {
         self.poll.as_raw_fd()
     }
@@ -169,11 +169,11 @@ impl Rpc {
     }
 
     /// Polls the sockets and drives what is ready; what happened since the last time. Never blocks, and does so much work
-    /// at most as `turn` says: `flush` tells whether there is more.
+    /// at most as `poll` says: `flush` tells whether there is more.
     ///
     /// # Errors
     /// The kernel refuses to poll.
-    pub fn turn(&mut self) -> io::Result<Vec<Event>> {
+    pub fn poll(&mut self) -> io::Result<Vec<Event>> {
         let mut events = std::mem::replace(&mut self.events, Events::with_capacity(0));
         let polled = self.poll.poll(&mut events, Some(Duration::ZERO));
         if let Err(error) = polled
@@ -188,24 +188,24 @@ impl Rpc {
                 self.accept((key & !LISTENER) as u64);
             } else if let Some(connection) = self.connections.get_mut(key as u64) {
                 connection.kernel_says(event);
-                connection.bell.ring();
+                connection.notifier.notify();
             }
         }
         self.events = events;
         for key in std::mem::take(&mut self.next_accepts) {
             self.accept(key);
         }
-        for key in std::mem::take(&mut self.next_turn) {
+        for key in std::mem::take(&mut self.next_poll) {
             if let Some(connection) = self.connections.get_mut(key) {
-                connection.begin_turn();
-                connection.bell.ring();
+                connection.begin_poll();
+                connection.notifier.notify();
             }
         }
         self.drive();
         Ok(std::mem::take(&mut self.news))
     }
 
-    /// Sends what is to be sent. What happens meanwhile is told by the next `turn`; true if there is something, or more
+    /// Sends what is to be sent. What happens meanwhile is told by the next `poll`; true if there is something, or more
     /// to do.
     pub fn flush(&mut self) -> bool {
         self.drive();
@@ -213,13 +213,13 @@ impl Rpc {
             && self.queue.is_empty()
             && self.due_calls.is_empty()
             && self.due_connections.is_empty()
-            && self.next_turn.is_empty()
+            && self.next_poll.is_empty()
             && self.next_accepts.is_empty())
     }
 
-    /// Drives what is due, and what that wakes, until nothing is or the turn is over.
+    /// Drives what is due, and what that wakes, until nothing is or the poll is over.
     fn drive(&mut self) {
-        let turn = Turn::begin();
+        let budget = PollBudget::begin();
         loop {
             self.queue.take(&mut self.due_calls, &mut self.due_connections);
             if self.due_calls.is_empty() && self.due_connections.is_empty() {
@@ -227,15 +227,15 @@ impl Rpc {
             }
             // Calls first: what they give to their connections goes out with one write.
             while let Some(key) = self.due_calls.pop_front() {
-                self.tell(key, Call::drive);
-                if turn.is_over(self.news.len()) {
+                self.with_call(key, Call::drive);
+                if budget.is_over(self.news.len()) {
                     return;
                 }
             }
             for _ in 0..self.due_connections.len() {
                 let Some(key) = self.due_connections.pop_front() else { break };
                 self.drive_connection(key);
-                if turn.is_over(self.news.len()) {
+                if budget.is_over(self.news.len()) {
                     return;
                 }
             }
@@ -252,7 +252,7 @@ impl Rpc {
         if let Some(connection) = self.connections.get(key)
             && connection.has_to_wait()
         {
-            self.next_turn.push(key);
+            self.next_poll.push(key);
         }
         match progress {
             Progress::Waits => self.open_waiting(key),
@@ -268,19 +268,23 @@ impl Rpc {
     }
 
     /// Has a call do something that may tell of it.
-    fn tell<R>(&mut self, key: u64, act: impl FnOnce(&mut Call, &mut dyn FnMut(News)) -> R) -> Option<R> {
+    fn with_call<R>(
+        &mut self,
+        key: u64,
+        act: impl FnOnce(&mut Call, &mut dyn FnMut(News)) -> R,
+    ) -> Option<R> {
         let call = self.calls.get_mut(key)?;
         let held = call.held();
         call.set_room(self.limits.budget.room());
-        let mut told = Vec::new();
-        let result = act(call, &mut |news| told.push(news));
-        self.refused_calls += u64::from(!call.settle(&mut |news| told.push(news)));
+        let mut emitted = Vec::new();
+        let result = act(call, &mut |news| emitted.push(news));
+        self.refused_calls += u64::from(!call.settle(&mut |news| emitted.push(news)));
         self.held = self.held + call.held() - held;
         let meta = call.meta.take();
         let over = call.over;
         let mut meta = if over { None } else { meta };
         let on = call.connection;
-        for news in News::joined(told) {
+        for news in News::joined(emitted) {
             match news {
                 News::Begins(message) => {
                     if let Some(call::Meta { listener, method, metadata, timeout_us }) = meta.take() {
@@ -322,7 +326,7 @@ impl Rpc {
             connection.idle_since = Instant::now();
         }
         // What dropping its handles leaves to be sent.
-        connection.bell.ring();
+        connection.notifier.notify();
         if call.was_reset && connection.stream_reset(Instant::now()) {
             self.refused_connections += 1;
         }
@@ -332,13 +336,13 @@ impl Rpc {
         let Some(connection) = self.connections.remove(key) else { return };
         for call in &connection.streams {
             let status = Status::new(status::UNAVAILABLE, format!("{}: {reason}", connection.peer));
-            self.tell(*call, |call, tell| {
+            self.with_call(*call, |call, emit| {
                 // Its last words may have come with the end of the connection.
-                call.drive(tell);
+                call.drive(emit);
                 match (call.over, call.is_server()) {
                     (true, _) => {}
-                    (false, true) => call.gone(tell),
-                    (false, false) => call.end(status, Vec::new(), tell),
+                    (false, true) => call.gone(emit),
+                    (false, false) => call.end(status, Vec::new(), emit),
                 }
             });
         }
@@ -378,11 +382,11 @@ impl Rpc {
         }
         let limits = Rc::clone(&self.limits);
         for key in keys {
-            let late = self.tell(key, |call, tell| {
+            let late = self.with_call(key, |call, emit| {
                 call.open_for_one();
                 let late = call.is_late(now, held_up.contains(&call.connection), &limits);
                 if late {
-                    call.fail(Status::new(status::DEADLINE_EXCEEDED, "the message comes too slowly"), tell);
+                    call.fail(Status::new(status::DEADLINE_EXCEEDED, "the message comes too slowly"), emit);
                 }
                 late
             });
@@ -397,7 +401,7 @@ impl Rpc {
 
     /// Breaks a call off; nothing more is told of it.
     pub fn reset(&mut self, call: u64) {
-        self.tell(call, |call, _| call.reset(Reason::CANCEL));
+        self.with_call(call, |call, _| call.reset(Reason::CANCEL));
     }
 
     /// A message of so many bytes was handled.

@@ -16,7 +16,7 @@ use super::connection::{Connection, Side};
 use super::framing::{Deframer, Encoding};
 use super::metadata::{self, Metadata};
 use super::socket::Stream;
-use super::wake::{Bell, Due};
+use super::wake::{Due, Notifier};
 use super::{Rpc, tls};
 
 /// Where a client connects to.
@@ -53,8 +53,8 @@ impl Rpc {
         let key = self.connections.insert_with(|key| {
             let interest = Interest::READABLE | Interest::WRITABLE;
             registered = registry.register(stream.source(), Token(key as usize), interest);
-            let bell = Bell::new(&queue, Due::Connection(key));
-            Connection::connecting(stream, name, authority, peer, bell, limits, Instant::now())
+            let notifier = Notifier::new(&queue, Due::Connection(key));
+            Connection::connecting(stream, name, authority, peer, notifier, limits, Instant::now())
         });
         if let Err(error) = registered {
             self.connections.remove(key);
@@ -85,8 +85,8 @@ impl Rpc {
         let deframer = Deframer::new(self.limits.max_message, Encoding::Identity);
         let (queue, limits) = (&self.queue, &self.limits);
         let key = self.calls.insert_with(|key| {
-            let bell = Bell::new(queue, Due::Stream(key));
-            Call::waiting(connection, bell, request, deframer, limits)
+            let notifier = Notifier::new(queue, Due::Stream(key));
+            Call::waiting(connection, notifier, request, deframer, limits)
         });
         on.streams.insert(key);
         if let Side::Client { waiting, .. } = &mut on.side {
@@ -102,7 +102,7 @@ impl Rpc {
         if !on.is_open() {
             return;
         }
-        let waker = on.bell.waker().clone();
+        let waker = on.notifier.waker().clone();
         let mut context = std::task::Context::from_waker(&waker);
         let Side::Client { sender: Some(sender), waiting, .. } = &mut on.side else { return };
         let mut opened = 0;
@@ -127,7 +127,7 @@ impl Rpc {
         }
         waiting.drain(..opened);
         for (key, error) in failed {
-            self.tell(key, |call, tell| call.broke(&error, tell));
+            self.with_call(key, |call, emit| call.broke(&error, emit));
         }
     }
 

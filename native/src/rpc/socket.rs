@@ -1,4 +1,4 @@
-//! A non-blocking socket as the protocol cores want it. What they write is collected and leaves in one piece when they
+//! A non-blocking socket as the protocol cores want it. What they write is collected and leaves in one chunk when they
 //! flush; nothing is read or written that the kernel has not said is possible, so that a call costs one of each.
 
 use std::cell::Cell;
@@ -15,7 +15,7 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::{client, server};
 
-use super::turn::{SHARE, SLICE};
+use super::poll_budget::{SHARE, SLICE};
 
 /// Bytes written that wait for the kernel; with more, the writer has to.
 const COLLECTED: usize = 256 * 1024;
@@ -127,7 +127,7 @@ pub struct Readiness {
     pub broken: Cell<bool>,
     /// Bytes read until now.
     pub received: Cell<u64>,
-    /// Bytes that may still be read in this turn.
+    /// Bytes that may still be read in this poll.
     share: Cell<usize>,
     /// Until when, once something was read.
     slice_ends_at: Cell<Option<Instant>>,
@@ -149,18 +149,18 @@ impl Readiness {
         }
     }
 
-    /// Notes what the kernel says, in a new turn.
+    /// Notes what the kernel says, in a new poll.
     pub fn kernel_says(&self, event: &Event) {
         let ended = event.is_read_closed() || event.is_error();
         self.ended.set(self.ended.get() || ended);
         self.broken.set(self.broken.get() || event.is_write_closed() || event.is_error());
         self.readable.set(self.readable.get() || event.is_readable() || ended);
         self.writable.set(self.writable.get() || event.is_writable());
-        self.begin_turn();
+        self.begin_poll();
     }
 
-    /// Gives it its share of a new turn.
-    pub fn begin_turn(&self) {
+    /// Gives it its share of a new poll.
+    pub fn begin_poll(&self) {
         self.share.set(SHARE);
         self.waits.set(false);
     }
@@ -170,7 +170,7 @@ impl Readiness {
         self.slice_ends_at.set(None);
     }
 
-    /// Whether something may be read in this turn.
+    /// Whether something may be read in this poll.
     fn has_share(&self) -> bool {
         if self.share.get() > 0 {
             let now = Instant::now();
@@ -183,7 +183,7 @@ impl Readiness {
         self.share.get() > 0
     }
 
-    /// Whether it has used its share up, and is to be driven again in the next turn; true once a turn.
+    /// Whether it has used its share up, and is to be driven again in the next poll; true once a poll.
     pub fn has_to_wait(&self) -> bool {
         self.readable.get() && self.share.get() == 0 && !self.waits.replace(true)
     }

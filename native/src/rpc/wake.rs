@@ -40,7 +40,7 @@ impl WakeQueue {
 struct Alarm {
     queue: Arc<WakeQueue>,
     due: Due,
-    rung: AtomicBool,
+    notified: AtomicBool,
 }
 
 impl Wake for Alarm {
@@ -49,7 +49,7 @@ impl Wake for Alarm {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        if !self.rung.swap(true, Ordering::AcqRel) {
+        if !self.notified.swap(true, Ordering::AcqRel) {
             self.queue.due.lock().push(self.due);
         }
     }
@@ -57,24 +57,24 @@ impl Wake for Alarm {
 
 /// The waker of one connection or stream.
 #[derive(Debug)]
-pub struct Bell {
+pub struct Notifier {
     alarm: Arc<Alarm>,
     waker: Waker,
 }
 
-impl Bell {
+impl Notifier {
     pub fn new(queue: &Arc<WakeQueue>, due: Due) -> Self {
-        let alarm = Arc::new(Alarm { queue: Arc::clone(queue), due, rung: AtomicBool::new(false) });
+        let alarm = Arc::new(Alarm { queue: Arc::clone(queue), due, notified: AtomicBool::new(false) });
         Self { waker: Waker::from(Arc::clone(&alarm)), alarm }
     }
 
     /// To be called before it is driven: whoever wakes it from here on puts it into the queue again.
     pub fn taken(&self) {
-        self.alarm.rung.store(false, Ordering::Release);
+        self.alarm.notified.store(false, Ordering::Release);
     }
 
     /// Puts it into the queue.
-    pub fn ring(&self) {
+    pub fn notify(&self) {
         self.alarm.wake_by_ref();
     }
 

@@ -150,7 +150,7 @@ async def test_a_connection_that_the_server_ends_for_good_is_an_error_of_the_pro
         task = asyncio.create_task(link.run())
         await until_usable(link)
         await (await link.require()).close()
-        with pytest.raises(Unavailable, match="for good"):
+        with pytest.raises(Unavailable, match="permanently"):
             async with asyncio.timeout(5):
                 await task
 

@@ -50,7 +50,7 @@ async def test_a_span_is_part_of_its_callers_trace_and_what_is_begun_in_it_is_pa
 
     def use() -> None:
         with tracing.span("outer", tracing.Kind.SERVER, parent=CALLER) as outer:
-            outer.tell(worker="w", cost=1.5)
+            outer.record(worker="w", cost=1.5)
             with tracing.span("inner", tracing.Kind.CLIENT):
                 told.append(tracing.traceparent())
             aside = tracing.span("aside").begun()

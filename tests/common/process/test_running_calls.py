@@ -115,7 +115,7 @@ async def test_an_endless_call_that_swallows_its_end_is_told_again() -> None:
 async def test_an_endless_call_that_never_ends_is_left_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(running_calls, "TELL_AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(running_calls, "CANCEL_AGAIN_SECONDS", 0.001)
     told = 0
     end = asyncio.Event()
 
@@ -133,7 +133,7 @@ async def test_an_endless_call_that_never_ends_is_left_and_named(
         with caplog.at_level(logging.ERROR):
             await server.calls.finish()
         end.set()
-    assert told == running_calls.TIMES_TOLD
+    assert told == running_calls.MAX_CANCELS
     assert "/kvscout.v1.Scheduler/Lifecycle" in caplog.text
 
 
@@ -149,4 +149,4 @@ async def test_an_endless_call_whose_caller_reads_nothing_holds_no_server(
     async with serving() as server:
         server.behaviour = writes
         await server.call(shape)
-        await stop_serving(server.server, server.calls, None, grace_seconds=1000, at_once=asyncio.Event())
+        await stop_serving(server.server, server.calls, None, grace_seconds=1000, immediate=asyncio.Event())

@@ -21,7 +21,7 @@ use super::framing::Deframer;
 use super::limits::Limits;
 use super::metadata::Metadata;
 use super::status::{self, Seen, Status};
-use super::wake::Bell;
+use super::wake::Notifier;
 use crate::budget::Charge;
 
 pub const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
@@ -63,9 +63,9 @@ pub struct Answer {
 
 impl News {
     /// What a call told in one go, as little of it as says the same.
-    pub fn joined(mut told: Vec<Self>) -> Vec<Self> {
+    pub fn joined(mut emitted: Vec<Self>) -> Vec<Self> {
         if let [Self::Headers(headers), Self::Message(message), Self::Ended(status, trailers, _)] =
-            &mut told[..]
+            &mut emitted[..]
         {
             let answer = Answer {
                 headers: std::mem::take(headers),
@@ -73,9 +73,9 @@ impl News {
                 status: Status { code: status.code, message: std::mem::take(&mut status.message) },
                 trailers: std::mem::take(trailers),
             };
-            told = vec![Self::Answered(Box::new(answer))];
+            emitted = vec![Self::Answered(Box::new(answer))];
         }
-        told
+        emitted
     }
 }
 
@@ -112,7 +112,7 @@ pub struct Meta {
 
 pub struct Call {
     pub connection: u64,
-    pub bell: Bell,
+    pub notifier: Notifier,
     /// Until that it begins was told.
     pub meta: Option<Meta>,
     /// What opens the stream of a call that waits.
@@ -160,7 +160,7 @@ pub struct Call {
 impl Call {
     pub fn accepted(
         connection: u64,
-        bell: Bell,
+        notifier: Notifier,
         kind: Kind,
         receive: RecvStream,
         respond: SendResponse<Bytes>,
@@ -168,25 +168,25 @@ impl Call {
         limits: &Limits,
     ) -> Self {
         let role = Role::Server { kind, respond: Some(respond), begun: false, request: None };
-        Self::new(connection, bell, role, Some(receive), deframer, limits)
+        Self::new(connection, notifier, role, Some(receive), deframer, limits)
     }
 
     /// A call that waits until it is `opened`.
     pub fn waiting(
         connection: u64,
-        bell: Bell,
+        notifier: Notifier,
         request: Request<()>,
         deframer: Deframer,
         limits: &Limits,
     ) -> Self {
         let role = Role::Client { response: None };
-        let call = Self::new(connection, bell, role, None, deframer, limits);
+        let call = Self::new(connection, notifier, role, None, deframer, limits);
         Self { request: Some(request), admitted: true, ..call }
     }
 
     fn new(
         connection: u64,
-        bell: Bell,
+        notifier: Notifier,
         role: Role,
         receive: Option<RecvStream>,
         deframer: Deframer,
@@ -194,7 +194,7 @@ impl Call {
     ) -> Self {
         Self {
             connection,
-            bell,
+            notifier,
             meta: None,
             request: None,
             role,
@@ -228,7 +228,7 @@ impl Call {
     pub fn opened(&mut self, response: ResponseFuture, send: SendStream<Bytes>) {
         self.role = Role::Client { response: Some(response) };
         self.send = Some(send);
-        self.bell.ring();
+        self.notifier.notify();
     }
 
     pub fn is_server(&self) -> bool {
@@ -242,7 +242,7 @@ impl Call {
 
     /// Has what it holds charged. A call whose message is still coming ends if there is no room for it, and false is
     /// returned.
-    pub fn settle(&mut self, tell: &mut dyn FnMut(News)) -> bool {
+    pub fn settle(&mut self, emit: &mut dyn FnMut(News)) -> bool {
         let (held, charged) = (self.held(), self.charge.bytes());
         if held <= charged {
             if held < charged {
@@ -255,7 +255,7 @@ impl Call {
             self.charge.force(held - charged);
             return true;
         }
-        self.fail(Status::new(status::RESOURCE_EXHAUSTED, over.to_string()), tell);
+        self.fail(Status::new(status::RESOURCE_EXHAUSTED, over.to_string()), emit);
         self.charge.shrink(charged.saturating_sub(self.held()));
         false
     }
@@ -267,55 +267,55 @@ impl Call {
     }
 
     /// Gets on as far as is possible now.
-    pub fn drive(&mut self, tell: &mut dyn FnMut(News)) {
-        self.bell.taken();
-        let waker = self.bell.waker().clone();
+    pub fn drive(&mut self, emit: &mut dyn FnMut(News)) {
+        self.notifier.taken();
+        let waker = self.notifier.waker().clone();
         let mut context = Context::from_waker(&waker);
         if !self.over {
-            self.receive_all(&mut context, tell);
+            self.receive_all(&mut context, emit);
         }
         if !self.over {
-            self.send_all(&mut context, tell);
+            self.send_all(&mut context, emit);
         }
         if !self.over {
-            self.look_for_reset(&mut context, tell);
+            self.look_for_reset(&mut context, emit);
         }
     }
 
     /// The stream broke.
-    pub fn broke(&mut self, error: &h2::Error, tell: &mut dyn FnMut(News)) {
+    pub fn broke(&mut self, error: &h2::Error, emit: &mut dyn FnMut(News)) {
         if self.is_server() {
             self.was_reset = error.is_reset() && !self.sent_all;
-            return self.gone(tell);
+            return self.gone(emit);
         }
         self.seen = Seen::at_end(error);
-        self.end(status::of_error(error), Vec::new(), tell);
+        self.end(status::of_error(error), Vec::new(), emit);
     }
 
     /// It ends for the caller.
-    pub fn end(&mut self, status: Status, metadata: Metadata, tell: &mut dyn FnMut(News)) {
+    pub fn end(&mut self, status: Status, metadata: Metadata, emit: &mut dyn FnMut(News)) {
         self.over = true;
         let seen = if self.request.is_some() { Seen::NotSent } else { self.seen };
-        tell(News::Ended(status, metadata, seen));
+        emit(News::Ended(status, metadata, seen));
     }
 
     /// The caller has gone.
-    pub fn gone(&mut self, tell: &mut dyn FnMut(News)) {
+    pub fn gone(&mut self, emit: &mut dyn FnMut(News)) {
         self.over = true;
         if let Role::Server { begun: true, .. } = self.role
             && !self.sent_all
         {
-            tell(News::Reset);
+            emit(News::Reset);
         }
     }
 
     /// What the peer sends makes no sense: who began a call is told, whoever answers it is told that the caller has gone.
-    pub fn fail(&mut self, status: Status, tell: &mut dyn FnMut(News)) {
+    pub fn fail(&mut self, status: Status, emit: &mut dyn FnMut(News)) {
         if !self.is_server() {
             self.reset(Reason::CANCEL);
-            return self.end(status, Vec::new(), tell);
+            return self.end(status, Vec::new(), emit);
         }
-        self.gone(tell);
+        self.gone(emit);
         self.over = false;
         self.deframer.clear();
         self.queue.clear();
@@ -329,10 +329,10 @@ impl Call {
     }
 
     /// Tells that a stream of messages begins, before any of them came.
-    pub fn begin(&mut self, tell: &mut dyn FnMut(News)) {
+    pub fn begin(&mut self, emit: &mut dyn FnMut(News)) {
         if let Role::Server { begun, .. } = &mut self.role {
             *begun = true;
-            tell(News::Begins(None));
+            emit(News::Begins(None));
         }
     }
 
@@ -347,7 +347,7 @@ impl Call {
         self.over = true;
     }
 
-    fn look_for_reset(&mut self, context: &mut Context<'_>, tell: &mut dyn FnMut(News)) {
+    fn look_for_reset(&mut self, context: &mut Context<'_>, emit: &mut dyn FnMut(News)) {
         let Role::Server { respond, .. } = &mut self.role else { return };
         let reset = match (respond, &mut self.send) {
             (Some(respond), _) => respond.poll_reset(context),
@@ -356,7 +356,7 @@ impl Call {
         };
         if let Poll::Ready(reset) = reset {
             self.was_reset = reset.is_ok() && !self.sent_all;
-            self.gone(tell);
+            self.gone(emit);
         }
     }
 }

@@ -18,16 +18,16 @@ use super::{Call, Kind, News, Role};
 use crate::budget::Charge;
 
 impl Call {
-    pub(super) fn receive_all(&mut self, context: &mut Context<'_>, tell: &mut dyn FnMut(News)) {
+    pub(super) fn receive_all(&mut self, context: &mut Context<'_>, emit: &mut dyn FnMut(News)) {
         if let Role::Client { response: pending @ Some(_) } = &mut self.role {
             let Poll::Ready(result) = Pin::new(pending.as_mut().expect("matched")).poll(context) else {
                 return;
             };
             *pending = None;
             match result {
-                Err(error) => return self.broke(&error, tell),
+                Err(error) => return self.broke(&error, emit),
                 Ok(response) => {
-                    if !self.headers_came(response, tell) {
+                    if !self.headers_came(response, emit) {
                         return;
                     }
                 }
@@ -38,39 +38,39 @@ impl Call {
             match receive.poll_data(context) {
                 Poll::Pending => return,
                 Poll::Ready(Some(Ok(bytes))) => {
-                    if !self.take(bytes, tell) {
+                    if !self.take(bytes, emit) {
                         return;
                     }
                 }
-                Poll::Ready(Some(Err(error))) => return self.broke(&error, tell),
-                Poll::Ready(None) => return self.received_all(context, tell),
+                Poll::Ready(Some(Err(error))) => return self.broke(&error, emit),
+                Poll::Ready(None) => return self.received_all(context, emit),
             }
         }
     }
 
     /// False if the call is over with that.
-    fn headers_came(&mut self, response: Response<RecvStream>, tell: &mut dyn FnMut(News)) -> bool {
+    fn headers_came(&mut self, response: Response<RecvStream>, emit: &mut dyn FnMut(News)) -> bool {
         let (head, receive) = response.into_parts();
         if head.status != StatusCode::OK {
-            self.end(status::of_http(head.status), metadata::visible(&head.headers), tell);
+            self.end(status::of_http(head.status), metadata::visible(&head.headers), emit);
             return false;
         }
         if let Some(status) = metadata::status_of(&head.headers)
             && receive.is_end_stream()
         {
-            tell(News::Headers(Vec::new()));
-            self.end(status, metadata::visible(&head.headers), tell);
+            emit(News::Headers(Vec::new()));
+            self.end(status, metadata::visible(&head.headers), emit);
             return false;
         }
         self.deframer
             .set_encoding(Encoding::named(head.headers.get("grpc-encoding").map(HeaderValue::as_bytes)));
-        tell(News::Headers(metadata::visible(&head.headers)));
+        emit(News::Headers(metadata::visible(&head.headers)));
         self.receive = Some(receive);
         true
     }
 
     /// False if the call is over with that.
-    fn take(&mut self, bytes: Bytes, tell: &mut dyn FnMut(News)) -> bool {
+    fn take(&mut self, bytes: Bytes, emit: &mut dyn FnMut(News)) -> bool {
         self.shut += bytes.len();
         self.came += bytes.len();
         let role = &mut self.role;
@@ -82,7 +82,7 @@ impl Call {
                 Role::Server { kind: Kind { request_streaming: false, .. }, request, .. } => {
                     one_too_many = request.replace(message).is_some() || one_too_many;
                 }
-                _ => tell(News::Message(message)),
+                _ => emit(News::Message(message)),
             }
         });
         if completed > 0 {
@@ -92,25 +92,25 @@ impl Call {
         self.unhandled_bytes += completed_bytes;
         self.open_for_one();
         if let Err(status) = taken {
-            self.fail(status, tell);
+            self.fail(status, emit);
             return false;
         }
         if let Role::Server { kind, begun, request, .. } = &mut self.role
             && !kind.request_streaming
         {
             if one_too_many || (*begun && completed > 0) {
-                self.fail(Status::new(INTERNAL, "more than one message came where one is expected"), tell);
+                self.fail(Status::new(INTERNAL, "more than one message came where one is expected"), emit);
                 return false;
             }
             if let Some(message) = request.take() {
                 *begun = true;
-                tell(News::Begins(Some(message)));
+                emit(News::Begins(Some(message)));
             }
         }
         true
     }
 
-    fn received_all(&mut self, context: &mut Context<'_>, tell: &mut dyn FnMut(News)) {
+    fn received_all(&mut self, context: &mut Context<'_>, emit: &mut dyn FnMut(News)) {
         let cut = self.deframer.waiting() > 0;
         match &mut self.role {
             Role::Server { kind, begun, .. } => {
@@ -121,10 +121,10 @@ impl Call {
                     } else {
                         "no message came where one is expected"
                     };
-                    return self.fail(Status::new(INTERNAL, what), tell);
+                    return self.fail(Status::new(INTERNAL, what), emit);
                 }
                 if kind.request_streaming {
-                    tell(News::HalfClosed);
+                    emit(News::HalfClosed);
                 }
                 // What is not handled yet keeps the connection's window shut, and is let go of when it is.
                 self.received = self.receive.take().map(|mut receive| receive.flow_control().clone());
@@ -133,12 +133,12 @@ impl Call {
                 let Some(receive) = &mut self.receive else { return };
                 match receive.poll_trailers(context) {
                     Poll::Pending => {}
-                    Poll::Ready(Err(error)) => self.broke(&error, tell),
+                    Poll::Ready(Err(error)) => self.broke(&error, emit),
                     Poll::Ready(Ok(trailers)) => {
                         let trailers = trailers.unwrap_or_default();
                         let missing = || Status::new(UNKNOWN, "the peer sent no status");
                         let status = metadata::status_of(&trailers).unwrap_or_else(missing);
-                        self.end(status, metadata::visible(&trailers), tell);
+                        self.end(status, metadata::visible(&trailers), emit);
                     }
                 }
             }

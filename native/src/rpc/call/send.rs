@@ -22,7 +22,7 @@ impl Call {
         match responding.send_response(response, false) {
             Ok(send) => self.send = Some(send),
             // It was reset; look_for_reset tells.
-            Err(_) => self.bell.ring(),
+            Err(_) => self.notifier.notify(),
         }
     }
 
@@ -34,7 +34,7 @@ impl Call {
         let frame = framed(message);
         self.queued += frame.len();
         self.queue.push_back(frame);
-        self.bell.ring();
+        self.notifier.notify();
         self.full = self.queued > self.send_limit;
         !self.full
     }
@@ -43,7 +43,7 @@ impl Call {
     pub fn close(&mut self) {
         if self.ending.is_none() {
             self.ending = Some(Ending::Close);
-            self.bell.ring();
+            self.notifier.notify();
         }
     }
 
@@ -68,10 +68,10 @@ impl Call {
         }
         self.send_headers(HeaderMap::new());
         self.ending = Some(Ending::Trailers(trailers));
-        self.bell.ring();
+        self.notifier.notify();
     }
 
-    pub(super) fn send_all(&mut self, context: &mut Context<'_>, tell: &mut dyn FnMut(News)) {
+    pub(super) fn send_all(&mut self, context: &mut Context<'_>, emit: &mut dyn FnMut(News)) {
         if self.sent_all || (self.send.is_none() && self.queue.is_empty()) {
             return;
         }
@@ -99,14 +99,14 @@ impl Call {
                     continue;
                 }
             }
-            let piece = frame.split_to(room.min(wanted));
-            self.queued -= piece.len();
+            let chunk = frame.split_to(room.min(wanted));
+            self.queued -= chunk.len();
             let last = frame.is_empty();
             if last {
                 self.queue.pop_front();
             }
             let closes = self.queue.is_empty() && matches!(self.ending, Some(Ending::Close));
-            if let Err(error) = send.send_data(piece, closes) {
+            if let Err(error) = send.send_data(chunk, closes) {
                 break Some(error);
             }
             if closes {
@@ -115,11 +115,11 @@ impl Call {
             }
         };
         if let Some(error) = failed {
-            return self.broke(&error, tell);
+            return self.broke(&error, emit);
         }
         if self.full && self.queued <= self.send_limit / 2 {
             self.full = false;
-            tell(News::Writable);
+            emit(News::Writable);
         }
         if !self.queue.is_empty() {
             return;
@@ -136,7 +136,7 @@ impl Call {
         if let Err(error) = failed
             && !self.over
         {
-            self.broke(&error, tell);
+            self.broke(&error, emit);
         }
     }
 }

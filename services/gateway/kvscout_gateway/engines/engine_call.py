@@ -123,7 +123,7 @@ class EngineCall:
             request = replace(request, headers=(*request.headers, *own_headers))
         sending = self._engines.client.send(request, connect_seconds=self._engines.timeouts.connect_seconds)
         answer = await self._await_engine(sending)
-        self.span.tell(status=answer.status)
+        self.span.record(status=answer.status)
         if not 200 <= answer.status < 300:
             failed = await _refusal(answer, clients_key=self._clients_key)
             self.span.failed(failed)
@@ -134,7 +134,7 @@ class EngineCall:
         """The request as part of what runs now; what its client has said of a trace has led to that."""
         parts = urlsplit(request.url)
         self.span = tracing.span(f"engine {request.method} {parts.path[:100]}", tracing.Kind.CLIENT).begun()
-        self.span.tell(engine=parts.netloc)
+        self.span.record(engine=parts.netloc)
         told = self.span.traceparent
         if not told:
             return request

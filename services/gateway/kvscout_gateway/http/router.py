@@ -123,7 +123,7 @@ class Router:
         name = f"{call.method} {route}" if route else "passed on"
         parent = header(call.headers, tracing.TRACEPARENT)
         with tracing.span(name, tracing.Kind.SERVER, parent=parent) as span:
-            span.tell(tenant=caller.tenant)
+            span.record(tenant=caller.tenant)
             await answer(call, caller)
 
     async def _health(self, call: HttpCall) -> None:

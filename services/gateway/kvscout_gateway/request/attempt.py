@@ -249,9 +249,9 @@ class Attempt:
             self._check(usage)
         cached = usage.cached_tokens if usage is not None else None
         if self._call is not None and usage is not None:
-            self._call.span.tell(prompt_tokens=usage.prompt_tokens)
+            self._call.span.record(prompt_tokens=usage.prompt_tokens)
             if cached is not None:
-                self._call.span.tell(cached_tokens=cached)
+                self._call.span.record(cached_tokens=cached)
         isl_tokens = self.request.prompt.isl_tokens if usage is None else usage.prompt_tokens
         if computes_a_block(isl_tokens, cached or 0, self.placement.block_size):
             self.seen.eventful.append(self._sent_at)

@@ -97,7 +97,7 @@ class RoutingFlow:
                     asked.target.model, request.tenant, asked.hashes, prompt_tokens=request.prompt.own_tokens
                 )
                 self._count_missed(asked.found)
-                span.tell(degraded=bool(asked.found.problems))
+                span.record(degraded=bool(asked.found.problems))
         matched = self._clock()
         with tracing.span("select", tracing.Kind.CLIENT) as span:
             try:
@@ -302,7 +302,7 @@ class RoutingFlow:
 
 def _tell(span: tracing.Span, request: Request, placement: Placement) -> None:
     """The facts of a decision."""
-    span.tell(
+    span.record(
         tenant=request.tenant,
         model=request.model,
         role=request.role.value,

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 
 from kvscout_common.errors import DeadlineExceeded, KvscoutError, Unavailable
-from kvscout_common.rpc.callbacks import hear, sends_at_once
+from kvscout_common.rpc.callbacks import can_send_now, receive_each
 from kvscout_common.rpc.first_status import FirstStatus
 from kvscout_common.transport.wire_fields import bytes_field, number_field
 
@@ -218,10 +218,10 @@ class CoalescedStream(ABC, Generic[Result]):
 
     def _send(self) -> None:
         self._is_due = False
-        if self._closing or not sends_at_once(self._call):
+        if self._closing or not can_send_now(self._call):
             self._wake.set()
         elif self._unsent and not self._under_way:
-            self._call.send_at_once(self._message())
+            self._call.send_now(self._message())
 
     async def _write(self, stream: Any, reading: asyncio.Task[None]) -> None:
         while not reading.done():
@@ -261,7 +261,7 @@ class CoalescedStream(ABC, Generic[Result]):
 
     async def _read(self, stream: Any, status: FirstStatus) -> None:
         try:
-            await hear(stream, self._came)
+            await receive_each(stream, self._came)
             self.error = Unavailable("the other side ended the stream")
         except grpc.aio.AioRpcError as error:
             self.error = status.of(error)

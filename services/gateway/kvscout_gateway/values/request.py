@@ -85,7 +85,7 @@ class TokenBody:
 
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Sampling and stop parameters, named as vLLM names them."""
-    form: Form = Form.PIECES
+    form: Form = Form.MESSAGES
     whole_answer: bool = False
     with_key: bool = False
     demands_tool_call: bool = False
@@ -158,7 +158,7 @@ class Request:
     def trace(self) -> None:
         """Add what is asked to the span that runs now, if there are traces."""
         if tracing.enabled():
-            tracing.current().tell(tenant=self.tenant, model=self.model, request_id=self.request_id)
+            tracing.current().record(tenant=self.tenant, model=self.model, request_id=self.request_id)
 
     def settle(self) -> None:
         """Release what engines are sent: the client has output, nothing is written again."""

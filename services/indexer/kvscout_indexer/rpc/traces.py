@@ -37,7 +37,7 @@ def traced_stream(message: bytes, answer: Callable[[bytes], bytes]) -> bytes:
             for result in indexer_pb2.StreamFindMatchesResponse.FromString(answers).results:
                 if result.id in traced:
                     request, span = traced[result.id]
-                    span.tell(code=result.code)
+                    span.record(code=result.code)
                     tell(span, request, result.response)
         return answers
     finally:
@@ -49,7 +49,7 @@ def tell(
     span: tracing.Span, request: indexer_pb2.FindMatchesRequest, response: indexer_pb2.FindMatchesResponse
 ) -> None:
     """Record the attributes of an answer in its span."""
-    span.tell(
+    span.record(
         model=request.model,
         tenant=request.tenant,
         blocks=response.num_blocks,

@@ -19,7 +19,7 @@ def record(span: tracing.Span, request: SelectionRequest, outcome: Decision | Kv
     """Record a decision, or its error, in a span."""
     if span is tracing.NOTHING:
         return
-    span.tell(
+    span.record(
         tenant=request.tenant,
         model=request.model,
         role=request.role.value,
@@ -29,7 +29,7 @@ def record(span: tracing.Span, request: SelectionRequest, outcome: Decision | Kv
     if isinstance(outcome, KvscoutError):
         span.failed(outcome)
         return
-    span.tell(
+    span.record(
         worker=outcome.rank.worker_id,
         dp_rank=outcome.rank.dp_rank,
         policy=outcome.policy,

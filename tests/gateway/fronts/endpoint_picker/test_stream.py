@@ -245,7 +245,7 @@ def test_headers_alone_can_be_a_response() -> None:
 def test_a_proxy_that_passes_no_bodies_on_is_asked_to_where_one_is_to_be_seen(
     request_mode: int, response_mode: int, asked: bool
 ) -> None:
-    one = stream(Follow.PIECES)
+    one = stream(Follow.MESSAGES)
     step = one.receive(request_headers(request_mode, response_mode))
     if request_mode == DUPLEX:
         one.receive(request_body(body_of()))
@@ -257,7 +257,7 @@ def test_a_proxy_that_passes_no_bodies_on_is_asked_to_where_one_is_to_be_seen(
 
 
 def test_pieces_that_were_asked_for_are_answered_and_their_lack_of_an_end_seen() -> None:
-    one = until_picked(BUFFERED, NONE, follow=Follow.PIECES)
+    one = until_picked(BUFFERED, NONE, follow=Follow.MESSAGES)
     one.receive(response_headers())
     step = one.receive(response_body(b"data: 1\n\n"))
     assert kinds(step.answers) == ["response_body"]
@@ -432,7 +432,7 @@ def test_headers_that_say_where_a_request_goes_are_removed_but_those_of_the_prox
         (Follow.PROXY, True, STREAMED, True),
         (Follow.PROXY, True, DUPLEX, True),
         (Follow.PROXY, True, NONE, False),
-        (Follow.PIECES, True, NONE, True),
+        (Follow.MESSAGES, True, NONE, True),
         (Follow.LEAVE, True, STREAMED, False),
         (Follow.PROXY, False, NONE, False),
     ],

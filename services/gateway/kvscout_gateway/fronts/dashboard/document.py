@@ -109,7 +109,7 @@ def _workers(now: Moment, shown: Overview) -> list[dict[str, Any]]:
     seen, specs = seen_by_gateways(now.snapshot), now.snapshot.workers
     problems = {
         observed_name(one): one.problem
-        for _, status in now.snapshot.told(gateway_pb2.GatewayGetStatusResponse)
+        for _, status in now.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse)
         for one in status.workers
         if one.problem
     }

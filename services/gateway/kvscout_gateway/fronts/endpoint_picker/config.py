@@ -83,7 +83,7 @@ class EndpointPickerConfig:
 
         def next_one() -> Follow:
             sampled = self.sample_every and self.watch is not Watch.LEAVE and next(numbers) % self.sample_every == 0
-            return Follow.PIECES if sampled else others
+            return Follow.MESSAGES if sampled else others
 
         return next_one
 

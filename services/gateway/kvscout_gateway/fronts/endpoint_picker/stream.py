@@ -45,7 +45,7 @@ class Follow(Enum):
 
     PROXY = auto()
     """What the proxy passes on of the response is looked at."""
-    PIECES = auto()
+    MESSAGES = auto()
     """And where it would pass on no bodies, it is asked to."""
     LEAVE = auto()
     """The stream is ended: the proxy goes on alone. In FULL_DUPLEX_STREAMED a proxy loses what it has shown of the
@@ -183,7 +183,7 @@ class RequestStream:
     def _shows_output(self) -> bool:
         if not self._configured or self._follow is Follow.LEAVE:
             return False
-        return self._follow is Follow.PIECES or self._response_mode != pb.BODY_MODE_NONE
+        return self._follow is Follow.MESSAGES or self._response_mode != pb.BODY_MODE_NONE
 
     @property
     def _response_is_duplex(self) -> bool:
@@ -312,7 +312,7 @@ class RequestStream:
 
     def _override(self) -> pb.ProcessingMode | None:
         """Return what to ask of a proxy that would pass on no bodies. (In FULL_DUPLEX_STREAMED it ignores that.)"""
-        if self._follow is not Follow.PIECES or self._response_mode != pb.BODY_MODE_NONE:
+        if self._follow is not Follow.MESSAGES or self._response_mode != pb.BODY_MODE_NONE:
             return None
         mode = pb.ProcessingMode(response_body_mode=pb.BODY_MODE_STREAMED)
         mode.request_body_mode = self._request_mode  # type: ignore[assignment]  # an open enum: as it came

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.http.http import Dialect, Form, HttpAnswer, Preceded, Sink
+from kvscout_common.http.http import Dialect, Form, HttpAnswer, PrefixedSink, Sink
 from kvscout_common.identity.identity import AccessRole, Identity
 from kvscout_common.observability.log_lines import about_request
 from kvscout_gateway.fronts.grpc import translate
@@ -41,7 +41,7 @@ class _Client:
         self._context = context
         self._in_full = in_full
         self._request_id = request_id
-        self._sink = Preceded(context, b"")
+        self._sink = PrefixedSink(context, b"")
 
     async def placed(self, placement: Placement) -> None:
         """See `Reply`."""

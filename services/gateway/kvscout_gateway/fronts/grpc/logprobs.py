@@ -34,7 +34,7 @@ class LogprobSink:
 
     def __init__(self, sink: Sink, dialect: Dialect, max_tokens: int | None) -> None:
         self._sink = sink
-        self._chunks = EventRelay(Form.PIECES, dialect, max_tokens, StreamReport())
+        self._chunks = EventRelay(Form.MESSAGES, dialect, max_tokens, StreamReport())
         self._read = _of_completion if dialect is Dialect.OPENAI else _SglangLogprobs()
         self._line: list[bytes] = []
         """What has come of a line that has not ended; the transport bounds it."""

@@ -185,7 +185,7 @@ def generate_request(
         priority=request.priority if max_priority is None else min(request.priority, max_priority),
         output=_output(request.stop_conditions),
         explain=request.explain,
-        body=TokenBody(parameters, Form.BYTES if "logprobs" in parameters else Form.PIECES),
+        body=TokenBody(parameters, Form.BYTES if "logprobs" in parameters else Form.MESSAGES),
     )
 
 

@@ -1,4 +1,4 @@
-//! A set of seats: words of 64 bits, from the first one that is not 0 to the last.
+//! A set of bits: words of 64 bits, from the first one that is not 0 to the last.
 //!
 //! With up to 64 workers, and for a block that one worker holds, that is one word without an allocation.
 
@@ -6,13 +6,13 @@ use smallvec::SmallVec;
 
 /// The set; see the module.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct SeatSet {
+pub struct BitSet {
     words: SmallVec<[u64; 1]>,
-    /// Index of the first of `words` among the words of all seats.
+    /// Index of the first of `words` among the words of all bits.
     base: u32,
 }
 
-impl SeatSet {
+impl BitSet {
     #[cfg(test)]
     pub fn is_empty(&self) -> bool {
         self.words.is_empty()
@@ -27,8 +27,8 @@ impl SeatSet {
         self.words.len()
     }
 
-    pub fn contains(&self, seat: u32) -> bool {
-        self.word(seat / 64) >> (seat % 64) & 1 == 1
+    pub fn contains(&self, bit: u32) -> bool {
+        self.word(bit / 64) >> (bit % 64) & 1 == 1
     }
 
     #[inline]
@@ -36,10 +36,10 @@ impl SeatSet {
         self.words.get(index.wrapping_sub(self.base) as usize).copied().unwrap_or(0)
     }
 
-    pub fn insert(&mut self, seat: u32) {
-        let index = seat / 64;
+    pub fn insert(&mut self, bit: u32) {
+        let index = bit / 64;
         if let Some(word) = self.words.get_mut(index.wrapping_sub(self.base) as usize) {
-            *word |= 1 << (seat % 64);
+            *word |= 1 << (bit % 64);
             return;
         }
         if self.words.is_empty() {
@@ -54,13 +54,13 @@ impl SeatSet {
         if self.words.len() <= position {
             self.words.resize(position + 1, 0);
         }
-        self.words[position] |= 1 << (seat % 64);
+        self.words[position] |= 1 << (bit % 64);
     }
 
-    pub fn remove(&mut self, seat: u32) {
-        let position = (seat / 64).wrapping_sub(self.base) as usize;
+    pub fn remove(&mut self, bit: u32) {
+        let position = (bit / 64).wrapping_sub(self.base) as usize;
         let Some(word) = self.words.get_mut(position) else { return };
-        *word &= !(1 << (seat % 64));
+        *word &= !(1 << (bit % 64));
         if *word != 0 {
             return;
         }
@@ -77,7 +77,7 @@ impl SeatSet {
         }
     }
 
-    /// Calls `each` for the seats that are here and not in `other`.
+    /// Calls `each` for the bits that are here and not in `other`.
     #[inline]
     pub fn for_each_without(&self, other: Option<&Self>, mut each: impl FnMut(u32)) {
         for (position, &word) in self.words.iter().enumerate() {
@@ -114,23 +114,23 @@ mod tests {
             state = state.wrapping_mul(1664525).wrapping_add(1013904223);
             (state >> 8) % below
         };
-        let mut sets = [SeatSet::default(), SeatSet::default()];
+        let mut sets = [BitSet::default(), BitSet::default()];
         let mut models: [BTreeSet<u32>; 2] = Default::default();
         for _ in 0..50_000 {
             let which = random(2) as usize;
-            let seat = random(400);
+            let bit = random(400);
             if random(16) < 7 {
-                sets[which].insert(seat);
-                models[which].insert(seat);
+                sets[which].insert(bit);
+                models[which].insert(bit);
             } else {
-                sets[which].remove(seat);
-                models[which].remove(&seat);
+                sets[which].remove(bit);
+                models[which].remove(&bit);
             }
             assert!(sets[which].iter().eq(models[which].iter().copied()));
             assert_eq!(sets[which].len() as usize, models[which].len());
             assert_eq!(sets[which].is_empty(), models[which].is_empty());
             let mut without = Vec::new();
-            sets[0].for_each_without(Some(&sets[1]), |seat| without.push(seat));
+            sets[0].for_each_without(Some(&sets[1]), |bit| without.push(bit));
             assert!(without.iter().eq(models[0].difference(&models[1])));
         }
     }

@@ -1,27 +1,27 @@
-//! How much is done in one turn of the event loop; the rest waits for the next, so that the loop's timers and other
+//! How much is done in one poll of the event loop; the rest waits for the next, so that the loop's timers and other
 //! sockets have theirs, however much a peer sends.
 
 use std::time::{Duration, Instant};
 
-/// Bytes that are read from one connection in one turn, and after which time nothing more is: what a byte costs depends
+/// Bytes that are read from one connection in one poll, and after which time nothing more is: what a byte costs depends
 /// on what a peer makes of it.
 pub const SHARE: usize = 64 << 10;
 pub const SLICE: Duration = Duration::from_millis(2);
-/// Connections that one listener accepts in one turn.
+/// Connections that one listener accepts in one poll.
 pub const ACCEPTED: usize = 64;
-/// Calls that one connection begins in one turn.
+/// Calls that one connection begins in one poll.
 pub const BEGUN: usize = 64;
-/// Longest work of one turn; what was begun is finished.
+/// Longest work of one poll; what was begun is finished.
 const LENGTH: Duration = Duration::from_millis(5);
 /// Events after which a turn ends: what they say is handled before there are more.
 const EVENTS: usize = 64;
 
-/// One turn.
-pub struct Turn {
+/// Time and events of one poll.
+pub struct PollBudget {
     ends_at: Instant,
 }
 
-impl Turn {
+impl PollBudget {
     pub fn begin() -> Self {
         Self { ends_at: Instant::now() + LENGTH }
     }
