@@ -32,12 +32,12 @@ class Allowed(StrEnum):
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands before a port: IPv6 addresses in brackets."""
+    """Return a host as it stands before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to bind can be reached from this machine only."""
+    """Return whether an address to bind can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -101,7 +101,7 @@ def event_endpoint_problem(address: str, *, bind: bool = False) -> str:
 
 
 def event_endpoint_needs(address: str, *, bind: bool = False) -> Allowed | None:
-    """What an operator must have allowed for an address without a problem; None = nothing."""
+    """Return what an operator must have allowed for an address without a problem; None = nothing."""
     if address.startswith("ipc://"):
         return Allowed.IPC
     host, _, _ = address.removeprefix("tcp://").rpartition(":")
@@ -109,7 +109,7 @@ def event_endpoint_needs(address: str, *, bind: bool = False) -> Allowed | None:
 
 
 def refusal(address: str, allowed: Collection[Allowed], *, bind: bool = False) -> str:
-    """Why an address without a problem is not opened here; "" = it is."""
+    """Return why an address without a problem is not opened here; "" = it is."""
     needed = event_endpoint_needs(address, bind=bind)
     if needed is None or needed in allowed:
         return ""

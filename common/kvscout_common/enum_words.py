@@ -7,7 +7,7 @@ from typing import Any
 
 
 def word_of(kind: Any, number: int) -> str:
-    """The word of a value; "" = it is unspecified, or of a later release.
+    """Return the word of a value; "" = it is unspecified, or of a later release.
 
     Args:
         kind: The enum, such as `gateway_pb2.HelperKind`.
@@ -18,7 +18,7 @@ def word_of(kind: Any, number: int) -> str:
 
 
 def value_of(kind: Any, word: str) -> Any:
-    """The value of a word; "" = unspecified.
+    """Return the value of a word; "" = unspecified.
 
     Raises:
         ValueError: The enum has none of that word.

@@ -50,7 +50,7 @@ class KvscoutError(Exception):
         self.retry_after_seconds = retry_after_seconds
 
     def for_clients(self) -> KvscoutError:
-        """The same error without addresses of this installation."""
+        """Return the same error without addresses of this installation."""
         if not self.discreet:
             return self
         error = type(self)(self.discreet, field=self.field, retry_after_seconds=self.retry_after_seconds)

@@ -9,14 +9,14 @@ SHOWN_CHARACTERS: Final = 200
 
 
 def name_problem(text: str) -> str:
-    """Why a text can be nobody's name, as an end of a sentence; "" = it can."""
+    """Return why a text can be nobody's name, as an end of a sentence; "" = it can."""
     if not text:
         return "must not be empty"
     return text_problem(text)
 
 
 def text_problem(text: str) -> str:
-    """Why a text is none that is shown, sent and compared as it is; "" = it is."""
+    """Return why a text is none that is shown, sent and compared as it is; "" = it is."""
     # First: what cannot be encoded, such as half of a surrogate pair, is not printable.
     if not text.isprintable():
         return f"must be printable, not {printable(text)}"
@@ -26,7 +26,8 @@ def text_problem(text: str) -> str:
 
 
 def printable(text: str, limit: int = SHOWN_CHARACTERS) -> str:
-    """A text of at most about so many characters, none of which is a control character, a surrogate or invisible."""
+    """Return a text of at most about so many characters, none of which is a control character, a surrogate or
+    invisible."""
     if len(text) > limit:
         text = f"{text[: limit * 3 // 4]} …({len(text):,} characters)… {text[-limit // 4 :]}"
     return text if text.isprintable() else "".join(map(_escaped, text))

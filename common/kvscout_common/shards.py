@@ -17,7 +17,7 @@ _SHARD = re.compile(r"(\d{1,4})/(\d{1,4})", re.ASCII)
 
 
 def shard_of(tenant: str, worker_id: str, count: int) -> int:
-    """The shard that a worker belongs to, 0 .. count - 1."""
+    """Return the shard that a worker belongs to, 0 .. count - 1."""
     if count == 1:
         return 0
     return xxh3_64_intdigest(b"\0".join((tenant.encode(), worker_id.encode()))) % count
@@ -33,7 +33,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, *, flag: str) -> Shard:
-        """Reads "I/N".
+        """Read "I/N".
 
         Raises:
             ConfigError: It is none; names the flag.
@@ -52,7 +52,7 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def has(self, tenant: str, worker_id: str) -> bool:
-        """Whether a worker belongs to it."""
+        """Return whether a worker belongs to it."""
         return shard_of(tenant, worker_id, self.count) == self.index
 
 

@@ -31,7 +31,7 @@ _OF_KUBERNETES = re.compile(
 
 
 def warn_of_variables(log: logging.Logger) -> None:
-    """Logs the `warnings` of the running program, if it is a click command."""
+    """Log the `warnings` of the running program, if it is a click command."""
     context = click.get_current_context(silent=True)
     if context is not None:
         for warning in warnings(context.command, os.environ):
@@ -61,7 +61,7 @@ def warnings(command: click.Command, environment: Mapping[str, str]) -> list[str
 
 
 def of_kubernetes(name: str, value: str) -> bool:
-    """Whether Kubernetes makes such a variable for a Service; it may have been set by others all the same."""
+    """Return whether Kubernetes makes such a variable for a Service; it may have been set by others all the same."""
     return bool(_OF_KUBERNETES.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
 
 

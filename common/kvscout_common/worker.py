@@ -156,15 +156,15 @@ class WorkerSpec:
         )
 
     def event_endpoint(self, dp_rank: int) -> EventEndpoint | None:
-        """The event endpoint of a rank, or None if that rank publishes none."""
+        """Return the event endpoint of a rank, or None if that rank publishes none."""
         return next((e for e in self.event_endpoints if e.dp_rank == dp_rank), None)
 
     def adapter_name(self, lora_id: int) -> str | None:
-        """The adapter that this worker's events number `lora_id`, or None."""
+        """Return the adapter that this worker's events number `lora_id`, or None."""
         return next((a.name for a in self.adapters if a.lora_id == lora_id), None)
 
     def with_draining(self, draining: bool) -> WorkerSpec:
-        """A copy that takes new requests or, if draining, no longer does."""
+        """Return a copy that takes new requests or, if draining, no longer does."""
         return replace(self, draining=draining)
 
     def validate(self) -> WorkerSpec:

@@ -992,7 +992,7 @@ class Http:
         """Closes idle connections whose origin begins so."""
 
 class EventRelay:
-    """The twin of `kvscout_common.http.event_relay.EventRelay`, which is what passes events on inside `Http`."""
+    """Native backend of `kvscout_common.http.event_relay.EventRelay`, which passes events on inside `Http`."""
 
     def __init__(self, form: str, dialect: str = "openai", max_tokens: int | None = None) -> None:
         """As `Http.stream`."""

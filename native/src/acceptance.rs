@@ -1,6 +1,6 @@
 //! What a Stored event adds to an index: whether its content can be indexed, and its local hashes.
 //!
-//! The twin of `kvscout_blocks.bytes.acceptance`; indexes apply it, and publishers send what is left of it.
+//! Native backend of `kvscout_blocks.bytes.acceptance`; indexes apply it, and publishers send what is left of it.
 
 use hashbrown::HashMap;
 use std::borrow::Cow;

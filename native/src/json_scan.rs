@@ -1,6 +1,6 @@
 //! Finds the fields of a JSON object, and checks every byte of it, without making anything of their values.
 //!
-//! A twin of `kvscout_common.http.json_scan_reference`, which says what is allowed.
+//! Native backend of `kvscout_common.http.json_scan_reference`, which says what is allowed.
 
 use std::collections::HashSet;
 

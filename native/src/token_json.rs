@@ -1,6 +1,6 @@
 //! Token ids as JSON has them: a list of numbers.
 //!
-//! A twin of `kvscout_common.http.token_json_reference`.
+//! Native backend of `kvscout_common.http.token_json_reference`.
 
 /// Bytes of a packed token id.
 const TOKEN_BYTES: usize = 4;

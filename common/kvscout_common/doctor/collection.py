@@ -96,7 +96,7 @@ class Collection:
         timeout_seconds: float = 5.0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Asks nobody yet.
+        """Ask nobody yet.
 
         Args:
             security: How services are talked to.
@@ -118,7 +118,7 @@ class Collection:
         engines: bool = True,
         proxies: Sequence[str] = (),
     ) -> Snapshot:
-        """Asks these, and whom they name; never fails: who does not answer is part of the snapshot.
+        """Ask these, and whom they name; never fails: who does not answer is part of the snapshot.
 
         Args:
             named: Where to begin.
@@ -215,7 +215,7 @@ class Collection:
         )
 
     async def _health(self, channel: Any, kinds: Sequence[Kind]) -> tuple[Kind | None, bool]:
-        """Which of some kinds a service is, and whether it serves; None = it is none of them.
+        """Return which of some kinds a service is, and whether it serves; None = it is none of them.
 
         Raises:
             KvscoutError: It does not answer.
@@ -264,7 +264,7 @@ class Collection:
 
 
 def _named_by(service: Service) -> list[Named]:
-    """The services that one names."""
+    """Return the services that one names."""
     helpers = service.status.helpers if isinstance(service.status, gateway_pb2.GatewayGetStatusResponse) else ()
     bridges = {
         entry.worker.bridge_endpoint: entry.worker.worker_id

@@ -54,7 +54,7 @@ class Finding:
 
 
 def diagnose(snapshot: Snapshot) -> list[Finding]:
-    """What is wrong, the worst first; empty = nothing."""
+    """Return what is wrong, the worst first; empty = nothing."""
     symptoms = [symptom for check in CHECKS for symptom in check(snapshot)]
     symptoms += _unexplained(snapshot, symptoms)
     if snapshot.left_out:
@@ -67,7 +67,7 @@ def diagnose(snapshot: Snapshot) -> list[Finding]:
 
 
 def is_wrong(findings: list[Finding]) -> bool:
-    """Whether any of them is more than a note."""
+    """Return whether any of them is more than a note."""
     return any(finding.severity is not Severity.NOTE for finding in findings)
 
 
@@ -79,7 +79,7 @@ def _finding(condition: Condition, evidence: list[str]) -> Finding:
 
 
 def _unexplained(snapshot: Snapshot, symptoms: list[Symptom]) -> Iterator[Symptom]:
-    """What services complain of and no check has found the cause of."""
+    """Yield what services complain of and no check has found the cause of."""
     explained = {text for symptom in symptoms for text in symptom.explains if text}
     for symptom in check_helpers(snapshot):
         if explained.isdisjoint(symptom.explains):

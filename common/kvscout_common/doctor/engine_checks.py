@@ -29,7 +29,7 @@ _BY_FIELD: dict[str, Condition] = {
 
 
 def check_engines(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Every worker's engine."""
+    """Yield every worker's engine."""
     silent: set[WorkerName] = set()
     for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for seen in status.workers:
@@ -50,7 +50,7 @@ def check_engines(snapshot: Snapshot) -> Iterator[Symptom]:
 
 
 def _asked(snapshot: Snapshot, silent: set[WorkerName]) -> Iterator[Symptom]:
-    """What the engines that were asked answered."""
+    """Yield what the engines that were asked answered."""
     served = {name.worker for name, seen in seen_by_gateways(snapshot).items() if seen.requests > seen.failures}
     workers = snapshot.workers
     for engine in snapshot.engines:

@@ -44,7 +44,7 @@ _UNINDEXED = ("bad_length", "hash_conflict")
 
 
 def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Every source of every indexer."""
+    """Yield every source of every indexer."""
     served = _served(snapshot)
     reported_by_engines = {
         RankName(*engine.worker, endpoint.dp_rank): endpoint
@@ -84,7 +84,7 @@ def _served(snapshot: Snapshot) -> defaultdict[RankName, list[float]]:
 
 
 def _condition(source: indexer_pb2.SourceStatus, served: list[float]) -> Condition | None:
-    """What a source's state amounts to; None = nothing is wrong with it."""
+    """Return what a source's state amounts to; None = nothing is wrong with it."""
     condition = _CONDITIONS.get(source.state)
     if condition is EVENTS_MISCONFIGURED and source.wrong_rank:
         return RANKS_DIFFER
@@ -110,7 +110,7 @@ def _reason(source: indexer_pb2.SourceStatus, served: list[float], condition: Co
 
 
 def _contents(source: indexer_pb2.SourceStatus, where: str) -> Iterator[Symptom]:
-    """What came, and could not be used."""
+    """Yield what came, and could not be used."""
     if unnamed := source.ignored.get("unnamed_lora", 0):
         yield Symptom(LORA_UNNAMED, f"{where}: {unnamed:,} events")
     for reason in _UNINDEXED:
@@ -127,5 +127,5 @@ def _contents(source: indexer_pb2.SourceStatus, where: str) -> Iterator[Symptom]
 
 
 def _port(endpoint: str) -> str:
-    """What two ways to name one endpoint have in common: an engine rarely knows how it is reached."""
+    """Return what two ways to name one endpoint have in common: an engine rarely knows how it is reached."""
     return endpoint.rpartition(":")[2]

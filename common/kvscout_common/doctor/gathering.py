@@ -32,7 +32,7 @@ class Gathering:
         timeout_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Asks nobody yet.
+        """Ask nobody yet.
 
         Args:
             security: How services are talked to.
@@ -48,12 +48,12 @@ class Gathering:
     async def snapshot(
         self, named: Iterable[Named], *, known: Iterable[Service] = (), engines: bool, proxies: Sequence[str] = ()
     ) -> Snapshot:
-        """What they, and some proxies, say of themselves; see `Collection.snapshot`."""
+        """Return what they, and some proxies, say of themselves; see `Collection.snapshot`."""
         collection = Collection(self._security, tenant=self._tenant, timeout_seconds=self._timeout)
         return await collection.snapshot(named, known=known, engines=engines, proxies=proxies)
 
     async def look(self, named: Iterable[Named], *, known: Iterable[Service] = ()) -> Moment:
-        """What is known now; never fails.
+        """Return what is known now; never fails.
 
         Args:
             named: Whom to ask first.
@@ -82,7 +82,7 @@ class Gathering:
     async def _loads(
         self, scheduler: Service, status: scheduler_pb2.SchedulerGetStatusResponse
     ) -> dict[RankName, scheduler_pb2.WorkerLoad]:
-        """The load of every worker rank, as one scheduler has it."""
+        """Return the load of every worker rank, as one scheduler has it."""
         channel = open_channel(scheduler.address, self._security)
         stub: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(channel)
         found: dict[RankName, scheduler_pb2.WorkerLoad] = {}

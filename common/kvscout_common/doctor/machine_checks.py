@@ -20,7 +20,7 @@ FULL = 0.8
 
 
 def check_machines(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Every service by itself, and all together."""
+    """Yield every service by itself, and all together."""
     versions: defaultdict[str, list[str]] = defaultdict(list)
     for service in snapshot.services:
         info = service.info
@@ -39,7 +39,7 @@ def check_machines(snapshot: Snapshot) -> Iterator[Symptom]:
 
 
 def _clocks(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Whose clock is not that of most; of this machine, too."""
+    """Yield whose clock is not that of most; of this machine, too."""
     clocks: list[tuple[Service, float]] = [
         (service, service.clock_offset_seconds)
         for service in snapshot.services

@@ -18,7 +18,7 @@ from kvscout_common.registry.nats import REGISTRY
 
 
 def check_nats(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Whether NATS is there, has JetStream, and is the same for all."""
+    """Yield whether NATS is there, has JetStream, and is the same for all."""
     namespaces: defaultdict[str, list[Service]] = defaultdict(list)
     clusters: defaultdict[str, list[Service]] = defaultdict(list)
     for service in snapshot.services:
@@ -44,7 +44,7 @@ def check_nats(snapshot: Snapshot) -> Iterator[Symptom]:
 
 
 def _misses_jetstream(info: types_pb2.ServiceInfo) -> bool:
-    """A server without JetStream may pass calls on to others of its cluster that have it."""
+    """Return whether a server lacks JetStream and cannot pass calls on to others of its cluster that have it."""
     return bool(info.nats.problem) or any(REGISTRY in warning for warning in info.warnings)
 
 

@@ -75,7 +75,7 @@ class Overview:
 
     @property
     def well(self) -> bool:
-        """Whether nothing is wrong in any row."""
+        """Return whether nothing is wrong in any row."""
         return all(row.well for row in self.services) and all(row.well for row in self.sources)
 
 
@@ -116,7 +116,7 @@ class Seen:
 
 
 def seen_by_gateways(snapshot: Snapshot) -> dict[RankName, Seen]:
-    """What the gateways saw of each worker rank."""
+    """Return what the gateways saw of each worker rank."""
     found: defaultdict[RankName, Seen] = defaultdict(Seen)
     for _, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for one in status.workers:
@@ -134,12 +134,12 @@ def overview(snapshot: Snapshot) -> Overview:
 
 
 def out_of_sight(service: Service, reached: gateway_pb2.HelperStatus | None) -> bool:
-    """Whether a service cannot be asked from here, and serves its gateway all the same."""
+    """Return whether a service cannot be asked from here, and serves its gateway all the same."""
     return bool(service.error) and service.actual is None and reached is not None and reached.healthy
 
 
 def reached_by_gateways(snapshot: Snapshot) -> dict[str, gateway_pb2.HelperStatus]:
-    """What gateways say of their helpers, by address; of several, the one that reaches it."""
+    """Return what gateways say of their helpers, by address; of several, the one that reaches it."""
     found: dict[str, gateway_pb2.HelperStatus] = {}
     for _, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for helper in status.helpers:
@@ -233,7 +233,7 @@ def _unknown_rows(worker: workers_pb2.Worker, seen: dict[RankName, Seen], *, wit
 
 
 def state_name(state: indexer_pb2.SourceState.ValueType) -> str:
-    """A state of a source as people read it."""
+    """Return a state of a source as people read it."""
     try:
         name = indexer_pb2.SourceState.Name(state)
     except ValueError:  # a newer release's

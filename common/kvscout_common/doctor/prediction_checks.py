@@ -24,7 +24,7 @@ MUCH = 0.25
 
 
 def check_predictions(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Every model's tokens, and every worker rank's cached tokens."""
+    """Yield every model's tokens, and every worker rank's cached tokens."""
     for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for one in status.token_differences:
             yield Symptom(

@@ -10,7 +10,7 @@ from kvscout_common.doctor.symptom import Symptom
 
 
 def check_proxies(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Every Envoy by itself; its counters run since its start."""
+    """Yield every Envoy by itself; its counters run since its start."""
     for proxy in snapshot.proxies:
         if proxy.error:
             yield Symptom(SERVICE_UNREACHABLE, f"Envoy {proxy.url}: {proxy.error}")

@@ -22,7 +22,7 @@ _COMPARED = ("model", "block_size", "role", "dp_start_rank", "dp_size", "eagle",
 
 
 def check_registrations(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Every gateway, and each of its helpers against it."""
+    """Yield every gateway, and each of its helpers against it."""
     by_address = {service.address: service for service in snapshot.services}
     for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         if gateway.workers is None:
@@ -52,7 +52,7 @@ def check_tenants(snapshot: Snapshot) -> Iterator[Symptom]:
 
 
 def check_shards(snapshot: Snapshot) -> Iterator[Symptom]:
-    """What gateways expect of indexers, and what these have."""
+    """Yield what gateways expect of indexers, and what these have."""
     actual = {
         service.address: f"{status.shard_index}/{status.shard_count or 1}"
         for service, status in snapshot.statuses(indexer_pb2.IndexerGetStatusResponse)

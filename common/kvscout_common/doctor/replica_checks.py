@@ -10,7 +10,7 @@ from kvscout_common.doctor.symptom import Symptom
 
 
 def check_replicas(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Every scheduler, and what it says of the others."""
+    """Yield every scheduler, and what it says of the others."""
     replicated = [(service, service.replicas) for service in snapshot.services if service.replicas is not None]
     for service, answer in replicated:
         if answer.problem and (len(replicated) > 1 or answer.replicas):

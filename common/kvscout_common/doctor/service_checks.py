@@ -20,7 +20,7 @@ from kvscout_common.enum_words import word_of
 
 
 def check_services(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Every service by itself."""
+    """Yield every service by itself."""
     reached = reached_by_gateways(snapshot)
     for service in snapshot.services:
         symptom = _of_service(service, reached.get(service.address))
@@ -31,7 +31,7 @@ def check_services(snapshot: Snapshot) -> Iterator[Symptom]:
 
 
 def check_helpers(snapshot: Snapshot) -> Iterator[Symptom]:
-    """The gateways' last calls to their helpers; other checks may know better why one failed."""
+    """Yield the gateways' last calls to their helpers; other checks may know better why one failed."""
     for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for helper in status.helpers:
             if helper.last_error:

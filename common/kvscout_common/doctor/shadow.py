@@ -56,7 +56,7 @@ class ShadowRow:
 
     @property
     def shares(self) -> dict[str, float | None]:
-        """What it comes to."""
+        """Return what it comes to."""
         return {
             "hit_rate": self.hit_rate,
             "policy_hit_rate": self.policy_hit_rate,
@@ -105,7 +105,7 @@ class Shadow:
 
 
 def shadow_of(snapshot: Snapshot) -> Shadow:
-    """What all gateways of a snapshot say."""
+    """Return what all gateways of a snapshot say."""
     balancers: dict[str, None] = {}
     rows: dict[tuple[int, str, str], ShadowRow] = {}
     for _, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
@@ -119,7 +119,7 @@ def shadow_of(snapshot: Snapshot) -> Shadow:
 
 
 def sentences(shadow: Shadow) -> Sequence[str]:
-    """What it comes to, in words."""
+    """Return what it comes to, in words."""
     return tuple(_sentences(shadow))
 
 

@@ -142,7 +142,7 @@ class Snapshot:
                 yield service, service.status
 
     def of_kind(self, kind: Kind) -> list[Service]:
-        """Every service that is taken for one of a kind."""
+        """Return every service that is taken for one of a kind."""
         return [service for service in self.services if service.kind is kind]
 
     @property
@@ -157,15 +157,15 @@ class Snapshot:
 
 
 def worker_name(worker: workers_pb2.Worker) -> WorkerName:
-    """The name of a registered worker."""
+    """Return the name of a registered worker."""
     return WorkerName(worker.tenant, worker.worker_id)
 
 
 def source_name(source: indexer_pb2.SourceStatus) -> RankName:
-    """The worker rank of a source."""
+    """Return the worker rank of a source."""
     return RankName(source.tenant, source.worker.worker_id, source.worker.dp_rank)
 
 
 def observed_name(seen: gateway_pb2.WorkerObservation) -> RankName:
-    """The worker rank that a gateway saw."""
+    """Return the worker rank that a gateway saw."""
     return RankName(seen.tenant, seen.worker.worker_id, seen.worker.dp_rank)

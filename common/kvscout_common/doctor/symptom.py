@@ -18,5 +18,5 @@ class Symptom(NamedTuple):
 
 
 def of_worker(worker_id: str) -> tuple[str, ...]:
-    """How warnings about a worker are known."""
+    """Return how warnings about a worker are known."""
     return (f"worker {worker_id}:", f"worker {worker_id}/", f"worker {worker_id} ")

@@ -183,7 +183,7 @@ class AiohttpAnswer:
             self._response.close()
 
     def _end_later(self) -> None:
-        """Reads the end of the body, so that its connection can be used again."""
+        """Read the end of the body, so that its connection can be used again."""
         if self._response.content.at_eof():
             return
 
@@ -208,7 +208,7 @@ class AiohttpAnswer:
         return self._response.content_type == "text/event-stream" and packed.lower() == "identity"
 
     async def _next(self, seconds: float | None = None) -> bytes:
-        """The next bytes of the body; b"" = it is over, or nothing came for so long."""
+        """Return the next bytes of the body; b"" = it is over, or nothing came for so long."""
         with _failures():
             try:
                 async with asyncio.timeout(seconds):
@@ -231,7 +231,7 @@ async def _write(sink: Sink, data: bytes, seconds: float) -> None:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turns aiohttp's errors into ours."""
+    """Turn aiohttp's errors into ours."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:

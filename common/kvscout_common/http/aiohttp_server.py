@@ -208,7 +208,7 @@ class _Connection(web.RequestHandler):
     """The client is a known one."""
 
     def eof_received(self) -> Any:
-        """The client sends no more: it has gone, or waits for its answer.
+        """Note that the client sends no more: it has gone, or waits for its answer.
 
         Returns:
             Whether the connection stays open.
@@ -288,7 +288,7 @@ class AiohttpCall:
 
     @property
     def may_probe(self) -> bool:
-        """Whether the request is whole, and its client one that knows interim answers."""
+        """Return whether the request is whole, and its client one that knows interim answers."""
         return self._request.content.is_eof() and self._request.version >= HttpVersion11
 
     def trust(self) -> None:
@@ -296,7 +296,7 @@ class AiohttpCall:
         self._connection.trusted = True
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes, as long as it comes fast enough."""
+        """Yield the body as it comes, as long as it comes fast enough."""
         limits, now = self._limits, asyncio.get_running_loop().time
         ends_at, window_ends_at, came = now() + limits.body_seconds, now() + limits.body_window_seconds, 0
         while True:
@@ -339,7 +339,7 @@ class AiohttpCall:
         await self._bounded(self._end(self._response))
 
     def finished(self) -> web.StreamResponse:
-        """What aiohttp is to be given; a body that was not ended is cut off with its connection."""
+        """Return what aiohttp is to be given; a body that was not ended is cut off with its connection."""
         if not self._ended and self._request.transport is not None:
             self._request.transport.abort()
         return self._response or web.Response(status=500)

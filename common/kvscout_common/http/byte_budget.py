@@ -39,7 +39,7 @@ class Budget(Protocol):
         """Charges refused until now: by the limit of the process, by that of a tenant."""
 
     def charge(self, tenant: str | None = None, copies: int = 1) -> Charge:
-        """A charge of nothing yet.
+        """Return a charge of nothing yet.
 
         Args:
             tenant: Whose share it counts for; None = nobody's.
@@ -74,7 +74,7 @@ class ReferenceBudget:
         return ReferenceCharge(self, tenant, copies)
 
     def take(self, tenant: str | None, amount: int, *, keep: bool) -> tuple[int, str] | None:
-        """Charges so many bytes, if there is room for them.
+        """Charge so many bytes, if there is room for them.
 
         Args:
             tenant: See `charge`.
@@ -136,7 +136,7 @@ class ReferenceCharge:
 
 
 def make_budget(limit: int) -> Budget:
-    """A budget of so many bytes for what the chosen transport reads."""
+    """Return a budget of so many bytes for what the chosen transport reads."""
     if chosen() is Transport.NATIVE:
         # Imported here: the extension may not be there.
         from kvscout_common.transport.native_core import ByteBudget

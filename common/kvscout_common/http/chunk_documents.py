@@ -54,7 +54,7 @@ class Noticed:
 
     @property
     def has_output(self) -> bool:
-        """Whether a model put something out."""
+        """Return whether a model put something out."""
         return bool(self.token_ids or self.text or self.other_output)
 
 
@@ -63,7 +63,7 @@ class NoDocument(Exception):
 
 
 def load(payload: bytes) -> dict[str, Any]:
-    """An event's document.
+    """Return an event's document.
 
     Raises:
         NoDocument: It is no JSON object.
@@ -101,7 +101,7 @@ class OpenAiDocuments:
         self._last = 1 if one_choice else None
 
     def read(self, document: dict[str, Any]) -> Noticed:
-        """What it says."""
+        """Return what it says."""
         found = Noticed()
         found.error = _error(document)
         choices = _list(found, document, "choices")
@@ -139,7 +139,7 @@ class SglangDocuments:
         self._characters = 0
 
     def read(self, document: dict[str, Any]) -> Noticed:
-        """What is new in it."""
+        """Return what is new in it."""
         found = Noticed()
         found.error = _error(document)
         text = _text(found, document, "text")

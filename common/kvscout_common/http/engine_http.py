@@ -32,7 +32,7 @@ class NoAnswer(Unavailable):
 
 
 async def read_page(http: HttpClient, url: str, *, timeout_seconds: float, headers: Headers = ()) -> bytes | None:
-    """A page; None = the engine has none at this address.
+    """Return a page; None = the engine has none at this address.
 
     Args:
         http: To ask with.
@@ -71,7 +71,7 @@ async def _bounded(chunks: AsyncIterator[bytes], url: str) -> bytes:
 
 
 async def read_json(http: HttpClient, url: str, *, timeout_seconds: float) -> Any:
-    """A page of JSON; None = the engine has none at this address.
+    """Return a page of JSON; None = the engine has none at this address.
 
     Raises:
         Unavailable: As `read_page`, or it is no JSON, or there is too much in it.
@@ -86,5 +86,5 @@ async def read_json(http: HttpClient, url: str, *, timeout_seconds: float) -> An
 
 
 async def parsed(page: bytes, parse: Callable[[bytes], T]) -> T:
-    """What a function makes of a page, without holding up the event loop."""
+    """Return what a function makes of a page, without holding up the event loop."""
     return parse(page) if len(page) <= INLINE_BYTES else await asyncio.to_thread(parse, page)

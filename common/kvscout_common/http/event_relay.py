@@ -55,7 +55,7 @@ class EventRelay:
         self._message: gateway_pb2.GenerateResponse | None = None
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Takes the next bytes; returns what is to be passed on: bytes, or a message; b"" = nothing yet."""
+        """Take the next bytes; return what is to be passed on: bytes, or a message; b"" = nothing yet."""
         if b"\n" not in data:
             self._hold(data)
             return b""
@@ -74,7 +74,7 @@ class EventRelay:
         return self._passed_on()
 
     def end(self, now: float) -> bytes:
-        """The body is over; returns what is still to be passed on of it."""
+        """End the body; return what is still to be passed on of it."""
         rest = b"".join(self._line)
         self._line.clear()
         if rest and not self.over:
@@ -217,5 +217,5 @@ def _json(document: object) -> bytes:
 
 
 def _utf8(text: str) -> str:
-    """The text, with a question mark for each lone surrogate: JSON can carry them, messages cannot."""
+    """Return the text, with a question mark for each lone surrogate: JSON can carry them, messages cannot."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -10,7 +10,7 @@ from kvscout_common.transport import Transport, chosen
 
 
 def connect(*, ca: bytes | None = None) -> HttpClient:
-    """A client, on the running loop.
+    """Return a client, on the running loop.
 
     Args:
         ca: PEM of whom to trust; None = whom this machine trusts.
@@ -35,7 +35,7 @@ async def http_client() -> AsyncIterator[HttpClient]:
 
 
 def serve_http(handler: HttpHandler, limits: HttpLimits | None = None) -> HttpServer:
-    """A server that does not listen yet, on the running loop."""
+    """Return a server that does not listen yet, on the running loop."""
     if chosen() is Transport.NATIVE:
         from kvscout_common.http.native_http_server import NativeHttpServer
 

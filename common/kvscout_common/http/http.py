@@ -150,7 +150,7 @@ class Sink(Protocol):
     """Takes what a pump moves."""
 
     async def write(self, data: bytes) -> None:
-        """Takes some bytes, or one message; returns when it can take more.
+        """Take some bytes, or one message; return when it can take more.
 
         Raises:
             SinkGone: Nobody is there to take it.
@@ -189,14 +189,14 @@ class HttpAnswer(Protocol):
         """Of its relay, also while that runs: as of now, to be asked for again."""
 
     async def read(self, limit: int) -> bytes:
-        """All of the body.
+        """Return all of the body.
 
         Raises:
             HttpFailed: It broke, or is longer than that.
         """
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes; leaving early aborts it. Raises as `read`."""
+        """Return the body as it comes; leaving early aborts it. Raises as `read`."""
 
     async def relay(
         self,
@@ -208,7 +208,7 @@ class HttpAnswer(Protocol):
         max_tokens: int | None = None,
         write_seconds: float = 60.0,
     ) -> StreamReport:
-        """Moves the whole body; while the sink takes nothing, nothing is read.
+        """Move the whole body; while the sink takes nothing, nothing is read.
 
         As long as an event stream has said nothing (comments, chunks without content) nothing of it is passed on: who
         has it relayed can still turn to another engine. With an error as its first word it ends, nothing passed.
@@ -228,14 +228,14 @@ class HttpAnswer(Protocol):
         """
 
     def abort(self) -> None:
-        """Closes the connection at once, unless the body is over; who waits for the body gets BROKEN."""
+        """Close the connection at once, unless the body is over; who waits for the body gets BROKEN."""
 
 
 class HttpClient(Protocol):
     """Asks engines; connections are used again."""
 
     async def send(self, request: HttpRequest, *, connect_seconds: float) -> HttpAnswer:
-        """Sends a request and waits for the head of its answer, as long as the caller does: cancel it to abort it.
+        """Send a request and wait for the head of its answer, as long as the caller does: cancel it to abort it.
 
         Args:
             request: What to send.
@@ -246,7 +246,7 @@ class HttpClient(Protocol):
         """
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Close every connection."""
 
 
 class Charge(Protocol):
@@ -257,10 +257,10 @@ class Charge(Protocol):
         """Charged now."""
 
     def grow(self, bytes: int, /) -> tuple[int, str] | None:
-        """Charges for so many bytes that came; the HTTP status and text of a refusal if there is no room for them."""
+        """Charge for so many bytes that came; the HTTP status and text of a refusal if there is no room for them."""
 
     def look(self, bytes: int, /) -> tuple[int, str] | None:
-        """The same, and charges nothing: for bytes that are to come."""
+        """Check the same and charge nothing: for bytes that are to come."""
 
     def release(self) -> None:
         """Nothing of it is held any more."""
@@ -281,7 +281,7 @@ class HttpCall(Sink, Protocol):
     """Go with every answer, beside its own; empty until somebody sets them."""
 
     async def body(self, charge: Charge | None = None) -> bytes:
-        """All of the body, for who asks first: it is not kept here.
+        """Return all of the body, for who asks first: it is not kept here.
 
         Args:
             charge: Grows with what comes; whoever has the body keeps it for as long. None = nothing is charged.
@@ -295,13 +295,13 @@ class HttpCall(Sink, Protocol):
         """Answers with a body; also instead of what was started, as long as nothing of that was written."""
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Begins an answer whose body is written in chunks; its head leaves with the first one, or the end."""
+        """Begin an answer whose body is written in chunks; its head leaves with the first one, or the end."""
 
     def trust(self) -> None:
-        """Says that the client is a known one: its connection is not closed to make room for others."""
+        """Say that the client is a known one: its connection is not closed to make room for others."""
 
     async def end(self) -> None:
-        """Ends what was started. A handler that returns or raises without it breaks the connection off."""
+        """End what was started. A handler that returns or raises without it breaks the connection off."""
 
 
 HttpHandler: TypeAlias = Callable[[HttpCall], Awaitable[None]]
@@ -337,7 +337,7 @@ class HttpServer(Protocol):
     """
 
     async def listen(self, host: str, port: int, pem: Pem | None = None) -> int:
-        """Binds an address; returns the port.
+        """Bind an address; return the port.
 
         Raises:
             ConfigError: The certificates cannot be used.
@@ -348,7 +348,7 @@ class HttpServer(Protocol):
         """New connections are answered with other certificates."""
 
     async def stop(self, grace: float) -> None:
-        """Accepts no connection, waits so many seconds for what runs, then closes what is left. Requests that come in
+        """Accept no connection, wait so many seconds for what runs, then close what is left. Requests that come in
         the first moments, on connections that are open, are served as the last of theirs."""
 
     def stats(self) -> dict[str, int]:

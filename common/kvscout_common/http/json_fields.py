@@ -59,7 +59,7 @@ class Fields(Mapping[str, Any]):
         return cls(data, *scan_object(data, strict=strict))
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a field.
+        """Return the value of a field.
 
         Raises:
             KeyError: There is none.
@@ -80,7 +80,7 @@ class Fields(Mapping[str, Any]):
         return len(self.places.keys() | self._known.keys())
 
     def named(self, model: str) -> Fields:
-        """The same with a model, unless they name one themselves."""
+        """Return the same with a model, unless they name one themselves."""
         if "model" not in self:
             self._known["model"] = model
         return self
@@ -91,7 +91,7 @@ class Fields(Mapping[str, Any]):
         return sum(place.characters for place in self.places.values())
 
     def is_long(self, name: str) -> bool:
-        """Whether a field is too long to be made here."""
+        """Return whether a field is too long to be made here."""
         place = self.places[name]
         return place.end - place.value > MAX_FIELD_BYTES or place.values > MAX_FIELD_VALUES
 

@@ -60,7 +60,7 @@ class _Scanner:
         self._values = 0
 
     def object(self, max_fields: int) -> tuple[Sequence[Field], Packed]:
-        """All of it."""
+        """Return all of it."""
         found: dict[str, Field] = {}
         packed: Packed = (None, None, 0)
         self._space()
@@ -124,7 +124,7 @@ class _Scanner:
         return (None, None, 0), self._value(1, counted)
 
     def _token_ids(self) -> bytes | None:
-        """A list of token ids; None = there is none here."""
+        """Return a list of token ids; None = there is none here."""
         if self._peek() != b"[":
             return None
         end = self._data.find(b"]", self._at) + 1
@@ -136,7 +136,7 @@ class _Scanner:
         return found[0]
 
     def _value(self, depth: int, counted: int) -> int:
-        """Passes over a value; the characters of text in it, if any are counted so deep."""
+        """Pass over a value; the characters of text in it, if any are counted so deep."""
         self._count()
         first = self._peek()
         match first:
@@ -187,7 +187,7 @@ class _Scanner:
         self._space()
 
     def _string(self) -> bytes:
-        """A string with its quotation marks."""
+        """Return a string with its quotation marks."""
         begin = self._at
         self._mark(b'"')
         while True:
@@ -208,7 +208,7 @@ class _Scanner:
         return self._syntax()
 
     def _number(self) -> bool:
-        """Passes over a number; whether it is an integer."""
+        """Pass over a number; whether it is an integer."""
         begin = self._at
         if self._peek() == b"-":
             self._at += 1

@@ -142,7 +142,7 @@ class _Server(ThreadingTCPServer):
         super().__init__(address, _Handler)
 
     def admit(self, authorization: str | None) -> None:
-        """Refuses who may not see all tenants.
+        """Refuse who may not see all tenants.
 
         Raises:
             Unauthenticated: No token, or one that is unknown.
@@ -161,7 +161,7 @@ class _Server(ThreadingTCPServer):
         return True
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accepts a connection.
+        """Accept a connection.
 
         Raises:
             OSError: It could not be.
@@ -181,7 +181,7 @@ class _Server(ThreadingTCPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Ends connections that are too old; the server does this twice a second."""
+        """End connections that are too old; the server does this twice a second."""
         oldest = time.monotonic() - CONNECTION_SECONDS
         with self._lock:
             for request, opened_at in self._opened.items():
@@ -201,7 +201,7 @@ class _Server(ThreadingTCPServer):
 
 
 def registry_of(collector: Collector) -> CollectorRegistry:
-    """A Prometheus registry with one collector, which reads a service's state when scraped."""
+    """Return a Prometheus registry with one collector, which reads a service's state when scraped."""
     registry = CollectorRegistry()
     registry.register(collector)
     return registry
@@ -215,7 +215,7 @@ def serve_metrics(
     *,
     worker_ranks: int,
 ) -> tuple[int, Callable[[], None]]:
-    """Serves /metrics from threads of its own; collectors are read on the running loop.
+    """Serve /metrics from threads of its own; collectors are read on the running loop.
 
     Args:
         registry: What to expose.

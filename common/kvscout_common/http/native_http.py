@@ -96,7 +96,7 @@ class HttpCore:
         self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
 
     def use(self) -> None:
-        """Notes one more user."""
+        """Note one more user."""
         self._users += 1
 
     def release(self) -> None:
@@ -113,14 +113,14 @@ class HttpCore:
             self.http = cast("Http", ClosedHttp())
 
     def flush(self) -> None:
-        """Sends what was said, once everybody had their turn."""
+        """Send what was said, once everybody had their turn."""
         if not self._flushing:
             self._flushing = True
             if not self._polling:
                 self.loop.call_soon(self._flush)
 
     def report(self, answer: int) -> StreamReport | None:
-        """What was noticed of an answer until now; None = it is over."""
+        """Return what was noticed of an answer until now; None = it is over."""
         found = self.http.report(answer)
         return None if found is None else StreamReport(*found)
 

@@ -176,7 +176,7 @@ class NativeAnswer:
             self._inbox.end()
 
     async def head(self) -> None:
-        """Waits for the head."""
+        """Wait for the head."""
         try:
             while not self.status:
                 self._raise_if_failed()

@@ -35,7 +35,7 @@ class WebOrigins:
     """Who may ask one port."""
 
     def __init__(self, *, guarded: bool, host: str, allowed: Iterable[str] = ()) -> None:
-        """Takes what is configured.
+        """Take what is configured.
 
         Args:
             guarded: Tokens are needed.
@@ -57,7 +57,7 @@ class WebOrigins:
         self._by_name = not guarded and not self._any and is_loopback(host)
 
     def require(self, headers: Headers) -> None:
-        """Refuses a request that a page may not make.
+        """Refuse a request that a page may not make.
 
         Args:
             headers: Of the request.
@@ -78,7 +78,8 @@ class WebOrigins:
             )
 
     def answer_headers(self, headers: Headers) -> Headers:
-        """What has a browser show the answer to the page that asked; empty where there is none, or it is not allowed.
+        """Return what has a browser show the answer to the page that asked; empty where there is none, or it is not
+        allowed.
 
         Args:
             headers: Of the request.
@@ -92,7 +93,7 @@ class WebOrigins:
         return (("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", EXPOSED), varies)
 
     def preflight(self, method: str, headers: Headers) -> Headers | None:
-        """The headers of the answer to a preflight of an allowed page; None = the request is none.
+        """Return the headers of the answer to a preflight of an allowed page; None = the request is none.
 
         Args:
             method: Of the request.
@@ -125,7 +126,7 @@ class WebOrigins:
 
 
 def _name_of(host: str) -> str:
-    """The host in a Host header, or behind a scheme."""
+    """Return the host in a Host header, or behind a scheme."""
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     return name.strip("[]").rstrip(".").lower()
 

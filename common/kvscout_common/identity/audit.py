@@ -14,7 +14,7 @@ log = logging.getLogger("kvscout.audit")
 
 
 async def audited(method: str, message: Any, identity: Identity, running: Awaitable[Any]) -> Any:
-    """Runs a call, and writes its line when it is over.
+    """Run a call, and write its line when it is over.
 
     Args:
         method: Its full name.
@@ -55,7 +55,7 @@ async def audited(method: str, message: Any, identity: Identity, running: Awaita
 
 
 def _subject(message: Any) -> str:
-    """What the call is about, as far as its message names it."""
+    """Return what the call is about, as far as its message names it."""
     worker = getattr(message, "worker", message)
     named = {
         name: value

@@ -35,7 +35,7 @@ class ClientSecurity:
         tls_client_key: Path | None,
         token_file: Path | None,
     ) -> ClientSecurity:
-        """Takes the values of `flags.client_flags`.
+        """Take the values of `flags.client_flags`.
 
         Raises:
             ConfigError: If certificate and key do not come together, or come without a CA.
@@ -47,7 +47,7 @@ class ClientSecurity:
         return cls(tls_ca, tls_client_cert, tls_client_key, token_file)
 
     def pems(self) -> tuple[bytes, bytes | None, bytes | None] | None:
-        """What the files of CA, certificate and key hold; None = plaintext.
+        """Return what the files of CA, certificate and key hold; None = plaintext.
 
         Raises:
             ConfigError: One cannot be read.
@@ -83,7 +83,7 @@ class TokenFile:
         self._file.load()
 
     def token(self) -> str:
-        """The token; looks at the file once a second at most."""
+        """Return the token; looks at the file once a second at most."""
         now = time.monotonic()
         if now - self._looked_at >= POLL_SECONDS:
             self._looked_at = now

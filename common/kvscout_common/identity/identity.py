@@ -136,15 +136,15 @@ class Identity:
     """The highest priority that its requests may have; None = any."""
 
     def may_call(self, method: str) -> bool:
-        """Whether the role allows a method, given by its short name."""
+        """Return whether the role allows a method, given by its short name."""
         return self.role is AccessRole.ADMIN or method in ALLOWED[self.role]
 
     def sees(self, tenant: str) -> bool:
-        """Whether what belongs to a tenant ("*" = to all of them together) is this caller's to read."""
+        """Return whether what belongs to a tenant ("*" = to all of them together) is this caller's to read."""
         return self.tenant in (ALL_TENANTS, tenant)
 
     def require_tenant(self, tenant: str) -> None:
-        """Refuses a tenant that is not this caller's.
+        """Refuse a tenant that is not this caller's.
 
         Raises:
             PermissionDenied: If the caller is bound to another tenant.
@@ -160,7 +160,7 @@ _current: ContextVar[Identity] = ContextVar("kvscout_identity", default=ANONYMOU
 
 
 def current_identity() -> Identity:
-    """The caller of the running rpc."""
+    """Return the caller of the running rpc."""
     return _current.get()
 
 
@@ -195,7 +195,7 @@ class TokenTable:
 
     @classmethod
     def load(cls, path: Path) -> TokenTable:
-        """Reads a tokens file.
+        """Read a tokens file.
 
         Raises:
             ConfigError: As `follow`.
@@ -205,7 +205,7 @@ class TokenTable:
         return table
 
     def follow(self, path: Path) -> FollowedFile[TokensFile]:
-        """Reads a tokens file now, and whenever it changes while the returned one is watched.
+        """Read a tokens file now, and whenever it changes while the returned one is watched.
 
         Calls that were admitted stay so.
 
@@ -221,7 +221,7 @@ class TokenTable:
         self.limits.set(file.limits)
 
     def identify(self, token: str) -> Identity:
-        """The identity of a token.
+        """Return the identity of a token.
 
         Raises:
             Unauthenticated: If the token is unknown.
@@ -232,7 +232,7 @@ class TokenTable:
         return found
 
     def identify_header(self, authorization: str) -> Identity:
-        """The identity of the bearer token in the value of an Authorization header.
+        """Return the identity of the bearer token in the value of an Authorization header.
 
         Raises:
             Unauthenticated: There is none, or it is unknown.
@@ -303,11 +303,11 @@ class Admission:
 
     @property
     def admits_everybody(self) -> bool:
-        """Whether it makes no difference who calls."""
+        """Return whether it makes no difference who calls."""
         return self._tokens is None
 
     def admit(self, metadata: Iterable[tuple[str, str | bytes]]) -> Identity:
-        """Who calls.
+        """Return who calls.
 
         Args:
             metadata: Of the call.
@@ -343,7 +343,7 @@ class Admission:
             self._streams.give_back(Limit.STREAMS, identity.tenant)
 
     def check(self, message: Any, identity: Identity) -> None:
-        """Refuses a message that names a tenant which is not the caller's.
+        """Refuse a message that names a tenant which is not the caller's.
 
         Raises:
             PermissionDenied: It does.
@@ -355,7 +355,7 @@ class Admission:
 
 
 def tenants_of(message: Message) -> Iterator[str]:
-    """The tenant of a message ("" = unset) and every other one that nested messages name.
+    """Yield the tenant of a message ("" = unset) and every other one that nested messages name.
 
     Nested messages that leave theirs unset inherit the outer one, and yield nothing.
     """

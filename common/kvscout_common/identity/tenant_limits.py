@@ -63,7 +63,7 @@ class TenantLimits(Collector):
         self._table = table
 
     def of(self, tenant: str, limit: Limit) -> int | None:
-        """A tenant's limit; None = it has none."""
+        """Return a tenant's limit; None = it has none."""
         for name in (tenant, EVERY_OTHER):
             found = self._table.get(name, {}).get(limit)
             if found is not None:
@@ -141,7 +141,7 @@ class TenantLimits(Collector):
 
 
 def read_limits(entries: Any) -> TenantTable:
-    """The table of a tokens file's list `limits`.
+    """Return the table of a tokens file's list `limits`.
 
     Raises:
         ConfigError: It is none; names the entry.

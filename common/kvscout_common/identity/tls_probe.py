@@ -17,7 +17,7 @@ SETTLE_SECONDS = 0.3
 
 
 async def tls_trouble(address: str, security: ClientSecurity) -> str:
-    """What is wrong with TLS at an address, in a few words that follow it; "" = nothing that can be seen.
+    """Return what is wrong with TLS at an address, in a few words that follow it; "" = nothing that can be seen.
 
     Args:
         address: host:port.

@@ -40,7 +40,7 @@ class KubernetesAccess:
     """None = plain HTTP."""
 
     def headers(self) -> dict[str, str]:
-        """What each request shows; looks at the token's file once a second at most."""
+        """Return what each request shows; looks at the token's file once a second at most."""
         token = self.token if isinstance(self.token, str) else self.token.token()
         return {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -71,7 +71,7 @@ class FollowedTls:
         self._file.load()
 
     def context(self) -> ssl.SSLContext:
-        """The one of now; looks at the files once a second at most."""
+        """Return the one of now; looks at the files once a second at most."""
         now = time.monotonic()
         if now - self._looked_at >= POLL_SECONDS:
             self._looked_at = now

@@ -78,7 +78,7 @@ class Expired(Unavailable):
 
 
 def api_session() -> aiohttp.ClientSession:
-    """A session to ask an API server with; keeps nothing that it says."""
+    """Return a session to ask an API server with; keeps nothing that it says."""
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
 
 
@@ -118,7 +118,7 @@ class ListWatch(Generic[T]):
         """What is wrong with an object that is left out; "" = none is."""
 
     async def run(self, http: aiohttp.ClientSession) -> None:
-        """Follows the collection for ever."""
+        """Follow the collection for ever."""
         clock = asyncio.get_running_loop().time
         pause = FIRST_PAUSE_SECONDS
         while True:
@@ -245,7 +245,7 @@ class ListWatch(Generic[T]):
     async def _chunks(
         self, http: aiohttp.ClientSession, query: Mapping[str, str], seconds: float
     ) -> AsyncGenerator[bytes, None]:
-        """The body of an answer.
+        """Yield the body of an answer.
 
         Raises:
             Unavailable: There is none, or it ended too soon, or not in time; `Refused`, `Expired`.
@@ -315,7 +315,7 @@ async def _document(body: bytes) -> Mapping[str, Any]:
 
 
 def _cut(response: aiohttp.ClientResponse) -> None:
-    """Lets go of an answer that is not read to its end: nobody waits for the goodbye of a server that may be dead."""
+    """Let go of an answer that is not read to its end: nobody waits for the goodbye of a server that may be dead."""
     connection = response.connection
     if connection is not None and connection.transport is not None and not response.content.at_eof():
         connection.transport.abort()

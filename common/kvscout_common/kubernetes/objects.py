@@ -63,7 +63,7 @@ class Pod:
 
     @classmethod
     def read(cls, document: Any) -> Pod:
-        """Reads an object of the API.
+        """Read an object of the API.
 
         Raises:
             ObjectProblem: It is no pod.
@@ -104,7 +104,7 @@ class InferencePool:
 
     @classmethod
     def read(cls, document: Any) -> InferencePool:
-        """Reads an object of the API, `inference.networking.k8s.io/v1`.
+        """Read an object of the API, `inference.networking.k8s.io/v1`.
 
         Raises:
             ObjectProblem: It is no pool.

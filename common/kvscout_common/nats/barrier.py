@@ -33,7 +33,7 @@ class NatsBarrier:
         return self._client.stats["reconnects"]
 
     async def wait(self, generation: int, *, seconds: float) -> None:
-        """Returns when the server has everything published since `generation` was taken.
+        """Return when the server has everything published since `generation` was taken.
 
         Raises:
             ConnectionReconnectingError: The connection was lost since then: some of it may be lost.

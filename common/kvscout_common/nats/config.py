@@ -41,7 +41,7 @@ class NatsConfig:
         return NatsNames(self.namespace)
 
     def link(self, client: str) -> NatsLink:
-        """A connection that is not made yet, of a client with this name."""
+        """Return a connection that is not made yet, of a client with this name."""
         # Imported here: the library, and what it needs, cost a process that uses none a third of its start.
         from kvscout_common.nats.link import NatsLink
 
@@ -49,7 +49,7 @@ class NatsConfig:
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> NatsConfig | None:
-        """Takes the values of `nats_flags`; None = no NATS was named.
+        """Take the values of `nats_flags`; None = no NATS was named.
 
         Raises:
             ConfigError: A server is no nats:// or tls:// URL, the namespace is empty, or the library is missing.
@@ -66,7 +66,7 @@ class NatsConfig:
 
 
 def nats_flags(*, default: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """The flags of everything that can use NATS; `NatsConfig.from_flags` reads them back.
+    """Return the flags of everything that can use NATS; `NatsConfig.from_flags` reads them back.
 
     Args:
         default: Servers where none is given; () = run without NATS.

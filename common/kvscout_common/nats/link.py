@@ -125,7 +125,7 @@ class NatsLink:
 
     @property
     def connected(self) -> bool:
-        """Whether the server is there now."""
+        """Return whether the server is there now."""
         return self.client.is_connected
 
     def status(self) -> types_pb2.NatsStatus:
@@ -142,7 +142,8 @@ class NatsLink:
         )
 
     async def require(self) -> nats.aio.client.Client:
-        """The client, connected. Waits while the first connection is being made, in the first seconds of a process.
+        """Return the client, connected. Waits while the first connection is being made, in the first seconds of a
+        process.
 
         Raises:
             Unavailable: It is not.
@@ -206,7 +207,7 @@ class NatsLink:
             end_if_cancelled()
 
     async def close(self) -> None:
-        """Sends what is waiting and closes the connection."""
+        """Send what is waiting and close the connection."""
         self._closed = True
         if self.client.is_connected:
             try:

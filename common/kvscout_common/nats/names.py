@@ -28,7 +28,7 @@ MAX_NAME_BYTES = 255
 
 
 def encode_name(name: str) -> str:
-    """A name in the characters 0-9 and A-V; "" becomes "-", which no name encodes to.
+    """Return a name in the characters 0-9 and A-V; "" becomes "-", which no name encodes to.
 
     Raises:
         InvalidArgument: It is longer than `MAX_NAME_BYTES` in UTF-8.
@@ -40,7 +40,7 @@ def encode_name(name: str) -> str:
 
 
 def decode_name(encoded: str) -> str:
-    """The name that `encode_name` encoded.
+    """Return the name that `encode_name` encoded.
 
     Raises:
         InvalidArgument: It encoded none.
@@ -89,7 +89,7 @@ class NatsNames:
         return f"{self._root}.stream.{_source(tenant, model, worker)}"
 
     def stream_subjects(self, tenant: str, model: str) -> str:
-        """What the stream of a model captures."""
+        """Return what the stream of a model captures."""
         return f"{self._root}.stream.{encode_name(tenant)}.{encode_name(model)}.>"
 
     def stream(self, tenant: str, model: str) -> str:
@@ -108,7 +108,7 @@ class NatsNames:
         return (tenant, model)
 
     def parse_events(self, subject: str) -> EventSubject:
-        """Whose events a subject carries, on NATS core or JetStream.
+        """Return whose events a subject carries, on NATS core or JetStream.
 
         Raises:
             InvalidArgument: It is no subject of events of this namespace.

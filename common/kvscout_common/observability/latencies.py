@@ -39,6 +39,6 @@ class Latencies:
         self.seconds += seconds
 
     def add_to(self, histogram: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
-        """Adds the series of these labels."""
+        """Add the series of these labels."""
         buckets = zip((*map(str, self._bounds), "+Inf"), accumulate(self.counts), strict=True)
         histogram.add_metric(labels, list(buckets), self.seconds)

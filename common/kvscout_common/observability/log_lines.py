@@ -108,7 +108,7 @@ class RateFilter(logging.Filter):
         """Lines that may be written, when that was so, and records suppressed since the last one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is written."""
+        """Return whether the record is written."""
         if getattr(record, "unlimited", False):
             return True
         place = (record.pathname, record.lineno)
@@ -134,6 +134,6 @@ class GoneClientFilter(logging.Filter):
     LOGGER = "grpc._cython.cygrpc"
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is written."""
+        """Return whether the record is written."""
         kind = record.exc_info[0] if record.exc_info else None
         return record.name != self.LOGGER or kind is None or kind.__name__ != "ExecuteBatchError"

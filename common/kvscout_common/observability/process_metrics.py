@@ -33,7 +33,7 @@ class _Held(Collector):
 
 
 def register_process_metrics(registry: CollectorRegistry, service: str) -> None:
-    """Adds the samples that all services have alike: the build, what it holds, and `process_*` under Prometheus' names.
+    """Add the samples that all services have alike: the build, what it holds, and `process_*` under Prometheus' names.
 
     Args:
         registry: Read on the event loop.

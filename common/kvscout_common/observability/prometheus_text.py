@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 
 
 def read_samples(page: bytes, names: Iterable[str]) -> list[Sample]:
-    """The samples of some metrics, by name in the order of `names`.
+    """Return the samples of some metrics, by name in the order of `names`.
 
     Args:
         page: The page.
@@ -69,7 +69,7 @@ def _line(page: bytes, start: int) -> str:
 
 
 def _sample(name: str, rest: str) -> Sample:
-    """Reads what follows a name.
+    """Read what follows a name.
 
     Raises:
         ValueError: It is no sample.

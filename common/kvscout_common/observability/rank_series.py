@@ -36,7 +36,7 @@ class RankColumn(NamedTuple):
     values: Sequence[float]
 
     def sample(self, name: str, index: int) -> Sample:
-        """The sample of one rank."""
+        """Return the sample of one rank."""
         worker_id, dp_rank = self.ranks[index]
         return Sample(name, {**self.labels, "worker": worker_id, "dp_rank": str(dp_rank)}, self.values[index])
 
@@ -93,7 +93,7 @@ class RankSeries:
         """Their sums."""
 
     def bounded(self, families: Iterable[Metric]) -> Iterator[Metric]:
-        """A page with at most `limit` worker ranks in each family, and how many ranks are summed instead."""
+        """Yield a page with at most `limit` worker ranks in each family, and how many ranks are summed instead."""
         page = list(families)
         ranks: dict[_Rank, None] = {}
         read: set[tuple[str, int]] = set()
@@ -126,7 +126,7 @@ class RankSeries:
             self._named.setdefault(rank)
 
     def _summed(self, family: Metric, counted: dict[_Key, float], totals: dict[_Key, float]) -> Metric:
-        """A family in which the ranks without a name are one series for each set of their further labels."""
+        """Return a family in which the ranks without a name are one series for each set of their further labels."""
         is_gauge = family.type == "gauge"
         add = _WORST.get(family.name, float.__add__)
         shown = Metric(family.name, family.documentation, family.type)
@@ -153,7 +153,7 @@ class RankSeries:
     def _summed_columns(
         self, family: RankFamily, places: _Places, columns: _Columns, totals: dict[_Key, float]
     ) -> Metric:
-        """The same of columns."""
+        """Return the same of columns."""
         is_gauge, name = family.type == "gauge", family.sample_name
         add = _WORST.get(family.name)
         shown = Metric(family.name, family.documentation, family.type)
@@ -211,7 +211,7 @@ def _with_sums(shown: Metric, sums: dict[_Key, float]) -> Metric:
 
 
 def _ranks_of(family: Metric, read: set[tuple[str, int]]) -> Iterator[_Rank]:
-    """The worker ranks of a family; those that columns share once."""
+    """Yield the worker ranks of a family; those that columns share once."""
     if not isinstance(family, RankFamily):
         yield from (_rank(sample) for sample in family.samples if _is_of_rank(sample))
         return

@@ -33,7 +33,7 @@ class MethodTimes:
         self._elsewhere.append(read)
 
     def totals(self) -> tuple[Counter[grpc.StatusCode], Latencies]:
-        """All until now, by status, and how long they took."""
+        """Return all until now, by status, and how long they took."""
         # In one step: the loop goes on meanwhile.
         codes, latencies = Counter(dict(self.codes)), Latencies(BUCKETS)
         latencies.add(self.latencies.counts, self.latencies.seconds)

@@ -11,7 +11,7 @@ from kvscout_common.observability.log_lines import BoundedFormatter, GoneClientF
 
 
 def configure_logging(level: str, log_format: str) -> None:
-    """Sends log lines to stderr; stdout is kept for what a command prints.
+    """Send log lines to stderr; stdout is kept for what a command prints.
 
     Args:
         level: "debug", "info", "warning" or "error".
@@ -46,7 +46,7 @@ class RateLimitedLog:
         self._last: dict[Hashable, tuple[float, int]] = {}
 
     def warning(self, key: Hashable, message: str, *args: object, error: BaseException | None = None) -> None:
-        """Logs a warning, with the traceback of an error if one is given, unless one of the same key was logged within
+        """Log a warning, with the traceback of an error if one is given, unless one of the same key was logged within
         the period."""
         now = self._clock()
         last = self._last.get(key)

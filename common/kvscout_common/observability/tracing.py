@@ -50,7 +50,7 @@ class Span(Protocol):
         ...
 
     def record(self, **facts: Fact) -> None:
-        """Adds attributes `kvscout.NAME`."""
+        """Add attributes `kvscout.NAME`."""
         ...
 
     def event(self, name: str) -> None:
@@ -62,7 +62,7 @@ class Span(Protocol):
         ...
 
     def begun(self) -> Span:
-        """Begins it, for one that is no block: what is begun meanwhile is no part of it."""
+        """Begin it, for one that is no block: what is begun meanwhile is no part of it."""
         ...
 
     def end(self) -> None:
@@ -106,12 +106,12 @@ _tracer: _Tracer | None = None
 
 
 def enabled() -> bool:
-    """Whether there are traces."""
+    """Return whether there are traces."""
     return _tracer is not None
 
 
 def span(name: str, kind: Kind = Kind.INTERNAL, *, parent: str | None = None) -> Span:
-    """A span, begun when it is entered, or by `begun`.
+    """Return a span, begun when it is entered, or by `begun`.
 
     Args:
         name: One of few.
@@ -122,7 +122,7 @@ def span(name: str, kind: Kind = Kind.INTERNAL, *, parent: str | None = None) ->
 
 
 def current() -> Span:
-    """The one that runs now."""
+    """Return the one that runs now."""
     return NOTHING if _tracer is None else _Span.running(_tracer)
 
 
@@ -132,7 +132,7 @@ def traceparent() -> str:
 
 
 def call_options() -> dict[str, Any]:
-    """The same as an option of a call."""
+    """Return the same as an option of a call."""
     parent = traceparent()
     return {"metadata": ((TRACEPARENT, parent),)} if parent else {}
 
@@ -245,7 +245,7 @@ class _Span:
         return found
 
     def begun(self) -> _Span:
-        """Begins it."""
+        """Begin it."""
         above = None
         if self._parent is not None:
             # An empty context: nothing that happens to run here is its parent.

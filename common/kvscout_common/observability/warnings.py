@@ -23,7 +23,7 @@ def text_of(warning: Warned) -> str:
 
 
 def about(name: str, warning: Warned) -> Warned:
-    """The same warning with what it is about in front."""
+    """Return the same warning with what it is about in front."""
     if isinstance(warning, str):
         return f"{name}: {warning}"
     return TenantWarning(warning.tenant, f"{name}: {warning.text}")

@@ -34,7 +34,7 @@ def open_descriptors() -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """Lifts the soft limit of open files, mostly 1,024, to the hard one; says so where that is small.
+    """Lift the soft limit of open files, mostly 1,024, to the hard one; warn where that is small.
 
     Returns:
         The limit from now on.

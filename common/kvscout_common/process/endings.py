@@ -26,13 +26,13 @@ class Closing:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, task: asyncio.Task[None] | None) -> None:
-        """Keeps a task until it has ended; None = nothing had to end."""
+        """Keep a task until it has ended; None = nothing had to end."""
         if task is not None and not task.done():
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def wait(self) -> None:
-        """Returns when all have ended, however they did."""
+        """Return when all have ended, however they did."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
@@ -62,12 +62,12 @@ class FirstDefect:
             self.report(error)
 
     async def watch(self) -> None:
-        """Ends with the first defect, and the process with it."""
+        """End with the first defect, and the process with it."""
         await asyncio.shield(self._met)
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether it is what no `except Exception` sees, and nobody wanted."""
+    """Return whether it is what no `except Exception` sees, and nobody wanted."""
     return not isinstance(error, (Exception, *INTENDED))
 
 
@@ -80,7 +80,7 @@ def report_panic(error: BaseException) -> bool:
 
 
 def guarded(function: Callable[..., None], failed: Callable[[BaseException], None]) -> Callable[..., None]:
-    """A callback whose exceptions are reported: loops and libraries that call it would only log them and go on,
+    """Return a callback whose exceptions are reported: loops and libraries that call it would only log them and go on,
     blind."""
 
     @functools.wraps(function)
@@ -96,7 +96,7 @@ def guarded(function: Callable[..., None], failed: Callable[[BaseException], Non
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether it went through code of kvscout."""
+    """Return whether it went through code of kvscout."""
     step = error.__traceback__
     while step is not None:
         if step.tb_frame.f_globals.get("__name__", "").startswith("kvscout"):

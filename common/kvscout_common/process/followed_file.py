@@ -27,7 +27,7 @@ POLL_SECONDS = 1.0
 
 
 def read_file(path: Path, *, flag: str, max_bytes: int, secret: bool = False) -> bytes:
-    """Reads a regular file of bounded size; blocks no longer than the disk does.
+    """Read a regular file of bounded size; blocks no longer than the disk does.
 
     Args:
         path: The file.
@@ -56,7 +56,7 @@ def read_file(path: Path, *, flag: str, max_bytes: int, secret: bool = False) ->
 
 
 def read_yaml(path: Path, *, flag: str, max_bytes: int, secret: bool = False) -> Any:
-    """Reads a YAML document; see `read_file`.
+    """Read a YAML document; see `read_file`.
 
     Raises:
         ConfigError: Also if it is no YAML. Says where, and repeats nothing that stands there: it may be a secret.
@@ -92,7 +92,7 @@ class FollowedFile(Generic[T]):
         """Why what the files say now is not in effect; "" = it is."""
 
     def load(self) -> None:
-        """Reads the files now.
+        """Read the files now.
 
         Raises:
             ConfigError: They are wrong; nothing changes then.
@@ -102,19 +102,19 @@ class FollowedFile(Generic[T]):
         self._seen = seen
 
     async def watch(self, sleep: Callable[[float], Any] = asyncio.sleep) -> None:
-        """Follows the files for ever. A content that is wrong is logged once and changes nothing."""
+        """Follow the files for ever. A content that is wrong is logged once and changes nothing."""
         while True:
             await sleep(POLL_SECONDS)
             for apply in await asyncio.to_thread(self._news):
                 apply()
 
     def look(self) -> None:
-        """Follows them once, here and now; for those who have no loop that watches."""
+        """Follow them once, here and now; for those who have no loop that watches."""
         for apply in self._news():
             apply()
 
     def _news(self) -> list[Callable[[], None]]:
-        """What is to be done on the loop."""
+        """Return what is to be done on the loop."""
         seen = self._looks()
         if seen == self._seen:
             return []
@@ -134,7 +134,7 @@ class FollowedFile(Generic[T]):
         self.error = error
 
     def _looks(self) -> list[object]:
-        """What is different once a file is another, or has another content."""
+        """Return what is different once a file is another, or has another content."""
         found: list[object] = []
         for path in self._paths:
             try:

@@ -12,7 +12,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def keep_mmap_threshold() -> bool:
-    """Keeps glibc from taking large blocks out of the heap that small ones are in.
+    """Keep glibc from taking large blocks out of the heap that small ones are in.
 
     By itself glibc raises its threshold, 128 KiB, to the size of every larger block that is freed. The tables of an
     index, which grow and shrink with the engines' caches, then leave holes, and the process takes up to a
@@ -26,7 +26,7 @@ def keep_mmap_threshold() -> bool:
 
 
 def trim() -> bool:
-    """Gives memory that is free back to the system, wherever in the heap it is; blocks, without the interpreter's lock.
+    """Give memory that is free back to the system, wherever in the heap it is; blocks, without the interpreter's lock.
 
     By itself glibc gives back what is free at the heap's end, and what was freed of an index is between what is not.
 

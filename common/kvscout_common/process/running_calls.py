@@ -42,7 +42,7 @@ class RunningCall(Protocol):
     """The task of a call, or what there is in its place."""
 
     def cancel(self) -> object:
-        """Ends it."""
+        """End it."""
 
 
 class RunningCalls:
@@ -72,11 +72,11 @@ class RunningCalls:
             self._none.set()
 
     def ends(self, method: str) -> bool:
-        """Whether calls of a method are ended, as the server stops."""
+        """Return whether calls of a method are ended, as the server stops."""
         return self._finishing and method in ENDLESS
 
     async def finish(self) -> None:
-        """Ends the endless calls with `Draining`, so that their callers turn to another server, and waits for all
+        """End the endless calls with `Draining`, so that their callers turn to another server, and wait for all
         others.
 
         From here on no endless call begins. `stopping` waits until the last answers are read.

@@ -33,7 +33,7 @@ Task = Callable[[], Coroutine[Any, Any, None]]
 
 
 def file_warnings(file: WorkersFile) -> list[Warned]:
-    """What is wrong with a workers file, whose workers are of any tenant."""
+    """Return what is wrong with a workers file, whose workers are of any tenant."""
     return [TenantWarning(ALL_TENANTS, f"workers file not in effect: {file.error}")] if file.error else []
 
 
@@ -76,7 +76,7 @@ class Backends:
             self._follow("workers-k8s", KubernetesWorkers(config.workers_k8s, registry, config.kubeconfig))
 
     async def warm(self) -> None:
-        """Waits until NATS, DNS and Kubernetes have listed their workers, or `WARM_SECONDS`."""
+        """Wait until NATS, DNS and Kubernetes have listed their workers, or `WARM_SECONDS`."""
         try:
             async with asyncio.timeout(WARM_SECONDS):
                 for read in self._read:
@@ -91,11 +91,11 @@ class Backends:
         self._warnings.append(discovery.warnings)
 
     def warnings(self) -> list[Warned]:
-        """What an operator should know of them, one sentence each."""
+        """Return what an operator should know of them, one sentence each."""
         return [warning for source in self._warnings for warning in source()]
 
     def nats(self) -> types_pb2.NatsStatus | None:
-        """The connection to NATS, for GetStatus; None = there is none."""
+        """Return the connection to NATS, for GetStatus; None = there is none."""
         return self._link.status() if self._link is not None else None
 
     def _follow_file(self, file: WorkersFile) -> None:

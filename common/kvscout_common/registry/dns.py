@@ -53,7 +53,7 @@ class DnsName:
 
     @classmethod
     def parse(cls, url: str) -> DnsName:
-        """Reads `dns://name:port?fields`.
+        """Read `dns://name:port?fields`.
 
         Raises:
             ConfigError: It is none, or a field is wrong.
@@ -68,7 +68,7 @@ class DnsName:
         return cls(url, host, port, WorkerTemplate(fields_of(url, parts.query, FIELD), FIELD))
 
     def worker(self, address: str, facts: EngineFacts | None) -> WorkerSpec:
-        """The worker at an address.
+        """Return the worker at an address.
 
         Raises:
             Unavailable: The engine does not report what the URL leaves open.
@@ -90,7 +90,7 @@ class _State:
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """The addresses of a name, of one family: where there are both, each host has one of each.
+    """Return the addresses of a name, of one family: where there are both, each host has one of each.
 
     Raises:
         OSError: It has none, or the lookup failed.
@@ -125,7 +125,7 @@ class DnsWorkers:
         """Set after the first round, whatever came of it."""
 
     def warnings(self) -> list[Warned]:
-        """What an operator should know, one sentence each."""
+        """Return what an operator should know, one sentence each."""
         found: list[Warned] = [
             TenantWarning(ALL_TENANTS, f"{state.name.url}: {state.problem}") for state in self._names if state.problem
         ]
@@ -136,7 +136,7 @@ class DnsWorkers:
         ]
 
     async def run(self) -> None:
-        """Follows the names for ever."""
+        """Follow the names for ever."""
         async with http_client() as http:
             while True:
                 await self.follow(http)

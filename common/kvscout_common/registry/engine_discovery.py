@@ -56,26 +56,26 @@ class Discovery:
         registry.listen(self)
 
     def warnings(self) -> list[Warned]:
-        """What an operator should know, one sentence a worker."""
+        """Return what an operator should know, one sentence a worker."""
         return [
             TenantWarning(name.tenant, f"worker {name.worker_id}: {why}")
             for name, why in sorted(self._problems.items())
         ]
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """Looks at it soon."""
+        """Look at it soon."""
         self._changed.set()
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """Looks at it soon."""
+        """Look at it soon."""
         self._changed.set()
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """Asks no more."""
+        """Ask no more."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Asks for ever."""
+        """Ask for ever."""
         async with http_client() as http:
             try:
                 while True:
@@ -89,7 +89,7 @@ class Discovery:
                 await asyncio.gather(*running, return_exceptions=True)
 
     def _compare(self, http: HttpClient) -> None:
-        """Starts to ask about the workers that are to be, as they are registered now, and stops for the others."""
+        """Start to ask about the workers that are to be, as they are registered now, and stop for the others."""
         wanted = {entry.name: entry.registered for entry in self._registry.entries() if self._wanted(entry.registered)}
         for name, (spec, task) in list(self._tasks.items()):
             if task.done():

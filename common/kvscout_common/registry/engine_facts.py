@@ -30,7 +30,7 @@ class EngineFacts:
     """Which one it is; None = what it said fits several."""
 
     def complete(self, spec: WorkerSpec) -> WorkerSpec:
-        """A registration with what it leaves open.
+        """Return a registration with what it leaves open.
 
         The ranks of an engine that publishes for several are taken over where the registration says nothing of ranks.
         Model and block size never are: whoever registers a worker has to know them.
@@ -49,7 +49,7 @@ class EngineFacts:
         return completed
 
     def contradictions(self, spec: WorkerSpec) -> dict[str, str]:
-        """What a completed registration says otherwise than its engine, in words, by the field that differs."""
+        """Return what a completed registration says otherwise than its engine, in words, by the field that differs."""
         found = {}
         if self.block_size and self.block_size != spec.block_size:
             found["block_size"] = f"registered with block_size {spec.block_size}, the engine has {self.block_size}"
@@ -67,7 +67,7 @@ class EngineFacts:
 
 
 def lacks_event_endpoints(spec: WorkerSpec) -> bool:
-    """Whether a worker's events are to be read from its engine, and only the engine can say where."""
+    """Return whether a worker's events are to be read from its engine, and only the engine can say where."""
     return bool(
         spec.transport is Transport.ZMQ and not spec.event_endpoints and spec.http_endpoint and spec.engine in ASKED
     )

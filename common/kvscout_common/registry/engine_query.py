@@ -66,7 +66,7 @@ async def ask_engine(http: HttpClient, url: str, engine: EngineKind | None) -> E
 
 
 def _cards(answer: Any) -> list[Mapping[str, Any]]:
-    """The models of an engine whose names can be names."""
+    """Return the models of an engine whose names can be names."""
     cards = answer.get("data") if isinstance(answer, Mapping) else None
     return [
         card
@@ -129,7 +129,7 @@ def _vllm_cache(metrics: bytes) -> tuple[int, int]:
 
 
 def _number(value: Any) -> int | None:
-    """A number that was sent as one or as its digits; None = it is none, or has too many of them."""
+    """Return a number that was sent as one or as its digits; None = it is none, or has too many of them."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**_COUNT_DIGITS:
         return value
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= _COUNT_DIGITS:
@@ -142,7 +142,7 @@ def _topic(value: Any) -> str:
 
 
 def _reachable(endpoint: Any, host: str) -> str:
-    """A ZMQ address as a subscriber connects to it; "" = there is none."""
+    """Return a ZMQ address as a subscriber connects to it; "" = there is none."""
     if not isinstance(endpoint, str):
         return ""
     name, separator, port = endpoint.removeprefix("tcp://").rpartition(":")

@@ -123,7 +123,7 @@ class _Followed:
         return next(iter(self.pools.objects.values()), None) if self.pools is not None else None
 
     def offer(self, pod: Pod) -> _Offer:
-        """What a pod has to offer."""
+        """Return what a pod has to offer."""
         known = self.offers.get(pod.key)
         if known is not None and known.pod is pod and known.pool is self.pool:
             return known
@@ -138,7 +138,7 @@ class _Followed:
 
     @property
     def listed(self) -> bool:
-        """Whether everything was read once."""
+        """Return whether everything was read once."""
         if self.pools is not None and not self.pools.listed:
             return False
         return self.pods.listed if self.pods is not None else self.pools is not None
@@ -188,7 +188,7 @@ class KubernetesWorkers:
         """Set when everything was listed, and every engine that is up asked once."""
 
     def warnings(self) -> list[Warned]:
-        """What an operator should know, one sentence each."""
+        """Return what an operator should know, one sentence each."""
         found = []
         for followed in self._followed:
             of = f"kubernetes {followed.selection.text!r}"
@@ -207,7 +207,7 @@ class KubernetesWorkers:
         return [TenantWarning(ALL_TENANTS, text) for text in found]
 
     async def run(self) -> None:
-        """Follows the selections for ever."""
+        """Follow the selections for ever."""
         async with api_session() as http, http_client() as engines, asyncio.TaskGroup() as tasks:
             for followed in self._followed:
                 if followed.pools is not None:
@@ -233,7 +233,7 @@ class KubernetesWorkers:
         return _Followed(selection, namespace, pools)
 
     def _follow_pods(self, followed: _Followed, http: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
-        """Sees to it that the pods of a selection are followed: those of a pool are others when its selector is."""
+        """See to it that the pods of a selection are followed: those of a pool are others when its selector is."""
         labels = followed.selection.labels
         if followed.pools is not None:
             if not followed.pools.listed:
@@ -265,7 +265,7 @@ class KubernetesWorkers:
         self._changed.set()
 
     async def _reconcile(self, http: HttpClient, tasks: asyncio.TaskGroup) -> None:
-        """Makes the registry's workers those of the pods that have changed, as they are known now."""
+        """Make the registry's workers those of the pods that have changed, as they are known now."""
         while self._stale:
             keys = list(itertools.islice(self._stale, PODS_A_SLICE))
             for key in keys:
@@ -301,7 +301,7 @@ class KubernetesWorkers:
         self._registry.add_to_source(Source.KUBERNETES, new.specs.values())
 
     def _standing(self, key: str, http: HttpClient, tasks: asyncio.TaskGroup) -> _Standing:
-        """What a pod comes to by all selections; of two that select it, the first counts."""
+        """Return what a pod comes to by all selections; of two that select it, the first counts."""
         specs: dict[WorkerName, WorkerSpec] = {}
         uid, worker_ids = "", set[str]()
         for followed in self._followed:
@@ -366,7 +366,7 @@ class KubernetesWorkers:
         return known.spec
 
     async def _learn(self, worker: PodWorker, pod_key: str, http: HttpClient) -> None:
-        """Asks an engine until it answers."""
+        """Ask an engine until it answers."""
         pause = FIRST_RETRY_SECONDS
         while True:
             try:

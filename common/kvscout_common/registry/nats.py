@@ -97,7 +97,7 @@ class NatsRegistry:
         link.on_connected(self._connected)
 
     def warnings(self) -> list[Warned]:
-        """What an operator should know, one sentence each."""
+        """Return what an operator should know, one sentence each."""
         found: list[Warned] = []
         if self.problem:
             found.append(f"{self.problem}: what was known of its {len(self._table)} workers stays")
@@ -110,7 +110,7 @@ class NatsRegistry:
     # Following
 
     async def run(self) -> None:
-        """Follows the bucket for ever."""
+        """Follow the bucket for ever."""
         while True:
             try:
                 await self._follow()
@@ -196,7 +196,7 @@ class NatsRegistry:
             self._forget(stored.name, lease_ended=False)
 
     def _apply(self, entry: KeyValue.Entry) -> WorkerName | None:
-        """Takes one value or marker; returns whose, None = nobody's."""
+        """Take one value or marker; return whose, None = nobody's."""
         revision = entry.revision or 0
         try:
             name = WorkerName(*self._link.names.parse_worker_key(entry.key))
@@ -232,7 +232,7 @@ class NatsRegistry:
             self._registry.register(stored.spec, source=Source.NATS, lease_seconds=stored.lease_seconds)
 
     def _show_hidden(self) -> None:
-        """Shows what one of `DECLARED` had in front of it."""
+        """Show what one of `DECLARED` had in front of it."""
         for name, stored in self._table.items():
             if self._registry.find(name) is None:
                 self._show(stored)
@@ -249,7 +249,7 @@ class NatsRegistry:
         self._advanced = asyncio.Event()
 
     async def _check(self) -> None:
-        """Compares with the server; ends the leases of which that says that they were not renewed."""
+        """Compare with the server; end the leases of which that says that they were not renewed."""
         asked_at = self._clock()
         try:
             info = await self._bucket.state(CALL_SECONDS)
@@ -343,7 +343,7 @@ class NatsRegistry:
         return entry
 
     async def _shown(self, revision: int) -> None:
-        """Waits until the registry shows what was written."""
+        """Wait until the registry shows what was written."""
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 while self._revision < revision:

@@ -96,7 +96,7 @@ class Selection:
 
     @classmethod
     def parse(cls, text: str) -> Selection:
-        """Reads `SELECTOR` or `pool/NAME`, perhaps with `?parameters`.
+        """Read `SELECTOR` or `pool/NAME`, perhaps with `?parameters`.
 
         Raises:
             ConfigError: It is none, or a parameter is wrong.
@@ -122,7 +122,7 @@ class Selection:
         return cls(text, places.pop("namespace", ""), "" if pool else what, pool, places, fields)
 
     def workers(self, pod: Pod, pool: InferencePool | None) -> list[PodWorker]:
-        """What a pod with an address has to offer.
+        """Return what a pod with an address has to offer.
 
         Args:
             pod: One of those selected.
@@ -161,7 +161,7 @@ class Selection:
     def _ports(
         self, pod: Pod, pool: InferencePool | None, own: Mapping[str, str], found: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """Where its HTTP servers are; of several, each has its own data-parallel rank."""
+        """Return where its HTTP servers are; of several, each has its own data-parallel rank."""
         if "port" in own or "port" in self.places or (pool is None and "port" in found):
             return _listed(pod, str(found["port"]))
         active = next((pod.notes[name] for name in _ACTIVE_PORTS if name in pod.notes), None)
@@ -180,7 +180,7 @@ class Selection:
 
 
 def _own_fields(pod: Pod) -> dict[str, Any]:
-    """What stands at the pod for kvscout."""
+    """Return what stands at the pod for kvscout."""
     found: dict[str, Any] = {}
     for name, value in pod.notes.items():
         if name.startswith(OWN):
@@ -192,7 +192,7 @@ def _own_fields(pod: Pod) -> dict[str, Any]:
 
 
 def _of_others(pod: Pod) -> dict[str, Any]:
-    """What stands at the pod for others, in our words."""
+    """Return what stands at the pod for others, in our words."""
     notes, found = pod.notes, dict[str, Any]()
     role = notes.get("llm-d.ai/role")
     if role is not None:
@@ -213,7 +213,7 @@ def _of_others(pod: Pod) -> dict[str, Any]:
 
 
 def _listed(pod: Pod, text: str) -> tuple[int, ...]:
-    """Ports from numbers and names of declared ones, with commas between."""
+    """Return the ports from numbers and names of declared ones, with commas between."""
     found = []
     for one in text.split(",")[: MAX_PORTS + 1]:
         named = next((port.number for port in pod.ports if port.name == one.strip()), 0)
@@ -226,7 +226,7 @@ def _listed(pod: Pod, text: str) -> tuple[int, ...]:
 
 
 def _count(values: Mapping[str, Any], field: str, default: int) -> int:
-    """A number of ranks, or of the first of them."""
+    """Return a number of ranks, or of the first of them."""
     text = str(values.get(field, default))
     if not (text.isascii() and text.isdecimal() and len(text) <= 9) or (field == "dp_size" and int(text) > MAX_RANKS):
         raise ObjectProblem(f"{field} {text!r} is no number of ranks")
@@ -234,6 +234,6 @@ def _count(values: Mapping[str, Any], field: str, default: int) -> int:
 
 
 def _port(text: Any) -> int:
-    """A port; 0 = it is none."""
+    """Return a port; 0 = it is none."""
     shown = str(text)
     return int(shown) if shown.isascii() and shown.isdecimal() and len(shown) <= 5 and int(shown) <= MAX_PORT else 0

@@ -13,19 +13,19 @@ class Registrar(Protocol):
     """Changes registrations. When a call returns, the registry of this service shows the change."""
 
     async def register(self, spec: WorkerSpec, lease_seconds: int) -> bool:
-        """Adds or replaces a worker; returns whether it is new. See `Registry.register`."""
+        """Add or replace a worker; return whether it is new. See `Registry.register`."""
 
     async def update(self, spec: WorkerSpec) -> None:
-        """Replaces the registration of a known worker; its lease and source stay. See `Registry.update`."""
+        """Replace the registration of a known worker; its lease and source stay. See `Registry.update`."""
 
     async def set_draining(self, tenant: str, worker_id: str, draining: bool) -> None:
-        """Starts or ends draining. See `Registry.set_draining`."""
+        """Start or end draining. See `Registry.set_draining`."""
 
     async def keep_alive(self, tenant: str, worker_ids: Iterable[str]) -> list[str]:
-        """Renews leases; returns the ids that are not registered. See `Registry.keep_alive`."""
+        """Renew leases; return the ids that are not registered. See `Registry.keep_alive`."""
 
     async def remove(self, tenant: str, worker_id: str) -> None:
-        """Removes a worker. See `Registry.remove`."""
+        """Remove a worker. See `Registry.remove`."""
 
 
 class OwnRegistrar:

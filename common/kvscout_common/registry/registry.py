@@ -72,7 +72,7 @@ class Entry:
 
     @property
     def name(self) -> WorkerName:
-        """What identifies it."""
+        """Return what identifies it."""
         return WorkerName(self.spec.tenant, self.spec.worker_id)
 
 
@@ -90,7 +90,7 @@ class RegistryListener(Protocol):
 
 
 def any_worker(spec: WorkerSpec) -> None:
-    """Takes every registration."""
+    """Take every registration."""
 
 
 class Registry:
@@ -152,15 +152,15 @@ class Registry:
             self.limits.require(Limit.WORKERS, name.tenant, used)
 
     def has(self, name: WorkerName) -> bool:
-        """Whether a worker is registered."""
+        """Return whether a worker is registered."""
         return name in self._entries
 
     def lease_remaining(self, entry: Entry) -> float | None:
-        """Seconds until an entry's lease ends; None = it has none."""
+        """Return seconds until an entry's lease ends; None = it has none."""
         return None if entry.expires_at is None else max(0.0, entry.expires_at - self._clock())
 
     def register(self, spec: WorkerSpec, *, source: Source = Source.RPC, lease_seconds: int = 0) -> bool:
-        """Adds or replaces a worker.
+        """Add or replace a worker.
 
         Args:
             spec: A validated registration.
@@ -181,7 +181,7 @@ class Registry:
         return old is None
 
     def learn(self, spec: WorkerSpec, lease_seconds: int) -> bool:
-        """Adds or replaces a worker that another service knows, unless it was registered here.
+        """Add or replace a worker that another service knows, unless it was registered here.
 
         Args:
             spec: A validated registration.
@@ -196,7 +196,7 @@ class Registry:
         return old is None
 
     def update(self, spec: WorkerSpec) -> None:
-        """Replaces the registration of a known worker; its lease and source stay.
+        """Replace the registration of a known worker; its lease and source stay.
 
         Raises:
             NotFound: If it is not registered.
@@ -207,7 +207,7 @@ class Registry:
         self._put(replace(entry, registered=spec))
 
     def complete(self, tenant: str, worker_id: str, facts: EngineFacts) -> None:
-        """Fills in what a registration leaves open; kept until the worker is removed or its engine another one.
+        """Fill in what a registration leaves open; kept until the worker is removed or its engine another one.
 
         Raises:
             NotFound: If it is not registered.
@@ -217,7 +217,7 @@ class Registry:
         self._put(entry)
 
     def set_draining(self, tenant: str, worker_id: str, draining: bool) -> None:
-        """Starts or ends draining; allowed for entries of `DECLARED` too, until they change there.
+        """Start or end draining; allowed for entries of `DECLARED` too, until they change there.
 
         Raises:
             NotFound: If it is not registered.
@@ -226,7 +226,7 @@ class Registry:
         self._put(replace(entry, registered=entry.registered.with_draining(draining)))
 
     def keep_alive(self, tenant: str, worker_ids: Iterable[str]) -> list[str]:
-        """Renews leases; returns the ids that are not registered."""
+        """Renew leases; return the ids that are not registered."""
         unknown = []
         for worker_id in worker_ids:
             entry = self._entries.get(WorkerName(tenant, worker_id))
@@ -248,19 +248,19 @@ class Registry:
         self._drop(entry, "lease" if lease_ended else "removed" if source is Source.RPC else str(source))
 
     def restart_leases(self, source: Source) -> None:
-        """Gives every lease of a source its full length again, as no renewal could be received for a while."""
+        """Give every lease of a source its full length again, as no renewal could be received for a while."""
         for entry in self._entries.values():
             if entry.source is source and entry.lease_seconds:
                 self._entries[entry.name] = replace(entry, expires_at=self._clock() + entry.lease_seconds)
 
     def expire(self) -> list[WorkerSpec]:
-        """Removes every worker whose lease has ended and returns them; those of the bucket are left to
+        """Remove every worker whose lease has ended and return them; those of the bucket are left to
         `expire_shared`."""
         now = self._clock()
         return self._expire(lambda entry: entry.source is not Source.NATS, now)
 
     def expire_shared(self, by: float) -> list[WorkerSpec]:
-        """Removes every worker of the bucket whose lease has ended by a time, and returns them.
+        """Remove every worker of the bucket whose lease has ended by a time, and return them.
 
         Args:
             by: On the registry's clock; every renewal made before must have been received.
@@ -275,7 +275,7 @@ class Registry:
         return [entry.spec for entry in ended]
 
     def replace_source(self, source: Source, specs: Iterable[WorkerSpec]) -> None:
-        """Makes `specs` the whole of what a source contributes: adds, updates, removes.
+        """Make `specs` the whole of what a source contributes: add, update, remove.
 
         Entries of other sources stay, except that the ones of `DECLARED` take over entries of the same name from all
         that come after them.
@@ -296,7 +296,7 @@ class Registry:
                 self._drop(entry, str(source))
 
     def add_to_source(self, source: Source, specs: Iterable[WorkerSpec]) -> None:
-        """Adds and updates some of what a source contributes, by the rules of `replace_source`."""
+        """Add and update some of what a source contributes, by the rules of `replace_source`."""
         for spec in specs:
             old = self._entries.get(WorkerName(spec.tenant, spec.worker_id))
             last = None if old is None else old.reported or old.registered
@@ -340,5 +340,5 @@ def require_writable(entry: Entry, source: Source) -> None:
 
 
 def _takes_over(source: Source, other: Source) -> bool:
-    """Whether an entry of one source counts where another has one of the same name."""
+    """Return whether an entry of one source counts where another has one of the same name."""
     return source in DECLARED and _RANK[source] < _RANK.get(other, len(_RANK))

@@ -51,7 +51,7 @@ class Stored:
 
     @property
     def name(self) -> WorkerName:
-        """Whose it is."""
+        """Return whose it is."""
         return WorkerName(self.spec.tenant, self.spec.worker_id)
 
     def encode(self) -> bytes:
@@ -72,7 +72,7 @@ class Renewal(Enum):
 
 
 def decode(name: WorkerName, value: bytes, revision: int) -> Stored:
-    """Reads a value.
+    """Read a value.
 
     Raises:
         InvalidArgument: It is no registration of this worker, or of a version that is not known.
@@ -105,7 +105,7 @@ class WorkerBucket:
         """Whether the server ends leases; None = the bucket was not opened yet."""
 
     async def open(self) -> tuple[KeyValue, StreamInfo]:
-        """The bucket, made if there is none, and its state."""
+        """Return the bucket, made if there is none, and its state."""
 
         js, name = await self._js(), self._names.workers_bucket
         try:
@@ -123,7 +123,7 @@ class WorkerBucket:
         return bucket, info
 
     async def state(self, timeout_seconds: float) -> StreamInfo:
-        """The state of the bucket's stream.
+        """Return the state of the bucket's stream.
 
         Raises:
             NotFound: There is no bucket.
@@ -139,15 +139,15 @@ class WorkerBucket:
             raise _unavailable(error) from error
 
     async def put(self, stored: Stored) -> int:
-        """Writes a registration, whatever is there; returns its revision."""
+        """Write a registration, whatever is there; return its revision."""
         return await self._publish(stored.name, stored.encode(), {}, stored.lease_seconds)
 
     async def create(self, stored: Stored) -> int | None:
-        """Writes a registration where there never was one; returns its revision, None = there is or was one."""
+        """Write a registration where there never was one; return its revision, None = there is or was one."""
         return await self._write_after(stored, 0)
 
     async def get(self, name: WorkerName) -> Stored | Renewal:
-        """What is registered now, or how it went.
+        """Return what is registered now, or how it went.
 
         Raises:
             InvalidArgument: What is there cannot be read.
@@ -170,7 +170,7 @@ class WorkerBucket:
     async def change(
         self, name: WorkerName, known: Stored | None, edit: Callable[[Stored], Stored] = lambda stored: stored
     ) -> Stored | Renewal:
-        """Writes a registration again, on condition that it is there.
+        """Write a registration again, on condition that it is there.
 
         Args:
             name: Which.
@@ -194,11 +194,11 @@ class WorkerBucket:
         raise Unavailable(f"others keep changing worker {name.worker_id!r}", retry_after_seconds=1.0)
 
     async def remove(self, name: WorkerName) -> int:
-        """Writes the marker of a removal, whatever is there; returns its revision."""
+        """Write the marker of a removal, whatever is there; return its revision."""
         return await self._publish(name, b"", {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}, MARKER_SECONDS)
 
     async def end(self, stored: Stored) -> None:
-        """Deletes what has ended, unless it was written meanwhile; for servers that do not do it themselves."""
+        """Delete what has ended, unless it was written meanwhile; for servers that do not do it themselves."""
         headers = {"KV-Operation": "DEL", ENDED: "lease", "Nats-Expected-Last-Subject-Sequence": str(stored.revision)}
         await self._publish_if(stored.name, b"", headers, MARKER_SECONDS)
 

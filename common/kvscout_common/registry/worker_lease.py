@@ -45,7 +45,7 @@ class WorkerLease:
 
     @property
     def name(self) -> WorkerName:
-        """What identifies the registration."""
+        """Return what identifies the registration."""
         return self._wanted.name
 
     @property
@@ -67,7 +67,7 @@ class WorkerLease:
         self._changed.set()
 
     async def until_registered(self) -> None:
-        """Waits until it is.
+        """Wait until it is.
 
         Raises:
             FailedPrecondition: Somebody removed it.
@@ -77,7 +77,7 @@ class WorkerLease:
             raise FailedPrecondition(f"worker {self.name.worker_id!r}: {self.problem}")
 
     async def run(self) -> None:
-        """Keeps the registration until cancelled."""
+        """Keep the registration until cancelled."""
         while True:
             end_if_cancelled()
             self._changed.clear()
@@ -95,7 +95,7 @@ class WorkerLease:
                 pass  # time to renew
 
     async def remove(self) -> None:
-        """Removes the registration; after `run` was cancelled.
+        """Remove the registration; after `run` was cancelled.
 
         Raises:
             Unavailable: NATS is away; the lease will end by itself.

@@ -26,7 +26,7 @@ _ROLES: Final = {role: types_pb2.Role.Value(f"ROLE_{role.name}") for role in Rol
 
 
 def enum_from_proto(kind: type[E], wrapper: Any, prefix: str, number: int, unset: E, *, field: str) -> E:
-    """The member of one of our enums that a proto number names; 0 means `unset`.
+    """Return the member of one of our enums that a proto number names; 0 means `unset`.
 
     Raises:
         InvalidArgument: If this release does not know the number.
@@ -40,22 +40,22 @@ def enum_from_proto(kind: type[E], wrapper: Any, prefix: str, number: int, unset
 
 
 def role_from_proto(number: int) -> Role:
-    """The role of a proto number; unset = aggregated."""
+    """Return the role of a proto number; unset = aggregated."""
     return enum_from_proto(Role, types_pb2.Role, "ROLE_", number, Role.AGGREGATED, field="role")
 
 
 def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
-    """The proto number of a role."""
+    """Return the proto number of a role."""
     return _ROLES[role]
 
 
 def rank_to_proto(rank: WorkerRank) -> types_pb2.WorkerRank:
-    """A worker rank as protobuf."""
+    """Return a worker rank as protobuf."""
     return types_pb2.WorkerRank(worker_id=rank.worker_id, dp_rank=rank.dp_rank)
 
 
 def rank_from_proto(message: types_pb2.WorkerRank) -> WorkerRank:
-    """A worker rank from protobuf.
+    """Return a worker rank from protobuf.
 
     Raises:
         InvalidArgument: If it names no worker.
@@ -66,7 +66,7 @@ def rank_from_proto(message: types_pb2.WorkerRank) -> WorkerRank:
 
 
 def spec_from_proto(worker: workers_pb2.Worker, tenant: str = "") -> WorkerSpec:
-    """A validated registration, defaults filled in.
+    """Return a validated registration, defaults filled in.
 
     Args:
         worker: As received.
@@ -132,7 +132,7 @@ def spec_from_proto(worker: workers_pb2.Worker, tenant: str = "") -> WorkerSpec:
 
 
 def spec_to_proto(spec: WorkerSpec) -> workers_pb2.Worker:
-    """A registration as protobuf, every default written out."""
+    """Return a registration as protobuf, every default written out."""
     return workers_pb2.Worker(
         worker_id=spec.worker_id,
         model=spec.model,

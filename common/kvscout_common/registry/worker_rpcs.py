@@ -100,7 +100,7 @@ class WorkerRpcs:
         return answer
 
     def _admitted(self, request: workers_pb2.RegisterWorkerRequest | workers_pb2.UpdateWorkerRequest) -> WorkerSpec:
-        """The worker of a request, if this service takes it.
+        """Return the worker of a request, if this service takes it.
 
         Raises:
             InvalidArgument: Naming the field that is wrong, or refused.
@@ -115,7 +115,7 @@ class WorkerRpcs:
 
 
 def required_id(worker_id: str) -> str:
-    """A worker id that is given.
+    """Return a worker id that is given.
 
     Raises:
         InvalidArgument: If it is empty.

@@ -18,7 +18,7 @@ _UNKNOWN: dict[str, Any] = {"worker_id": "?", "model": "?", "block_size": 1, "ht
 
 
 def fields_of(text: str, query: str, flag: str) -> dict[str, Any]:
-    """Fields of `kvscout.v1.Worker` as the parameters of a flag, `role=decode&labels.zone=a`.
+    """Return the fields of `kvscout.v1.Worker` as the parameters of a flag, `role=decode&labels.zone=a`.
 
     Args:
         text: All of the flag's value, for errors.
@@ -54,12 +54,12 @@ class WorkerTemplate:
 
     @property
     def open(self) -> bool:
-        """Whether the engine is asked for something without which there is no worker."""
+        """Return whether the engine is asked for something without which there is no worker."""
         return not {"model", "block_size"} <= self.values.keys()
 
     @property
     def engine(self) -> EngineKind | None:
-        """Which engine they are; None = the engine is asked."""
+        """Return which engine they are; None = the engine is asked."""
         given = self.values.get("engine")
         return None if given is None else EngineKind(str(given).lower())
 

@@ -46,7 +46,7 @@ _ENUM_PREFIXES = {
 
 
 def load_workers(path: Path, admit: Callable[[WorkerSpec], None] = any_worker) -> list[WorkerSpec]:
-    """Reads and validates a workers file.
+    """Read and validate a workers file.
 
     Args:
         path: The file.
@@ -78,7 +78,7 @@ def load_workers(path: Path, admit: Callable[[WorkerSpec], None] = any_worker) -
 
 
 def worker_from_mapping(entry: Any, where: str) -> WorkerSpec:
-    """Reads one worker as the file writes it.
+    """Read one worker as the file writes it.
 
     Args:
         entry: A mapping of the fields of `kvscout.v1.Worker`.

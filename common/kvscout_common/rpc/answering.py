@@ -12,7 +12,8 @@ Answer: TypeAlias = Callable[[bytes], bytes | None]
 
 
 def answers_in_callbacks(context: Any) -> bool:
-    """Whether `read_unanswered` answers messages as they come, beside whatever the handler's tasks write meanwhile."""
+    """Return whether `read_unanswered` answers messages as they come, beside whatever the handler's tasks write
+    meanwhile."""
     return hasattr(context, "read_unanswered")
 
 

@@ -16,7 +16,7 @@ RETRY_SECONDS = 0.1
 
 
 async def wait_for_port(host: str, port: int) -> None:
-    """Returns once a port can be listened at.
+    """Return once a port can be listened at.
 
     Args:
         host: Address or name to bind.

@@ -25,5 +25,5 @@ async def receive_each(call: Any, received: Callable[[bytes], object]) -> None:
 
 
 def can_send_now(call: Any) -> bool:
-    """Whether `call.send_now` can be called now; else `call.write` is to be waited for."""
+    """Return whether `call.send_now` can be called now; else `call.write` is to be waited for."""
     return getattr(call, "has_room", False)

@@ -24,7 +24,7 @@ def open_channel(
     max_message_bytes: int = 64 * 1024 * 1024,
     server_name: str = "",
 ) -> grpc.aio.Channel:
-    """Opens a channel to a kvscout service; connects lazily and reconnects by itself.
+    """Open a channel to a kvscout service; it connects lazily and reconnects by itself.
 
     Args:
         address: host:port.

@@ -29,7 +29,7 @@ class FirstStatus:
         call.add_done_callback(self._keep)
 
     def of(self, error: grpc.aio.AioRpcError) -> KvscoutError:
-        """What the server said, where there is a doubt about what the call raised."""
+        """Return what the server said, where there is a doubt about what the call raised."""
         return self._error or to_error(error)
 
     def _keep(self, call: Any) -> None:
@@ -41,7 +41,7 @@ class FirstStatus:
 
 
 def _now(asked: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns that has nothing to wait for."""
+    """Return what a coroutine returns that has nothing to wait for."""
     try:
         asked.send(None)
     except StopIteration as done:

@@ -53,7 +53,7 @@ class Guard(grpc.aio.ServerInterceptor):
         """By method: what was registered, the rpc, what is called in its place, and what refuses a call unread."""
 
     def method(self, name: str, handler: Handler) -> GuardedMethod:
-        """An rpc of the server.
+        """Return an rpc of the server.
 
         Args:
             name: Its full name.
@@ -149,7 +149,7 @@ class GuardedMethod:
         return make(run, response_serializer=self.handler.response_serializer)
 
     def admit(self, metadata: Any) -> Identity:
-        """Who calls, as the metadata of the call say.
+        """Return who calls, as the metadata of the call say.
 
         Raises:
             Unauthenticated: Nobody that is known.
@@ -158,7 +158,7 @@ class GuardedMethod:
         return self.admission.admit(metadata)
 
     def admits(self, metadata: Any) -> bool:
-        """Whether `admit` lets the caller in."""
+        """Return whether `admit` lets the caller in."""
         try:
             self.admit(metadata)
         except (Unauthenticated, PermissionDenied):
@@ -166,7 +166,7 @@ class GuardedMethod:
         return True
 
     def answer(self, request: bytes, identity: Identity) -> bytes:
-        """The answer of a synchronous handler to one message."""
+        """Return the answer of a synchronous handler to one message."""
         entered = enter(identity)
         try:
             answer: bytes = self._behaviour.answer(request)
@@ -175,7 +175,7 @@ class GuardedMethod:
             leave(entered)
 
     async def run(self, request: Any, context: Any, *, admitted: Callable[[Identity], None] | None = None) -> Any:
-        """Runs a call in its own task.
+        """Run a call in its own task.
 
         Args:
             request: A list of its bytes, taken out when they are read: what a stream is asked is not kept until its

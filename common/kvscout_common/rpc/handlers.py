@@ -41,7 +41,7 @@ class Synchronous:
 
 
 def read_message(deserialize: Callable[[bytes], T], request: bytes) -> T:
-    """Reads a message.
+    """Read a message.
 
     Args:
         deserialize: The `FromString` of its class.

@@ -100,7 +100,7 @@ class NativeCall:
         self._begin_or_connect()
 
     async def read(self) -> Any:
-        """The next answer; `grpc.aio.EOF` = there are no more.
+        """Return the next answer; `grpc.aio.EOF` = there are no more.
 
         Raises:
             grpc.aio.AioRpcError: The call failed.
@@ -149,7 +149,7 @@ class NativeCall:
             yield answer
 
     async def write(self, request: Any) -> None:
-        """Sends a request; waits while the server does not read.
+        """Send a request; wait while the server does not read.
 
         Raises:
             asyncio.InvalidStateError: The call is over.
@@ -169,11 +169,11 @@ class NativeCall:
 
     @property
     def has_room(self) -> bool:
-        """Whether a request can be sent at once."""
+        """Return whether a request can be sent at once."""
         return self._number is not None and not self._is_full
 
     def send_now(self, request: Any) -> None:
-        """Sends a request, for which there is room; to be called from a callback of the loop."""
+        """Send a request, for which there is room; to be called from a callback of the loop."""
         self._send(request)
         self._core.flush_now()
 
@@ -183,29 +183,29 @@ class NativeCall:
         self._is_full = not self._core.rpc.send(self._number, self._bytes(request))
 
     async def done_writing(self) -> None:
-        """Says that no more requests come."""
+        """Say that no more requests come."""
         self._writes_all = True
         if self._number is not None:
             self._core.rpc.half_close(self._number)
             self._core.flush()
 
     def cancel(self) -> bool:
-        """Ends it, and what came is not read any more; False if it has ended."""
+        """End it, and what came is not read any more; False if it has ended."""
         ended = self._end(grpc.StatusCode.CANCELLED, _HERE, ())
         if ended:
             self._inbox.clear()
         return ended
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self._status is not None
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled."""
+        """Return whether it was cancelled."""
         return self._status is not None and self._status[0] is grpc.StatusCode.CANCELLED
 
     def time_remaining(self) -> float | None:
-        """Seconds until its deadline; None = it has none."""
+        """Return seconds until its deadline; None = it has none."""
         return None if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -216,25 +216,25 @@ class NativeCall:
             self._loop.call_soon(callback, self)
 
     async def initial_metadata(self) -> Any:
-        """What came before the first answer, once one came or it ended."""
+        """Return what came before the first answer, once one came or it ended."""
         while self._headers is None and self._status is None:
             await self._news.wait()
         return self._headers or ()
 
     async def trailing_metadata(self) -> Any:
-        """What came with the status, once it ended."""
+        """Return what came with the status, once it ended."""
         return (await self._outcome())[2]
 
     async def code(self) -> grpc.StatusCode:
-        """How it ended, once it did."""
+        """Return how it ended, once it did."""
         return (await self._outcome())[0]
 
     async def details(self) -> str:
-        """The text of its status, once it ended."""
+        """Return the text of its status, once it ended."""
         return (await self._outcome())[1]
 
     async def wait_for_connection(self) -> None:
-        """Returns once it has begun.
+        """Return once it has begun.
 
         Raises:
             grpc.aio.AioRpcError: It could not.
@@ -275,7 +275,7 @@ class NativeCall:
         self._end(code, details, trailers)
 
     def _make_again(self, seen: int) -> bool:
-        """Makes a call again that the server has not looked at; not twice, and not without all that was sent of it."""
+        """Make a call again that the server has not looked at; not twice, and not without all that was sent of it."""
         if self._again is None or self._made_again or self._number is None:
             return False
         del self._core.calls[self._number]

@@ -70,17 +70,17 @@ class NativeChannel:
         self._closed = False
 
     def unary_unary(self, method: str, *serializers: Any, **options: Any) -> Callable[..., UnaryCall]:
-        """A method of one request and one answer."""
+        """Return a method of one request and one answer."""
         make = self._calls(UnaryCall, method, serializers, options)
         return lambda request, **given: make(given, request=request)
 
     def unary_stream(self, method: str, *serializers: Any, **options: Any) -> Callable[..., NativeCall]:
-        """A method of one request and many answers."""
+        """Return a method of one request and many answers."""
         make = self._calls(NativeCall, method, serializers, options)
         return lambda request, **given: make(given, request=request)
 
     def stream_stream(self, method: str, *serializers: Any, **options: Any) -> Callable[..., NativeCall]:
-        """A method of many requests and many answers."""
+        """Return a method of many requests and many answers."""
         make = self._calls(NativeCall, method, serializers, options)
         return lambda requests=None, **given: make(given, requests=requests)
 
@@ -103,7 +103,7 @@ class NativeChannel:
         raise NotImplementedError(f"{method}: no rpc of this kind")
 
     def metadata(self) -> list[tuple[str, str | bytes]]:
-        """What each call sends beside its own."""
+        """Return what each call sends beside its own."""
         return [] if self._token is None else [("authorization", f"Bearer {self._token()}")]
 
     @property
@@ -114,16 +114,16 @@ class NativeChannel:
         return self._core
 
     def ready(self) -> int | None:
-        """The connection, if it is open."""
+        """Return the connection, if it is open."""
         return self._connection if self._open else None
 
     def leave(self, connection: int) -> None:
-        """Makes no more calls on a connection that takes none; those that it has go on."""
+        """Make no more calls on a connection that takes none; those that it has go on."""
         if self._open and connection == self._connection:
             self._connection, self._open = None, False
 
     async def connected(self, *, waits: bool = False) -> int:
-        """The connection, once it is open.
+        """Return the connection, once it is open.
 
         Args:
             waits: For as many attempts as it takes.
@@ -152,7 +152,7 @@ class NativeChannel:
         raise ConnectionError("the channel is closed")
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends every call and the connection."""
+        """End every call and the connection."""
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()

@@ -65,7 +65,7 @@ class NativeContext(MessageStream):
         core.calls[number] = self
 
     def waits(self, task: asyncio.Task[None]) -> None:
-        """Says that the handler has not returned at once, and which task runs it, to be cancelled with the call."""
+        """Say that the handler has not returned at once, and which task runs it, to be cancelled with the call."""
         self._task = task
         if self._ends_at is not None:
             self._deadline = self.core.deadlines.add(self._ends_at, self._expire)
@@ -84,42 +84,42 @@ class NativeContext(MessageStream):
             self._end()
 
     def admitted(self, identity: Identity) -> None:
-        """Notes who calls: a connection of a known caller is not closed for others, and its messages may be large."""
+        """Note who calls: a connection of a known caller is not closed for others, and its messages may be large."""
         if identity is not ANONYMOUS:
             self.core.rpc.trust(self.number)
         if self._reads:
             self.core.admit(self.number, identity.tenant)
 
     def invocation_metadata(self) -> Metadata:
-        """What the caller sent beside its messages."""
+        """Return what the caller sent beside its messages."""
         return self._metadata
 
     def peer(self) -> str:
-        """The caller's address; "" = it has gone."""
+        """Return the caller's address; "" = it has gone."""
         return self.core.rpc.peer(self.number) or ""
 
     def time_remaining(self) -> float | None:
-        """Seconds until the deadline; None = there is none."""
+        """Return seconds until the deadline; None = there is none."""
         return None if self._ends_at is None else max(0.0, self._ends_at - self._loop.time())
 
     def code(self) -> Any:
-        """The status that was set; grpc's stub says nothing of None."""
+        """Return the status that was set; grpc's stub says nothing of None."""
         return self._code
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """Sets the status of an answer."""
+        """Set the status of an answer."""
         self._code = code
 
     def details(self) -> str:
-        """The text of the status."""
+        """Return the text of the status."""
         return self._details
 
     def set_details(self, details: str) -> None:
-        """Sets the text of the status."""
+        """Set the text of the status."""
         self._details = details
 
     def set_trailing_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
-        """Sets what follows the last message."""
+        """Set what follows the last message."""
         self._trailers = list(metadata)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -127,20 +127,20 @@ class NativeContext(MessageStream):
         self._callbacks.append(callback)
 
     def cancelled(self) -> bool:
-        """Whether the caller has gone."""
+        """Return whether the caller has gone."""
         return self.ended_by_caller
 
     def done(self) -> bool:
-        """Whether the call is over."""
+        """Return whether the call is over."""
         return self._finished
 
     async def send_initial_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
-        """Sends the headers now."""
+        """Send the headers now."""
         self.core.rpc.headers(self.number, list(metadata))
         self.core.flush()
 
     async def write(self, message: Any) -> None:
-        """Sends a message; waits while the caller does not read.
+        """Send a message; wait while the caller does not read.
 
         Raises:
             asyncio.CancelledError: The call is over.
@@ -153,7 +153,7 @@ class NativeContext(MessageStream):
             await self.room.wait()
 
     async def read(self) -> Any:
-        """The next message of the caller, in bytes; `grpc.aio.EOF` = there are no more."""
+        """Return the next message of the caller, in bytes; `grpc.aio.EOF` = there are no more."""
         message = await self._inbox.next()
         if message is None:
             return grpc.aio.EOF
@@ -185,7 +185,7 @@ class NativeContext(MessageStream):
         details: str = "",
         trailing_metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> NoReturn:
-        """Ends the call with a status.
+        """End the call with a status.
 
         Raises:
             grpc.aio.AbortError: Always.
@@ -195,14 +195,14 @@ class NativeContext(MessageStream):
         raise grpc.aio.AbortError("the call was ended with a status")
 
     def finish(self, code: int, details: str) -> None:
-        """Ends the call, unless it has ended."""
+        """End the call, unless it has ended."""
         if not self._finished:
             self._finished = True
             self.core.rpc.finish(self.number, code, details, self._trailers)
             self.core.flush()
 
     def finish_with(self, response: Any) -> None:
-        """Ends the call behind its one answer, or behind those that were written: None."""
+        """End the call behind its one answer, or behind those that were written: None."""
         if self._finished:
             return
         code = self._code or grpc.StatusCode.OK
@@ -215,7 +215,7 @@ class NativeContext(MessageStream):
         self.core.flush()
 
     def finish_aborted(self) -> None:
-        """Ends the call with the status that `abort` was given."""
+        """End the call with the status that `abort` was given."""
         self.finish((self._code or grpc.StatusCode.UNKNOWN).value[0], self._details)
 
     def close(self) -> None:

@@ -87,12 +87,12 @@ class NativeServer:
         """What generated code calls beside `add_registered_method_handlers`, with the same handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Adds a service's methods; of two with one name the later counts."""
+        """Add a service's methods; of two with one name the later counts."""
         for name, handler in handlers.items():
             self._handlers[f"/{service}/{name}"] = handler
 
     def listen(self, host: str, port: int, pem: Pem | None = None) -> int:
-        """Binds an address; returns the port.
+        """Bind an address; return the port.
 
         Args:
             host: Name or address.
@@ -122,11 +122,11 @@ class NativeServer:
         """Nothing to do: it serves since it listens."""
 
     def stats(self) -> dict[str, int]:
-        """What the extension has open now, and has refused."""
+        """Return what the extension has open now, and has refused."""
         return self._core.rpc.stats()
 
     async def stop(self, grace: float | None) -> None:
-        """Sends clients away, waits until none is connected, then closes what is left; again, with less to wait for.
+        """Send clients away, wait until none is connected, then close what is left; again, with less to wait for.
 
         Args:
             grace: Longest wait, seconds; None = none.
@@ -202,7 +202,7 @@ class NativeServer:
                 method.times.ended(grpc.StatusCode.OK, started)
 
     def _judge(self, event: tuple[Any, ...]) -> None:
-        """Admits a call whose message is still coming, or ends it: strangers' messages are not waited for."""
+        """Admit a call whose message is still coming, or end it: strangers' messages are not waited for."""
         _, number, _, place, metadata = event
         method, started = self._methods[place], time.perf_counter()
         try:

@@ -14,7 +14,7 @@ MAX_TOKEN = 4_096
 
 
 def page_token(*place: str | float) -> str:
-    """The token of a place in a list, made of what the list is ordered by."""
+    """Return the token of a place in a list, made of what the list is ordered by."""
     return base64.urlsafe_b64encode(json.dumps(place).encode()).decode()
 
 

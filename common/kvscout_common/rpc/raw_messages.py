@@ -13,7 +13,7 @@ M = TypeVar("M", bound=Message)
 
 
 def parse_message(kind: type[M], request: bytes) -> M:
-    """Reads a message and checks that the caller may name its tenants.
+    """Read a message and check that the caller may name its tenants.
 
     Raises:
         InvalidArgument: The bytes are no such message.

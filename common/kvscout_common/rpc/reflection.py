@@ -55,7 +55,7 @@ class _Pool:
 
 
 def enable_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> None:
-    """Adds the reflection services to a server.
+    """Add the reflection services to a server.
 
     Args:
         service_names: Full names of its other services.

@@ -15,7 +15,7 @@ NamesRequest: TypeAlias = (
 
 
 def free_request(ref: scheduler_pb2.RequestRef, output_tokens: int = 0) -> scheduler_pb2.FreeRequest:
-    """What frees a request.
+    """Return what frees a request.
 
     Args:
         ref: Its name.
@@ -32,7 +32,7 @@ def free_request(ref: scheduler_pb2.RequestRef, output_tokens: int = 0) -> sched
 
 
 def reference_of(message: NamesRequest) -> scheduler_pb2.RequestRef:
-    """The reference to the request that a message names."""
+    """Return the reference to the request that a message names."""
     return scheduler_pb2.RequestRef(
         model=message.model,
         tenant=message.tenant,

@@ -20,7 +20,7 @@ SLOW_BACKEND = "the extension kvscout_native is not built: answers are the same,
 
 
 def shown(warnings: Iterable[Warned]) -> list[str]:
-    """The texts of those that the caller of the running rpc may read."""
+    """Return the texts of those that the caller of the running rpc may read."""
     seen = current_identity()
     return [text_of(warning) for warning in warnings if isinstance(warning, str) or seen.sees(warning.tenant)]
 
@@ -32,7 +32,7 @@ def service_info(
     warnings: Iterable[Warned] = (),
     nats: types_pb2.NatsStatus | None = None,
 ) -> types_pb2.ServiceInfo:
-    """The common part of every status.
+    """Return the common part of every status.
 
     Args:
         started: `time.monotonic()` at start.

@@ -170,7 +170,7 @@ def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
 
 
 async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
-    """Serves until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT.
 
     Raises:
         ConfigError: If a file that the configuration names is wrong.
@@ -374,7 +374,7 @@ def _native_server(config: ServerConfig, guard: Guard, budget: Budget) -> Any:
 
 
 async def _bind(server: Any, config: ServerConfig, port: int, secured: ServerCertificates | Pem | None) -> int:
-    """Binds a port of the configured address: with certificates that are renewed, with one that stays, in plaintext."""
+    """Bind a port of the configured address: with certificates that are renewed, with one that stays, in plaintext."""
     await wait_for_port(config.host, port)
     address = f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"
     renewed = secured if isinstance(secured, ServerCertificates) else None

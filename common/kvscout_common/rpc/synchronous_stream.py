@@ -101,12 +101,12 @@ class SynchronousStream:
                 self._lend()
 
     def _lend(self) -> None:
-        """Lets the extension answer what it can."""
+        """Let the extension answer what it can."""
         if self._method.native is not None:
             self._core.rpc.answer_stream(self._number, self._method.native, self._identity.tenant)
 
     def _end(self, status: Status | None) -> None:
-        """Ends it with a status; None: the caller has gone."""
+        """End it with a status; None: the caller has gone."""
         if self._core.calls.pop(self._number, None) is None:
             return
         if self._deadline is not None:

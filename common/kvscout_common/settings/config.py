@@ -67,7 +67,7 @@ class ServerConfig:
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> ServerConfig:
-        """Takes the values of `flags.server_flags`.
+        """Take the values of `flags.server_flags`.
 
         Raises:
             ConfigError: If they contradict one another; names the flag.

@@ -58,7 +58,7 @@ class _Described(click.Command):
         click.version_option(package_name="kvscout")(self)
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """The first sentence, which click would cut."""
+        """Return the first sentence, which click would cut."""
         return super().get_short_help_str(_UNCUT)
 
 
@@ -81,7 +81,7 @@ class SectionedCommand(_Described):
 
 
 def flag(name: str, *, section: str = BEHAVIOUR, program: str = "", **kwargs: Any) -> Callable[[F], F]:
-    """Declares a flag.
+    """Declare a flag.
 
     Args:
         name: The flag as typed, such as "--router-ttl" or "--a/--no-a".
@@ -105,7 +105,7 @@ def flag(name: str, *, section: str = BEHAVIOUR, program: str = "", **kwargs: An
 
 
 def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool = True) -> Callable[[F], F]:
-    """The flags that every gRPC server has; `config.ServerConfig.from_flags` reads them back.
+    """Return the flags that every gRPC server has; `config.ServerConfig.from_flags` reads them back.
 
     Args:
         program: Name of the service, for its environment variables.
@@ -245,7 +245,7 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
 
 
 def event_endpoints_flag() -> Callable[[F], F]:
-    """What a service that reads events may open for it; `endpoints.Allowed` names them."""
+    """Return what a service that reads events may open for it; `endpoints.Allowed` names them."""
     return flag(
         "--allow-event-endpoints",
         multiple=True,

@@ -33,7 +33,7 @@ def default_transport() -> Transport:
 
 
 def choose(transport: Transport) -> None:
-    """Sets what servers and channels that this process makes from here on are made of; a client needs no choice.
+    """Set what servers and channels that this process makes from here on are made of; a client needs no choice.
 
     Raises:
         ConfigError: The extension is not there.
@@ -45,5 +45,5 @@ def choose(transport: Transport) -> None:
 
 
 def chosen() -> Transport:
-    """What was chosen; grpcio unless something was."""
+    """Return what was chosen; grpcio unless something was."""
     return _chosen

@@ -161,7 +161,7 @@ class NativeCore:
         self._closed = False
 
     def flush(self) -> None:
-        """Sends what was said, once everybody had their turn."""
+        """Send what was said, once everybody had their turn."""
         if not self._flushing:
             self._flushing = True
             if not self._polling:
@@ -174,7 +174,7 @@ class NativeCore:
             self._flush()
 
     def finish(self, number: int, status: Status) -> None:
-        """Ends a call that came."""
+        """End a call that came."""
         self.rpc.finish(number, status.code.value[0], status.text, list(status.trailers))
         self.flush()
 
@@ -184,7 +184,7 @@ class NativeCore:
         self.flush()
 
     def close(self) -> None:
-        """Ends it, and closes its sockets."""
+        """End it, and close its sockets."""
         if not self._closed:
             self._closed = True
             self.loop.remove_reader(self._fd)

@@ -36,7 +36,7 @@ class ReadyTasks:
         self._keep_ready()
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs work up to where it first waits, or, where no task stands ready, from the next turn of the loop.
+        """Run work up to where it first waits, or, where no task stands ready, from the next turn of the loop.
 
         To be called from a callback, not from a task.
         """
@@ -85,11 +85,11 @@ class _ReadyTask:
 
     @property
     def stands(self) -> bool:
-        """Whether it can begin: nobody has cancelled it."""
+        """Return whether it can begin: nobody has cancelled it."""
         return self._callback is not None and not self._cancelled
 
     def begin(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Runs work up to where it first waits; whether that was its end, and the task stands ready again."""
+        """Run work up to where it first waits; whether that was its end, and the task stands ready again."""
         assert self._context is not None
         assert self._callback is not None
         self._work = work
@@ -129,7 +129,7 @@ class _ReadyTask:
             raise asyncio.CancelledError
 
     def cancel(self, msg: object = None) -> bool:
-        """The task is cancelled while it stands ready."""
+        """Cancel the task while it stands ready."""
         if self._callback is None or self._cancelled:
             return False
         self._cancelled = True

@@ -21,7 +21,7 @@ _TYPES = "type.googleapis.com/google.rpc."
 
 
 def details_of(code: grpc.StatusCode, text: str, error: KvscoutError) -> bytes:
-    """A serialised `google.rpc.Status`; b"" = there is nothing in it that code and text do not say.
+    """Return a serialised `google.rpc.Status`; b"" = there is nothing in it that code and text do not say.
 
     Args:
         code: Status code of the error.
@@ -44,5 +44,5 @@ def details_of(code: grpc.StatusCode, text: str, error: KvscoutError) -> bytes:
 
 
 def _any(kind: str, message: bytes) -> bytes:
-    """A detail of the status: its type and its bytes."""
+    """Return a detail of the status: its type and its bytes."""
     return bytes_field(3, bytes_field(1, f"{_TYPES}{kind}".encode()) + bytes_field(2, message))

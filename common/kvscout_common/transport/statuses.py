@@ -61,7 +61,7 @@ _BY_CODE: dict[grpc.StatusCode, type[KvscoutError]] = {
 
 
 def status_code(error: KvscoutError | type[KvscoutError]) -> grpc.StatusCode:
-    """The gRPC status code of an error or a class of them: that of the nearest class in `STATUS_CODES`."""
+    """Return the gRPC status code of an error or a class of them: that of the nearest class in `STATUS_CODES`."""
     for kind in (error if isinstance(error, type) else type(error)).__mro__:
         if kind in STATUS_CODES:
             return STATUS_CODES[kind]
@@ -75,7 +75,7 @@ _FIELD = re.compile(r"\w+(?:\[\d+\])?(?:\.\w+(?:\[\d+\])?)*")
 def from_status(
     code: grpc.StatusCode, message: str, *, retry_after_seconds: float | None = None, raised: str = ""
 ) -> KvscoutError:
-    """The error that a gRPC status stands for; codes we never send become `InternalError`.
+    """Return the error that a gRPC status stands for; codes we never send become `InternalError`.
 
     Args:
         code: The status code of the answer.
@@ -130,5 +130,6 @@ def status_of(error: BaseException, method: str) -> Status:
 
 
 def caller_gone(error: BaseException) -> bool:
-    """Whether grpc could not send because the call is over: its caller has gone, which is reported to us later."""
+    """Return whether grpc could not send because the call is over: its caller has gone, which is reported to us
+    later."""
     return isinstance(error, grpc.aio.InternalError) and "grpc_call_error" not in str(error)

@@ -26,7 +26,7 @@ class Notice:
         return future
 
     async def wait(self) -> None:
-        """Returns when it happens."""
+        """Return when it happens."""
         await self.next()
 
     def notify(self) -> None:
@@ -71,15 +71,15 @@ class Inbox:
         self._messages.clear()
 
     def first(self) -> bytes | None:
-        """The next message, which stays, if it is there."""
+        """Return the next message, which stays, if it is there."""
         return self._messages[0] if self._messages else None
 
     def take(self) -> bytes | None:
-        """The next message, if it is there."""
+        """Return the next message, if it is there."""
         return self._messages.popleft() if self._messages else None
 
     async def next(self) -> bytes | None:
-        """The next message; None = there are no more."""
+        """Return the next message; None = there are no more."""
         while not self._messages:
             if self._ended:
                 return None

@@ -12,17 +12,17 @@ _VARINT, _LENGTH = 0, 2
 
 
 def number_field(field: int, value: int) -> bytes:
-    """A field of an unsigned integer."""
+    """Return a field of an unsigned integer."""
     return varint(field << 3 | _VARINT) + varint(value)
 
 
 def bytes_field(field: int, value: bytes) -> bytes:
-    """A field that is bytes, a string, a message, or packed numbers of fixed width."""
+    """Return a field that is bytes, a string, a message, or packed numbers of fixed width."""
     return b"".join((varint(field << 3 | _LENGTH), varint(len(value)), value))
 
 
 def varint(value: int) -> bytes:
-    """An unsigned integer, seven bits a byte."""
+    """Return an unsigned integer, seven bits a byte."""
     if value < 0x80:
         return _ONE_BYTE[value]
     if value < 0x4000:
@@ -39,7 +39,7 @@ _ONE_BYTE = tuple(bytes((value,)) for value in range(0x80))
 
 
 def fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field, as it stands there: an integer, or the bytes of everything else.
+    """Yield the number and value of each field, as it stands there: an integer, or the bytes of everything else.
 
     Raises:
         ValueError: It is no message.
@@ -67,7 +67,7 @@ def fields_of(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def bytes_of_field(message: bytes, field: int) -> bytes:
-    """The value of the last field of a number that is of bytes; b"" = there is none.
+    """Return the value of the last field of a number that is of bytes; b"" = there is none.
 
     Raises:
         ValueError: It is no message.
@@ -80,7 +80,7 @@ def bytes_of_field(message: bytes, field: int) -> bytes:
 
 
 def read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it.
+    """Return the number at a place, and the place behind it.
 
     Raises:
         ValueError: There is none.

@@ -4,7 +4,7 @@ use super::{FULL_ATTENTION, Identity, OTHER_ATTENTION, VERSION};
 use crate::index::{Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, WorkerDump};
 use crate::protobuf::Writer;
 
-// What parts of a message take at most, as in the twin: chunks are cut at the same blocks.
+// What parts of a message take at most, as in the reference backend: chunks are cut at the same blocks.
 const BLOCK_BYTES: usize = 8 + 8 + 5;
 const RUN_BYTES: usize = 48;
 const ENTRY_BYTES: usize = 64;

@@ -1,6 +1,6 @@
 //! State and events as messages: `WorkerDump` ↔ `kvscout.v1.KvEventBatch` state chunks, `Batch` ↔ its events.
 //!
-//! The twin of `kvscout_blocks.bytes.codec`, with the same bytes; `events.proto` says what each field means.
+//! Native backend of `kvscout_blocks.bytes.codec`, with the same bytes; `events.proto` says what each field means.
 
 mod decode;
 mod encode;

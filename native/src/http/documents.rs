@@ -1,4 +1,4 @@
-//! What the documents in an engine's events say: output, finish, usage, errors. `chunk_documents.py` is its twin.
+//! What the documents in an engine's events say: output, finish, usage, errors. `chunk_documents.py` is the reference.
 
 use std::borrow::Cow;
 
@@ -24,7 +24,7 @@ pub struct Usage {
     pub cached_tokens: Option<u32>,
 }
 
-/// What one document says; see the twin.
+/// Content of one document; the fields are explained in the reference.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Noticed<'a> {
     pub wrong: bool,

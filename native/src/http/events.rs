@@ -1,5 +1,5 @@
 //! A stream of server-sent events on its way from an engine to a client: bytes in, bytes out, and a report.
-//! `event_relay.py` is its twin.
+//! `event_relay.py` is the reference.
 
 use memchr::memchr;
 

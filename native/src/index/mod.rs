@@ -6,7 +6,7 @@
 //! ```
 //!
 //! What is held, rooted and hidden, and how events are judged, is said by the Python interface
-//! `kvscout_blocks.index.block_index`, of which this is a twin. One writer at a time holds `state`; queries hold the
+//! `kvscout_blocks.index.block_index`; its reference backend gives the same answers. One writer at a time holds `state`; queries hold the
 //! directory and one shard of the trie for reading. Between the steps of a write, a query may see what was
 //! before and what comes after mixed, but never a worker with more than it held at one of these times.
 

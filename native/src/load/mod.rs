@@ -16,7 +16,7 @@ use names::Names;
 pub use overlaps::{Columns, Overlaps, Row};
 pub use score::{Costs, Question, Scores};
 pub use slot_set::SlotSet;
-pub use time_cost::{Row as TimeRow, TimeQuestion};
+pub use time_cost::{Row as TimeRow, TimeCostInputs};
 use tree::PrefixTree;
 
 /// Workers whose block hashes are comparable.
@@ -36,7 +36,7 @@ pub struct Allocation {
     place: Option<(u32, u32)>,
 }
 
-/// Above which load a worker is busy, and above which prefill work requests wait for it; see the twin.
+/// Above which load a worker is busy, and above which prefill work requests wait for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     pub prefill_tokens: i64,
@@ -49,7 +49,7 @@ impl Limits {
         Self { prefill_tokens: i64::MAX, decode_blocks: i64::MAX, queued_prefill_tokens: i64::MAX };
 }
 
-/// Load columns of one pool; see the twin.
+/// Load columns of one pool; `ReferenceLoad` of the reference backend explains them.
 #[derive(Debug)]
 pub struct ActiveLoad {
     pub track_blocks: bool,

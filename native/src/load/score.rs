@@ -1,7 +1,7 @@
 //! The columns of one decision: what each candidate has of a prompt, what it would have to do, and what that costs.
 //!
 //! Native backend of `kvscout_scheduler.costs.cost.Scores`, which has the formulas; every number is computed in the same order, so
-//! that both twins give equal ones.
+//! that both backends give equal ones.
 
 use super::{ActiveLoad, Overlaps, PoolKey, SlotSet};
 

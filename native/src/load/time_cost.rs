@@ -73,19 +73,19 @@ impl Row {
     }
 
     /// Seconds of prefill of the uncached tokens of a prompt, and of those that they evict, as much as they count.
-    fn own(&self, question: &TimeQuestion, isl_tokens: f64, cached: f64) -> f64 {
+    fn own(&self, inputs: &TimeCostInputs, isl_tokens: f64, cached: f64) -> f64 {
         let uncached = isl_tokens - cached;
-        let copied = (question.popular_tokens - cached).max(0.0);
+        let copied = (inputs.popular_tokens - cached).max(0.0);
         let evicted = (uncached - self.room).max(0.0);
-        let tokens = uncached - question.popular_discount * copied + question.empty * evicted;
-        self.pace * question.own_seconds * tokens
+        let tokens = uncached - inputs.popular_discount * copied + inputs.empty * evicted;
+        self.pace * inputs.own_seconds * tokens
     }
 
     /// Seconds that count for decoding.
-    fn decode(&self, question: &TimeQuestion, isl_tokens: f64) -> f64 {
-        let mut seconds = question.step_seconds;
+    fn decode(&self, inputs: &TimeCostInputs, isl_tokens: f64) -> f64 {
+        let mut seconds = inputs.step_seconds;
         for (stage, (contexts, requests)) in
-            question.stage_seconds.iter().zip(self.contexts.iter().zip(&self.requests))
+            inputs.stage_seconds.iter().zip(self.contexts.iter().zip(&self.requests))
         {
             seconds += stage * (contexts + requests * isl_tokens);
         }
@@ -93,9 +93,9 @@ impl Row {
     }
 }
 
-/// What is known beside the rows; see `TimeQuestion` of the reference backend.
+/// What is known beside the rows; see `TimeCostInputs` of the reference backend.
 #[derive(Debug, Clone, Copy)]
-pub struct TimeQuestion {
+pub struct TimeCostInputs {
     pub now: f64,
     pub weight: f64,
     pub own_seconds: f64,
@@ -108,15 +108,15 @@ pub struct TimeQuestion {
 
 impl Scores {
     /// Costs in seconds, by the row of each slot.
-    pub fn seconds(&self, question: &TimeQuestion, rows: impl Iterator<Item = Row> + Clone) -> Costs {
-        let &TimeQuestion { now, weight, .. } = question;
+    pub fn seconds(&self, inputs: &TimeCostInputs, rows: impl Iterator<Item = Row> + Clone) -> Costs {
+        let &TimeCostInputs { now, weight, .. } = inputs;
         // Rows are read twice, not copied: those of thousands of workers are hundreds of kilobytes.
         let fewest = rows.clone().map(|row| row.prefills).fold(f64::INFINITY, f64::min);
         let waiting = WAITING_WEIGHT * fewest;
         let cost = |(row, &cached): (Row, &f64)| {
-            let own = row.own(question, self.isl_tokens, cached);
+            let own = row.own(inputs, self.isl_tokens, cached);
             weight * (row.ahead(now) + (row.crowding(now) + waiting) * own)
-                + row.decode(question, self.isl_tokens)
+                + row.decode(inputs, self.isl_tokens)
         };
         Costs(rows.zip(&self.cached_tokens).map(cost).collect())
     }
@@ -139,7 +139,7 @@ mod tests {
         contexts: [0.0; STAGES],
         requests: [0.0; STAGES],
     };
-    const QUESTION: TimeQuestion = TimeQuestion {
+    const INPUTS: TimeCostInputs = TimeCostInputs {
         now: 0.0,
         weight: 1.0,
         own_seconds: 0.001,
@@ -161,24 +161,24 @@ mod tests {
     fn what_evicts_others_counts_as_more_tokens() {
         let row = Row { room: 30.0, pace: 2.0, ..IDLE };
         assert_eq!(
-            [10.0, 30.0, 50.0].map(|uncached| row.own(&QUESTION, 60.0, 60.0 - uncached)),
+            [10.0, 30.0, 50.0].map(|uncached| row.own(&INPUTS, 60.0, 60.0 - uncached)),
             [0.02, 0.06, 0.12]
         );
-        assert_eq!(IDLE.own(&QUESTION, 60.0, 10.0), 0.05);
+        assert_eq!(IDLE.own(&INPUTS, 60.0, 10.0), 0.05);
     }
 
     #[test]
     fn a_popular_prefix_that_is_not_there_counts_for_less() {
-        let question = TimeQuestion { popular_tokens: 50.0, popular_discount: 0.5, ..QUESTION };
-        assert_eq!([0.0, 30.0, 55.0].map(|cached| IDLE.own(&question, 60.0, cached)), [0.035, 0.02, 0.005]);
+        let inputs = TimeCostInputs { popular_tokens: 50.0, popular_discount: 0.5, ..INPUTS };
+        assert_eq!([0.0, 30.0, 55.0].map(|cached| IDLE.own(&inputs, 60.0, cached)), [0.035, 0.02, 0.005]);
     }
 
     #[test]
     fn a_stage_counts_as_far_as_both_go_through_it() {
         let contexts = [100.0, 100.0, 0.0, 0.0, 10.0];
         let row = Row { decode_pace: 3.0, contexts, requests: [2.0, 1.0, 0.0, 0.0, 0.5], ..IDLE };
-        assert_eq!(row.decode(&QUESTION, 10.0), 3.0 * (2.0 + 0.001 * 120.0 + 0.01 * 15.0));
-        assert_eq!(IDLE.decode(&QUESTION, 10.0), 2.0);
+        assert_eq!(row.decode(&INPUTS, 10.0), 3.0 * (2.0 + 0.001 * 120.0 + 0.01 * 15.0));
+        assert_eq!(IDLE.decode(&INPUTS, 10.0), 2.0);
     }
 
     #[test]

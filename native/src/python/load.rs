@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::hashing::hashes_from_bytes;
 use crate::load::messages::{self, Name, Operation, Select, Selected};
-use crate::load::{self, Columns, Limits, PoolKey, Question, SlotSet, TimeQuestion, TimeRow};
+use crate::load::{self, Columns, Limits, PoolKey, Question, SlotSet, TimeCostInputs, TimeRow};
 
 /// Messages above this many bytes may take longer than about 50 µs, so they release the GIL.
 const DETACH_ABOVE_BYTES: usize = 128 * 1024;
@@ -139,7 +139,7 @@ impl ActiveLoad {
     #[pyo3(signature = (
         slots, pool_key, hashes, overlaps, isl_tokens, overlap_score_weight, host_weight, disk_weight, charge_prefill, scale
     ))]
-    #[allow(clippy::too_many_arguments)] // the columns of one question, as the twin takes them
+    #[allow(clippy::too_many_arguments)] // the columns of one question, as the reference backend takes them
     fn score(
         slf: &Bound<'_, Self>,
         slots: Option<&[u8]>,
@@ -233,7 +233,7 @@ impl Scores {
         Ok(Costs { costs: self.load.borrow(py).load.costs_with(&self.scores, &hashes) })
     }
 
-    #[allow(clippy::too_many_arguments)] // the fields of one question, as the twin takes them
+    #[allow(clippy::too_many_arguments)] // the fields of the inputs, as the reference backend takes them
     fn seconds(
         &self,
         py: Python<'_>,
@@ -258,7 +258,7 @@ impl Scores {
             slots.map(|&slot| rows.get(row_of.get(slot as usize)?.get() as usize)).collect();
         let found = found.ok_or_else(|| PyIndexError::new_err("a slot without a row"))?;
         let rows = found.iter().map(|numbers| TimeRow::new(numbers.each_ref().map(|number| number.get())));
-        let question = TimeQuestion {
+        let question = TimeCostInputs {
             now,
             weight,
             own_seconds,

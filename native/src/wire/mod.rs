@@ -1,6 +1,6 @@
 //! Engine bytes → events: the msgpack batches of vLLM and SGLang, whatever their release.
 //!
-//! A twin of `decode_batch` in `kvscout_blocks.bytes.wire`, which says what the fields mean. One pass over the
+//! Native backend of `decode_batch` in `kvscout_blocks.bytes.wire`, which says what the fields mean. One pass over the
 //! bytes: fields that are known are decoded where they stand, others are stepped over. An event that cannot
 //! be read costs itself; bytes that are no msgpack, or no batch, cost the batch.
 
