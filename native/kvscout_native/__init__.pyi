@@ -39,7 +39,7 @@ def block_hashes_packed(
     mm_items: Sequence[tuple[str, int, int]] = (),
     eagle: bool = False,
 ) -> bytes:
-    """The same as little-endian u64s, without a Python integer per block."""
+    """Return the same as little-endian u64s, without a Python integer per block."""
 
 def sequence_hashes(local: Sequence[int] | bytes | bytearray | memoryview) -> list[int]:
     """Sequence hashes of a chain that begins at the prompt's first block."""
@@ -48,10 +48,10 @@ def extend_sequence(parent_sequence_hash: int | None, local: int) -> int:
     """Sequence hash of a block after its parent."""
 
 def mm_hash(item_id: str) -> int:
-    """Number of a multimodal item."""
+    """Return the number of a multimodal item."""
 
 def engine_hash(value: int | bytes) -> int:
-    """An engine's block hash as u64."""
+    """Return an engine's block hash as u64."""
 
 def block_seed(lora_name: str, cache_salt: str, first: bool) -> int:
     """Seed of a prompt's first block, or of every other one."""
@@ -62,14 +62,14 @@ def write_tokens(token_ids: bytes) -> bytes:
     """Numbers with commas between them, of u32 each."""
 
 def read_tokens(text: str, at: int) -> tuple[bytes, int] | None:
-    """The token ids of a list that begins at a place of an ASCII text, u32 each, and the place behind it."""
+    """Return the token ids of a list that begins at a place of an ASCII text, u32 each, and the place behind it."""
 
 # --- JSON objects ----------------------------------------------------------------------------------
 
 def scan_object(
     data: bytes, *, max_fields: int, max_values: int, strict: bool, packed: str
 ) -> tuple[list[tuple[str, int, int, int, int, int]], tuple[bytes | None, tuple[int, int] | None, int]]:
-    """The fields of an object; holds no lock for long texts. See `kvscout_common.http.json_scan`.
+    """Return the fields of an object; holds no lock for long texts. See `kvscout_common.http.json_scan`.
 
     Raises:
         ValueError: It is no object, or beyond a bound.
@@ -122,11 +122,11 @@ class BlockIndex:
     def workers(self) -> list[_Name]: ...
     def cursor(self, worker: _Name) -> tuple[int, int | None] | None: ...
     def worker_stats(self, worker: _Name) -> tuple[int, int, int, int, int, int, int, list[int], bool, bool, str, list[int]] | None:
-        """The fields of `WorkerStats`; `ignored` in the order of `Ignored`."""
+        """Return the fields of `WorkerStats`; `ignored` in the order of `Ignored`."""
 
     def incomplete(self) -> list[_Name]: ...
     def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
-        """The fields of `IndexStats`."""
+        """Return the fields of `IndexStats`."""
 
     def check_invariants(self) -> None: ...
 
@@ -157,13 +157,13 @@ class Cut:
         """Epoch, last event id and so on: the fields of `WorkerDump` but for the worker. Once."""
 
     def encode(self, pool: _Pool, history_incomplete: bool, max_chunk_bytes: int, epoch: int | None = None) -> bool:
-        """Makes serialised `KvEventBatch` messages of the dump, once; `epoch` is written in place of its own.
+        """Make serialised `KvEventBatch` messages of the dump, once; `epoch` is written in place of its own.
 
         False: the worker was reset meanwhile.
         """
 
     def next_message(self) -> bytes | None:
-        """The next message; None after the last one."""
+        """Return the next message; None after the last one."""
 
 class Loading:
     """`kvscout_blocks.index.block_index.Loading`; slices take the index's lock, and release the GIL. Thread-safe.
@@ -187,7 +187,7 @@ class Loading:
     ) -> Loading: ...
     @staticmethod
     def of_messages(index: BlockIndex, messages: Sequence[bytes]) -> Loading:
-        """Reads the messages of a dump."""
+        """Read the messages of a dump."""
 
     @property
     def worker(self) -> _Name: ...
@@ -203,7 +203,7 @@ class Loading:
 def decode_batch(
     payload: bytes,
 ) -> tuple[list[tuple[Any, ...]], float, int | None, list[tuple[str, str]]]:
-    """What `apply_payload` reads from a payload: events, timestamp, rank, faults; for tests."""
+    """Return what `apply_payload` reads from a payload: events, timestamp, rank, faults; for tests."""
 
 class Batch:
     """A decoded payload that stays native until it is applied: no Python object a token or a block.
@@ -256,12 +256,12 @@ _Pool = tuple[str, str, int, bool]
 """(tenant, model, block_size, eagle)"""
 
 def decode_events(message: bytes) -> tuple[_Name, _Pool, int, int | None, bool, Batch]:
-    """A serialised `KvEventBatch` of events: who, of which pool, epoch, event id, whether it resets, the events."""
+    """Return a serialised `KvEventBatch` of events: who, of which pool, epoch, event id, whether it resets, the events."""
 
 def encode_events(
     batch: Batch, worker: _Name, pool: _Pool, adapters: Sequence[tuple[int, str]], epoch: int, event_id: int | None
 ) -> bytes:
-    """A batch of events as a serialised `KvEventBatch`, with local hashes in place of tokens."""
+    """Return a batch of events as a serialised `KvEventBatch`, with local hashes in place of tokens."""
 
 # --- ingest ----------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class Bypass:
     def __new__(cls, index: BlockIndex, worker: _Name) -> Bypass: ...
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]]) -> bool: ...
     def take(self) -> tuple[int, list[tuple[int, int]], int, float | None, bool, str] | None:
-        """The fields of `Progress`."""
+        """Return the fields of `Progress`."""
 
     def offer(self, event_id: int, payload: bytes) -> str:
         """ "applied", "stopped" (applied, and now to be looked at), "declined" or "closed"; for tests."""
@@ -288,32 +288,32 @@ class Intake:
     """
 
     def __new__(cls) -> Intake:
-        """Starts it."""
+        """Start it."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `take` has something."""
+        """Return a descriptor that is readable when `take` has something."""
 
     def add(self, bypass: Bypass, endpoint: str, *, bind: bool, topic: str, longest_frame: int) -> int | None:
-        """Reads a source from now on; returns its number, or None: the address has a name that has to be looked up.
+        """Read a source from now on; return its number, or None: the address has a name that has to be looked up.
 
         Raises:
             OSError: It cannot be bound, or the system watches no more.
         """
 
     def remove(self, source: int) -> None:
-        """Closes a source's sockets: nothing of it is applied or told any more."""
+        """Close a source's sockets: nothing of it is applied or reported any more."""
 
     def take(self, most: int) -> list[tuple[int, str, Any]]:
-        """The oldest notices, (source, kind, detail):
+        """Return the oldest notices, (source, kind, detail):
 
         "message", (event id, payload) · "malformed", lengths of the frames · "connected", None: a connection was made, and
-        what came over the one before was told or applied · "unconnected", None: there is none, another one is made when
+        what came over the one before was reported or applied · "unconnected", None: there is none, another one is made when
         that is possible · "refused", reason: it was ended because of what came; where we connect no other one is made ·
         "stopped", None: see `Bypass.offer` · "failed", reason: the thread has ended; source means nothing.
         """
 
     def close(self) -> None:
-        """Ends the thread and closes every socket; blocks until that is done."""
+        """End the thread and close every socket; blocks until that is done."""
 
 # --- load ------------------------------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ class Overlaps:
         """The protobuf message that they were read from; has no meaning if they were made of columns."""
 
     def within(self, blocks: int) -> bool:
-        """Whether no row says more than a prompt has."""
+        """Return whether no row says more than a prompt has."""
 
 class Costs:
     """What each candidate costs."""
@@ -350,7 +350,7 @@ class Costs:
         """Made anew."""
 
     def draw(self, temperature: float, uniform: float) -> int:
-        """The candidate that a number in 0 .. 1 draws at a temperature above 0."""
+        """Return the candidate that a number in 0 .. 1 draws at a temperature above 0."""
 
     def least(self) -> list[int]:
         """Indexes of the least cost, ascending."""
@@ -366,7 +366,7 @@ class Scores:
         """Device blocks and effective blocks of one candidate."""
 
     def slot(self, index: int) -> int:
-        """Where one candidate is."""
+        """Return where one candidate is."""
 
     @property
     def device_blocks(self) -> list[int]: ...
@@ -392,20 +392,7 @@ class Scores:
         step_seconds: float,
         stage_seconds: tuple[float, float, float, float, float],
     ) -> Costs:
-        """Costs by the rows of a table.
-
-        Args:
-            table: Nineteen numbers a row, see `kvscout_scheduler.costs.time_cost.TimeRow`.
-            row_of: Number of its row, by slot.
-            now: On the clock of the table.
-            weight: Of prompts against decoding.
-            own_seconds: A token of the prompt.
-            empty: What an evicted token counts, in those of the prompt.
-            popular_tokens: Of the prompt, that are worth a copy on another worker.
-            popular_discount: Share of computing them that those pay who come later.
-            step_seconds: All its decode steps, without contexts.
-            stage_seconds: A token of context that is decoded beside it through each stage of its output.
-        """
+        """Return the costs by the rows of a table; see `kvscout_scheduler.costs.time_cost.TimeCostInputs`."""
 
 class ActiveLoad:
     """Load columns of one pool; a getter makes a new list."""
@@ -423,23 +410,23 @@ class ActiveLoad:
     def ensure_slot(self, slot: int) -> None: ...
     def limit(self, slot: int, limits: tuple[int, int, int]) -> None: ...
     def busy(self) -> bytes:
-        """A set of slots, a bit each, the lowest first; as `full` and the `slots` of `score`."""
+        """Return a set of slots, a bit each, the lowest first; as `full` and the `slots` of `score`."""
 
     def full(self) -> bytes: ...
     def arrange(self, ranks: Sequence[tuple[str, int, int]]) -> None:
         """(worker id, rank, slot) of the slots in use, by rank."""
 
     def add(
-        self, slot: int, lane: tuple[int, bool], hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
+        self, slot: int, pool_key: tuple[int, bool], hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
     ) -> Allocation: ...
     def complete_prefill(self, allocation: Allocation) -> None: ...
     def add_private(self, allocation: Allocation, blocks: int) -> None: ...
     def remove(self, allocation: Allocation) -> None: ...
-    def shared(self, lane: tuple[int, bool], hashes: bytes) -> dict[int, int]: ...
+    def shared(self, pool_key: tuple[int, bool], hashes: bytes) -> dict[int, int]: ...
     def score(
         self,
         slots: bytes | None,
-        lane: tuple[int, bool],
+        pool_key: tuple[int, bool],
         hashes: bytes,
         overlaps: Overlaps | None,
         isl_tokens: int,
@@ -463,7 +450,7 @@ _Decision = tuple[str, int, str, int, float, float, int, int]
 """Worker id, rank, HTTP endpoint, overlap blocks, effective overlap blocks, cost, uncached tokens, block size."""
 
 def lifecycle_operations(message: bytes, caller_tenant: str) -> list[tuple[Any, ...]] | None:
-    """The operations of a `LifecycleRequest`; None if the plain path must read it.
+    """Return the operations of a `LifecycleRequest`; None if the plain path must read it.
 
     Args:
         message: The serialised message.
@@ -476,13 +463,13 @@ def lifecycle_operations(message: bytes, caller_tenant: str) -> list[tuple[Any, 
     """
 
 def select_request(message: bytes) -> _Select | None:
-    """A `SelectRequest` without rare fields; None if the plain path must read it."""
+    """Return a `SelectRequest` without rare fields; None if the plain path must read it."""
 
 def select_response(decision: _Decision) -> bytes:
-    """A serialised `SelectResponse`."""
+    """Return a serialised `SelectResponse`."""
 
 def select_result(id: int, decision: _Decision) -> bytes:
-    """A serialised `LifecycleResponse` of one result; several in a row are one message. So is the next one."""
+    """Return a serialised `LifecycleResponse` of one result; several in a row are one message. So is the next one."""
 
 def number_result(id: int, kind: int, number: int) -> bytes:
     """Of an operation whose answer is one number; `kind` is the number of its field in a result."""
@@ -511,7 +498,7 @@ class ServerTls:
     """Certificates of a server."""
 
     def __init__(self, certificate: bytes, key: bytes, client_ca: bytes | None = None) -> None:
-        """Takes PEM.
+        """Take PEM.
 
         Args:
             certificate: Chain, own certificate first.
@@ -526,7 +513,7 @@ class ClientTls:
     """Certificates of a client."""
 
     def __init__(self, ca: bytes, certificate: bytes | None = None, key: bytes | None = None) -> None:
-        """Takes PEM.
+        """Take PEM.
 
         Args:
             ca: Servers must have a certificate of this CA.
@@ -552,7 +539,7 @@ class ByteBudget:
     def charge(self, tenant: str | None = None, copies: int = 1) -> ByteCharge: ...
 
 class ByteCharge:
-    """See `kvscout_common.http.byte_budget.Charge`."""
+    """See `kvscout_common.http.http.Charge`."""
 
     @property
     def bytes(self) -> int: ...
@@ -598,7 +585,7 @@ class Rpc:
         max_age_seconds: float | None = ...,
         clock: float = ...,
     ) -> None:
-        """Opens its epoll.
+        """Open its epoll.
 
         Args:
             max_message_bytes: Longest message that is taken.
@@ -623,14 +610,14 @@ class Rpc:
         """Readable when `poll` has something to do."""
 
     def poll(self) -> list[tuple[Any, ...]]:
-        """Reads and drives what is ready; returns what happened, see `RPC_EVENTS`.
+        """Read and drive what is ready; return what happened, see `RPC_EVENTS`.
 
         Raises:
             OSError: The kernel refuses to poll.
         """
 
     def flush(self) -> bool:
-        """Sends what was said since the last time, in one write a connection; True: call `poll` again now."""
+        """Send what was said since the last time, in one write a connection; True: call `poll` again now."""
 
     def tick(self) -> None:
         """Pings, gives up and accepts what is due; to be called once a second."""
@@ -641,7 +628,7 @@ class Rpc:
     def listen(
         self, host: str, port: int, methods: list[tuple[str, bool, bool]], tls: ServerTls | None = None
     ) -> tuple[int, int]:
-        """Binds; returns the listener's number and its port.
+        """Bind; return the listener's number and its port.
 
         Args:
             host: IP address.
@@ -655,19 +642,19 @@ class Rpc:
         """
 
     def answer_method(self, listener: int, place: int, answers: Answers, tenant: str, times: AnswerTimes) -> None:
-        """Has calls of a method of one message and one answer answered by `poll` itself; what is declined is told as OPEN.
+        """Let `poll` itself answer calls of a method of one message and one answer; what is declined becomes OPEN.
 
         Args:
             listener: Its number.
             place: Of the method in its list.
             answers: Makes them.
             tenant: Of the callers; "*" = all.
-            times: Told of each.
+            times: Counts each.
         """
 
     def answer_stream(self, call: int, answers: Answers, tenant: str) -> None:
-        """Has the messages of a call that came answered by `poll` itself, in order, until one is declined, which is told as
-        MESSAGE, or an answer finds no room; then all that follow are told until this is called again.
+        """Let `poll` itself answer the messages of a call that came, in order, until one is declined, which becomes
+        MESSAGE, or an answer finds no room; then all that follow are reported until this is called again.
 
         Args:
             call: Its number; nothing that it sent waits to be answered.
@@ -679,19 +666,19 @@ class Rpc:
         """New connections get other certificates."""
 
     def stop_listening(self, listener: int) -> None:
-        """Accepts no more; calls that come on connections that are open are served."""
+        """Accept no more; calls that come on connections that are open are served."""
 
     def leave(self, listener: int) -> None:
-        """Sends GOAWAY on each of its connections: what runs goes on, new calls go elsewhere."""
+        """Send GOAWAY on each of its connections: what runs goes on, new calls go to other servers."""
 
     def close_connections(self, listener: int) -> None:
-        """Closes them now."""
+        """Close them now."""
 
     def open_calls(self, listener: int) -> int:
         """Calls that came and are not over."""
 
     def connect(self, host: str, port: int, authority: str, tls: ClientTls | None = None, server_name: str = "") -> int:
-        """Begins to connect; returns the connection's number. CONNECTED or CLOSED follows.
+        """Begin to connect; return the connection's number. CONNECTED or CLOSED follows.
 
         Args:
             host: IP address.
@@ -706,10 +693,10 @@ class Rpc:
         """
 
     def connect_unix(self, path: str, authority: str) -> int:
-        """The same over a Unix socket."""
+        """Connect over a Unix socket; as `connect`."""
 
     def close(self, connection: int) -> None:
-        """Ends its calls, and closes it."""
+        """End its calls, and close it."""
 
     def call(
         self,
@@ -720,7 +707,7 @@ class Rpc:
         message: bytes | None = None,
         end: bool = False,
     ) -> int | None:
-        """Makes a call; returns its number, None if the connection is over.
+        """Make a call; return its number, None if the connection is over.
 
         Args:
             connection: That is open, or will be.
@@ -735,22 +722,22 @@ class Rpc:
         """
 
     def answer(self, call: int, message: bytes, metadata_pairs: list[tuple[str, str | bytes]] | None = None) -> None:
-        """Sends the one message of an answer, and OK."""
+        """Send the one message of an answer, and OK."""
 
     def headers(self, call: int, metadata_pairs: list[tuple[str, str | bytes]]) -> None:
-        """Sends headers, unless they went out with a message."""
+        """Send headers, unless they went out with a message."""
 
     def send(self, call: int, message: bytes) -> bool:
         """Queues a message; False: wait for WRITABLE before the next."""
 
     def half_close(self, call: int) -> None:
-        """Ends the messages of a call that was made here."""
+        """End the messages of a call that was made here."""
 
     def finish(self, call: int, code: int, details: str, metadata_pairs: list[tuple[str, str | bytes]]) -> None:
-        """Ends a call that came, behind what is queued."""
+        """End a call that came, behind what is queued."""
 
     def reset(self, call: int) -> None:
-        """Breaks a call off; nothing more is told of it."""
+        """Break a call off; no event follows."""
 
     def admit(self, call: int, tenant: str | None = None) -> None:
         """The caller of a call that came may make it: messages larger than the windows of a stranger may come.
@@ -764,7 +751,7 @@ class Rpc:
         """A message was handled: its sender may send more."""
 
     def trust(self, call: int) -> None:
-        """Says that the caller of a call is a known one: its connection is not closed to make room for others."""
+        """Say that the caller of a call is a known one: its connection is not closed to make room for others."""
 
     def peer(self, call: int) -> str | None:
         """Address of the other side; None: the call is over."""
@@ -784,7 +771,7 @@ HTTP_EVENTS: dict[str, int]
 * (ENDED, answer, what went wrong or "", text, report, body): comes once, last; the body, after `keep`. A report has the
   fields of `StreamReport`. What may go wrong is named as a `FailureKind`, or "sink gone", "sink stalled".
 * (ACCEPT_FAILED, errno, text): connections wait; they are accepted with the next `tick` that can.
-* (RPC_DUE, rpc): that `Rpc` has something to tell: call its `poll`.
+* (RPC_DUE, rpc): that `Rpc` has events: call its `poll`.
 * (AGAIN,): there is more to do: call `poll` soon.
 * (CROWDED, listener): there is no room for more connections; idle ones were closed, or else new ones.
 """
@@ -797,7 +784,7 @@ class Http:
     """
 
     def __init__(self, clock: float, *, vanished_seconds: float = 60.0) -> None:
-        """Opens its epoll.
+        """Open its epoll.
 
         Args:
             clock: What the loop's clock says now: times in reports are its.
@@ -812,17 +799,17 @@ class Http:
         """Is readable when `poll` has something to do."""
 
     def poll(self) -> list[tuple[Any, ...]]:
-        """Reads and drives what is ready; returns what happened, see `HTTP_EVENTS`.
+        """Read and drive what is ready; return what happened, see `HTTP_EVENTS`.
 
         Raises:
             OSError: The kernel refuses to poll.
         """
 
     def flush(self) -> list[tuple[Any, ...]]:
-        """Sends what was said since the last time, in one write a connection; returns what happened."""
+        """Send what was said since the last time, in one write a connection; return what happened."""
 
     def tick(self) -> None:
-        """Gives up and accepts what is due; to be called a few times a second, `poll` after it."""
+        """Give up and accept what is due; to be called a few times a second, `poll` after it."""
 
     def stats(self) -> dict[str, int]:
         """connections, calls and answers now; connections_refused and connections_evicted until now."""
@@ -853,19 +840,19 @@ class Http:
         """New connections are answered with other certificates."""
 
     def stop_listening(self, listener: int) -> None:
-        """Takes no new connections; those there are end behind their next answer, or a second later if none is asked for."""
+        """Take no new connections; those there are end behind their next answer, or a second later if none is asked for."""
 
     def close_connections(self, listener: int) -> None:
-        """Closes those of a listener at once."""
+        """Close those of a listener at once."""
 
     def trust(self, call: int) -> None:
-        """Says that the client of a call is a known one: its connection is not closed to make room for others."""
+        """Say that the client of a call is a known one: its connection is not closed to make room for others."""
 
     def open_connections(self, listener: int) -> int:
-        """How many connections came to a listener and are open."""
+        """Return how many connections came to a listener and are open."""
 
     def want_body(self, call: int, charge: ByteCharge | None = None) -> None:
-        """Asks for a body that did not come with its head; BODY or BODY_FAILED follows.
+        """Ask for a body that did not come with its head; BODY or BODY_FAILED follows.
 
         Args:
             call: Its number.
@@ -873,7 +860,7 @@ class Http:
         """
 
     def start(self, call: int, status: int, headers: list[tuple[str, str]]) -> None:
-        """Begins an answer; its head leaves with the first bytes of the body, or the end.
+        """Begin an answer; its head leaves with the first bytes of the body, or the end.
 
         Raises:
             ValueError: A header cannot be sent.
@@ -883,10 +870,10 @@ class Http:
         """Answers with a body. Raises as `start`."""
 
     def write(self, call: int, data: bytes) -> bool | None:
-        """Writes some of a body that was started. False: wait for WRITABLE; None: the client has gone."""
+        """Write some of a body that was started. False: wait for WRITABLE; None: the client has gone."""
 
     def end(self, call: int) -> None:
-        """Ends what was started."""
+        """End what was started."""
 
     def handled(self, call: int) -> None:
         """Nothing more is said of a call: unless it was answered, its connection is closed."""
@@ -904,7 +891,7 @@ class Http:
         tls: ClientTls | None = None,
         server_name: str = "",
     ) -> int | None:
-        """Sends a request on an idle connection of this origin, or else on a new one; returns the answer to come.
+        """Send a request on an idle connection of this origin, or else on a new one; return the answer to come.
 
         Args:
             origin: Whatever tells connections apart that must not be used for one another.
@@ -927,7 +914,7 @@ class Http:
         """
 
     def keep(self, answer: int, most: int) -> None:
-        """Has a body kept until it is whole, up to so many bytes; it comes with ENDED."""
+        """Collect a body, up to so many bytes; it comes with ENDED."""
 
     def stream(
         self, answer: int, form: str | None = None, dialect: str = "openai", max_tokens: int | None = None
@@ -983,13 +970,13 @@ class Http:
         """What came was handled: the next may come."""
 
     def report(self, answer: int) -> tuple[Any, ...] | None:
-        """What was noticed until now; None = it is over."""
+        """Return what was noticed until now; None = it is over."""
 
     def abort(self, answer: int) -> None:
-        """Closes the connection; ENDED follows, unless it came already."""
+        """Close the connection; ENDED follows, unless it came already."""
 
     def close_idle(self, origins: str) -> None:
-        """Closes idle connections whose origin begins so."""
+        """Close idle connections whose origin begins so."""
 
 class EventRelay:
     """Native backend of `kvscout_common.http.event_relay.EventRelay`, which passes events on inside `Http`."""
@@ -998,7 +985,7 @@ class EventRelay:
         """As `Http.stream`."""
 
     def feed(self, data: bytes, now: float, ends: bool = False) -> bytes:
-        """Takes the next bytes, the last if it `ends`; returns what is to be passed on."""
+        """Take the next bytes, the last if it `ends`; return what is to be passed on."""
 
     @property
     def over(self) -> bool:
@@ -1006,7 +993,7 @@ class EventRelay:
 
     @property
     def failure(self) -> str:
-        """Why it ended before its end; "" = it has not."""
+        """Return why it ended before its end; "" = it has not."""
 
     @property
     def report(self) -> tuple[Any, ...]:
