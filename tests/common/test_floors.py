@@ -74,7 +74,7 @@ HOUSES = {
     "services/mocker/kvscout_mocker": House(floors=14),
     "clients/kvscout_client": House(folders=("",)),
     "clients/kvscout_cli": House(folders=("", "commands")),
-    "lab/kvscout_lab": House(circle=3, folders=("",)),
+    "lab/kvscout_lab": House(circle=3),
     "bench/kvscout_bench": House(folders=("",)),
 }
 
