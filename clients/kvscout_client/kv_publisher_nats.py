@@ -11,8 +11,8 @@ from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.publish.event_stream import STREAM_MAX_AGE_SECONDS
 from kvscout_blocks.publish.nats import CoreWay, Sender, StreamWay, Way
 from kvscout_blocks.publish.publication import Outbox, Publication
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
-from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_client.kv_publisher_rank import PublishedRank
 from kvscout_common.errors import Unavailable
 from kvscout_common.nats.config import NatsConfig

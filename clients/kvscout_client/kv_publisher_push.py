@@ -21,7 +21,7 @@ from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.messages import MAX_CHUNK_BYTES
 from kvscout_blocks.index.backend import encode_batch
 from kvscout_blocks.publish.publication import BURST_BYTES
-from kvscout_blocks.source.sequence import SequencedBatch
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_client.kv_publisher_rank import PublishedRank
 from kvscout_client.kv_publisher_registration import RpcRegistration
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable

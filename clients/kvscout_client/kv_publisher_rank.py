@@ -21,7 +21,7 @@ from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.publish.incarnation import next_epoch
 from kvscout_blocks.publish.recall import RING_BATCHES, RING_BYTES, Recall
-from kvscout_blocks.source.sequence import SequencedBatch
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_client.zmq_publisher import full_blocks, u64
 from kvscout_common.hashing import MmItem, block_hashes
 from kvscout_common.worker import WorkerRank, WorkerSpec

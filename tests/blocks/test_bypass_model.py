@@ -22,8 +22,8 @@ from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.native import NativeIndex, make_bypass
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
-from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_common.hashing import native_available

@@ -15,8 +15,8 @@ from support.zmq_publisher import Publisher
 from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.reference import ReferenceIndex
+from kvscout_blocks.source.decisions import digest
 from kvscout_blocks.source.intake import IntakeSubscription
-from kvscout_blocks.source.sequence import digest
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import EventEndpoint
 

@@ -14,9 +14,9 @@ from kvscout_blocks.bytes.dump import Copies, DumpedBlock, WorkerDump
 from kvscout_blocks.bytes.events import Tier
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
 from kvscout_blocks.source import published
+from kvscout_blocks.source.decisions import SequencedBatch, digest
 from kvscout_blocks.source.feed import SourceState
 from kvscout_blocks.source.published import PublishedReader, with_last_digest
-from kvscout_blocks.source.sequence import SequencedBatch, digest
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
 from kvscout_common.worker import PoolKey, WorkerRank
 

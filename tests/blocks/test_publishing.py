@@ -14,9 +14,9 @@ from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.publish.publication import Confirmed, Outbox, Outgoing, Publication
 from kvscout_blocks.publish.recall import Recall
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import SourceState
 from kvscout_blocks.source.published import PublishedReader
-from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
 

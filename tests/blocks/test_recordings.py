@@ -17,7 +17,8 @@ from kvscout_blocks.bytes.frames import Message, parse_message, parse_replay_rep
 from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.source.sequence import Apply, SequencedBatch, SourceSequence, digest
+from kvscout_blocks.source.decisions import Apply, SequencedBatch, digest
+from kvscout_blocks.source.sequence import SourceSequence
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import WorkerRank
 

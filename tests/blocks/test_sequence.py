@@ -6,18 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvscout_blocks.source.sequence import (
-    DIGESTS_KEPT,
-    FIRST_RETRY_SECONDS,
-    HELD_BATCHES,
-    HELD_BYTES,
-    MAX_ATTEMPTS,
-    MIXED,
-    MIXED_AFTER,
-    ONE_AGAIN_AFTER,
-    OUTDATED_AFTER,
-    QUARANTINE_AFTER,
-    QUARANTINE_SECONDS,
+from kvscout_blocks.source.decisions import (
     Apply,
     Decision,
     Demote,
@@ -26,6 +15,15 @@ from kvscout_blocks.source.sequence import (
     RequestReplay,
     Reset,
     SequencedBatch,
+)
+from kvscout_blocks.source.held import HELD_BATCHES, HELD_BYTES
+from kvscout_blocks.source.publishers import MIXED, MIXED_AFTER, ONE_AGAIN_AFTER
+from kvscout_blocks.source.replay import FIRST_RETRY_SECONDS, MAX_ATTEMPTS
+from kvscout_blocks.source.sequence import (
+    DIGESTS_KEPT,
+    OUTDATED_AFTER,
+    QUARANTINE_AFTER,
+    QUARANTINE_SECONDS,
     SourceSequence,
 )
 
@@ -527,7 +525,7 @@ def test_with_epochs_a_held_batch_that_comes_again_in_other_bytes_is_a_duplicate
     assert driver.live(at(8, "encoded anew", epoch=1, size_bytes=10)) == ["duplicate 8"]
     driver.replayed(at(6, epoch=1), at(7, epoch=1))
     assert driver.end() == ["apply a8"]
-    assert driver.machine._held_bytes == 0
+    assert driver.machine.held == 0
 
 
 def test_a_second_hand_state_is_confirmed_or_refuted_by_its_last_batch() -> None:

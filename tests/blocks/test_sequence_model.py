@@ -17,15 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kvscout_blocks.source.sequence import (
-    Apply,
-    Decision,
-    Demote,
-    RequestReplay,
-    Reset,
-    SequencedBatch,
-    SourceSequence,
-)
+from kvscout_blocks.source.decisions import Apply, Decision, Demote, RequestReplay, Reset, SequencedBatch
+from kvscout_blocks.source.sequence import SourceSequence
 
 SEQUENCES = int(os.environ.get("KVSCOUT_SEQUENCES", "400"))
 ONE_SEED = os.environ.get("KVSCOUT_SEQUENCE_SEED")

@@ -16,8 +16,8 @@ from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Removed, Store
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_blocks.source import source as source_module
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import HistoryBroken, NoHistory, SourceInput, SourceState
-from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_blocks.source.source import PeerLookup, Source
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec

@@ -13,8 +13,9 @@ from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Stored
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import SLICE, WorkerOptions
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import SourceInput, SourceState
-from kvscout_blocks.source.sequence import HELD_BYTES, SequencedBatch
+from kvscout_blocks.source.held import HELD_BYTES
 from kvscout_blocks.source.source import Source
 from kvscout_common.hashing import native_available
 from kvscout_common.observability.telemetry import RateLimitedLog

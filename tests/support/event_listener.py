@@ -19,10 +19,10 @@ from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import HistoryBroken, SourceInput, SourceState
 from kvscout_blocks.source.published import PublishedReader
 from kvscout_blocks.source.recovery import recover, recover_request
-from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_blocks.source.source import Source
 from kvscout_common.nats.barrier import NatsBarrier
 from kvscout_common.nats.link import end_if_cancelled

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.native import NativeIndex
+from kvscout_blocks.source.decisions import digest
 from kvscout_blocks.source.intake import Intake, IntakeSubscription, make_intake
-from kvscout_blocks.source.sequence import digest
 from kvscout_blocks.source.subscriber import Callbacks
 from kvscout_common.worker import EventEndpoint, WorkerRank
 from support.engine_events import BLOCK_SIZE

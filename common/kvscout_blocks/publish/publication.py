@@ -23,7 +23,7 @@ from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.messages import MAX_CHUNK_BYTES
 from kvscout_blocks.index.backend import encode_batch
 from kvscout_blocks.publish.recall import Recall
-from kvscout_blocks.source.sequence import SequencedBatch
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_common.errors import Unavailable
 from kvscout_common.worker import PoolKey, WorkerRank
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.block_index import Cut
-from kvscout_blocks.source.sequence import SequencedBatch
+from kvscout_blocks.source.decisions import SequencedBatch
 
 
 class HistoryBroken(Exception):

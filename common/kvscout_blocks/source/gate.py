@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvscout_blocks.index.block_index import Work
-from kvscout_blocks.source.sequence import HELD_BATCHES, HELD_BYTES
+from kvscout_blocks.source.held import HELD_BATCHES, HELD_BYTES
 from kvscout_common.errors import KvscoutError
 from kvscout_common.process.endings import INTENDED
 

@@ -6,8 +6,8 @@ from kvscout.v1 import events_pb2
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch
 from kvscout_blocks.bytes.messages import check_version, parse_batch, source_of
 from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.source.decisions import SequencedBatch, digest
 from kvscout_blocks.source.feed import SourceState
-from kvscout_blocks.source.sequence import SequencedBatch, digest
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import PoolKey, WorkerRank
 

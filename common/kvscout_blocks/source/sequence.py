@@ -35,22 +35,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, TypeVar
 
-from xxhash import xxh3_64_intdigest
+from kvscout_blocks.source.decisions import (
+    Apply,
+    Decision,
+    Demote,
+    Drop,
+    DropReason,
+    RequestReplay,
+    Reset,
+    SequencedBatch,
+)
+from kvscout_blocks.source.held import HELD_BATCHES, HeldBatches
+from kvscout_blocks.source.publishers import MIXED, PublisherCheck
+from kvscout_blocks.source.replay import Replay
 
 DIGESTS_KEPT: Final = 64
 """Digests of the last applied batches, to tell duplicates from restarts."""
-
-HELD_BATCHES: Final = 65_536
-HELD_BYTES: Final = 64 * 1024 * 1024
-"""Live batches held while a replay runs; more, and the replay is given up."""
-
-FIRST_RETRY_SECONDS: Final = 0.2
-MAX_ATTEMPTS: Final = 8
-"""Replays tried for one recovery; the wait between them doubles."""
 
 OUTDATED_AFTER: Final = 100
 """Live batches of a lower epoch in a row, none of the present one among them: no remains of a former life."""
@@ -60,94 +62,7 @@ QUARANTINE_AFTER: Final = 100
 
 QUARANTINE_SECONDS: Final = 60.0
 
-MIXED_AFTER: Final = 8
-"""Live batches whose ids do not rise, without a reconnect: an engine that begins anew has another connection."""
-ONE_AGAIN_AFTER: Final = 100
-"""Live batches in a row whose ids rise, after which there is one publisher, again."""
-MIXED: Final = (
-    "two publishers number their batches independently at one endpoint: give each engine, and each data-parallel rank, "
-    "an endpoint of its own"
-)
-
 T = TypeVar("T")
-
-
-def digest(payload: bytes) -> int:
-    """Return what identifies a batch beside its number: XXH3_64 of its payload."""
-    return xxh3_64_intdigest(payload)
-
-
-@dataclass(frozen=True, slots=True)
-class SequencedBatch(Generic[T]):
-    """One batch as it came from a source."""
-
-    event_id: int
-    digest: int
-    content: T
-    """Whatever the caller wants back with `Apply`."""
-    size_bytes: int = 0
-    epoch: int = 0
-    """Incarnation of the engine; 0: the source has none."""
-    dp_rank: int | None = None
-    """Rank that the batch names; None: none."""
-    cleared: bool = False
-    """It empties the cache, so that nothing before it matters."""
-    reset: bool = False
-    """Its publisher says that the source starts anew with it; such a batch is `cleared` as well."""
-    malformed: bool = False
-    """It could not be decoded. It keeps its place in the sequence and changes nothing."""
-
-
-class Apply(NamedTuple, Generic[T]):
-    """Apply this batch to the index and move the cursor."""
-
-    batch: SequencedBatch[T]
-
-
-class DropReason(StrEnum):
-    """Reason for not applying a batch."""
-
-    DUPLICATE = "duplicate"
-    STALE = "stale"
-    """It is of a former incarnation, or overtaken by a restart or a Cleared."""
-    WRONG_RANK = "wrong_rank"
-    QUARANTINED = "quarantined"
-    MIXED = "mixed"
-    """It is of one of two publishers at one endpoint."""
-
-
-class Drop(NamedTuple):
-    """Do not apply this batch."""
-
-    event_id: int
-    reason: DropReason
-
-
-class RequestReplay(NamedTuple):
-    """Ask the source for all batches from `first_id` on; pass `attempt` back with each answer.
-
-    Answers to an earlier request may be thrown away.
-    """
-
-    first_id: int
-    attempt: int
-
-
-class Reset(NamedTuple):
-    """Drop all that is known of the worker rank."""
-
-    reason: str
-    """Reason, for people."""
-
-
-class Demote(NamedTuple):
-    """History is lost: what the worker rank holds becomes a prediction."""
-
-    missing: str
-    """Which events, for people."""
-
-
-Decision = Apply[T] | Drop | RequestReplay | Reset | Demote
 
 
 class SourceSequence(Generic[T]):
@@ -166,58 +81,53 @@ class SourceSequence(Generic[T]):
         self.epoch = 0
         self.last_id: int | None = None
         """Last batch applied."""
-        self.replaying = False
+        self._replay = Replay()
         self.history_incomplete = False
         self.missing = ""
         """Missing events, for people, while `history_incomplete`."""
         self.misconfigured = ""
         """Reason for refusing the source: another rank, an epoch that is over, or two publishers; "" = none."""
         self.quarantined_until: float | None = None
-        self.retry_at: float | None = None
-        """Time to call `on_tick`, on the caller's clock; as at `quarantined_until`."""
-        self.attempt = 0
-        """Number of the replay request that is answered now."""
         self.counters: Counter[str] = Counter()
         """applied, malformed, gaps, replays, restarts, demotions, states, and one for each `DropReason`."""
         self._digests: dict[int, int] = {}
         self._highest_live = -1
-        self._held: dict[int, SequencedBatch[T]] = {}
-        self._held_bytes = 0
-        self._highest_held = -1
-        self._failures = 0
-        self._verified = True
-        """True if the replay has shown the batch `last_id` with the digest that we know."""
-        self._requested_from: tuple[int, int | None] = (0, None)
-        """(epoch, last id) when the round of replies began; as long as they are the present ones it brought nothing."""
-        self._answered = False
-        """True if a reply of this round came, so that the next ones continue it."""
+        self._held: HeldBatches[T] = HeldBatches()
         self._malformed_in_row = 0
         self._outdated_in_row = 0
         self._mixed = False
         """True if there are two publishers, so that nothing is applied."""
-        self._live_id = -1
-        """Number of the last live batch."""
-        self._falls = 0
-        """Live batches whose ids did not rise, since the reconnect or since many in a row rose."""
-        self._rises = 0
-        """Live batches in a row whose ids rose."""
+        self._publishers = PublisherCheck()
         self._new_publisher = False
         """Nobody published at the other end until it was connected to."""
         self.unproven_start = False
         """True if the publisher is taken to have begun with batch 1 although nothing shows that it had no batch 0."""
         self._began_at_one = False
         """A replay from 0 on began with 1: if one that is asked for later does, nothing was dropped before it."""
-        self._healing = False
-        """True if the replay is asked for because history is incomplete, not because anything new is missing."""
+
+    @property
+    def replaying(self) -> bool:
+        """Return whether live batches wait for a replay."""
+        return self._replay.active
+
+    @property
+    def attempt(self) -> int:
+        """Return the number of the replay request that is answered now."""
+        return self._replay.attempt
+
+    @property
+    def retry_at(self) -> float | None:
+        """Return when to call `on_tick`, on the caller's clock, as at `quarantined_until`; None = never."""
+        return self._replay.retry_at
 
     @property
     def held(self) -> int:
-        """Live batches that wait for the replay to end."""
+        """Return the number of live batches that wait for the replay to end."""
         return len(self._held)
 
     @property
     def last_digest(self) -> int | None:
-        """Digest of the last batch applied; None: there is none, or it came as a part of a state."""
+        """Return the digest of the last batch applied; None = there is none, or it came as a part of a state."""
         return self._digests.get(self.last_id) if self.last_id is not None else None
 
     @property
@@ -228,12 +138,12 @@ class SourceSequence(Generic[T]):
             and not (self.epoch or self.replaying or self._held or self.misconfigured or self._malformed_in_row)
             and self.quarantined_until is None
             and not self._began_at_one
-            and self._falls < MIXED_AFTER - 1
+            and not self._publishers.doubtful
         )
 
     @property
     def digests(self) -> list[tuple[int, int]]:
-        """(id, digest) of the last batches applied, oldest first."""
+        """Return (id, digest) of the last batches applied, oldest first."""
         return list(self._digests.items())
 
     def advance(self, *, last_id: int, digests: Iterable[tuple[int, int]], applied: int) -> None:
@@ -241,7 +151,7 @@ class SourceSequence(Generic[T]):
         if applied:
             self.last_id, self._digests = last_id, dict(digests)
             self._highest_live = max(self._highest_live, last_id)
-            self._note_live(last_id - applied + 1, last_id)
+            self._publishers.note(last_id - applied + 1, last_id)
             self.counters["applied"] += applied
 
     def restore(self, *, epoch: int, last_id: int | None, last_digest: int | None = None) -> None:
@@ -252,8 +162,7 @@ class SourceSequence(Generic[T]):
             self._digests[last_id] = last_digest
         self._highest_live = -1
         self._end_replay()
-        self._held.clear()
-        self._held_bytes, self._highest_held = 0, -1
+        self._held.drop()
         self._complete()
 
     def wants_state(self, attempt: int | None, *, epoch: int, last_id: int | None) -> bool:
@@ -264,7 +173,7 @@ class SourceSequence(Generic[T]):
             epoch: Its incarnation.
             last_id: Last batch contained; None: it has no cursor.
         """
-        if attempt is not None and (not self.replaying or attempt != self.attempt):
+        if attempt is not None and (not self._replay.answers(attempt)):
             return False
         if epoch != self.epoch or self.last_id is None:
             return epoch >= self.epoch
@@ -303,13 +212,13 @@ class SourceSequence(Generic[T]):
         if last_id is not None and last_digest is not None:
             self._digests[last_id] = last_digest
         self._highest_live = -1
-        self._verified = not second_hand or epoch > 0 or last_id is None or not self._can_replay
+        self._replay.verified = not second_hand or epoch > 0 or last_id is None or not self._can_replay
         self.history_incomplete = history_incomplete
         self.missing = "what came before the state that was loaded" if history_incomplete else ""
         if attempt is None:
             if self.replaying:
                 self._end_replay()
-                self.attempt += 1
+                self._replay.attempt += 1
             self._apply_held(out, until_gap=True)
             self._fill_gap(out)
         return out
@@ -331,7 +240,7 @@ class SourceSequence(Generic[T]):
         out: list[Decision[T]] = []
         if self.history_incomplete and self._can_replay and not (self.replaying or self._mixed):
             self._request(out, everything=True)
-            self._healing = True
+            self._replay.healing = True
         return out
 
     def on_batch(self, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
@@ -372,7 +281,7 @@ class SourceSequence(Generic[T]):
         """
         out: list[Decision[T]] = []
         self.quarantined_until = None
-        self._live_id, self._falls, self._rises = -1, 0, 0
+        self._publishers.restart()
         self._new_publisher = new_publisher
         if self._mixed:
             self._mixed, self.misconfigured = False, ""
@@ -386,7 +295,7 @@ class SourceSequence(Generic[T]):
     def on_replay(self, attempt: int, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
         """Return a reply of the replay came."""
         out: list[Decision[T]] = []
-        if not self.replaying or attempt != self.attempt or self._refuse_rank(batch, out):
+        if not self._replay.answers(attempt) or self._refuse_rank(batch, out):
             return out
         if batch.epoch < self.epoch:
             self._drop(batch, DropReason.STALE, out)
@@ -394,11 +303,11 @@ class SourceSequence(Generic[T]):
         if batch.epoch > self.epoch and (self.last_id is not None or self._held):
             self._restart(out, epoch=batch.epoch)
             return out
-        if self._healing and batch.event_id == 0:
+        if self._replay.healing and batch.event_id == 0:
             # All of it comes again, not as a state: that replaces what is incomplete.
             self._begin_again("all its batches come again", out)
-            self._verified = True
-        if self._healing and batch.event_id == 1 and not self._answered and self._began_at_one:
+            self._replay.verified = True
+        if self._replay.healing and batch.event_id == 1 and not self._replay.answered and self._began_at_one:
             # A replay from 0 on began with 1 before, and more was published since: none had to go for that, so that
             # none was there before 1.
             self._complete()
@@ -413,7 +322,7 @@ class SourceSequence(Generic[T]):
                 self._restart(out, epoch=batch.epoch)
                 return out
             self._digests[batch.event_id] = batch.digest
-            self._verified = True
+            self._replay.verified = True
         elif self.last_id is not None and batch.event_id < self.last_id:
             self._drop(batch, DropReason.DUPLICATE, out)
         elif batch.cleared or self._reaches(batch, out):
@@ -424,20 +333,20 @@ class SourceSequence(Generic[T]):
                 if self._expected() < batch.event_id:
                     self._apply_held(out, below=batch.event_id)
                 self._check_history(batch.event_id, out)
-            self._verified = True
+            self._replay.verified = True
             self._apply(batch, out)
         else:
             self._request_again(now, out)
             return out
-        self._answered = True
+        self._replay.answered = True
         return out
 
     def on_replay_end(self, attempt: int, now: float) -> list[Decision[T]]:
         """Handle the end of a complete replay."""
         out: list[Decision[T]] = []
-        if not self.replaying or attempt != self.attempt:
+        if not self._replay.answers(attempt):
             return out
-        if not self._verified:
+        if not self._replay.verified:
             # An engine keeps its newest batches. One that has none from `last_id` on, and has sent none either
             # since we are connected, is another than the one before.
             if not self._held:
@@ -448,7 +357,7 @@ class SourceSequence(Generic[T]):
         self._apply_held(out, until_gap=True)
         if not self._held:
             self._end_replay()
-        elif self._answered or self._brought_something or self._healing:
+        elif self._replay.answered or self._replay.moved(self.epoch, self.last_id) or self._replay.healing:
             # What is missing was lost on the way, or published after the answer was given.
             self._request_again(now, out)
         else:
@@ -458,7 +367,7 @@ class SourceSequence(Generic[T]):
     def on_replay_failed(self, attempt: int, now: float) -> list[Decision[T]]:
         """Handle a replay that was not answered in time, had no end, or could not be read."""
         out: list[Decision[T]] = []
-        if not self.replaying or attempt != self.attempt:
+        if not self._replay.answers(attempt):
             return out
         if self._held:
             self._end_filled_replay(out)
@@ -469,10 +378,10 @@ class SourceSequence(Generic[T]):
     def on_no_history(self, attempt: int, reason: str) -> list[Decision[T]]:
         """Return the replay's answer is that there is none, and asking again is of no use; `reason` is for people."""
         out: list[Decision[T]] = []
-        if not self.replaying or attempt != self.attempt:
+        if not self._replay.answers(attempt):
             return out
-        self.attempt += 1
-        if self._healing:
+        self._replay.attempt += 1
+        if self._replay.healing:
             self._leave_as_it_is(out)
         elif self.last_id is None and not self._held:
             # Nothing is known that could be wrong; whether anything is missing the first batch's id will tell.
@@ -494,7 +403,7 @@ class SourceSequence(Generic[T]):
             if self._can_replay and not (self.replaying or self._mixed):
                 self._request(out)
         if self.retry_at is not None and now >= self.retry_at:
-            self._request(out, failures=self._failures)
+            self._request(out, failures=self._replay.failures)
         return out
 
     def _admit(self, batch: SequencedBatch[T], now: float, out: list[Decision[T]]) -> bool:
@@ -518,7 +427,7 @@ class SourceSequence(Generic[T]):
         self._drop_held(out)
         if self.replaying:
             self._end_replay()
-            self.attempt += 1
+            self._replay.attempt += 1
         if self.last_id is not None:
             self._begin_again(self.misconfigured, out)
         return True
@@ -555,22 +464,22 @@ class SourceSequence(Generic[T]):
 
     def _on_duplicate(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
         """Drop a live batch that is known, or that a publisher sends again as it goes back."""
-        if self._rewinds and self._healing and batch.event_id == 0:
+        if self._rewinds and self._replay.healing and batch.event_id == 0:
             self._begin_again("all its batches come again", out)
             self._accept(batch, out)
             return
         self._drop(batch, DropReason.DUPLICATE, out)
         if self._rewinds and batch.event_id == self.last_id:
-            self._verified = True
+            self._replay.verified = True
             self._end_filled_replay(out)
 
     def _end_filled_replay(self, out: list[Decision[T]]) -> None:
         """End the replay if live batches alone continue what was applied."""
-        if self.replaying and self._verified and not self._healing:
+        if self.replaying and self._replay.verified and not self._replay.healing:
             self._apply_held(out, until_gap=True)
             if not self._held:
                 self._end_replay()
-                self.attempt += 1
+                self._replay.attempt += 1
 
     def _fill_gap(self, out: list[Decision[T]]) -> None:
         """Ask for what is missing before the first held batch, if any is held."""
@@ -600,7 +509,7 @@ class SourceSequence(Generic[T]):
         self.last_id = None
         self._digests.clear()
         self._highest_live = -1
-        self._healing = False
+        self._replay.healing = False
         self._complete()
 
     def _is_mixed(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> bool:
@@ -609,14 +518,14 @@ class SourceSequence(Generic[T]):
             return False
         if self._seen(batch):
             if self._rewinds:
-                self._live_id = batch.event_id
+                self._publishers.rewind(batch.event_id)
             return False
-        self._note_live(batch.event_id, batch.event_id)
-        mixed = self._falls >= MIXED_AFTER
+        self._publishers.note(batch.event_id, batch.event_id)
+        mixed = self._publishers.mixed
         if mixed and not self._mixed:
             self._drop_held(out)
             self._end_replay()
-            self.attempt += 1
+            self._replay.attempt += 1
             self._begin_again(MIXED, out)
             self._lose("whatever two publishers send", out)
         if self._mixed and not mixed:
@@ -627,21 +536,11 @@ class SourceSequence(Generic[T]):
             self._drop(batch, DropReason.MIXED, out)
         return mixed
 
-    def _note_live(self, first_id: int, last_id: int) -> None:
-        """Note that live batches came with these ids, one after another."""
-        if first_id <= self._live_id:
-            self._falls, self._rises = self._falls + 1, last_id - first_id
-        else:
-            self._rises += 1 + last_id - first_id
-        self._live_id = last_id
-        if self._rises >= ONE_AGAIN_AFTER:
-            self._falls = 0
-
     def _request_start(self, out: list[Decision[T]]) -> None:
         """Ask once more from 0 on, where a replay began with 1, now that more was published."""
         if self._began_at_one:
             self._request(out, everything=True)
-            self._healing = True
+            self._replay.healing = True
 
     def on_missing_start(self) -> None:
         """Note that a publisher taken to have begun with batch 1 had a batch 0: later batches refer to it."""
@@ -654,48 +553,31 @@ class SourceSequence(Generic[T]):
         if self._expected() < batch.event_id:
             # Where the replay has a hole, what came live may fill it.
             self._apply_held(out, until_gap=True, below=batch.event_id)
-        return self._expected() >= batch.event_id or not (self._answered and self._verified)
-
-    @property
-    def _brought_something(self) -> bool:
-        """Return whether this round of replies moved the cursor."""
-        return self._requested_from != (self.epoch, self.last_id)
+        return self._expected() >= batch.event_id or not (self._replay.answered and self._replay.verified)
 
     def _request_again(self, now: float, out: list[Decision[T]]) -> None:
         """End an incomplete round, and request the rest: immediately if it moved the cursor, or later."""
-        if self._healing:
-            self.attempt += 1
+        if self._replay.healing:
+            self._replay.attempt += 1
             self._leave_as_it_is(out)
-        elif self._brought_something:
+        elif self._replay.moved(self.epoch, self.last_id):
             self._request(out)
         else:
-            self.attempt += 1
-            self._failures += 1
-            if self._failures >= MAX_ATTEMPTS:
-                self._give_up(f"{self._failures} replays brought nothing", out)
-            else:
-                self.retry_at = now + FIRST_RETRY_SECONDS * 2 ** (self._failures - 1)
+            failures = self._replay.failures + 1
+            if not self._replay.schedule_retry(now):
+                self._give_up(f"{failures} replays brought nothing", out)
 
     def _request(self, out: list[Decision[T]], *, everything: bool = False, failures: int = 0) -> None:
         """Begin a replay, or begin the running one again; `failures` counts rounds in a row that brought nothing."""
-        self.replaying = True
-        self.attempt += 1
         self.counters["replays"] += 1
-        self.retry_at = None
-        self._failures = failures
-        self._requested_from = (self.epoch, self.last_id)
-        self._answered = self._healing = False
-        # With epochs a restart tells itself: a source that has nothing newer than `last_id` has lost nothing.
-        self._verified = self.last_id is None or self.epoch > 0
+        self._replay.begin(epoch=self.epoch, last_id=self.last_id, failures=failures)
         out.append(RequestReplay(0 if everything or self.last_id is None else self.last_id, self.attempt))
 
     def _end_replay(self) -> None:
-        if self._healing:
+        if self._replay.healing:
             # It was tried; a start that is not shown by it stays missing.
             self._began_at_one = False
-        self.replaying = self._healing = False
-        self.retry_at = None
-        self._failures = 0
+        self._replay.end()
 
     def _leave_as_it_is(self, out: list[Decision[T]]) -> None:
         """Give up a replay that was not needed: known blocks stay, and held batches continue from them."""
@@ -727,9 +609,9 @@ class SourceSequence(Generic[T]):
             self._lose(f"{expected}..{event_id - 1}", out)
             if (expected, event_id) == (0, 1) and self.replaying and not self.epoch:
                 self._began_at_one = True
-        elif not self._verified:
+        elif not self._replay.verified:
             self._lose(f"whatever came before {event_id}", out)
-        self._verified = True
+        self._replay.verified = True
 
     def _lose(self, missing: str, out: list[Decision[T]]) -> None:
         self.history_incomplete = True
@@ -744,11 +626,9 @@ class SourceSequence(Generic[T]):
         self._began_at_one = False
 
     def _apply(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
-        held = self._held.pop(batch.event_id, None)
-        if held is not None:
-            self._held_bytes -= held.size_bytes
-            if held is not batch:
-                self._drop(held, DropReason.DUPLICATE, out)
+        held = self._held.release(batch.event_id)
+        if held is not None and held is not batch:
+            self._drop(held, DropReason.DUPLICATE, out)
         if batch.cleared:
             self._complete()
         self.counters["applied"] += 1
@@ -761,19 +641,14 @@ class SourceSequence(Generic[T]):
         out.append(Apply(batch))
 
     def _hold(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
-        self._held[batch.event_id] = batch
-        self._held_bytes += batch.size_bytes
-        self._highest_held = max(self._highest_held, batch.event_id)
-        if len(self._held) > HELD_BATCHES or self._held_bytes > HELD_BYTES:
+        self._held.hold(batch)
+        if self._held.too_much:
             self._give_up("too much came during the replay", out)
 
     def _drop_held(self, out: list[Decision[T]], *, below: int | None = None) -> None:
         """Drop held batches, all or those below an id."""
-        for event_id in [i for i in self._held if below is None or i < below]:
-            batch = self._held.pop(event_id)
-            self._held_bytes -= batch.size_bytes
+        for batch in self._held.drop(below):
             self._drop(batch, DropReason.STALE, out)
-        self._highest_held = max(self._held, default=-1)
 
     def _drop(self, batch: SequencedBatch[T], reason: DropReason, out: list[Decision[T]]) -> None:
         self.counters[reason] += 1
@@ -794,7 +669,7 @@ class SourceSequence(Generic[T]):
 
     def _is_taken(self, event_id: int) -> bool:
         """Return whether another live batch had this id, or a higher one if the publisher cannot go back."""
-        return self._has(event_id) or (not self._rewinds and event_id < self._highest_held)
+        return self._has(event_id) or (not self._rewinds and event_id < self._held.highest_id)
 
     def _trim(self) -> None:
         """Keep the last digests, and those of replayed batches that are still to come live."""

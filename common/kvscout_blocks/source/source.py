@@ -28,17 +28,10 @@ from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.backend import loading_state
 from kvscout_blocks.index.block_index import Applied, BlockIndex, Loading
+from kvscout_blocks.source.decisions import Apply, Decision, Demote, RequestReplay, Reset, SequencedBatch
 from kvscout_blocks.source.feed import Bypass, Cursor, Feed, HistoryBroken, NoHistory, SourceCut, SourceState
 from kvscout_blocks.source.gate import Gate
-from kvscout_blocks.source.sequence import (
-    Apply,
-    Decision,
-    Demote,
-    RequestReplay,
-    Reset,
-    SequencedBatch,
-    SourceSequence,
-)
+from kvscout_blocks.source.sequence import SourceSequence
 from kvscout_common.errors import KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import INTENDED

@@ -13,10 +13,10 @@ import zmq
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch
 from kvscout_blocks.bytes.frames import MalformedBatch, Message
 from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.source.decisions import SequencedBatch, digest
 from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
 from kvscout_blocks.source.host_names import host_name, resolved
 from kvscout_blocks.source.intake import Intake, IntakeSubscription
-from kvscout_blocks.source.sequence import SequencedBatch, digest
 from kvscout_blocks.source.subscriber import Callbacks, Subscription, replay
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import INTENDED, guarded

@@ -16,7 +16,7 @@ from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.publish.incarnation import Comparison, Record, Verdict, next_epoch
 from kvscout_blocks.publish.publication import Confirmed, Outbox, Publication
 from kvscout_blocks.publish.recall import Recall
-from kvscout_blocks.source.sequence import SequencedBatch
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_common.errors import FailedPrecondition, Unavailable

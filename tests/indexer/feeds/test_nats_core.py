@@ -182,8 +182,8 @@ async def test_cleared_during_a_recovery_wins(core: CorePublisher, stack: Stack)
 async def test_without_an_answer_held_blocks_become_predictions_and_the_worker_heals_when_its_publisher_answers(
     server: NatsServer, stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvscout_blocks.source.sequence.MAX_ATTEMPTS", 2)
-    monkeypatch.setattr("kvscout_blocks.source.sequence.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_blocks.source.replay.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("kvscout_blocks.source.replay.FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr("kvscout_indexer.feeds.healing.HEAL_SECONDS", 0.05)
     async with core_publisher(server.url, ScriptedPublisher(), recovers=False) as core:
         await subscribed(stack.client)

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import HistoryBroken, NoHistory, SourceInput, SourceState
 from kvscout_blocks.source.published import PublishedReader
 from kvscout_blocks.source.recovery import recover, recover_request
-from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.errors import FailedPrecondition, KvscoutError
 from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.nats.link import NatsLink

@@ -25,9 +25,9 @@ from kvscout.v1 import events_pb2
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.messages import check_version, parse_batch, source_of
 from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import Cursor, Feed, HistoryBroken, SourceInput, SourceState
 from kvscout_blocks.source.published import PublishedReader
-from kvscout_blocks.source.sequence import SequencedBatch
 from kvscout_common.errors import Draining, FailedPrecondition, InternalError, InvalidArgument, KvscoutError, NotFound
 from kvscout_common.process.endings import INTENDED
 from kvscout_common.registry.registry import Registry

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvscout.v1 import indexer_pb2, workers_pb2
 from kvscout_blocks.index.block_index import BlockIndex, WorkerStats
-from kvscout_blocks.source.sequence import DropReason
+from kvscout_blocks.source.decisions import DropReason
 from kvscout_blocks.source.source import Source
 from kvscout_common.nats.names import NatsNames
 from kvscout_common.registry.worker_proto import rank_to_proto
