@@ -3,7 +3,7 @@
 Nothing but the module that pairs with a section below imports it:
 
 * hashing: `kvscout_common.hashing`, which documents the functions; the reference is `hashing_reference`.
-* token ids as JSON: `kvscout_common.http.token_json`; the reference is `token_json_reference`.
+* token ids as JSON: `kvscout_common.http.json_scan`; the reference is `token_json_reference`.
 * JSON objects: `kvscout_common.http.json_scan`; the reference is `json_scan_reference`.
 * index: `kvscout_blocks.index.native`; `kvscout_blocks.index.block_index` documents what the methods do, the reference is
   `kvscout_blocks.index.reference`.

@@ -183,8 +183,10 @@ class Side:
                 name: value
                 for name, value in vars(sequence).items()
                 # A Counter knows what it was asked for; digests are compared in their order.
-                if name not in ("counters", "_digests", "_held")
+                if name not in ("counters", "_digests", "_held", "_replay", "_publishers")
             },
+            "replay": vars(sequence._replay),
+            "publishers": vars(sequence._publishers),
             "counters": +sequence.counters,
             "digests": sequence.digests,
             "held": sorted(sequence._held),

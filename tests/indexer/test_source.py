@@ -308,8 +308,8 @@ async def test_a_replay_socket_that_stays_silent_is_given_up_after_retries(
     client: IndexerClient, engine: RecordedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.01, "pause_seconds": 0.01})
-    monkeypatch.setattr("kvscout_blocks.source.sequence.FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("kvscout_blocks.source.sequence.MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("kvscout_blocks.source.replay.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_blocks.source.replay.MAX_ATTEMPTS", 3)
     engine.answering.clear()
     await client.register(engine)
     await engine.subscribed()
@@ -558,7 +558,7 @@ async def test_a_batch_above_the_limit_is_lost_history_and_what_follows_is_appli
     monkeypatch.setattr(subscriber, "MAX_FRAME_BYTES", 4096)
     monkeypatch.setattr(subscriber.replay, "__kwdefaults__", {"idle_seconds": 0.05, "pause_seconds": 0.05})
     monkeypatch.setattr("kvscout_blocks.source.zmq_feed.REOPEN_SECONDS", 0.05)
-    monkeypatch.setattr("kvscout_blocks.source.sequence.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_blocks.source.replay.FIRST_RETRY_SECONDS", 0.01)
     await connect(client, engine)
     await engine.publish(*chain(2))
     await client.until_applied(1)

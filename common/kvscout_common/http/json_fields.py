@@ -32,8 +32,8 @@ class Prompts(NamedTuple):
 class Fields(Mapping[str, Any]):
     """The fields of an object; a value becomes Python objects when it is asked for.
 
-    A `prompt` that is a list of token ids is packed (`token_json`): they are `bytes`. One that is a list of texts, or
-    of lists, is `Prompts`.
+    A `prompt` that is a list of token ids is packed (little-endian u32): they are `bytes`. One that is a list of texts,
+    or of lists, is `Prompts`.
     """
 
     def __init__(

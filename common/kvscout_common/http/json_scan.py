@@ -84,3 +84,12 @@ def load_json(data: bytes, *, max_values: int) -> Any:
     """
     scan_object(b'{"":' + data + b"}", strict=False, max_values=max_values)
     return json.loads(data)
+
+
+def write_tokens(token_ids: bytes) -> bytes:
+    """Write token ids as JSON, without the brackets of the list.
+
+    Args:
+        token_ids: Packed: little-endian u32.
+    """
+    return _backend.write_tokens(token_ids)

@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from kvscout_common.http.token_json_reference import read_tokens
+from kvscout_common.http.token_json_reference import read_tokens, write_tokens
+
+__all__ = ["scan_object", "write_tokens"]
 
 MAX_DEPTH: Final = 128
 """Arrays and objects within one another."""

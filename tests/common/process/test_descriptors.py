@@ -40,7 +40,7 @@ async def test_a_process_may_open_as_many_files_as_its_hard_limit_says() -> None
 async def test_a_small_hard_limit_is_told() -> None:
     limit, said = await limited(256, 1000)
     assert limit == 1000
-    assert "at most 1000 files" in said
+    assert "the limit of open files is only 1000" in said
 
 
 @pytest.mark.parametrize("service", ["indexer", "scheduler", "gateway", "bridge"])

@@ -195,8 +195,8 @@ async def test_a_publisher_that_ignores_what_it_is_asked_is_given_up(
     stack: Stack, publisher: ScriptedPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(push, "RESEND_SECONDS", 0.02)
-    monkeypatch.setattr("kvscout_blocks.source.sequence.FIRST_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("kvscout_blocks.source.sequence.MAX_ATTEMPTS", 3)
+    monkeypatch.setattr("kvscout_blocks.source.replay.FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("kvscout_blocks.source.replay.MAX_ATTEMPTS", 3)
     messages = [publisher.make(payload) for payload in chain(6)]
     stream = stack.push()
     await stream.send(*messages[:2], *messages[3:])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvscout_common.http.http import Dialect, HttpRequest
-from kvscout_common.http.token_json import write_tokens
+from kvscout_common.http.json_scan import write_tokens
 from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.request import Request
 

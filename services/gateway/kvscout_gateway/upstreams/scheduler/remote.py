@@ -293,12 +293,15 @@ class RemoteScheduler(Collector):
             stream.send("free", ref, awaited=False)
         operation = stream.send("select_and_reserve", pending.message())
         pause = REFRESH_SECONDS
+        in_line = False
         try:
             if not await operation.within(min(self._timeout, pending.seconds_left) / 2):
                 stream.probe()
             while not await operation.within(min(pause, pending.seconds_left)):
+                # A scheduler that hangs later ends the stream: until then the request is still in line.
+                in_line = in_line or stream.carried_out(operation)
                 if not pending.seconds_left:
-                    if stream.carried_out(operation):
+                    if in_line:
                         raise _waited_too_long()
                     raise UpstreamDown(f"{member.name} does not answer", retry_after_seconds=RETRY_SECONDS)
                 if stream.carried_out(operation):
