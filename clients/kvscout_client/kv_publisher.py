@@ -125,7 +125,7 @@ class KvEventPublisher:
         InvalidArgument: A field of the worker is out of range.
     """
 
-    def __init__(
+    def __init__(  # noqa: C901  # one check of a field after the other
         self,
         *,
         worker_id: str,

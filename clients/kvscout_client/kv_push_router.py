@@ -36,7 +36,7 @@ class KvPushRouter:
         self._router = router
         self._model = model
 
-    async def generate(  # noqa: PLR0917  # by place as by name, as there
+    async def generate(  # by place as by name, as there
         self,
         token_ids: Tokens,
         model: str = "",

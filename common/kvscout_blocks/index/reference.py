@@ -393,7 +393,7 @@ def _integers(block_hashes: Sequence[int] | bytes) -> Sequence[int]:
     return struct.unpack(f"<{len(block_hashes) // 8}Q", block_hashes)
 
 
-def _check_dump(dump: WorkerDump, block_size: int) -> None:
+def _check_dump(dump: WorkerDump, block_size: int) -> None:  # noqa: C901, PLR0912  # one rule after the other
     """Verify that a dump does not contradict itself, for an index with blocks of `block_size` tokens."""
     _check_ascending("groups", [group for group, _ in dump.groups])
     if len(dump.groups) > GROUP_LIMIT:

@@ -292,7 +292,7 @@ class SourceSequence(Generic[T]):
             self._lose(f"whatever came after {self.last_id}, before a reconnect", out)
         return out
 
-    def on_replay(self, attempt: int, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
+    def on_replay(self, attempt: int, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:  # noqa: C901, PLR0912  # one case after the other
         """Return a reply of the replay came."""
         out: list[Decision[T]] = []
         if not self._replay.answers(attempt) or self._refuse_rank(batch, out):

@@ -169,7 +169,7 @@ def _leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
     ]
 
 
-async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
+async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:  # noqa: C901, PLR0912, PLR0915  # a process from start to end
     """Serve until SIGTERM or SIGINT.
 
     Raises:

@@ -10,7 +10,7 @@ from kvscout_common.errors import ConfigError
 from kvscout_lab.cells.cells import Cell
 
 
-def plot(cells: Sequence[Cell], path: Path) -> None:
+def plot(cells: Sequence[Cell], path: Path) -> None:  # noqa: C901, PLR0912  # one panel after the other
     """Draw TTFT by policy: against the load where cells differ in it, else as bars.
 
     Args:

@@ -68,7 +68,7 @@ class LifecycleRpc:
         self._ending: dict[asyncio.Task[Any], KvscoutError] = {}
         """Readers that are cancelled by us, and why."""
 
-    async def Lifecycle(self, requests: object, context: Any) -> None:
+    async def Lifecycle(self, requests: object, context: Any) -> None:  # noqa: C901, PLR0915  # a stream from its hello to its end
         """Serve one stream over serialised messages, which are read from the context."""
         message = await context.read()
         if message is grpc.aio.EOF:

@@ -189,7 +189,7 @@ class RequestStream:
     def _response_is_duplex(self) -> bool:
         return self._response_mode == pb.BODY_MODE_FULL_DUPLEX_STREAMED
 
-    def receive(self, message: bytes) -> Step:
+    def receive(self, message: bytes) -> Step:  # noqa: PLR0911  # a state machine
         """Take a message of the proxy.
 
         Raises:

@@ -204,7 +204,7 @@ def _pinned_rank(request: gateway_pb2.RouteRequest | gateway_pb2.GenerateRequest
     return request.pinned_dp_rank
 
 
-def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:
+def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:  # noqa: C901, PLR0912  # one field after the other
     """Stop, sampling and output options, named as vLLM's /v1/completions names them; unset ones left out.
 
     Raises:
