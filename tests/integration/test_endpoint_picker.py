@@ -812,6 +812,8 @@ async def test_more_requests_than_envoys_default_limits_are_all_picked_for(world
         settings.ext_proc["message_timeout"] = f"{DEADLINE_SECONDS}s"
         # A machine that is busy with these requests is no picker that is ill.
         settings.cluster("endpoint_picker")["health_checks"][0]["timeout"] = f"{DEADLINE_SECONDS}s"
+        for name in ("engines", "endpoint_picker"):
+            settings.cluster(name)["connect_timeout"] = f"{DEADLINE_SECONDS}s"
 
     def patient_and_default(settings: Settings) -> None:
         patient(settings)
@@ -841,10 +843,11 @@ async def test_more_requests_than_envoys_default_limits_are_all_picked_for(world
                     return await decided(envoy) == count
 
                 await eventually(all_decided, what=f"a call to the picker, or none, for each of {count} requests")
+            allowed = await envoy.stat(r"http\.inference\.ext_proc\.failure_mode_allowed")
+            assert allowed == bypassed, await envoy.stats("endpoint_picker|ext_proc")
+            assert ("picker-bypassed" in await doctor(envoy)) is (bypassed > 0)
             release.set()
             await asyncio.gather(*under_way)
-            assert await envoy.stat(r"http\.inference\.ext_proc\.failure_mode_allowed") == bypassed
-            assert ("picker-bypassed" in await doctor(envoy)) is (bypassed > 0)
         await world.until_idle()
 
 

@@ -117,6 +117,11 @@ class Envoy:
             stats = [stat["value"] for stat in (await response.json())["stats"] if "value" in stat]
         return sum(stats)
 
+    async def stats(self, names: str) -> str:
+        """Return the counters and gauges in use that match a regular expression, a line each."""
+        async with self.http.get(f"{self.admin}/stats?usedonly&filter={names}") as response:
+            return await response.text()
+
     async def picker_health(self) -> list[Any]:
         """Of each host of the picker's cluster, what its health check found; {} = well."""
         async with self.http.get(f"{self.admin}/clusters?format=json") as response:
