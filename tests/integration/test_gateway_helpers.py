@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,19 @@ async def test_without_a_scheduler_workers_take_turns_until_it_is_back(lasting: 
     assert (await client.status()).failures == 0
 
 
+async def test_a_scheduler_that_restarted_counts_as_away_until_it_has_the_workers(lasting: Lasting) -> None:
+    stack = lasting.stack
+    async with load(stack.client) as routes:
+        for _ in range(3):
+            await kill(stack.scheduler)
+            await lasting.restart_scheduler()
+            seen = len(routes)
+            await eventually(_async(partial(_any_decided, routes, seen)), what="a decision")
+    reasons = {reason for route in routes for reason in route.degraded_reasons}
+    assert all(reason.startswith(f"scheduler {stack.scheduler.address}: ") for reason in reasons)
+    assert (await stack.client.status()).failures == 0
+
+
 async def test_the_next_scheduler_decides_while_the_first_is_away() -> None:
     async with (
         running("kvscout_scheduler.main") as second,
@@ -330,6 +344,10 @@ async def until_all_indexed(stack: Stack) -> None:
         return all(last[f"w{index}"] >= count for index, count in enumerate(published))
 
     await eventually(applied, what="all events applied")
+
+
+def _any_decided(routes: list[gateway_pb2.RouteResponse], seen: int) -> bool:
+    return any(not route.degraded for route in routes[seen:])
 
 
 def _async(condition: Callable[[], object]) -> Callable[[], Awaitable[object]]:

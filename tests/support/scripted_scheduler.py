@@ -31,6 +31,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         """That were promised."""
         self.messages: list[int] = []
         """Operations of each message."""
+        self.unknown_models = {"nobody"}
+        """Models of which it knows no worker."""
         self.heard: list[str] = []
         """What was asked on streams, such as "free r"."""
         self.unary: list[str] = []
@@ -126,7 +128,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             self._waiting[name] = (operation.id, context)
             return
         result = response.results.add(id=operation.id)
-        if asked.DESCRIPTOR.fields_by_name.get("model") is not None and asked.model == "nobody":
+        if asked.DESCRIPTOR.fields_by_name.get("model") is not None and asked.model in self.unknown_models:
             result.code, result.message = grpc.StatusCode.NOT_FOUND.value[0], "no such model"
         elif kind.startswith("select"):
             if name:
@@ -150,6 +152,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         if request.model == FULL:
             await self.line_ends.wait()
             raise errors.DeadlineExceeded("Deadline Exceeded")
+        if request.model in self.unknown_models:
+            raise errors.NotFound("no such model")
         self.booked[request.request_id] = "unary"
         return _selected("unary")
 

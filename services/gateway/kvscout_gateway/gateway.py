@@ -250,8 +250,8 @@ class Gateway:
             nats=self.backends.nats(),
         )
 
-    def _resync(self, member: Member[Any]) -> None:
-        self.membership.resync(member)
+    def _resync(self, member: Member[Any]) -> asyncio.Future[float]:
+        return self.membership.resync(member)
 
     def _report_failure(self, tenant: str, placement: Placement, error: EngineFailed, ejection_seconds: float) -> None:
         """A worker failed; that it is left out for it concerns the other gateways, too."""

@@ -155,6 +155,27 @@ async def test_a_member_that_restarted_is_told_again(fleet: Fleet) -> None:
     assert all(entry.lease_seconds == 60 for s in fleet.services for entry in s.registry.entries())
 
 
+async def test_a_member_that_lacks_workers_gets_them_at_once_when_a_request_meets_that(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_sync, "SYNC_SECONDS", 60.0)
+    monkeypatch.setattr(registration, "RETRY_SECONDS", 60.0)
+    monkeypatch.setattr(member_sync, "SUSPECT_SECONDS", 0.0)
+    node = fleet.node()
+    node.registry.register(A)
+    await node.registration.flush()
+    service, member = fleet.services[0], node.registration.members[0]
+    service.forget()
+    began = time.monotonic()
+    assert await member.resync() >= began
+    assert service.worker_ids == ["a"]
+    began = time.monotonic()
+    assert await member.resync() < began, "it lacked none"
+    service.forget()
+    member.failed("away")
+    assert await member.resync() >= began, "nor is a member waited for that was away"
+
+
 async def test_workers_of_others_are_adopted_but_not_told(fleet: Fleet) -> None:
     owner, other = fleet.node(), fleet.node()
     owner.registry.register(A)

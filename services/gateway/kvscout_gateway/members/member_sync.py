@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -148,9 +149,15 @@ class MemberSync:
         self._to_renew: set[WorkerName] = set()
         self._listed_at: float | None = None
         self._list_due = 0.0
+        self._resynced: asyncio.Future[float] | None = None
+        """What the callers of `resync` wait for; None = nobody does."""
+        self._syncing = False
+        self._registered_at = -math.inf
         self._new = True
         """It has (re)started, and workers that other members know were not pushed to it yet."""
         self.changed = asyncio.Event()
+        self.wanted = asyncio.Event()
+        """A round is due at once, though the last one failed."""
         self.synced = asyncio.Event()
         self.tried = False
         self.error = ""
@@ -184,11 +191,23 @@ class MemberSync:
         self._to_renew.update(names)
         self.changed.set()
 
-    def suspect(self) -> None:
-        """Read the list soon: the member does not know a worker that was pushed to it."""
+    def resync(self) -> asyncio.Future[float]:
+        """Bring the member up to date now: it does not know a worker that was pushed to it.
+
+        Returns:
+            When it was last registered a worker, on the gateway's clock; done when its list was read and what it
+            lacked was pushed.
+        """
+        resynced = self._resynced or asyncio.get_running_loop().create_future()
         if self._listed_at is None or self._clock() - self._listed_at > SUSPECT_SECONDS:
             self._list_due = 0.0
             self.changed.set()
+            self.wanted.set()
+        elif not self._syncing and self._list_due:
+            resynced.set_result(self._registered_at)
+            return resynced
+        self._resynced = resynced
+        return resynced
 
     def failed(self, error: str) -> None:
         """Record that a round failed."""
@@ -204,10 +223,18 @@ class MemberSync:
             KvscoutError: If the member cannot be reached; what was done stays done.
         """
         self.changed.clear()
-        if self._clock() >= self._list_due:
-            await self._compare()
-            self._list_due = self._clock() + SYNC_SECONDS
-        await self._push()
+        self.wanted.clear()
+        self._syncing = True
+        try:
+            if self._clock() >= self._list_due:
+                await self._compare()
+                self._list_due = self._clock() + SYNC_SECONDS
+            await self._push()
+        finally:
+            self._syncing = False
+        if self._list_due and self._resynced is not None:
+            self._resynced.set_result(self._registered_at)
+            self._resynced = None
         self.error = ""
         self.tried = True
         if not self.changed.is_set() and not self.refused:
@@ -288,6 +315,7 @@ class MemberSync:
             self.refused[name] = str(error)
             return None
         self.refused.pop(name, None)
+        self._registered_at = self._clock()
         return proto
 
     async def _keep_alive(self) -> None:
@@ -306,7 +334,7 @@ class MemberSync:
                     self._sent[name] = _Sent(sent.entry, sent.listed, self._clock())
             self._to_renew.difference_update(members)
             if answer.unknown_worker_ids:
-                self.suspect()
+                self.resync()
 
     # Reading
 

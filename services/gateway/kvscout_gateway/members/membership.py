@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -98,10 +99,13 @@ class Membership:
                 statuses.append(status)
         return statuses
 
-    def resync(self, member: Member[Any]) -> None:
-        """Bring one up to date that does not know workers which this gateway knows."""
+    def resync(self, member: Member[Any]) -> asyncio.Future[float]:
+        """Bring one up to date that does not know workers which this gateway knows; return as `MemberSync.resync`."""
         if member in self._syncs:
-            self._syncs[member].suspect()
+            return self._syncs[member].resync()
+        gone: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        gone.set_result(-math.inf)
+        return gone
 
     def warnings(self) -> list[Warned]:
         """Return the names that cannot be looked up, one sentence each."""

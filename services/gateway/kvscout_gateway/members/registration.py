@@ -122,12 +122,10 @@ class Registration:
             elif before and not after:
                 log.info("%s has received all workers again", member.name)
             await self._adopt()
-            if member.error:
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
+            due = member.wanted if member.error else member.changed
             try:
-                async with asyncio.timeout(member.wait_seconds()):
-                    await member.changed.wait()
+                async with asyncio.timeout(RETRY_SECONDS if member.error else member.wait_seconds()):
+                    await due.wait()
             except TimeoutError:
                 pass  # time for the next round
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from support.processes import eventually
@@ -31,6 +33,8 @@ class World:
 
     scripted: list[ScriptedScheduler]
     remote: RemoteScheduler
+    learns: set[str] = field(default_factory=set)
+    """Models whose workers a scheduler gets when it is brought up to date."""
 
     @property
     def schedulers(self) -> Schedulers:
@@ -62,10 +66,17 @@ async def world(
     count: int = 1, prepare: Callable[[World], object] = lambda world: None, *, timeout_seconds: float = 5.0
 ) -> AsyncIterator[World]:
     """A gateway and a count of schedulers in this process."""
+
+    def resync(member: Member[SchedulerLink]) -> asyncio.Future[float]:
+        lacked = any(one.unknown_models & made.learns for one in made.scripted)
+        for one in made.scripted:
+            one.unknown_models -= made.learns
+        resynced: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        resynced.set_result(time.monotonic() if lacked else -math.inf)
+        return resynced
+
     async with AsyncExitStack() as stack:
-        remote = RemoteScheduler(
-            [], PLAINTEXT, timeout_seconds=timeout_seconds, queue_wait_seconds=20.0, resync=lambda member: None
-        )
+        remote = RemoteScheduler([], PLAINTEXT, timeout_seconds=timeout_seconds, queue_wait_seconds=20.0, resync=resync)
         scripted = []
         for number in range(count):
             servicer, channel = await stack.enter_async_context(scripted_scheduler())
@@ -161,6 +172,17 @@ async def test_a_booking_that_the_scheduler_cannot_take_yet_is_tried_again() -> 
         made.remote.free(booking)
         await until(lambda: not made.scripted[0].booked)
         assert made.scripted[0].heard.count("free r") == 1
+
+
+@pytest.mark.parametrize("owned", [True, False])
+async def test_a_scheduler_without_the_workers_gets_them_and_decides(owned: bool) -> None:
+    async with world() as made:
+        await until(lambda: made.attached == [True])
+        made.learns.add("nobody")
+        assert chosen(await ask(made, "r", model="nobody", owned=owned)) == ("w" if owned else "unary")
+        made.scripted[0].unknown_models.add("other")
+        with pytest.raises(errors.NotFound):
+            await ask(made, "s", model="other", owned=owned)
 
 
 async def test_what_was_freed_while_there_was_no_scheduler_stays_free() -> None:

@@ -160,7 +160,8 @@ class RemoteScheduler(Collector):
         security: How they are called.
         timeout_seconds: Longest wait for an answer.
         queue_wait_seconds: Longest wait in line.
-        resync: Called with a scheduler that does not know workers which this gateway knows.
+        resync: Brings a scheduler up to date that does not know workers which this gateway knows; gives when it was
+            last registered one.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class RemoteScheduler(Collector):
         *,
         timeout_seconds: float,
         queue_wait_seconds: float,
-        resync: Callable[[Member[Any]], object],
+        resync: Callable[[Member[Any]], asyncio.Future[float]],
     ) -> None:
         self.peers: Schedulers = Failover("scheduler", addresses, SchedulerLink, security)
         self.bookings = Bookings()
@@ -253,8 +254,8 @@ class RemoteScheduler(Collector):
                 try:
                     response = await ask(member, stream, pending)
                 except KvscoutError as error:
-                    if isinstance(error, NotFound) and knows_workers:
-                        self._resync(member)
+                    if isinstance(error, NotFound) and knows_workers and await self._lacked_workers(member, began):
+                        continue
                     if not is_member_fault(error):
                         member.works()
                         raise
@@ -271,6 +272,12 @@ class RemoteScheduler(Collector):
                 if time.monotonic() - began > REFRESH_SECONDS:
                     pending.selection = await refresh()
         raise UpstreamDown("no scheduler stays", retry_after_seconds=RETRY_SECONDS)
+
+    async def _lacked_workers(self, member: SchedulerMember, since: float) -> bool:
+        """Bring a scheduler up to date; return whether it has got workers since then."""
+        resynced = self._resync(member)
+        await asyncio.wait([resynced], timeout=self._timeout)
+        return resynced.done() and resynced.result() >= since
 
     async def _until_gone(self, member: SchedulerMember, stream: LifecycleStream, error: KvscoutError) -> None:
         """Wait until another stream takes the place of one whose scheduler drains, or cannot be reached."""
