@@ -32,7 +32,7 @@ class _AttentionKind:
 class _AttentionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AttentionKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ATTENTION_KIND_UNSPECIFIED: _AttentionKind.ValueType  # 0
-    """Not told: group 0 or no group counts as full attention."""
+    """Unset: group 0, or no group, counts as full attention."""
     ATTENTION_KIND_FULL: _AttentionKind.ValueType  # 1
     """Full attention (also MLA and sink full attention): the group's blocks decide prefix hits."""
     ATTENTION_KIND_OTHER: _AttentionKind.ValueType  # 2
@@ -41,10 +41,10 @@ class _AttentionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attenti
     """
 
 class AttentionKind(_AttentionKind, metaclass=_AttentionKindEnumTypeWrapper):
-    """What kind of attention a KV cache group serves."""
+    """Kind of attention of a KV cache group."""
 
 ATTENTION_KIND_UNSPECIFIED: AttentionKind.ValueType  # 0
-"""Not told: group 0 or no group counts as full attention."""
+"""Unset: group 0, or no group, counts as full attention."""
 ATTENTION_KIND_FULL: AttentionKind.ValueType  # 1
 """Full attention (also MLA and sink full attention): the group's blocks decide prefix hits."""
 ATTENTION_KIND_OTHER: AttentionKind.ValueType  # 2
@@ -100,7 +100,7 @@ class KvEventBatch(_message.Message):
     """
     resend_id: _builtins.int
     """In a greeting to an indexer that asked for events again: the `resend_id` that it answers, all that can be sent for
-    which came before it. Unset = not told, as in the first message of a stream.
+    which came before it. Unset = unknown, as in the first message of a stream.
     """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
@@ -209,7 +209,7 @@ class BlocksStored(_message.Message):
     group: _builtins.int
     """KV cache group; unset = 0."""
     attention_kind: Global___AttentionKind.ValueType
-    """Kind of the group; unset = not told."""
+    """Kind of the group; unset = unknown."""
     block_size: _builtins.int
     """Tokens a block, if the engine's full blocks have another size than the registration says: then no hashes follow,
     and readers find the worker incompatible. Of a group with a sliding window, its own block size. Unset = the
@@ -355,7 +355,7 @@ class StateChunk(_message.Message):
 
     @_builtins.property
     def further_copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateCopies]:
-        """Copies of blocks besides those that the runs tell, by position."""
+        """Copies of blocks besides those that the runs name, by position."""
 
     @_builtins.property
     def orphans(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateOrphan]:
@@ -363,7 +363,7 @@ class StateChunk(_message.Message):
 
     @_builtins.property
     def window_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___StateWindowBlock]:
-        """What groups with a sliding window hold, by engine hash."""
+        """Blocks that groups with a sliding window hold, by engine hash."""
 
     def __init__(
         self,

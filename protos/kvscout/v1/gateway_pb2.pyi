@@ -67,7 +67,7 @@ class _HelperKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HelperKind
     """A scheduler."""
 
 class HelperKind(_HelperKind, metaclass=_HelperKindEnumTypeWrapper):
-    """What a helper service is."""
+    """Kind of an upstream."""
 
 HELPER_KIND_UNSPECIFIED: HelperKind.ValueType  # 0
 """Not reported."""
@@ -158,7 +158,7 @@ class RouteRequest(_message.Message):
     lease_seconds: _builtins.int
     """Seconds until the booking ends unless renewed; 0 or unset = 300."""
     max_output_tokens: _builtins.int
-    """The output ends with so many tokens, whatever it is (a client's max_tokens); unset = no such bound is known."""
+    """The output has at most this many tokens (a client's max_tokens); unset = no bound is known."""
     output_class: _builtins.str
     """Requests of one class are expected to have outputs of similar lengths; at most 64 characters, unset = nothing is
     known.
@@ -234,7 +234,7 @@ Global___RouteRequest: _TypeAlias = RouteRequest  # noqa: Y015
 
 @_typing.final
 class RouteResponse(_message.Message):
-    """Where the prompt should go."""
+    """Worker to which the prompt should go."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -263,12 +263,12 @@ class RouteResponse(_message.Message):
     cost: _builtins.float
     """Cost, in blocks (policy kv) or the policy's own unit."""
     degraded: _builtins.bool
-    """True = a helper was out of reach: the choice was made with less knowledge than usual."""
+    """True = an upstream was unreachable: the choice was made with less knowledge than usual."""
     confirmed_overlap_blocks: _builtins.int
-    """Of overlap_blocks, those that the worker's events confirm; the rest is predicted."""
+    """Blocks of overlap_blocks that the worker's events confirm; the rest is predicted."""
     booked: _builtins.bool
-    """True = a scheduler has booked the request, which owes it a Free. False = a query, or no scheduler answered: there is
-    nothing to free. Unset by gateways of 0.1, which do not say.
+    """True = a scheduler has booked the request, which owes it a Free. False = a query, or no scheduler answered: there
+    is nothing to free. Unset by gateways of 0.1, which do not say.
     """
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
@@ -276,11 +276,11 @@ class RouteResponse(_message.Message):
 
     @_builtins.property
     def degraded_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Why degraded, one entry a helper."""
+        """Reasons, one entry per upstream."""
 
     @_builtins.property
     def explanation(self) -> _scheduler_pb2.Explanation:
-        """Where explain was asked."""
+        """Set where the request has `explain`."""
 
     def __init__(
         self,
@@ -354,7 +354,7 @@ Global___StopConditions: _TypeAlias = StopConditions  # noqa: Y015
 
 @_typing.final
 class SamplingOptions(_message.Message):
-    """How tokens are drawn. Unset fields take the engine's default."""
+    """Sampling parameters. Unset fields take the engine's default."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -443,7 +443,7 @@ Global___SamplingOptions: _TypeAlias = SamplingOptions  # noqa: Y015
 
 @_typing.final
 class OutputOptions(_message.Message):
-    """What the output carries."""
+    """Content of the output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -545,8 +545,8 @@ class GenerateRequest(_message.Message):
     explain: _builtins.bool
     """Explain the decision in the first message."""
     engine_fields: _builtins.str
-    """A JSON object of further fields of the engine's own request, such as the content of multimodal items, passed on as they
-    are. Fields that the gateway sets are refused.
+    """A JSON object of further fields of the engine's own request, such as the content of multimodal items, passed on
+    as they are. Fields that the gateway sets are refused.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -558,16 +558,16 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling_options(self) -> Global___SamplingOptions:
-        """How to draw."""
+        """Sampling."""
 
     @_builtins.property
     def output_options(self) -> Global___OutputOptions:
-        """What to return."""
+        """Content to return."""
 
     @_builtins.property
     def mm_items(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.MultimodalItem]:
-        """Multimodal items, by which the prompt's blocks are told from others with the same tokens. The engine gets their content
-        in engine_fields, which are then required.
+        """Multimodal items, which distinguish the prompt's blocks from others with the same tokens. The engine gets their
+        content in engine_fields, which are then required.
         """
 
     @_builtins.property
@@ -656,10 +656,10 @@ class TokenLogprobs(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """Of the token itself."""
+    """Log probability of the token itself."""
     @_builtins.property
     def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens that were likeliest there, as many as were asked for, the likeliest first."""
+        """The likeliest tokens there, as many as were requested, the likeliest first."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -682,7 +682,7 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A piece of the output."""
+    """A chunk of the output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -697,7 +697,7 @@ class GenerateResponse(_message.Message):
     text: _builtins.str
     """New text; empty where the engine sent none."""
     finish_reason: Global___FinishReason.ValueType
-    """Set in the last piece of output."""
+    """Set in the last chunk of output."""
     request_id: _builtins.str
     """In the first message: the request's id."""
     engine_finish_reason: _builtins.str
@@ -716,7 +716,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """One for each of token_ids, where log probabilities were asked for."""
+        """One for each of token_ids, where log probabilities were requested."""
 
     def __init__(
         self,
@@ -784,7 +784,7 @@ Global___GatewayGetPotentialLoadsRequest: _TypeAlias = GatewayGetPotentialLoadsR
 
 @_typing.final
 class DumpEventsRequest(_message.Message):
-    """What to dump."""
+    """Filter of a dump."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -810,7 +810,7 @@ Global___DumpEventsRequest: _TypeAlias = DumpEventsRequest  # noqa: Y015
 
 @_typing.final
 class HelperStatus(_message.Message):
-    """A helper service of the gateway."""
+    """An upstream of the gateway: an indexer or a scheduler."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -834,7 +834,7 @@ class HelperStatus(_message.Message):
     REBOOKED_FIELD_NUMBER: _builtins.int
     WAITING_IN_LINE_FIELD_NUMBER: _builtins.int
     kind: Global___HelperKind.ValueType
-    """What it is."""
+    """Kind."""
     address: _builtins.str
     """Address."""
     healthy: _builtins.bool
@@ -846,19 +846,19 @@ class HelperStatus(_message.Message):
     failures: _builtins.int
     """Calls that failed or were too slow."""
     pending_registrations: _builtins.int
-    """Registrations it has not been told yet."""
+    """Registrations not yet sent to it."""
     shard_index: _builtins.int
     """Shard of the workers that this indexer has, 0 .. shard_count - 1."""
     shard_count: _builtins.int
-    """Number of shards, as the gateway was told; 0 = they are not sharded."""
+    """Number of shards in the gateway's configuration; 0 = not sharded."""
     decisions_delivered: _builtins.int
-    """Routing decisions that this indexer was told of."""
+    """Routing decisions sent to this indexer."""
     decisions_lost: _builtins.int
     """Routing decisions that it missed: it was too slow or out of reach, or did not know the worker."""
     decisions_waiting: _builtins.int
-    """Routing decisions that wait to be told."""
+    """Routing decisions that wait to be sent."""
     decisions_problem: _builtins.str
-    """Why it is not told of routing decisions, such as that it predicts nothing; empty = it is."""
+    """Reason that it gets no routing decisions, such as that it predicts nothing; empty = it gets them."""
     stream_connected: _builtins.bool
     """True = a scheduler to which this gateway has its Lifecycle stream open: it decides, and holds the bookings."""
     stream_connects: _builtins.int
@@ -904,7 +904,7 @@ Global___HelperStatus: _TypeAlias = HelperStatus  # noqa: Y015
 
 @_typing.final
 class WorkerObservation(_message.Message):
-    """What the gateway saw of one worker rank."""
+    """Observations of one worker rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -933,7 +933,7 @@ class WorkerObservation(_message.Message):
     checked: _builtins.int
     """Requests whose cached tokens the engine reported."""
     mispredicted: _builtins.int
-    """Of those, requests where our prediction differed."""
+    """Checked requests whose prediction differed from the report."""
     prediction_error_tokens: _builtins.int
     """Sum of |predicted - reported| cached tokens."""
     predicted_cached_tokens: _builtins.int
@@ -947,7 +947,7 @@ class WorkerObservation(_message.Message):
     tenant: _builtins.str
     """Tenant of the worker."""
     health_check_problem: _builtins.str
-    """What was wrong with its last health check, once several in a row failed; empty = nothing."""
+    """Failure of its last health check, once several in a row failed; empty = none."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -955,7 +955,7 @@ class WorkerObservation(_message.Message):
     @_builtins.property
     def eventful_age_seconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Seconds since the dispatch of the last requests, 16 at most, that ran to their end and computed a block of their
-        prompt: whoever hears the worker's events heard of each.
+        prompt: whoever receives the worker's events received each.
         """
 
     def __init__(
@@ -998,7 +998,7 @@ class TokenDifference(_message.Message):
     tenant: _builtins.str
     """Tenant."""
     difference: _builtins.str
-    """How they differed when they were last compared."""
+    """The difference at the last comparison."""
     def __init__(
         self,
         *,
@@ -1058,13 +1058,13 @@ class ShadowHour(_message.Message):
     begin_unix_seconds: _builtins.int
     """When it began, in seconds since the Unix epoch."""
     tenant: _builtins.str
-    """Whose requests; empty, with an empty model, for models that no worker serves."""
+    """Tenant of the requests; empty, with an empty model, for models that no worker serves."""
     model: _builtins.str
     """Model."""
     requests: _builtins.int
     """Requests that were passed on."""
     compared: _builtins.int
-    """Of them, those that were compared."""
+    """Requests that were compared."""
     prompt_tokens: _builtins.int
     """Prompt tokens."""
     cached_tokens: _builtins.int
@@ -1074,11 +1074,11 @@ class ShadowHour(_message.Message):
     served_known: _builtins.int
     """Requests of which the balancer said which worker served them."""
     same_worker: _builtins.int
-    """Of these, those that the policy would have sent there, too."""
+    """Requests that the policy would have sent there, too."""
     same_worker_prompt_tokens: _builtins.int
     """Prompt tokens of those."""
     same_worker_error_tokens: _builtins.int
-    """Of those, the sum of |predicted - reported| cached tokens: how far the prediction of policy_cached_tokens goes wrong."""
+    """Sum of |predicted - reported| cached tokens over those: the error of policy_cached_tokens' prediction."""
     @_builtins.property
     def left_out(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Why the others were not, and how many: "tokens", "helpers", "late", "usage", "failed", "many"."""
@@ -1162,11 +1162,11 @@ class GatewayGetStatusResponse(_message.Message):
 
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerObservation]:
-        """What it saw of the workers."""
+        """Its observations of the workers."""
 
     @_builtins.property
     def degraded(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Decisions made without a helper: "scheduler", "indexer", or each shard that was missed, such as "indexer 0/2"."""
+        """Decisions made without an upstream: "scheduler", "indexer", or each shard that was missed, such as "indexer 0/2"."""
 
     @_builtins.property
     def token_differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDifference]:
@@ -1174,7 +1174,7 @@ class GatewayGetStatusResponse(_message.Message):
 
     @_builtins.property
     def shadow_hours(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShadowHour]:
-        """What came of it, the oldest hour first."""
+        """Results, the oldest hour first."""
 
     def __init__(
         self,

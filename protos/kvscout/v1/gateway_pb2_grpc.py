@@ -143,7 +143,7 @@ class GatewayServicer:
     def RegisterWorker(self, request, context):
         """Registers a worker with every indexer and scheduler of this gateway.
         INVALID_ARGUMENT: a field of the worker is out of range.
-        UNAVAILABLE: an indexer or scheduler could not be told; it is told as soon as it is back.
+        UNAVAILABLE: an indexer or scheduler was unreachable; it gets the change as soon as it is back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -247,8 +247,8 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListActiveRequests(self, request, context):
-        """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that decides
-        has them.
+        """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that
+        decides has them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -295,7 +295,7 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Reports the state of the gateway and of what it depends on.
+        """Reports the state of the gateway and of its upstreams.
         NOT_FOUND: unknown model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -40,7 +40,7 @@ class GatewayStub:
     RegisterWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.RegisterWorkerRequest, _workers_pb2.RegisterWorkerResponse]
     """Registers a worker with every indexer and scheduler of this gateway.
     INVALID_ARGUMENT: a field of the worker is out of range.
-    UNAVAILABLE: an indexer or scheduler could not be told; it is told as soon as it is back.
+    UNAVAILABLE: an indexer or scheduler was unreachable; it gets the change as soon as it is back.
     """
     UpdateWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.UpdateWorkerResponse]
     """Replaces the registration of a known worker everywhere.
@@ -95,8 +95,8 @@ class GatewayStub:
     FAILED_PRECONDITION: output tracking is off (--router-track-output-blocks).
     """
     ListActiveRequests: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListActiveRequestsRequest, _scheduler_pb2.ListActiveRequestsResponse]
-    """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that decides
-    has them.
+    """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that
+    decides has them.
     """
     GetPotentialLoads: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GatewayGetPotentialLoadsRequest, _scheduler_pb2.GetPotentialLoadsResponse]
     """The load of each worker, now and with a given prompt added.
@@ -118,7 +118,7 @@ class GatewayStub:
     ListBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.ListBusyThresholdsRequest, _types_pb2.ListBusyThresholdsResponse]
     """Lists the thresholds of all models."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _gateway_pb2.GatewayGetStatusResponse]
-    """Reports the state of the gateway and of what it depends on.
+    """Reports the state of the gateway and of its upstreams.
     NOT_FOUND: unknown model.
     """
 
@@ -130,7 +130,7 @@ class GatewayAsyncStub(GatewayStub):
     RegisterWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.RegisterWorkerRequest, _workers_pb2.RegisterWorkerResponse]  # type: ignore[assignment]
     """Registers a worker with every indexer and scheduler of this gateway.
     INVALID_ARGUMENT: a field of the worker is out of range.
-    UNAVAILABLE: an indexer or scheduler could not be told; it is told as soon as it is back.
+    UNAVAILABLE: an indexer or scheduler was unreachable; it gets the change as soon as it is back.
     """
     UpdateWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.UpdateWorkerResponse]  # type: ignore[assignment]
     """Replaces the registration of a known worker everywhere.
@@ -185,8 +185,8 @@ class GatewayAsyncStub(GatewayStub):
     FAILED_PRECONDITION: output tracking is off (--router-track-output-blocks).
     """
     ListActiveRequests: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListActiveRequestsRequest, _scheduler_pb2.ListActiveRequestsResponse]  # type: ignore[assignment]
-    """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that decides
-    has them.
+    """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that
+    decides has them.
     """
     GetPotentialLoads: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GatewayGetPotentialLoadsRequest, _scheduler_pb2.GetPotentialLoadsResponse]  # type: ignore[assignment]
     """The load of each worker, now and with a given prompt added.
@@ -208,7 +208,7 @@ class GatewayAsyncStub(GatewayStub):
     ListBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.ListBusyThresholdsRequest, _types_pb2.ListBusyThresholdsResponse]  # type: ignore[assignment]
     """Lists the thresholds of all models."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _gateway_pb2.GatewayGetStatusResponse]  # type: ignore[assignment]
-    """Reports the state of the gateway and of what it depends on.
+    """Reports the state of the gateway and of its upstreams.
     NOT_FOUND: unknown model.
     """
 
@@ -223,7 +223,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_workers_pb2.RegisterWorkerResponse, _abc.Awaitable[_workers_pb2.RegisterWorkerResponse]]:
         """Registers a worker with every indexer and scheduler of this gateway.
         INVALID_ARGUMENT: a field of the worker is out of range.
-        UNAVAILABLE: an indexer or scheduler could not be told; it is told as soon as it is back.
+        UNAVAILABLE: an indexer or scheduler was unreachable; it gets the change as soon as it is back.
         """
 
     @_abc_1.abstractmethod
@@ -350,8 +350,8 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.ListActiveRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.ListActiveRequestsResponse, _abc.Awaitable[_scheduler_pb2.ListActiveRequestsResponse]]:
-        """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that decides
-        has them.
+        """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that
+        decides has them.
         """
 
     @_abc_1.abstractmethod
@@ -409,7 +409,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         request: _types_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GatewayGetStatusResponse, _abc.Awaitable[_gateway_pb2.GatewayGetStatusResponse]]:
-        """Reports the state of the gateway and of what it depends on.
+        """Reports the state of the gateway and of its upstreams.
         NOT_FOUND: unknown model.
         """
 

@@ -52,10 +52,10 @@ class _SourceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SourceSta
     NATS is lost, or no publisher pushes. What is known may be out of date.
     """
     SOURCE_STATE_BLIND: _SourceState.ValueType  # 10
-    """No event ever came though the worker has served requests: its KV events are off, or published elsewhere."""
+    """No event ever came though the worker has served requests: its KV events are off, or published to another address."""
 
 class SourceState(_SourceState, metaclass=_SourceStateEnumTypeWrapper):
-    """What state a source of events is in."""
+    """State of a source of events."""
 
 SOURCE_STATE_UNSPECIFIED: SourceState.ValueType  # 0
 """Not reported."""
@@ -82,12 +82,12 @@ SOURCE_STATE_DISCONNECTED: SourceState.ValueType  # 9
 NATS is lost, or no publisher pushes. What is known may be out of date.
 """
 SOURCE_STATE_BLIND: SourceState.ValueType  # 10
-"""No event ever came though the worker has served requests: its KV events are off, or published elsewhere."""
+"""No event ever came though the worker has served requests: its KV events are off, or published to another address."""
 Global___SourceState: _TypeAlias = SourceState  # noqa: Y015
 
 @_typing.final
 class FindMatchesRequest(_message.Message):
-    """A prompt whose cached blocks are asked for: token ids or block hashes, not both; neither = nothing matches."""
+    """A prompt whose cached blocks are looked up: token ids or block hashes, not both; neither = nothing matches."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -127,7 +127,7 @@ class FindMatchesRequest(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt, with block_hashes: an engine computes the last one again, so that it takes at most
     (prompt_tokens - 1) / block_size blocks from its cache, which moves the windows of hybrid models. Unset = there
-    are more than the hashes tell.
+    are more than the hashes cover.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -175,7 +175,7 @@ Global___FindMatchesRequest: _TypeAlias = FindMatchesRequest  # noqa: Y015
 
 @_typing.final
 class FindMatchesResponse(_message.Message):
-    """Who holds how much of the prompt."""
+    """Overlap of each worker with the prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -187,7 +187,7 @@ class FindMatchesResponse(_message.Message):
     num_blocks: _builtins.int
     """Complete blocks in the prompt."""
     block_size: _builtins.int
-    """Tokens a block of the index asked."""
+    """Tokens per block of this index."""
     lower_bound: _builtins.bool
     """True = an overlap may be lower than what the engine has: early_exit stopped the search, or what is known of
     some worker is not complete, be it in `incomplete_rows` or without a row because nothing is known of it.
@@ -199,7 +199,8 @@ class FindMatchesResponse(_message.Message):
     @_builtins.property
     def incomplete_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows (indices into the columns) of workers of which not all is known: their history is incomplete, or a fixed
-        limit of the index left blocks out. What the max_blocks bound dropped, and finds again when it is used, is not told.
+        limit of the index left blocks out. Blocks that the max_blocks bound dropped, and that are found again on use,
+        are not reported.
         """
 
     def __init__(
@@ -352,10 +353,10 @@ class RoutedPrompt(_message.Message):
     block_size: _builtins.int
     """Tokens a block of block_hashes, >= 1. Unset = not compared with the worker's."""
     eagle: _builtins.bool
-    """Whether block_hashes are those of EAGLE windows. Unset = not compared with the worker's."""
+    """True = block_hashes are those of EAGLE windows. Unset = not compared with the worker's."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
-        """Where it was sent; required."""
+        """Worker to which it was sent; required."""
 
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -416,7 +417,7 @@ Global___RecordRoutingResponse: _TypeAlias = RecordRoutingResponse  # noqa: Y015
 
 @_typing.final
 class PublishEventsResponse(_message.Message):
-    """How far the events of one source were applied."""
+    """Position up to which the events of one source were applied."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -461,7 +462,7 @@ Global___PublishEventsResponse: _TypeAlias = PublishEventsResponse  # noqa: Y015
 
 @_typing.final
 class DumpRequest(_message.Message):
-    """What to dump."""
+    """Filter of a dump."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -634,7 +635,7 @@ class SourceStatus(_message.Message):
     state: Global___SourceState.ValueType
     """State."""
     reason: _builtins.str
-    """Why, in one sentence, where the state is not LIVE; what is missing, where history is incomplete."""
+    """Reason, in one sentence, where the state is not LIVE or history is incomplete."""
     epoch: _builtins.int
     """Incarnation; 0 = the source has no epochs."""
     last_event_id: _builtins.int
@@ -650,7 +651,7 @@ class SourceStatus(_message.Message):
     gaps: _builtins.int
     """Gaps seen."""
     replays: _builtins.int
-    """Replays asked for."""
+    """Replays requested."""
     demotions: _builtins.int
     """Times that held blocks became predictions because history could not be verified."""
     resets: _builtins.int
@@ -672,9 +673,11 @@ class SourceStatus(_message.Message):
     open_seconds: _builtins.float
     """Seconds since this indexer began to read it; unset = it reads nothing of the rank."""
     endpoint: _builtins.str
-    """Where its events are read: a ZMQ address, or a subject or stream of NATS; empty = they are pushed, or not read."""
+    """Address at which its events are read: a ZMQ address, or a subject or stream of NATS; empty = they are pushed, or
+    not read.
+    """
     replay_endpoint: _builtins.str
-    """Where lost events are asked for: a ZMQ address; empty = nowhere, or over the transport itself."""
+    """Address for requests of lost events: a ZMQ address; empty = nowhere, or over the transport itself."""
     wrong_rank: _builtins.int
     """Batches dropped because they name another rank."""
     window_blocks: _builtins.int

@@ -74,18 +74,17 @@ class IndexerStub:
     those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
     INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
     FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
-    A prompt without hashes predicts nothing and is taken whether predictions are on or off: it tells that the worker
+    A prompt without hashes predicts nothing and is taken whether predictions are on or off: it reports that the worker
     has served a request that should have brought events. If none ever came, the source is BLIND.
     """
     PublishEvents: _grpc.StreamStreamMultiCallable[_events_pb2.KvEventBatch, _indexer_pb2.PublishEventsResponse]
     """Publishes events into the indexer directly. The first message decides the source; each message must name the
-    same one. It is answered at once, so that a publisher that comes back learns where to go on; later answers come at
-    least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to be told
-    how far the indexer is before anything else.
-    A gap is answered with `resend_from`, once: go back to that event and go on from there, or, if it is no longer
-    there, send the state. Batches after the gap wait until then. A greeting amid the stream says that neither can be,
-    or that nothing more is to be sent again.
-    A stream of a source that has one already takes over; the older ends.
+    same one. It is answered at once, so that a publisher that reconnects learns where to continue; later answers
+    come at least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to
+    learn the indexer's position before anything else. A gap is answered with `resend_from`, once: send again from
+    that event on, or, if it is no longer there, send the state. Batches after the gap wait until then. A greeting
+    amid the stream says that neither can be, or that nothing more is to be sent again. A stream of a source that has
+    one already takes over; the older ends.
     INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
     worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
     transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
@@ -95,7 +94,7 @@ class IndexerStub:
     Dump: _grpc.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _events_pb2.KvEventBatch]
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
     NOT_FOUND: unknown model or worker.
-    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME what it answers can be published and stored as it is
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME the answer can be published and stored as it is
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _indexer_pb2.IndexerGetStatusResponse]
     """Reports the state of every index and source.
@@ -149,18 +148,17 @@ class IndexerAsyncStub(IndexerStub):
     those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
     INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
     FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
-    A prompt without hashes predicts nothing and is taken whether predictions are on or off: it tells that the worker
+    A prompt without hashes predicts nothing and is taken whether predictions are on or off: it reports that the worker
     has served a request that should have brought events. If none ever came, the source is BLIND.
     """
     PublishEvents: _aio.StreamStreamMultiCallable[_events_pb2.KvEventBatch, _indexer_pb2.PublishEventsResponse]  # type: ignore[assignment]
     """Publishes events into the indexer directly. The first message decides the source; each message must name the
-    same one. It is answered at once, so that a publisher that comes back learns where to go on; later answers come at
-    least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to be told
-    how far the indexer is before anything else.
-    A gap is answered with `resend_from`, once: go back to that event and go on from there, or, if it is no longer
-    there, send the state. Batches after the gap wait until then. A greeting amid the stream says that neither can be,
-    or that nothing more is to be sent again.
-    A stream of a source that has one already takes over; the older ends.
+    same one. It is answered at once, so that a publisher that reconnects learns where to continue; later answers
+    come at least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to
+    learn the indexer's position before anything else. A gap is answered with `resend_from`, once: send again from
+    that event on, or, if it is no longer there, send the state. Batches after the gap wait until then. A greeting
+    amid the stream says that neither can be, or that nothing more is to be sent again. A stream of a source that has
+    one already takes over; the older ends.
     INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
     worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
     transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
@@ -170,7 +168,7 @@ class IndexerAsyncStub(IndexerStub):
     Dump: _aio.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _events_pb2.KvEventBatch]  # type: ignore[assignment]
     """Streams the state of the index as state chunks, source by source, each one consistent cut.
     NOT_FOUND: unknown model or worker.
-    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME what it answers can be published and stored as it is
+    buf:lint:ignore RPC_RESPONSE_STANDARD_NAME the answer can be published and stored as it is
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _indexer_pb2.IndexerGetStatusResponse]  # type: ignore[assignment]
     """Reports the state of every index and source.
@@ -275,7 +273,7 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
         INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
         FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
-        A prompt without hashes predicts nothing and is taken whether predictions are on or off: it tells that the worker
+        A prompt without hashes predicts nothing and is taken whether predictions are on or off: it reports that the worker
         has served a request that should have brought events. If none ever came, the source is BLIND.
         """
 
@@ -286,13 +284,12 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_indexer_pb2.PublishEventsResponse], _abc.AsyncIterator[_indexer_pb2.PublishEventsResponse]]:
         """Publishes events into the indexer directly. The first message decides the source; each message must name the
-        same one. It is answered at once, so that a publisher that comes back learns where to go on; later answers come at
-        least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to be told
-        how far the indexer is before anything else.
-        A gap is answered with `resend_from`, once: go back to that event and go on from there, or, if it is no longer
-        there, send the state. Batches after the gap wait until then. A greeting amid the stream says that neither can be,
-        or that nothing more is to be sent again.
-        A stream of a source that has one already takes over; the older ends.
+        same one. It is answered at once, so that a publisher that reconnects learns where to continue; later answers
+        come at least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to
+        learn the indexer's position before anything else. A gap is answered with `resend_from`, once: send again from
+        that event on, or, if it is no longer there, send the state. Batches after the gap wait until then. A greeting
+        amid the stream says that neither can be, or that nothing more is to be sent again. A stream of a source that has
+        one already takes over; the older ends.
         INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
         worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
         transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
@@ -308,7 +305,7 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_events_pb2.KvEventBatch], _abc.AsyncIterator[_events_pb2.KvEventBatch]]:
         """Streams the state of the index as state chunks, source by source, each one consistent cut.
         NOT_FOUND: unknown model or worker.
-        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME what it answers can be published and stored as it is
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME the answer can be published and stored as it is
         """
 
     @_abc_1.abstractmethod

@@ -92,7 +92,7 @@ class _FreeOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FreeOutco
     """The request was waiting in the queue and is taken out."""
 
 class FreeOutcome(_FreeOutcome, metaclass=_FreeOutcomeEnumTypeWrapper):
-    """What a Free did."""
+    """Effect of a Free."""
 
 FREE_OUTCOME_UNSPECIFIED: FreeOutcome.ValueType  # 0
 """Not reported."""
@@ -124,7 +124,7 @@ class _RequestPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestP
     """Generating."""
 
 class RequestPhase(_RequestPhase, metaclass=_RequestPhaseEnumTypeWrapper):
-    """Where an active request is."""
+    """Phase of an active request."""
 
 REQUEST_PHASE_UNSPECIFIED: RequestPhase.ValueType  # 0
 """Not reported."""
@@ -198,7 +198,7 @@ class SelectRequest(_message.Message):
     """Identifies the request within (model, tenant, role). Required for SelectAndReserve."""
     attempt_id: _builtins.int
     """Tells attempts of one request apart, so that a repeated call books once and a late Free hits its own
-    attempt only. Unset = 0: the caller does not tell them apart, and a Free cancels nothing that comes later.
+    attempt only. Unset = 0: the caller does not distinguish attempts, and a Free cancels nothing that comes later.
     """
     isl_tokens: _builtins.int
     """Prompt length in tokens; >= blocks · block_size. Required."""
@@ -219,11 +219,11 @@ class SelectRequest(_message.Message):
     lease_seconds: _builtins.int
     """Seconds until the booking ends unless renewed; 0 or unset = 300."""
     prefill_elsewhere: _builtins.bool
-    """True = another worker computes the prompt (decode leg of disaggregated serving): no prefill is charged here."""
+    """True = another worker computes the prompt (decode attempt of disaggregated serving): no prefill is charged here."""
     traceparent: _builtins.str
     """W3C trace context of the request, in Lifecycle, whose metadata are those of many; unset = it is not traced."""
     max_output_tokens: _builtins.int
-    """The output ends with so many tokens, whatever it is (a client's max_tokens); unset = no such bound is known."""
+    """The output has at most this many tokens (a client's max_tokens); unset = no bound is known."""
     output_class: _builtins.str
     """Requests of one class are expected to have outputs of similar lengths; at most 64 characters, unset = nothing is
     known. Lengths are learned by class from what Free reports.
@@ -236,7 +236,7 @@ class SelectRequest(_message.Message):
 
     @_builtins.property
     def overlaps(self) -> _types_pb2.Overlaps:
-        """What FindMatches answered; unset = no overlap anywhere."""
+        """Answer of FindMatches; unset = no overlap anywhere."""
 
     @_builtins.property
     def other_pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolPrompt]:
@@ -368,7 +368,7 @@ class SelectResponse(_message.Message):
 
     @_builtins.property
     def explanation(self) -> Global___Explanation:
-        """Where explain was asked."""
+        """Set where the request has `explain`."""
 
     def __init__(
         self,
@@ -816,7 +816,7 @@ class FreeResponse(_message.Message):
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     outcome: Global___FreeOutcome.ValueType
-    """What happened."""
+    """Result."""
     def __init__(
         self,
         *,
@@ -904,7 +904,7 @@ class LifecycleOperation(_message.Message):
     id: _builtins.int
     """Identifies the operation on this stream."""
     output_tokens: _builtins.int
-    """Of free: tokens that the request generated, as in FreeRequest; unset = unknown."""
+    """For `free`: tokens that the request generated, as in FreeRequest; unset = unknown."""
     @_builtins.property
     def select(self) -> Global___SelectRequest:
         """As Select."""
@@ -971,14 +971,15 @@ class LifecycleHello(_message.Message):
     are bound to different tenants are different owners, whatever their ids.
     """
     opened_unix_us: _builtins.int
-    """When the owner opened this stream: microseconds since the Unix epoch by its own clock, more from stream to stream. Of
-    its streams, at whichever replicas and in whichever order they are read there, the one opened last counts.
-    Unset = when the scheduler reads it. More than a second ahead of the scheduler's clock counts as a second ahead.
+    """When the owner opened this stream: microseconds since the Unix epoch by its own clock, more from stream to
+    stream. Of its streams, at whichever replicas and in whichever order they are read there, the one opened last
+    counts. Unset = when the scheduler reads it. More than a second ahead of the scheduler's clock counts as a second
+    ahead.
     """
     heartbeat_ms: _builtins.int
     """The owner sends something at least this often, an empty message if need be: milliseconds, 100..60,000. A stream on
-    which nothing comes for two and a half times as long ends with DEADLINE_EXCEEDED, and its owner is gone since the last
-    that came. Unset = it does not say: only the connection tells.
+    which nothing comes for two and a half times as long ends with DEADLINE_EXCEEDED, and its owner is gone since the
+    last that came. Unset = no promise: only the end of the connection counts.
     """
     @_builtins.property
     def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestRef]:
@@ -1315,7 +1316,9 @@ class ListActiveRequestsRequest(_message.Message):
     page_size: _builtins.int
     """At most this many; 0 or unset = 1,000; above 10,000 = 10,000."""
     page_token: _builtins.str
-    """next_page_token of the answer before, to go on behind it; unset = from the beginning. The other fields stay as they were."""
+    """next_page_token of the answer before, to go on behind it; unset = from the beginning. The other fields stay as
+    they were.
+    """
     def __init__(
         self,
         *,
@@ -1358,7 +1361,7 @@ class ActiveRequest(_message.Message):
     uncached_tokens: _builtins.int
     """Uncached prompt tokens charged."""
     owner_id: _builtins.str
-    """Owner of the booking; empty = a unary caller. Told to admins only."""
+    """Owner of the booking; empty = a unary caller. Shown to admins only."""
     age_seconds: _builtins.float
     """Seconds since it was booked."""
     lease_remaining_seconds: _builtins.float
@@ -1367,11 +1370,11 @@ class ActiveRequest(_message.Message):
     """Nobody reports its first token, since its engine answers as a whole: that it decodes is an estimate."""
     @_builtins.property
     def request(self) -> Global___RequestRef:
-        """What it is."""
+        """Kind."""
 
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
-        """Where it runs."""
+        """Worker that runs it."""
 
     def __init__(
         self,
@@ -1409,7 +1412,7 @@ class ListActiveRequestsResponse(_message.Message):
     total: _builtins.int
     """Requests in all, listed or not."""
     next_page_token: _builtins.str
-    """Set = there are more: the page_token to ask for them with. What was booked or freed meanwhile may be in none of the
+    """Set = there are more: the page_token of the next page. What was booked or freed meanwhile may be in none of the
     pages; what was there all the time is in exactly one.
     """
     @_builtins.property
@@ -1512,10 +1515,10 @@ class ReportFailureRequest(_message.Message):
     tenant: _builtins.str
     """Tenant; unset = "default"."""
     reason: _builtins.str
-    """What happened, for the log."""
+    """Cause, for the log."""
     cooldown_seconds: _builtins.float
-    """Length of the cool-down in seconds; 0 or unset = the service's --worker-cooldown-seconds. What is above 60 (or that,
-    if it is longer) counts as 60.
+    """Length of the cool-down in seconds; 0 or unset = the service's --worker-cooldown-seconds. What is above 60 (or
+    that, if it is longer) counts as 60.
     """
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
@@ -1561,7 +1564,7 @@ Global___ReportFailureResponse: _TypeAlias = ReportFailureResponse  # noqa: Y015
 
 @_typing.final
 class ClearCooldownsRequest(_message.Message):
-    """Whose cool-downs to end."""
+    """Workers whose cool-downs to end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1665,9 +1668,9 @@ class Replica(_message.Message):
     owned_requests: _builtins.int
     """Requests it owns."""
     silent_seconds: _builtins.float
-    """Seconds since it was heard of."""
+    """Seconds since its last message."""
     diverged: _builtins.bool
-    """True = its digest disagrees at equal sequence; a snapshot was asked for."""
+    """True = its digest disagrees at equal sequence; a snapshot was requested."""
     gaps: _builtins.int
     """Gaps seen in its events."""
     lag_events: _builtins.int
@@ -1679,7 +1682,7 @@ class Replica(_message.Message):
     snapshots: _builtins.int
     """Snapshots of it that were applied."""
     live: _builtins.bool
-    """True = it was heard of lately. A silent one's requests stay until their leases end, or another takes them over."""
+    """True = a message arrived lately. A silent one's requests stay until their leases end, or another takes them over."""
     def __init__(
         self_,  # pyright: ignore[reportSelfClsParameterName]
         *,
@@ -1743,7 +1746,7 @@ Global___GetReplicasResponse: _TypeAlias = GetReplicasResponse  # noqa: Y015
 
 @_typing.final
 class WatchLoadsRequest(_message.Message):
-    """What to watch."""
+    """Filter of a watch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1801,7 +1804,7 @@ Global___WatchLoadsResponse: _TypeAlias = WatchLoadsResponse  # noqa: Y015
 
 @_typing.final
 class WatchDecisionsRequest(_message.Message):
-    """What to watch."""
+    """Filter of a watch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1858,7 +1861,7 @@ class WatchDecisionsResponse(_message.Message):
 
     @_builtins.property
     def decision(self) -> Global___SelectResponse:
-        """What was decided; unset where it failed."""
+        """Decision; unset where it failed."""
 
     def __init__(
         self,
@@ -1969,7 +1972,7 @@ class SchedulerGetStatusResponse(_message.Message):
     policy: _builtins.str
     """Policy in effect where a request names none."""
     overlap_score_weight: _builtins.float
-    """Overlap score weight in effect; 0 tells gateways not to ask the indexer."""
+    """Overlap score weight in effect; 0 = gateways need not query the indexer."""
     router_temperature: _builtins.float
     """Temperature in effect."""
     @_builtins.property

@@ -182,8 +182,8 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWorker(self, request, context):
-        """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
-        or block size, they count for no worker until they end by themselves.
+        """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another
+        model, role or block size, they count for no worker until they end by themselves.
         INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -239,7 +239,7 @@ class SchedulerServicer:
         Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
         As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
         attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
-        buf:lint:ignore RPC_REQUEST_STANDARD_NAME what was only asked is booked by the same message
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME a query and a booking send the same message
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as the request
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -291,9 +291,10 @@ class SchedulerServicer:
     def Lifecycle(self, request_iterator, context):
         """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
         Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-        Every message is answered, an empty one with an empty one: who hears nothing is not heard.
-        INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION: the owner has a stream open that it
-        opened later. DEADLINE_EXCEEDED: the owner has said how often it would be heard, and is not.
+        Every message is answered, an empty one with an empty one: no answer means that the stream is dead.
+        INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION:
+        the owner has a stream open that it opened later. DEADLINE_EXCEEDED: the owner missed the heartbeats that it
+        promised.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -378,7 +379,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchDecisions(self, request, context):
-        """Streams decisions as they are made. A reader that falls behind loses the oldest, and is told how many.
+        """Streams decisions as they are made. A reader that falls behind loses the oldest; `dropped` says how many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,8 +40,8 @@ class SchedulerStub:
     INVALID_ARGUMENT: a field of the worker is out of range.
     """
     UpdateWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.UpdateWorkerResponse]
-    """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
-    or block size, they count for no worker until they end by themselves.
+    """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another
+    model, role or block size, they count for no worker until they end by themselves.
     INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
     """
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_workers_pb2.DrainWorkerRequest, _workers_pb2.DrainWorkerResponse]
@@ -72,7 +72,7 @@ class SchedulerStub:
     Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
     As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
     attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
-    buf:lint:ignore RPC_REQUEST_STANDARD_NAME what was only asked is booked by the same message
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME a query and a booking send the same message
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as the request
     """
     Reserve: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReserveRequest, _scheduler_pb2.ReserveResponse]
@@ -100,9 +100,10 @@ class SchedulerStub:
     Lifecycle: _grpc.StreamStreamMultiCallable[_scheduler_pb2.LifecycleRequest, _scheduler_pb2.LifecycleResponse]
     """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
     Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-    Every message is answered, an empty one with an empty one: who hears nothing is not heard.
-    INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION: the owner has a stream open that it
-    opened later. DEADLINE_EXCEEDED: the owner has said how often it would be heard, and is not.
+    Every message is answered, an empty one with an empty one: no answer means that the stream is dead.
+    INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION:
+    the owner has a stream open that it opened later. DEADLINE_EXCEEDED: the owner missed the heartbeats that it
+    promised.
     """
     GetPotentialLoads: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SchedulerGetPotentialLoadsRequest, _scheduler_pb2.GetPotentialLoadsResponse]
     """The load of each worker, now and with a given prompt added.
@@ -140,7 +141,7 @@ class SchedulerStub:
     INVALID_ARGUMENT: empty model, interval out of range. NOT_FOUND: the model was never seen.
     """
     WatchDecisions: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchDecisionsRequest, _scheduler_pb2.WatchDecisionsResponse]
-    """Streams decisions as they are made. A reader that falls behind loses the oldest, and is told how many."""
+    """Streams decisions as they are made. A reader that falls behind loses the oldest; `dropped` says how many."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _scheduler_pb2.SchedulerGetStatusResponse]
     """Reports the state of the scheduler.
     NOT_FOUND: unknown model.
@@ -156,8 +157,8 @@ class SchedulerAsyncStub(SchedulerStub):
     INVALID_ARGUMENT: a field of the worker is out of range.
     """
     UpdateWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.UpdateWorkerRequest, _workers_pb2.UpdateWorkerResponse]  # type: ignore[assignment]
-    """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
-    or block size, they count for no worker until they end by themselves.
+    """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another
+    model, role or block size, they count for no worker until they end by themselves.
     INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
     """
     DrainWorker: _aio.UnaryUnaryMultiCallable[_workers_pb2.DrainWorkerRequest, _workers_pb2.DrainWorkerResponse]  # type: ignore[assignment]
@@ -188,7 +189,7 @@ class SchedulerAsyncStub(SchedulerStub):
     Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
     As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
     attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
-    buf:lint:ignore RPC_REQUEST_STANDARD_NAME what was only asked is booked by the same message
+    buf:lint:ignore RPC_REQUEST_STANDARD_NAME a query and a booking send the same message
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as the request
     """
     Reserve: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReserveRequest, _scheduler_pb2.ReserveResponse]  # type: ignore[assignment]
@@ -216,9 +217,10 @@ class SchedulerAsyncStub(SchedulerStub):
     Lifecycle: _aio.StreamStreamMultiCallable[_scheduler_pb2.LifecycleRequest, _scheduler_pb2.LifecycleResponse]  # type: ignore[assignment]
     """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
     Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-    Every message is answered, an empty one with an empty one: who hears nothing is not heard.
-    INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION: the owner has a stream open that it
-    opened later. DEADLINE_EXCEEDED: the owner has said how often it would be heard, and is not.
+    Every message is answered, an empty one with an empty one: no answer means that the stream is dead.
+    INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION:
+    the owner has a stream open that it opened later. DEADLINE_EXCEEDED: the owner missed the heartbeats that it
+    promised.
     """
     GetPotentialLoads: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SchedulerGetPotentialLoadsRequest, _scheduler_pb2.GetPotentialLoadsResponse]  # type: ignore[assignment]
     """The load of each worker, now and with a given prompt added.
@@ -256,7 +258,7 @@ class SchedulerAsyncStub(SchedulerStub):
     INVALID_ARGUMENT: empty model, interval out of range. NOT_FOUND: the model was never seen.
     """
     WatchDecisions: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchDecisionsRequest, _scheduler_pb2.WatchDecisionsResponse]  # type: ignore[assignment]
-    """Streams decisions as they are made. A reader that falls behind loses the oldest, and is told how many."""
+    """Streams decisions as they are made. A reader that falls behind loses the oldest; `dropped` says how many."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _scheduler_pb2.SchedulerGetStatusResponse]  # type: ignore[assignment]
     """Reports the state of the scheduler.
     NOT_FOUND: unknown model.
@@ -281,8 +283,8 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _workers_pb2.UpdateWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_workers_pb2.UpdateWorkerResponse, _abc.Awaitable[_workers_pb2.UpdateWorkerResponse]]:
-        """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another model, role
-        or block size, they count for no worker until they end by themselves.
+        """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another
+        model, role or block size, they count for no worker until they end by themselves.
         INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
         """
 
@@ -349,7 +351,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
         As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
         attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
-        buf:lint:ignore RPC_REQUEST_STANDARD_NAME what was only asked is booked by the same message
+        buf:lint:ignore RPC_REQUEST_STANDARD_NAME a query and a booking send the same message
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as the request
         """
 
@@ -413,9 +415,10 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.LifecycleResponse], _abc.AsyncIterator[_scheduler_pb2.LifecycleResponse]]:
         """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
         Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-        Every message is answered, an empty one with an empty one: who hears nothing is not heard.
-        INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION: the owner has a stream open that it
-        opened later. DEADLINE_EXCEEDED: the owner has said how often it would be heard, and is not.
+        Every message is answered, an empty one with an empty one: no answer means that the stream is dead.
+        INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION:
+        the owner has a stream open that it opened later. DEADLINE_EXCEEDED: the owner missed the heartbeats that it
+        promised.
         """
 
     @_abc_1.abstractmethod
@@ -519,7 +522,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.WatchDecisionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.WatchDecisionsResponse], _abc.AsyncIterator[_scheduler_pb2.WatchDecisionsResponse]]:
-        """Streams decisions as they are made. A reader that falls behind loses the oldest, and is told how many."""
+        """Streams decisions as they are made. A reader that falls behind loses the oldest; `dropped` says how many."""
 
     @_abc_1.abstractmethod
     def GetStatus(

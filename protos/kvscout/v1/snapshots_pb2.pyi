@@ -25,7 +25,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SnapshotHeader(_message.Message):
-    """What a snapshot contains."""
+    """Content of a snapshot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -84,7 +84,7 @@ class SnapshotSource(_message.Message):
     messages: _builtins.int
     """Number of its messages: a state as chunks, then, of a source that was not registered, batches as they came."""
     unverified: _builtins.bool
-    """True = events of it were missed, and nobody has been asked for them yet."""
+    """True = events of it were missed, and not requested again yet."""
     unregistered_since: _builtins.float
     """Since when nobody has registered its worker, seconds since the Unix epoch; 0 = it is registered."""
     def __init__(

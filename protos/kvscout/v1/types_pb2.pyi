@@ -10,13 +10,14 @@ Conventions of the whole API
   tokens are required), PERMISSION_DENIED (the token's role or tenant does not allow the call),
   RESOURCE_EXHAUSTED (message larger than --max-message-bytes), UNIMPLEMENTED (this release does not have
   the call yet), DEADLINE_EXCEEDED, CANCELLED and INTERNAL (a defect; details are in the service's log).
-* INVALID_ARGUMENT names the field at fault: "field: what is wrong"; "request" where the bytes are no such message.
+* INVALID_ARGUMENT names the field at fault: "field: what is wrong"; "request" where the bytes are not that message.
 * RESOURCE_EXHAUSTED and UNAVAILABLE may carry the trailer "retry-after" in seconds.
 * Both stand in "grpc-status-details-bin", too: a google.rpc.Status with a BadRequest, whose one violation names the
   field, or a RetryInfo.
 * An rpc takes a message of its own name, `XRequest`, and answers `XResponse`; the same rpc of another service takes the
-  same message, or, where it asks or tells otherwise, one with the service's name before it. Exceptions stand at the rpcs.
-* What is replaced is replaced as a whole (UpdateWorker), what is changed says so at its request (SetBusyThresholds).
+same message, or, where it asks or tells otherwise, one with the service's name before it. Exceptions stand at the
+rpcs.
+* UpdateWorker replaces a worker as a whole; SetBusyThresholds changes the fields that are set.
 * Lists that can be long come in pages: `page_size`, `page_token`, `next_page_token`.
 * Times have their unit in their name: `_seconds`, `_ms`, `_us`; points in time are `_unix_seconds` or `_unix_us`.
 * Token ids are `repeated fixed32`, hashes `repeated fixed64`: they parse as a copy, not a loop.
@@ -56,7 +57,7 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Decode only; receives its KV blocks from a prefill worker."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What part of a request a worker runs."""
+    """Part of a request that a worker runs."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Read as ROLE_AGGREGATED."""
@@ -86,7 +87,7 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     """Storage outside the worker: object store, remote pool."""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
-    """Where a KV block is stored, fastest first."""
+    """Storage tier of a KV block, fastest first."""
 
 TIER_UNSPECIFIED: Tier.ValueType  # 0
 """Read as TIER_DEVICE."""
@@ -114,7 +115,7 @@ class _BackendEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Backend.Value
     """Plain Python: the same answers, slower."""
 
 class Backend(_Backend, metaclass=_BackendEnumTypeWrapper):
-    """What a service computes with."""
+    """Backend of a service's computations."""
 
 BACKEND_UNSPECIFIED: Backend.ValueType  # 0
 """Not reported."""
@@ -138,7 +139,7 @@ class _RpcTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RpcTrans
     """grpcio."""
 
 class RpcTransport(_RpcTransport, metaclass=_RpcTransportEnumTypeWrapper):
-    """What carries a service's calls."""
+    """Transport of a service's calls."""
 
 RPC_TRANSPORT_UNSPECIFIED: RpcTransport.ValueType  # 0
 """Not reported."""
@@ -537,7 +538,7 @@ Global___ListBusyThresholdsResponse: _TypeAlias = ListBusyThresholdsResponse  # 
 
 @_typing.final
 class ServiceInfo(_message.Message):
-    """What a service is and how it runs; part of every GetStatus answer."""
+    """Identity and state of a service; part of every GetStatus answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -556,24 +557,24 @@ class ServiceInfo(_message.Message):
     uptime_seconds: _builtins.float
     """Seconds since the process started serving."""
     backend: Global___Backend.ValueType
-    """What indexes, counts and hashes."""
+    """Backend that indexes, counts and hashes."""
     draining: _builtins.bool
     """True while the service drains: it finishes what it has and takes nothing new."""
     transport: Global___RpcTransport.ValueType
-    """What carries its calls."""
+    """Transport of its calls."""
     clock_unix_seconds: _builtins.float
     """Its wall clock when it answered, in seconds since the Unix epoch; unset = a release that does not say."""
     max_descriptors: _builtins.int
     """Files that it may have open, each connection being one; 0 = not known."""
     open_descriptors: _builtins.int
-    """Of them, open now; 0 = not known."""
+    """Descriptors open now; 0 = unknown."""
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Conditions an operator should know of, one sentence each; empty when all is well."""
 
     @_builtins.property
     def nats(self) -> Global___NatsStatus:
-        """Its connection to NATS; unset = it was told of none."""
+        """Its connection to NATS; unset = none is configured."""
 
     def __init__(
         self,
@@ -612,7 +613,7 @@ class NatsStatus(_message.Message):
     JETSTREAM_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
-    """Namespace: who has another one sees nothing of it."""
+    """Namespace: services of another one see nothing of it."""
     connected: _builtins.bool
     """True = connected now."""
     problem: _builtins.str

@@ -74,7 +74,7 @@ class _DeviceClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeviceCla
     """CPU."""
 
 class DeviceClass(_DeviceClass, metaclass=_DeviceClassEnumTypeWrapper):
-    """What a worker computes on; used by device-aware policies."""
+    """Device of a worker; used by device-aware policies."""
 
 DEVICE_CLASS_UNSPECIFIED: DeviceClass.ValueType  # 0
 """Read as DEVICE_CLASS_GPU."""
@@ -98,7 +98,7 @@ class _CopyModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CopyMode.Val
     """Any number counts as one; the first Removed drops the block."""
 
 class CopyMode(_CopyMode, metaclass=_CopyModeEnumTypeWrapper):
-    """How repeated Stored events of one block are counted."""
+    """Counting of repeated Stored events of one block."""
 
 COPY_MODE_UNSPECIFIED: CopyMode.ValueType  # 0
 """Read as COPY_MODE_COUNT."""
@@ -128,7 +128,7 @@ class _EventTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventT
     """No events: overlap comes from predictions only."""
 
 class EventTransport(_EventTransport, metaclass=_EventTransportEnumTypeWrapper):
-    """How the events of a worker reach the indexer."""
+    """Transport of a worker's events to the indexer."""
 
 EVENT_TRANSPORT_UNSPECIFIED: EventTransport.ValueType  # 0
 """ZMQ if the worker has event endpoints, or an engine of a kind that tells them over its HTTP endpoint; else none."""
@@ -161,12 +161,12 @@ class _RegistrationSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Re
     REGISTRATION_SOURCE_DNS: _RegistrationSource.ValueType  # 4
     """Names in DNS."""
     REGISTRATION_SOURCE_PEER: _RegistrationSource.ValueType  # 5
-    """Another service that was told of it, and passed it on."""
+    """Another service has it, and forwarded it."""
     REGISTRATION_SOURCE_KUBERNETES: _RegistrationSource.ValueType  # 6
     """Pods of a Kubernetes cluster."""
 
 class RegistrationSource(_RegistrationSource, metaclass=_RegistrationSourceEnumTypeWrapper):
-    """Where a registration comes from."""
+    """Source of a registration."""
 
 REGISTRATION_SOURCE_UNSPECIFIED: RegistrationSource.ValueType  # 0
 """Not reported."""
@@ -179,14 +179,14 @@ REGISTRATION_SOURCE_NATS: RegistrationSource.ValueType  # 3
 REGISTRATION_SOURCE_DNS: RegistrationSource.ValueType  # 4
 """Names in DNS."""
 REGISTRATION_SOURCE_PEER: RegistrationSource.ValueType  # 5
-"""Another service that was told of it, and passed it on."""
+"""Another service has it, and forwarded it."""
 REGISTRATION_SOURCE_KUBERNETES: RegistrationSource.ValueType  # 6
 """Pods of a Kubernetes cluster."""
 Global___RegistrationSource: _TypeAlias = RegistrationSource  # noqa: Y015
 
 @_typing.final
 class EventEndpoint(_message.Message):
-    """Where one rank publishes its KV events."""
+    """Endpoint at which one rank publishes its KV events."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -208,8 +208,8 @@ class EventEndpoint(_message.Message):
     topic: _builtins.str
     """Topic prefix to subscribe to; unset = everything."""
     bind: _builtins.bool
-    """True = the engine connects and the indexer binds `endpoint`: on loopback, and elsewhere only where its operator
-    allows it. Unset = the indexer connects.
+    """True = the engine connects and the indexer binds `endpoint`: on loopback, and on other addresses only where its
+    operator allows it. Unset = the indexer connects.
     """
     def __init__(
         self,
@@ -343,7 +343,7 @@ class Worker(_message.Message):
     """Its port; unset = none."""
     transport: Global___EventTransport.ValueType
     """Transport of its events; unset = ZMQ if there are event endpoints, or an http_endpoint of vLLM, SGLang or a mocker
-    to ask for them; else none.
+    for requests of them; else none.
     """
     topic: _builtins.str
     """Topic or subject its events are published under, where the transport needs one; unset = derived."""
@@ -354,7 +354,7 @@ class Worker(_message.Message):
     eagle: _builtins.bool
     """True = speculative decoding with EAGLE: block hashes are over windows of block_size + 1 tokens."""
     copies: Global___CopyMode.ValueType
-    """How its Stored events are counted; unset = per copy."""
+    """Counting of its Stored events; unset = per copy."""
     can_fallback: _builtins.bool
     """A decode worker that can also prefill when the prefill pool is gone; unset = it cannot."""
     bridge_endpoint: _builtins.str
@@ -426,7 +426,7 @@ class RegisterWorkerRequest(_message.Message):
     lease_seconds: _builtins.int
     """The registration ends when no KeepAlive came for this many seconds; 0 or unset = it stays until removed."""
     passed_on: _builtins.bool
-    """Another service was told of this registration, and passes it on for as long as it is there: it is listed as "peer",
+    """Another service has this registration, and forwards it for as long as it is there: it is listed as "peer",
     and replaces none that was made here.
     """
     @_builtins.property
@@ -479,8 +479,8 @@ Global___RegisterWorkerResponse: _TypeAlias = RegisterWorkerResponse  # noqa: Y0
 
 @_typing.final
 class UpdateWorkerRequest(_message.Message):
-    """Replaces the registration of a worker that must exist, as a whole: a field that is unset has its default then. Its lease
-    goes on.
+    """Replaces the registration of a worker that must exist, as a whole: a field that is unset has its default then. Its
+    lease goes on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -571,7 +571,7 @@ class DrainWorkerResponse(_message.Message):
 
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     active_requests: _builtins.int
-    """Requests still active on the worker, where the service knows (scheduler, gateway); 0 elsewhere."""
+    """Requests still active on the worker, where the service knows (scheduler, gateway); else 0."""
     def __init__(
         self,
         *,
@@ -622,7 +622,7 @@ class KeepAliveResponse(_message.Message):
     UNKNOWN_WORKER_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def unknown_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Workers that are not registered (any more) and must register again; in the order asked."""
+        """Workers that are not registered (any more) and must register again; in the order of the request."""
 
     def __init__(
         self,
@@ -697,7 +697,9 @@ class ListWorkersRequest(_message.Message):
     page_size: _builtins.int
     """At most this many; 0 or unset = all."""
     page_token: _builtins.str
-    """next_page_token of the answer before, to go on behind it; unset = from the beginning. The other fields stay as they were."""
+    """next_page_token of the answer before, to go on behind it; unset = from the beginning. The other fields stay as
+    they were.
+    """
     def __init__(
         self,
         *,
@@ -726,7 +728,7 @@ class WorkerEntry(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     REGISTERED_FIELD_NUMBER: _builtins.int
     source: Global___RegistrationSource.ValueType
-    """Where its registration comes from."""
+    """Source of its registration."""
     lease_remaining_seconds: _builtins.float
     """Seconds until the lease ends; unset = no lease."""
     lease_seconds: _builtins.int
@@ -737,7 +739,7 @@ class WorkerEntry(_message.Message):
 
     @_builtins.property
     def registered(self) -> Global___Worker:
-        """The registration as it was made, where `worker` differs from it: the rest was asked of the engine. Unset = no
+        """The registration as it was made, where `worker` differs from it: the rest was read from the engine. Unset = no
         difference.
         """
 
@@ -769,7 +771,7 @@ class ListWorkersResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Set = there are more: the page_token to ask for them with."""
+    """Set = there are more: the page_token of the next page."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEntry]:
         """One entry a worker."""
