@@ -11,7 +11,7 @@ import click
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.nats.names import NatsNames
-from kvscout_common.settings.flags import BEHAVIOUR, flag
+from kvscout_common.settings.flags import BEHAVIOUR, flag, flag_group
 
 if TYPE_CHECKING:
     from kvscout_common.nats.link import NatsLink
@@ -97,10 +97,4 @@ def nats_flags(*, default: tuple[str, ...] = ()) -> Callable[[F], F]:
             help="Copies that a NATS cluster stores of each stream and bucket; 3 survive the loss of a server.",
         ),
     ]
-
-    def decorate(function: F) -> F:
-        for declare in reversed(declared):
-            function = declare(function)
-        return function
-
-    return decorate
+    return flag_group(*declared)

@@ -104,6 +104,17 @@ def flag(name: str, *, section: str = BEHAVIOUR, program: str = "", **kwargs: An
     )
 
 
+def flag_group(*declared: Callable[[F], F]) -> Callable[[F], F]:
+    """Return several flags as one decorator; --help lists them in this order."""
+
+    def decorate(function: F) -> F:
+        for declare in reversed(declared):
+            function = declare(function)
+        return function
+
+    return decorate
+
+
 def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool = True) -> Callable[[F], F]:
     """Return the flags that every gRPC server has; `config.ServerConfig.from_flags` reads them back.
 
@@ -235,13 +246,7 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
             help="Share of requests without a trace that start one; others follow the sampling of their trace.",
         ),
     ]
-
-    def decorate(function: F) -> F:
-        for declare in reversed(declared):
-            function = declare(function)
-        return function
-
-    return decorate
+    return flag_group(*declared)
 
 
 def event_endpoints_flag() -> Callable[[F], F]:
@@ -258,11 +263,7 @@ def event_endpoints_flag() -> Callable[[F], F]:
 def client_flags(section: str = SERVER) -> Callable[[F], F]:
     """The flags of every gRPC client; `channel.ClientSecurity` takes them."""
     token = flag("--token-file", section=section, type=_FILE, help="File with the bearer token for calls to servers.")
-
-    def decorate(function: F) -> F:
-        return client_tls_flags(section)(token(function))
-
-    return decorate
+    return flag_group(client_tls_flags(section), token)
 
 
 def client_tls_flags(section: str = SERVER) -> Callable[[F], F]:
@@ -272,10 +273,4 @@ def client_tls_flags(section: str = SERVER) -> Callable[[F], F]:
         flag("--tls-client-cert", section=section, type=_FILE, help="Client certificate for calls to servers, PEM."),
         flag("--tls-client-key", section=section, type=_FILE, help="Private key of --tls-client-cert, PEM."),
     ]
-
-    def decorate(function: F) -> F:
-        for declare in reversed(declared):
-            function = declare(function)
-        return function
-
-    return decorate
+    return flag_group(*declared)

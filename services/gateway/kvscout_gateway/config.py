@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.http.web_origins import WebOrigins
@@ -91,6 +91,54 @@ class GatewayConfig:
             raise ConfigError("the user's own balancer decides, or the endpoint picker does", field="shadow")
         if self.http_port < 0:
             raise ConfigError("needs --http-port", field="shadow")
+
+    @classmethod
+    def from_flags(cls, values: Mapping[str, Any]) -> GatewayConfig:
+        """Take the values of `flags.gateway_flags` and of those that servers share.
+
+        Raises:
+            ConfigError: If they contradict one another; names the flag.
+        """
+        return cls(
+            server=ServerConfig.from_flags(values),
+            nats=NatsConfig.from_flags(values),
+            security=ClientSecurity.from_flags(
+                values["tls_ca"], values["tls_client_cert"], values["tls_client_key"], values["token_file"]
+            ),
+            indexers=() if values["no_indexer"] else indexer_shards("indexer", values["indexer"]),
+            schedulers=addresses("scheduler", values["scheduler"]),
+            indexer_timeout_seconds=values["indexer_timeout_ms"] / 1000,
+            scheduler_timeout_seconds=values["scheduler_timeout_ms"] / 1000,
+            queue_wait_seconds=values["queue_wait_seconds"],
+            conditional_disagg=values["conditional_disagg"],
+            migration_limit=values["migration_limit"],
+            timeouts=EngineTimeouts(
+                connect_seconds=values["engine_connect_seconds"],
+                first_output_seconds=values["engine_first_output_seconds"],
+                prefill_tokens_per_second=values["engine_prefill_tokens_per_second"],
+                idle_seconds=values["engine_idle_seconds"],
+                queue_seconds=values["engine_queue_seconds"],
+                answer_seconds=values["engine_answer_seconds"],
+            ),
+            health_check_seconds=values["engine_health_seconds"],
+            max_prompt_tokens=values["max_prompt_tokens"],
+            client_write_seconds=values["client_write_seconds"],
+            max_in_flight=values["max_in_flight"],
+            lease_seconds=values["lease_seconds"],
+            endpoint_picker=EndpointPickerConfig.from_flags(values),
+            engine_key_file=values["engine_key_file"],
+            engine_ca=values["engine_ca"],
+            http_port=values["http_port"],
+            dashboard=not values["no_dashboard"],
+            cors_origins=values["cors_origin"],
+            client_paths=ClientPaths(values["client_path"]),
+            shadow=ShadowConfig.from_flags(values),
+            tokenizers=tokenizer_folders("tokenizer", values["tokenizer"]),
+            finds_tokenizers=FIND_TOKENIZERS in values["tokenizer"],
+            tokenizer_cache_bytes=values["tokenizer_cache_mib"] << 20,
+            tokenize_timeout_seconds=values["tokenize_timeout_ms"] / 1000,
+            session_affinity=values["session_affinity"],
+        )
 
 
 def addresses(flag: str, given: Sequence[str]) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvscout_common.endpoints import Allowed
 from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
@@ -49,3 +51,30 @@ class IndexerConfig:
     def routed_ttl_seconds(self) -> float | None:
         """Return how long blocks of routed prompts stay predicted; None = they are not."""
         return self.router_predicted_ttl_seconds if self.kv_events else self.router_ttl_seconds
+
+    @classmethod
+    def from_flags(cls, values: Mapping[str, Any]) -> IndexerConfig:
+        """Take the values of `flags.indexer_flags` and of those that servers share.
+
+        Raises:
+            ConfigError: If they contradict one another; names the flag.
+        """
+        return cls(
+            server=ServerConfig.from_flags(values),
+            nats=NatsConfig.from_flags(values),
+            peers=tuple(address for given in values["peers"] for address in given.split(",") if address),
+            client=ClientSecurity.from_flags(
+                values["tls_ca"], values["tls_client_cert"], values["tls_client_key"], values["token_file"]
+            ),
+            stream_max_age_seconds=values["stream_max_age"],
+            snapshot_threshold=values["router_snapshot_threshold"],
+            reset_states=values["router_reset_states"],
+            max_blocks=values["max_blocks"],
+            router_ttl_seconds=values["router_ttl"],
+            max_predicted_blocks=values["router_max_tree_size"],
+            prune_target_ratio=values["router_prune_target_ratio"],
+            kv_events=not values["no_kv_events"],
+            router_predicted_ttl_seconds=values["router_predicted_ttl"],
+            shard=Shard.parse(values["shard"], flag="shard"),
+            allowed_endpoints=frozenset(values["allow_event_endpoints"]),
+        )

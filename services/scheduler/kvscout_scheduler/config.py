@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from kvscout_common.errors import ConfigError
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.settings.config import ServerConfig
 from kvscout_scheduler.values.settings import SchedulerSettings
+from kvscout_scheduler.values.thresholds import BusyThresholds
+
+SCRAPES_THAT_COUNT = 3
+"""Failed scrapes in a row after which an engine's last metrics expire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +32,49 @@ class SchedulerConfig:
     """Between two looks at the engines' own metrics; 0 = never."""
     replica_id: str = ""
     """Name among the replicas that share bookings; "" = it shares them with nobody."""
+
+    @classmethod
+    def from_flags(cls, values: Mapping[str, Any]) -> SchedulerConfig:
+        """Take the values of `flags.scheduler_flags` and of those that servers share.
+
+        Raises:
+            ConfigError: If they contradict one another; names the flag.
+        """
+        return cls(
+            server=ServerConfig.from_flags(values),
+            nats=NatsConfig.from_flags(values),
+            settings=SchedulerSettings(
+                policy=values["router_mode"],
+                overlap_score_weight=values["kv_overlap_score_weight"],
+                router_temperature=values["router_temperature"],
+                cpu_to_gpu_ratio=values["cpu_to_gpu_ratio"],
+                track_active_blocks=not values["no_track_active_blocks"],
+                track_output_blocks=values["router_track_output_blocks"],
+                thresholds=BusyThresholds(
+                    values["active_decode_blocks_threshold"], values["active_prefill_tokens_threshold"]
+                ),
+                cooldown_seconds=values["worker_cooldown_seconds"],
+                lease_seconds=values["lease_seconds"],
+                worker_grace_seconds=values["worker_grace_seconds"],
+                engine_metrics_seconds=max(
+                    values["engine_metrics_seconds"], SCRAPES_THAT_COUNT * values["scrape_engine_metrics"]
+                ),
+                max_active_requests=values["max_active_requests"],
+                tenant_share=values["tenant_share"],
+                queue_threshold=values["router_queue_threshold"],
+                queue_limit=values["router_queue_limit"],
+            ).validate(),
+            seed=values["seed"],
+            scrape_seconds=values["scrape_engine_metrics"],
+            replica_id=_replica_id(values),
+        )
+
+
+def _replica_id(values: Mapping[str, Any]) -> str:
+    """Return the name among the replicas; "" = there are none."""
+    if not values["router_replica_sync"]:
+        return ""
+    if not any(values["nats_server"]):
+        raise ConfigError("needs --nats-server", field="router_replica_sync")
+    # Without a port of its own the process distinguishes it from others on this host.
+    return str(values["replica_id"] or f"{socket.gethostname()}:{values['port'] or f'pid-{os.getpid()}'}")

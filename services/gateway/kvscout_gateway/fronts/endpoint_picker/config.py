@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.settings.flags import BEHAVIOUR, PERFORMANCE, SERVER, ValueOf, flag
+from kvscout_common.settings.flags import BEHAVIOUR, PERFORMANCE, SERVER, ValueOf, flag, flag_group
 from kvscout_gateway.fronts.endpoint_picker.stream import Follow
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -180,10 +180,4 @@ def endpoint_picker_flags() -> Callable[[F], F]:
             help="For conformance tests only: clients select the endpoint by a header.",
         ),
     ]
-
-    def decorate(function: F) -> F:
-        for declare in reversed(declared):
-            function = declare(function)
-        return function
-
-    return decorate
+    return flag_group(*declared)

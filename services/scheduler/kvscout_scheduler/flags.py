@@ -1,0 +1,109 @@
+"""Flags of the scheduler, besides those of every server; `SchedulerConfig.from_flags` reads them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from kvscout_common.settings.flags import PERFORMANCE, flag, flag_group
+from kvscout_scheduler.values.reservation import MAX_LEASE_SECONDS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+lease_flag = flag(
+    "--lease-seconds",
+    default=300.0,
+    type=click.FloatRange(min=0, max=MAX_LEASE_SECONDS, min_open=True),
+    help="Lease of bookings whose call does not set one.",
+)
+
+
+def scheduler_flags() -> Callable[[F], F]:
+    """Return the flags."""
+    return flag_group(
+        flag("--router-mode", default="kv-time", help="Selection policy of requests that name none."),
+        flag(
+            "--kv-overlap-score-weight",
+            default=1.0,
+            help="Weight of prefill relative to decode load; 0 ignores prefix caches.",
+        ),
+        flag(
+            "--router-temperature",
+            default=0.0,
+            help="0 = always the cheapest worker; above 0 = softmax over the costs.",
+        ),
+        flag(
+            "--cpu-to-gpu-ratio",
+            default=8.0,
+            help="Policy device-aware-weighted: capacity of an accelerator relative to a CPU worker.",
+        ),
+        flag("--no-track-active-blocks", is_flag=True, help="Track active prefill tokens only, not active blocks."),
+        flag("--router-track-output-blocks", is_flag=True, help="Count generated blocks reported by AddOutput."),
+        flag(
+            "--active-decode-blocks-threshold",
+            type=float,
+            help="A worker is busy above this fraction of its KV blocks; unset = off.",
+        ),
+        flag(
+            "--active-prefill-tokens-threshold",
+            type=int,
+            help="A worker is busy above this number of active prefill tokens; unset = off.",
+        ),
+        flag("--worker-cooldown-seconds", default=10.0, help="Cool-down of a worker that failed a request."),
+        flag(
+            "--worker-grace-seconds",
+            default=30.0,
+            help="Time for which a worker whose registration expired keeps its bookings, in case it returns; "
+            "removed workers lose them.",
+        ),
+        flag(
+            "--router-replica-sync",
+            is_flag=True,
+            help="Share bookings, thresholds and cool-downs with the other schedulers of the namespace, over NATS.",
+        ),
+        flag(
+            "--replica-id",
+            default="",
+            help="Unique name of this scheduler replica, stable across restarts; unset = host name and port.",
+        ),
+        flag("--seed", type=int, help="Seed of the random generator; unset = from the system."),
+        flag(
+            "--max-active-requests",
+            default=1_000_000,
+            type=click.IntRange(min=1),
+            section=PERFORMANCE,
+            help="Maximum of bookings; more are refused.",
+        ),
+        flag(
+            "--tenant-share",
+            default=0.5,
+            section=PERFORMANCE,
+            help="Share of --max-active-requests that one tenant may hold while others have workers; 1 = all of it.",
+        ),
+        flag(
+            "--scrape-engine-metrics",
+            default=0.0,
+            type=click.FloatRange(min=0),
+            help="Interval of scraping engine metrics; 0 = off.",
+        ),
+        flag(
+            "--engine-metrics-seconds",
+            default=30.0,
+            help="Validity of reported engine metrics; at least three intervals of --scrape-engine-metrics.",
+        ),
+        flag(
+            "--router-queue-threshold",
+            type=float,
+            help="Queue requests while all workers have more active prefill tokens than this times "
+            "max_num_batched_tokens; unset = no queue.",
+        ),
+        flag(
+            "--router-queue-limit",
+            default=1_024,
+            type=click.IntRange(min=1),
+            section=PERFORMANCE,
+            help="Maximum of queued requests per model and role; more are refused.",
+        ),
+    )
