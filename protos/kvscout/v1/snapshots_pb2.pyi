@@ -82,11 +82,11 @@ class SnapshotSource(_message.Message):
     stream_sequence: _builtins.int
     """Sequence up to which the stream's messages of this source are contained; at least the header's."""
     messages: _builtins.int
-    """Number of its messages: a state as chunks, then, of a source that was not registered, batches as they came."""
+    """Number of its messages: a state as chunks; in snapshots of release 0.1 batches may follow it."""
     unverified: _builtins.bool
     """True = events of it were missed, and not requested again yet."""
     unregistered_since: _builtins.float
-    """Since when nobody has registered its worker, seconds since the Unix epoch; 0 = it is registered."""
+    """Unused since release 0.2."""
     def __init__(
         self,
         *,

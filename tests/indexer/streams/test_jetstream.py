@@ -37,6 +37,7 @@ from support.stream_world import (
 )
 
 from kvscout.v1 import bridge_pb2, indexer_pb2
+from kvscout_blocks.bytes.messages import parse_batch
 from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
 from kvscout_common.registry import nats as registry_nats
 from kvscout_common.shards import WHOLE, Shard
@@ -403,8 +404,8 @@ async def test_messages_that_cannot_be_read_cost_themselves_only(world: World) -
         await until_overlap(client, 3)
         status = await client.status()
         assert (status.malformed, status.gaps, status.state) == (2, 0, LIVE)
+        await until(lambda: position(indexer), last)
         assert reader(indexer).sources.ignored == 1
-        assert await position(indexer) == last
 
 
 @pytest.mark.parametrize("batch_bytes", [4 * 1024 * 1024, 100_000])
@@ -462,19 +463,21 @@ async def test_a_gap_that_nobody_can_fill_is_told_until_a_state_comes(world: Wor
         await until_overlap(client, 1)
 
 
+async def recovery(world: World, publisher: Publisher) -> RecoveryService:
+    """Answers for a publisher, with its whole state."""
+
+    async def answer(_: bridge_pb2.RecoverRequest) -> list[bridge_pb2.RecoverResponse]:
+        last_id = publisher.next_id - 1
+        state = publisher.message(*state_events(range(1, publisher.blocks + 1)), event_id=last_id)
+        dump = bridge_pb2.RECOVER_OUTCOME_DUMP
+        return [bridge_pb2.RecoverResponse(outcome=dump, batch=state, last=True, last_event_id=last_id)]
+
+    return await serve_recovery(world.client, NAMES.recover(TENANT, publisher.rank), answer)
+
+
 async def test_what_the_stream_lost_is_asked_of_the_publisher(world: World) -> None:
     w, silent = world.publisher(), world.publisher("silent")
-
-    async def answers(publisher: Publisher) -> RecoveryService:
-        async def answer(_: bridge_pb2.RecoverRequest) -> list[bridge_pb2.RecoverResponse]:
-            state = publisher.message(*state_events(range(1, publisher.blocks + 1)), event_id=publisher.next_id - 1)
-            dump = bridge_pb2.RECOVER_OUTCOME_DUMP
-            last_id = publisher.next_id - 1
-            return [bridge_pb2.RecoverResponse(outcome=dump, batch=state, last=True, last_event_id=last_id)]
-
-        return await serve_recovery(world.client, NAMES.recover(TENANT, publisher.rank), answer)
-
-    services = [await answers(publisher) for publisher in (w, silent)]
+    services = [await recovery(world, publisher) for publisher in (w, silent)]
     async with local_indexer(config(world)) as (client, indexer):
         await register(client)
         await register(client, "silent")
@@ -558,22 +561,78 @@ async def test_a_holder_of_the_lock_that_was_stopped_beyond_its_life_does_no_har
         assert await dump(client, indexer) == before
 
 
-async def test_snapshots_carry_sources_that_nobody_has_registered_here(world: World) -> None:
-    w, unknown = world.publisher(), world.publisher("unknown")
+async def test_a_worker_that_registers_late_is_read_from_the_snapshot_of_a_trimmed_stream(world: World) -> None:
+    w, other = world.publisher(), world.publisher("other")
+    async with local_indexer(config(world)) as (ahead, indexer), local_indexer(config(world)) as (behind, late):
+        await register(behind, "other")
+        for worker_id in ("w", "other"):
+            await register(ahead, worker_id)
+        for _ in range(2):
+            await w.grow(3)
+            await other.grow(3)
+            await until_overlap(ahead, w.blocks)
+            await until_overlap(ahead, other.blocks, "other")
+            await snapshot(indexer)
+        last = await w.publish(removed([w.blocks]))
+        assert await world.first_sequence() > 1
+        await until(lambda: position(late), last)
+        await register(behind)
+        await until_overlap(behind, w.blocks - 1)
+        await until_overlap(ahead, w.blocks - 1)
+        status = await behind.status()
+        assert (status.state, status.gaps, status.demotions, status.last_event_id) == (LIVE, 0, 0, 6)
+        assert await dump(behind, late) == await dump(ahead, indexer)
+        await w.grow(1)
+        await until_overlap(behind, w.blocks - 2)
+        assert (await behind.status("other")).state == LIVE
+
+
+async def test_a_worker_that_is_in_the_older_snapshot_alone_is_read_from_there(world: World) -> None:
+    w, other = world.publisher(), world.publisher("other")
     async with local_indexer(config(world)) as (client, indexer):
+        for publisher in (w, other):
+            await register(client, publisher.worker_id)
+            await publisher.grow(3)
+            await until_overlap(client, 3, publisher.worker_id)
+        await snapshot(indexer)
+        await w.grow(1)
+        await until_overlap(client, 4)
+        await unregister(client)
+        await other.grow(1)
+        await until_overlap(client, 4, "other")
+        await snapshot(indexer)
+        assert await world.first_sequence() > 1
+        await register(client)
+        await until_overlap(client, 4)
+        assert (await client.status()).state == LIVE
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "unanswered"])
+async def test_a_worker_that_registers_late_and_is_in_no_snapshot_is_asked_of_its_publisher(
+    world: World, answered: bool
+) -> None:
+    w, unknown = world.publisher(), world.publisher("unknown")
+    async with local_indexer(config(world)) as (client, indexer), AsyncExitStack() as stack:
         await register(client)
         for _ in range(2):
             await unknown.grow(3)
             await w.grow(3)
             await until_overlap(client, w.blocks)
             await snapshot(indexer)
-        await unknown.grow(1)
-        assert await world.first_sequence() > 1
-    async with local_indexer(config(world)) as (client, indexer):
+        assert await world.first_sequence() > 4
+        if answered:
+            service = await recovery(world, unknown)
+            stack.push_async_callback(service.close)
         await register(client, "unknown")
-        await until_overlap(client, 7, "unknown")
-        status = await client.status("unknown")
-        assert (status.state, status.gaps) == (LIVE, 0)
+        if answered:
+            await until_overlap(client, 6, "unknown")
+            assert (await client.status("unknown")).state == LIVE
+        else:
+            await client.until(lambda s: s.state == INCOMPLETE, "unknown")
+            await unknown.publish(CLEARED)
+            await unknown.publish(stored([1, 2]))
+            await until_overlap(client, 2, "unknown")
+            assert (await client.status("unknown")).state == LIVE
 
 
 async def test_a_snapshot_that_is_not_complete_is_passed_over(world: World) -> None:
@@ -662,8 +721,13 @@ async def test_replicas_that_join_at_any_time_have_the_same_state(world: World, 
                 await w.grow(1)
 
     async with AsyncExitStack() as stack:
-        replicas = []
-        for _ in range(4):
+        client, indexer = await stack.enter_async_context(local_indexer(config(world)))
+        replicas = [(client, indexer)]
+        for w in publishers:
+            await register(client, w.worker_id)
+            service = await serve_recovery(world.client, NAMES.recover(TENANT, w.rank), partial(state_of, indexer, w))
+            stack.push_async_callback(service.close)
+        for _ in range(3):
             client, indexer = await stack.enter_async_context(local_indexer(config(world)))
             for w in chance.sample(publishers, chance.randrange(5)):
                 await register(client, w.worker_id)
@@ -687,3 +751,19 @@ async def test_replicas_that_join_at_any_time_have_the_same_state(world: World, 
         for w in publishers:
             dumps = [await dump(client, indexer, w.worker_id) for client, indexer in replicas]
             assert all(each == dumps[0] for each in dumps), w.worker_id
+
+
+async def state_of(
+    indexer: Indexer, publisher: Publisher, _: bridge_pb2.RecoverRequest
+) -> list[bridge_pb2.RecoverResponse]:
+    """Answers for a publisher with the state that a replica has of it."""
+    messages = await reader(indexer).sources.live[publisher.subject].feed.dump()
+    return [
+        bridge_pb2.RecoverResponse(
+            outcome=bridge_pb2.RECOVER_OUTCOME_DUMP,
+            batch=parse_batch(message),
+            part=part,
+            last=part + 1 == len(messages),
+        )
+        for part, message in enumerate(messages)
+    ]

@@ -14,7 +14,7 @@ from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.streams import snapshots as snapshots_module
 from kvscout_indexer.streams.position import SnapshotId
-from kvscout_indexer.streams.snapshot import Snapshot, SourceCut, decode, encode
+from kvscout_indexer.streams.snapshot import Snapshot, SourceCut, decode, decode_positions, encode, header_bytes
 from kvscout_indexer.streams.snapshots import SnapshotBroken, Snapshots
 
 INCARNATION = 1_700_000_000_000_000
@@ -23,13 +23,18 @@ INCARNATION = 1_700_000_000_000_000
 def snapshot(sequence: int = 7, payload: bytes = b"chunk") -> Snapshot:
     cuts = [
         SourceCut(WorkerRank("a", 0), sequence, (payload, b"", payload * 2)),
-        SourceCut(WorkerRank("b", 3), sequence + 2, (payload,), unverified=True, unregistered_since=12.5),
+        SourceCut(WorkerRank("b", 3), sequence + 2, (payload,), unverified=True),
     ]
     return Snapshot(SnapshotId(INCARNATION, sequence), 1000.25, cuts)
 
 
 def test_a_snapshot_is_read_as_it_was_written() -> None:
     assert decode(b"".join(encode(snapshot()))) == snapshot()
+
+
+def test_the_header_has_the_positions_of_the_sources() -> None:
+    data = b"".join(encode(snapshot()))
+    assert decode_positions(data[: header_bytes(data)]) == {WorkerRank("a", 0): 7, WorkerRank("b", 3): 9}
 
 
 def test_every_snapshot_that_was_cut_short_is_refused() -> None:

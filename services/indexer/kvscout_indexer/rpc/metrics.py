@@ -40,17 +40,12 @@ _GAUGES: dict[str, tuple[str, Callable[[StreamReader], float]]] = {
         "Messages read that are in no snapshot",
         lambda reader: max(0, reader.position - reader.schedule.covered),
     ),
-    "kvscout_stream_parked_bytes": (
-        "Kept of sources that nobody registered",
-        lambda reader: reader.sources.partitions.parked_bytes,
-    ),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[StreamReader], float]]] = {
     "kvscout_stream_reloads": ("Times that the stream no longer had what comes next", lambda reader: reader.reloads),
-    "kvscout_stream_ignored_messages": ("Of another shard, or of nobody", lambda reader: reader.sources.ignored),
-    "kvscout_stream_forgotten_sources": (
-        "Unregistered sources that became too large to be kept",
-        lambda reader: reader.sources.partitions.forgotten,
+    "kvscout_stream_ignored_messages": (
+        "Messages of workers of another shard, or not registered",
+        lambda reader: reader.sources.ignored,
     ),
 }
 

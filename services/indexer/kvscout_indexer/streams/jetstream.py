@@ -42,8 +42,6 @@ CONNECT_SECONDS: Final = 5.0
 """Longest time at start that health waits for NATS."""
 CATCH_UP_SECONDS: Final = 30.0
 """Longest time at start that health waits until everything was read that the streams had then."""
-KEEP_BLOCKS: Final = 262_144
-"""State of a rank that is kept when its worker is removed, in blocks: telling it takes 20 ms of the event loop."""
 RETRY_SECONDS: Final = 2.0
 ABANDONED_SECONDS: Final = 60.0
 """A state whose next chunk has not come for so long has no end: its publisher died amid it."""
@@ -163,11 +161,11 @@ class JetStream:
 
     def add(self, feed: JetStreamFeed) -> None:
         """Begin to deliver to a feed."""
-        self.reader_of(feed.spec.tenant, feed.spec.model).sources.attach(feed.rank, feed)
+        self.reader_of(feed.spec.tenant, feed.spec.model).attach(feed.subject, feed.rank, feed)
 
     def remove(self, feed: JetStreamFeed) -> None:
-        """End delivery; what was delivered is kept, for the worker may come back."""
-        self.reader_of(feed.spec.tenant, feed.spec.model).sources.detach(feed.rank, feed, feed.state)
+        """End delivery."""
+        self.reader_of(feed.spec.tenant, feed.spec.model).sources.detach(feed.subject, feed)
 
     def _start(self, group: asyncio.TaskGroup, key: tuple[str, str]) -> None:
         reader, snapshotter = self.readers[key], self.snapshotters[key]
@@ -183,7 +181,7 @@ class JetStream:
             reader.connected()
 
     async def _discover(self) -> None:
-        """Find the streams of the namespace: their sources may be registered at any time, and want their past."""
+        """Find the streams of the namespace: their sources may be registered at any time."""
         while True:
             end_if_cancelled()
             try:
@@ -262,31 +260,31 @@ class JetStreamFeed(PublisherFeed):
 
     @property
     def settled(self) -> bool:
-        """See `Taker.settled`."""
+        """See `PartitionFeed.settled`."""
         amid_state = self._reader.amid_state and time.monotonic() - self._received_at < ABANDONED_SECONDS
         return not self._source.replaying and not amid_state
 
     @property
     def cursor(self) -> Cursor:
-        """See `Taker.cursor`."""
+        """See `PartitionFeed.cursor`."""
         return self._source.cursor
 
     def deliver(self, data: bytes) -> None:
-        """See `Taker.deliver`."""
+        """See `PartitionFeed.deliver`."""
         self._received_at = time.monotonic()
         self.receive(data)
 
     def verify(self) -> None:
-        """See `Taker.verify`."""
+        """See `PartitionFeed.verify`."""
         if not self._source.replaying:
             self._source.on_reconnect()
 
     async def caught_up(self) -> None:
-        """See `Taker.caught_up`."""
+        """See `PartitionFeed.caught_up`."""
         await self._source.caught_up()
 
     async def dump(self) -> list[bytes]:
-        """See `Taker.dump`."""
+        """See `PartitionFeed.dump`."""
         taken = await self._source.cut()
         messages = None
         if taken is not None:
@@ -296,14 +294,6 @@ class JetStreamFeed(PublisherFeed):
         if messages is None:
             raise NotFound(f"worker {self.rank.worker_id} rank {self.rank.dp_rank} is not known")
         return messages
-
-    def state(self) -> list[bytes] | None:
-        """Return the state at once; None if it is too large for that."""
-        stats = self._index.worker_stats(self.rank)
-        cut = self._index.cut(self.rank) if stats is not None and stats.blocks <= KEEP_BLOCKS else None
-        if cut is None:
-            return None
-        return cut.messages(self.spec.pool, history_incomplete=self._source.incomplete, epoch=self._source.cursor.epoch)
 
 
 def replica_name() -> str:

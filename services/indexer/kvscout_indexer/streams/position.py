@@ -1,18 +1,18 @@
 """Position of a replica in a stream, and what follows from it; pure.
 
 A replica's position is the last stream sequence that its state contains. It belongs to that state: it is lost with the
-process, and found again in the snapshot that is loaded, whatever the server remembers of the replica.
+process, and found again in the snapshot that is loaded, whatever the server remembers of the replica. Each source has a
+position of its own, P, until it is read at the end of the stream.
 
 ::
 
-    first                 S (snapshot)            position           last
-    ├─── purged before ───┼───── replayed at start ───┼─── to be read ───┤
+    first                    P (snapshot)                      last
+    ├─── purged before ───────┼─── past of one source ──────────┼─── tail of all ───▶
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 SNAPSHOTS_KEPT: Final = 2
@@ -30,6 +30,8 @@ class StreamState(NamedTuple):
     """Sequence of its first message; the next one's, if it is empty. 0 = it never had one."""
     last: int
     """Sequence of its last message, there or not; 0 = it never had one."""
+    deleted: int = 0
+    """Messages removed between the first and the last."""
 
 
 class SnapshotId(NamedTuple):
@@ -41,57 +43,28 @@ class SnapshotId(NamedTuple):
     """S: last stream sequence contained."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Decision on how a replica continues."""
-
-    load: SnapshotId | None
-    """Snapshot to load first; None = go on with the state that is there."""
-    position: int
-    """Position after that; what follows it is read next."""
-    missed: bool
-    """Events may have been missed, of any source: each one must be verified."""
-    anew: bool = False
-    """The stream counts anew: sequences of before mean nothing."""
-
-
 def follows(stream: StreamState, incarnation: int, position: int) -> bool:
     """Return whether a replica at `position` of an incarnation can go on where it is."""
     return stream.incarnation == incarnation and position <= stream.last and position + 1 >= stream.first
 
 
-def resume(
-    stream: StreamState,
-    snapshots: Iterable[SnapshotId],
-    incarnation: int | None = None,
-    position: int = 0,
-) -> Resume:
-    """Return how a replica goes on that starts, was overtaken by a purge, or finds the stream made anew.
+def fits(snapshot: SnapshotId, stream: StreamState) -> bool:
+    """Return whether the messages after a snapshot are those of the stream."""
+    return snapshot.incarnation == stream.incarnation and snapshot.sequence <= stream.last
+
+
+def to_load(stream: StreamState, snapshots: Iterable[SnapshotId]) -> list[SnapshotId]:
+    """Return the snapshots in which the state of a source is looked for, best first.
+
+    Those of the stream; without any, the newest of a stream that is gone: old, but its cursors tell what is new, and
+    publishers what was missed.
 
     Args:
         stream: The stream now.
         snapshots: Complete ones.
-        incarnation: Of the stream that the replica's state is of; None = it has no state.
-        position: Its position there.
     """
-    starting = incarnation is None
-    anew = not starting and (incarnation != stream.incarnation or position > stream.last)
-    own = 0 if starting or anew else position
-    ordered = sorted(snapshots)
-    fitting = [s for s in ordered if s.incarnation == stream.incarnation and own < s.sequence <= stream.last]
-    load = fitting[-1] if fitting else None
-    missed = anew
-    if load is None and starting and ordered:
-        # Of a stream that is gone: old, but its cursors tell what is new, and publishers what was missed.
-        load, missed = ordered[-1], True
-        reached = 0
-    else:
-        reached = load.sequence if load is not None else own
-    if reached + 1 < stream.first:
-        # What was purged no snapshot has.
-        missed = True
-        reached = stream.first - 1
-    return Resume(load, reached, missed, anew)
+    ordered = sorted(snapshots, reverse=True)
+    return [each for each in ordered if fits(each, stream)] or ordered[:1]
 
 
 class Retention(NamedTuple):

@@ -42,6 +42,8 @@ class StreamMessage(NamedTuple):
     """Time at which the server took it, seconds since the Unix epoch."""
     subject: str
     data: bytes
+    pending: int
+    """Messages that the consumer had after it, when it was sent."""
     reply: str
     """Subject for its acknowledgement."""
 
@@ -141,14 +143,16 @@ class StreamPull:
         if status is not None:
             self._on_status(status, message)
             return
-        sequence, delivered, sent_at = parse_reply(message.reply)
+        sequence, delivered, sent_at, pending = parse_reply(message.reply)
         if delivered != self._delivered + 1:
             self._broken = f"delivery {delivered} came where {self._delivered + 1} comes next"
         elif not self._broken:
             self._delivered = delivered
             self._requested -= 1
             self._came_since_request = True
-            self._waiting.append(StreamMessage(sequence, sent_at, message.subject, message.data, message.reply))
+            self._waiting.append(
+                StreamMessage(sequence, sent_at, message.subject, message.data, pending, message.reply)
+            )
         self._arrived()
 
     def _on_status(self, status: str, message: Msg) -> None:
@@ -171,8 +175,8 @@ class StreamPull:
         self._arrived()
 
 
-def parse_reply(reply: str) -> tuple[int, int, float]:
-    """Return the stream sequence, the consumer's own sequence and the time (Unix seconds) that a reply subject tells.
+def parse_reply(reply: str) -> tuple[int, int, float, int]:
+    """Return stream sequence, consumer sequence, time (Unix seconds) and pending messages of a reply subject.
 
     Raises:
         PullBroken: It is no reply subject of JetStream.
@@ -182,6 +186,7 @@ def parse_reply(reply: str) -> tuple[int, int, float]:
     # 2.10, where domains are used, with two more after ACK.
     first = 5 if len(parts) == 9 else 7
     try:
-        return int(parts[first]), int(parts[first + 1]), int(parts[first + 2]) / _NANOSECONDS
+        stream, consumer, sent_at, pending = map(int, parts[first : first + 4])
+        return stream, consumer, sent_at / _NANOSECONDS, pending
     except (ValueError, IndexError):
         raise PullBroken(f"{reply!r} is no reply subject of JetStream") from None

@@ -39,11 +39,9 @@ class SourceCut:
     position: int
     """P: stream sequence up to which its messages are contained."""
     messages: Sequence[bytes]
-    """Serialised `KvEventBatch`es: state chunks, then what came after them of a source that nobody registered."""
+    """Serialised `KvEventBatch`es of its state chunks."""
     unverified: bool = False
-    """Events were missed and nobody was asked for them yet."""
-    unregistered_since: float = 0.0
-    """Seconds since the Unix epoch; 0 = it is registered."""
+    """Events were missed and the publisher was not asked for them yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,6 @@ def encode(snapshot: Snapshot) -> Iterator[bytes]:
                 stream_sequence=cut.position,
                 messages=len(cut.messages),
                 unverified=cut.unverified,
-                unregistered_since=cut.unregistered_since,
             )
             for cut in snapshot.sources
         ],
@@ -88,23 +85,43 @@ def decode(data: bytes) -> Snapshot:
         InvalidArgument: The bytes are none.
     """
     messages = _messages(data)
-    try:
-        header = snapshots_pb2.SnapshotHeader.FromString(next(messages, b""))
-    except DecodeError as error:
-        raise InvalidArgument("has no header", field="snapshot") from error
-    if not max(1, VERSION - 1) <= header.version <= VERSION:
-        raise FailedPrecondition(f"version {header.version} of a snapshot, this release reads {VERSION}")
+    header = _header(next(messages, b""))
     sources = [
         SourceCut(
             WorkerRank(source.worker_id, source.dp_rank),
             source.stream_sequence,
             _take(messages, source.messages),
             source.unverified,
-            source.unregistered_since,
         )
         for source in header.sources
     ]
     return Snapshot(SnapshotId(header.stream_incarnation, header.stream_sequence), header.cut_at, sources)
+
+
+def header_bytes(data: bytes) -> int:
+    """Return the length of a snapshot's header in bytes, from the first bytes of the snapshot."""
+    return _LENGTH.size + _LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else _LENGTH.size
+
+
+def decode_positions(data: bytes) -> dict[WorkerRank, int]:
+    """Return the sources of a snapshot, from its header: the stream sequence that each one's state reaches.
+
+    Raises:
+        FailedPrecondition: A version that this release cannot read.
+        InvalidArgument: The bytes are none.
+    """
+    sources = _header(next(_messages(data), b"")).sources
+    return {WorkerRank(source.worker_id, source.dp_rank): source.stream_sequence for source in sources}
+
+
+def _header(message: bytes) -> snapshots_pb2.SnapshotHeader:
+    try:
+        header = snapshots_pb2.SnapshotHeader.FromString(message)
+    except DecodeError as error:
+        raise InvalidArgument("has no header", field="snapshot") from error
+    if not max(1, VERSION - 1) <= header.version <= VERSION:
+        raise FailedPrecondition(f"version {header.version} of a snapshot, this release reads {VERSION}")
+    return header
 
 
 def _messages(data: bytes) -> Iterator[bytes]:

@@ -12,7 +12,8 @@ import hashlib
 import io
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Final
 
 from nats.js import JetStreamContext
@@ -22,8 +23,9 @@ from nats.js.object_store import ObjectStore
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.shards import Shard
+from kvscout_common.worker import WorkerRank
 from kvscout_indexer.streams.position import SnapshotId
-from kvscout_indexer.streams.snapshot import Snapshot, decode, encode
+from kvscout_indexer.streams.snapshot import Snapshot, decode, decode_positions, encode, header_bytes
 
 log = logging.getLogger("kvscout.snapshots")
 
@@ -73,6 +75,24 @@ class Snapshots:
                 found.setdefault(Shard(index, count), []).append(SnapshotId(incarnation, sequence))
         return found
 
+    async def positions(self, snapshot: SnapshotId) -> dict[WorkerRank, int]:
+        """Return the sources of a snapshot, each with the stream sequence that its state reaches.
+
+        Raises:
+            SnapshotBroken: It is not complete, or no longer there, or of a version that cannot be read.
+            nats.errors.Error: The store cannot be asked; trying again may help.
+        """
+        name = _name(self._shard, snapshot)
+        with _broken(name):
+            info = await self._info(name)
+            data = b""
+            async with aclosing(self._chunks(info)) as chunks:
+                async for chunk in chunks:
+                    data += chunk
+                    if len(data) >= header_bytes(data):
+                        break
+            return decode_positions(data[: header_bytes(data)])
+
     async def read(self, snapshot: SnapshotId) -> Snapshot:
         """Load one.
 
@@ -81,19 +101,13 @@ class Snapshots:
             nats.errors.Error: The store cannot be asked; trying again may help.
         """
         name = _name(self._shard, snapshot)
-        try:
-            store = await self._js.object_store(self._bucket)
-            info = await store.get_info(name)
-            data = await self._content(info)
-        except NotFoundError as error:
-            raise SnapshotBroken(f"{name} is not complete: {error}") from error
-        digest = "SHA-256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
-        if digest != info.digest or len(data) != info.size:
-            raise SnapshotBroken(f"{name} is damaged: its digest is another")
-        try:
+        with _broken(name):
+            info = await self._info(name)
+            data = b"".join([chunk async for chunk in self._chunks(info)])
+            digest = "SHA-256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
+            if digest != info.digest or len(data) != info.size:
+                raise SnapshotBroken(f"{name} is damaged: its digest is another")
             return decode(data)
-        except KvscoutError as error:
-            raise SnapshotBroken(f"{name} cannot be read: {error}") from error
 
     async def write(self, snapshot: Snapshot) -> int:
         """Store one, unless it is there; return its size in bytes.
@@ -108,7 +122,7 @@ class Snapshots:
         except NotFoundError:
             pass
         options = ObjectMetaOptions(max_chunk_size=CHUNK_BYTES)
-        content = _Pieces(encode(snapshot))
+        content = _Chunks(encode(snapshot))
         info = await store.put(name, content, meta=ObjectMeta(name=name, options=options))
         return info.size or 0
 
@@ -177,20 +191,33 @@ class Snapshots:
             return []
         return list(info.state.subjects or ())
 
-    async def _content(self, info: ObjectInfo) -> bytes:
+    async def _info(self, name: str) -> ObjectInfo:
+        info = await (await self._js.object_store(self._bucket)).get_info(name)
+        if (info.size or 0) > MAX_SNAPSHOT_BYTES:
+            raise SnapshotBroken(f"{name} has {info.size} bytes, {MAX_SNAPSHOT_BYTES} can be read")
+        return info
+
+    async def _chunks(self, info: ObjectInfo) -> AsyncGenerator[bytes, None]:
         """Yield the chunks of an object, one request each: a store that lost some answers, and does not hang."""
         subject, sequence = f"$O.{self._bucket}.C.{info.nuid}", 1
-        if (info.size or 0) > MAX_SNAPSHOT_BYTES:
-            raise SnapshotBroken(f"{info.name} has {info.size} bytes, {MAX_SNAPSHOT_BYTES} can be read")
-        chunks = []
         for _ in range(info.chunks or 0):
             chunk = await self._js.get_msg(self._stream, seq=sequence, subject=subject, direct=True, next=True)
-            chunks.append(chunk.data or b"")
             sequence = (chunk.seq or 0) + 1
-        return b"".join(chunks)
+            yield chunk.data or b""
 
 
-class _Pieces(io.BufferedIOBase):
+@contextmanager
+def _broken(name: str) -> Iterator[None]:
+    """Raise `SnapshotBroken` for what shows that a snapshot cannot be read."""
+    try:
+        yield
+    except NotFoundError as error:
+        raise SnapshotBroken(f"{name} is not complete: {error}") from error
+    except KvscoutError as error:
+        raise SnapshotBroken(f"{name} cannot be read: {error}") from error
+
+
+class _Chunks(io.BufferedIOBase):
     """A file of chunks of bytes, read once from beginning to end."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:

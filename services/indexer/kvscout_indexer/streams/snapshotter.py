@@ -149,7 +149,8 @@ class Snapshotter:
             await self._lock.release(revision)
 
     def _due(self) -> bool:
-        return self._link.connected and self._reader.schedule.due(self._reader.position, time.time())
+        reader = self._reader
+        return self._link.connected and reader.caught_up.is_set() and reader.schedule.due(reader.position, time.time())
 
     async def _learn(self) -> None:
         """Look for a snapshot of another replica."""

@@ -1,13 +1,15 @@
-"""State of a stream's sources, partition by partition, up to a position: the same in every replica's memory.
+"""State of a stream's sources, partition by partition: the same in every replica's memory.
 
 ::
 
-    snapshot ──▶ partitions ──▶ takers (feeds of registered workers)
-    messages ──▶   │
-                   └──▶ cut ──▶ snapshot
+    stream ═ tail ═══════════▶ live partitions ──▶ feeds of registered workers
+       └──▶ snapshot, past ──▶ partitions behind ──▶ feeds ── caught up ──▶ live
 
-The lock `delivery` keeps the order: parked messages are delivered before those that follow them, and none while a
-partition is cut.
+Each registered worker rank has a partition with a position of its own. A partition begins behind: what the tail brings
+of it is passed over and left to the catch-up, which reads its past from a snapshot and the stream. Messages of workers
+that are not registered are ignored.
+
+The lock `delivery` keeps the order: nothing is delivered while a partition is loaded or cut.
 """
 
 from __future__ import annotations
@@ -15,187 +17,225 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Final, Protocol
 
-from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.nats.names import NatsNames
-from kvscout_common.shards import Shard
+from kvscout_blocks.source.feed import Cursor
+from kvscout_common.errors import NotFound
 from kvscout_common.worker import WorkerRank
-from kvscout_indexer.streams.partitions import Partition, Partitions, Taker
-from kvscout_indexer.streams.position import Resume, SnapshotId, SnapshotSchedule, StreamState, follows
+from kvscout_indexer.streams.position import SnapshotId, SnapshotSchedule, StreamState, follows
 from kvscout_indexer.streams.pull import StreamMessage
 from kvscout_indexer.streams.snapshot import Snapshot, SourceCut
 
 log = logging.getLogger("kvscout.jetstream")
 
 SLICE_SECONDS: Final = 0.002
-"""Longest turn on the event loop, but for a single message: others get theirs."""
+"""Longest stretch on the event loop, but for a single message."""
+
+
+class PartitionFeed(Protocol):
+    """Receiver of a partition's messages: the feed of a registered worker rank."""
+
+    @property
+    def settled(self) -> bool:
+        """Return whether everything that was delivered is in its index, and nothing waits."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """Return the cursor of its source."""
+
+    def deliver(self, data: bytes) -> None:
+        """Take the next message; what cannot be read costs itself."""
+
+    async def caught_up(self) -> None:
+        """Wait until nothing of what was delivered waits for work on the whole rank."""
+
+    def verify(self) -> None:
+        """Verify with the publisher that no events were missed."""
+
+    async def dump(self) -> list[bytes]:
+        """Return the state of its source as messages; batches of its source must not be delivered meanwhile.
+
+        Raises:
+            NotFound: The worker was removed.
+        """
+
+
+class Partition:
+    """One source of a stream."""
+
+    __slots__ = ("contained", "doubtful", "feed", "fresh", "passed", "position", "subject", "unverified", "worker")
+
+    def __init__(self, subject: str, worker: WorkerRank, feed: PartitionFeed) -> None:
+        self.subject = subject
+        self.worker = worker
+        self.feed = feed
+        self.fresh = True
+        """No state was looked for yet."""
+        self.position = 0
+        """Its messages up to this stream sequence were delivered."""
+        self.contained = 0
+        """Its messages up to this stream sequence are in the index; while the feed is not settled."""
+        self.passed = 0
+        """Stream sequence of its last message that the tail left to the catch-up."""
+        self.unverified = False
+        """Events may have been missed, and the publisher was not asked yet."""
+        self.doubtful = False
+        """The publisher was asked, and the feed was not settled since."""
+
+    def cut_position(self, read_to: int) -> int:
+        """Return the stream sequence up to which the index contains its messages, of which it had all to `read_to`."""
+        if not self.feed.settled:
+            return self.contained
+        self.doubtful = False
+        return max(self.position, read_to)
 
 
 class StreamSources:
     """The sources of one stream.
 
     Args:
-        names: Names of the namespace.
-        tenant: Tenant.
-        model: Model.
-        shard: Which workers are read.
         schedule: Called for every message.
-        arrived: Called when a partition was taken; must not block.
     """
 
-    def __init__(
-        self,
-        names: NatsNames,
-        tenant: str,
-        model: str,
-        *,
-        shard: Shard,
-        schedule: SnapshotSchedule,
-        arrived: Callable[[], None],
-    ) -> None:
-        self.position = 0
-        """Return the last stream sequence that the state contains."""
+    def __init__(self, schedule: SnapshotSchedule) -> None:
+        self.tail = 0
+        """Last stream sequence read at the end of the stream."""
         self.incarnation: int | None = None
-        """Incarnation of the stream that the position is of; None = there is no state yet."""
-        self.partitions = Partitions(time.time)
+        """Incarnation of the stream that positions are of; None = it was not seen yet."""
+        self.live: dict[str, Partition] = {}
+        """Partitions read at the end of the stream, by subject."""
+        self.behind: dict[str, Partition] = {}
+        """Partitions that catch up, by subject."""
         self.delivery = asyncio.Lock()
         """Held while messages are delivered, and while a partition is cut."""
         self.ignored = 0
-        """Messages of nobody: their subject cannot be read, or belongs to another shard."""
-        self._names = names
-        self._tenant = tenant
-        self._model = model
-        self._shard = shard
+        """Messages of no worker that is registered here."""
         self._schedule = schedule
-        self._arrived = arrived
         self._generation = 0
-        """Grows with each reload: what was cut across one is no snapshot."""
-        self._taken: list[Partition] = []
-        """Partitions with a new taker, not live yet."""
+        """Number of continuations elsewhere: what was cut across one is no snapshot."""
         self._to_verify: list[Partition] = []
-        """Live partitions whose publisher may have to be asked, once everything else was read."""
-        self._past_lost = False
-        """True if events from before reading began are in no snapshot."""
-        self._stopped = False
+
+    @property
+    def position(self) -> int:
+        """Return the last stream sequence that the state contains."""
+        return min([self.tail, *(partition.position for partition in self.behind.values())])
+
+    def attach(self, subject: str, worker: WorkerRank, feed: PartitionFeed) -> None:
+        """Add the partition of a worker rank, which begins behind."""
+        self.live.pop(subject, None)
+        self.behind[subject] = Partition(subject, worker, feed)
+
+    def detach(self, subject: str, feed: PartitionFeed) -> None:
+        """Remove the partition of a feed, unless a later feed has it."""
+        for partitions in (self.live, self.behind):
+            if subject in partitions and partitions[subject].feed is feed:
+                del partitions[subject]
 
     def follows(self, stream: StreamState) -> bool:
-        """Return whether reading can continue at the position, as the stream is now."""
-        return self.incarnation is not None and follows(stream, self.incarnation, self.position)
+        """Return whether reading can continue at the tail, as the stream is now."""
+        return self.incarnation is not None and follows(stream, self.incarnation, self.tail)
 
-    def stop(self) -> None:
-        """Stop: takers that leave from now on are the end of the process."""
-        self._stopped = True
-
-    def attach(self, worker: WorkerRank, taker: Taker) -> None:
-        """Have the partition of a worker rank delivered to a taker, what is parked first."""
-        subject = self._subject(worker)
-        known = self.partitions.get(subject) is not None
-        partition = self.partitions.of(subject, worker)
-        # The stream may have had events of it, and no snapshot has.
-        partition.unverified = partition.unverified or (not known and self._past_lost)
-        partition.taker, partition.live, partition.unregistered_since = taker, False, 0.0
-        self._taken.append(partition)
-        self._arrived()
-
-    def detach(self, worker: WorkerRank, taker: Taker, state: Callable[[], list[bytes] | None]) -> None:
-        """Park a partition again.
-
-        Args:
-            worker: Whose partition.
-            taker: Who had it; a later one keeps it.
-            state: What was delivered, as messages; None = too much to be kept.
-        """
-        partition = self.partitions.get(self._subject(worker))
-        if partition is None or partition.taker is not taker:
-            return
-        if partition.live and not self._stopped:
-            parked = state()
-            partition.unverified = partition.unverified or parked is None or not taker.settled
-            self.partitions.load(partition, parked or ())
-        partition.taker, partition.live, partition.unregistered_since = None, False, time.time()
-
-    def go_on(self, stream: StreamState, plan: Resume, snapshot: Snapshot | None) -> None:
-        """Continue elsewhere in the stream, holding `delivery`.
-
-        Args:
-            stream: The stream now.
-            plan: Where.
-            snapshot: What the plan loads.
-        """
+    def place(self, stream: StreamState) -> None:
+        """Continue at the end of the stream, holding `delivery`; every partition has to catch up."""
+        anew = self.incarnation is not None and (self.incarnation != stream.incarnation or self.tail > stream.last)
         self._generation += 1
-        known = {partition.subject for partition in self.partitions}
-        if plan.anew:
-            for partition in self.partitions:
-                partition.covered = partition.contained = 0
-        same_stream = snapshot is not None and snapshot.id.incarnation == stream.incarnation
-        loaded = self._load(snapshot, known, same_stream=same_stream) if snapshot is not None else set()
-        # What is in no snapshot has missed what was purged, if it has missed anything.
-        for partition in self.partitions:
-            if plan.missed or (partition.subject in known and partition.subject not in loaded and snapshot is not None):
+        for partition in self.live.values():
+            partition.position = partition.cut_position(self.tail)
+        self.behind.update(self.live)
+        self.live.clear()
+        if anew:
+            for partition in self.behind.values():
+                # Sequences of before mean nothing.
+                partition.position = partition.contained = 0
                 self._doubt(partition)
-        self.incarnation, self.position = stream.incarnation, plan.position
-        self._past_lost = self._past_lost or plan.missed
-        self._schedule.restart(plan.position if same_stream else 0)
+        self.incarnation, self.tail = stream.incarnation, stream.last
 
-    def _load(self, snapshot: Snapshot, known: set[str], *, same_stream: bool) -> set[str]:
-        """Park the snapshot's sources for their feeds; return the subjects of all that it has."""
-        subjects = set()
+    def wants(self, positions: Mapping[WorkerRank, int], *, fits: bool) -> bool:
+        """Return whether a partition should load a snapshot with these positions; `fits` = it is of this stream."""
+        return any(
+            partition.worker in positions and _gains(partition, positions[partition.worker], fits=fits)
+            for partition in self.behind.values()
+        )
+
+    async def load(self, snapshot: Snapshot, *, fits: bool) -> None:
+        """Deliver a snapshot to the partitions that gain from it; `fits` = it is of this stream."""
+        by_worker = {partition.worker: partition for partition in self.behind.values()}
         for cut in snapshot.sources:
-            subject = self._subject(cut.worker)
-            subjects.add(subject)
-            partition = self.partitions.of(subject, cut.worker)
-            covered = cut.position if same_stream else 0
-            if subject in known and self.incarnation is not None and same_stream and self.position >= covered:
+            partition = by_worker.get(cut.worker)
+            if partition is None or not _gains(partition, cut.position, fits=fits):
                 continue
-            self.partitions.load(partition, cut.messages)
-            partition.covered, partition.live = covered, False
-            partition.unverified = cut.unverified
-            if partition.taker is not None:
-                self._taken.append(partition)
-            elif cut.unregistered_since:
-                partition.unregistered_since = min(partition.unregistered_since, cut.unregistered_since)
-        return subjects
+            async with self.delivery:
+                await self._load(partition, cut.messages)
+                partition.position = partition.contained = cut.position if fits else 0
+                if cut.unverified or not fits:
+                    self._doubt(partition)
+
+    async def _load(self, partition: Partition, messages: Iterable[bytes]) -> None:
+        ends = time.monotonic() + SLICE_SECONDS
+        for data in messages:
+            if self.behind.get(partition.subject) is not partition:
+                return
+            self._receive(partition, data)
+            await partition.feed.caught_up()
+            if time.monotonic() > ends:
+                await asyncio.sleep(0)
+                ends = time.monotonic() + SLICE_SECONDS
+
+    def begin_past(self, stream: StreamState) -> int:
+        """Return the stream sequence after which the partitions behind have to read their past."""
+        for partition in self.behind.values():
+            if partition.position + 1 < stream.first:
+                # What was purged no snapshot has.
+                partition.position = stream.first - 1
+                self._doubt(partition)
+            elif stream.deleted:
+                self._doubt(partition)
+            partition.passed, partition.fresh = 0, False
+        return min(partition.position for partition in self.behind.values())
 
     def deliver(self, message: StreamMessage) -> None:
-        """Take the next message, holding `delivery`."""
-        self.position = message.sequence
+        """Take the next message at the end of the stream, holding `delivery`."""
+        self.tail = message.sequence
         self._schedule.on_message(message.sequence, message.sent_at)
-        partition = self.partitions.get(message.subject) or self._new_partition(message.subject)
-        if partition is None:
+        partition = self.live.get(message.subject)
+        if partition is not None:
+            self._deliver(partition, message)
+        elif message.subject in self.behind:
+            self.behind[message.subject].passed = message.sequence
+        else:
             self.ignored += 1
-        elif message.sequence <= partition.covered:
-            pass
-        elif partition.live and partition.taker is not None:
-            self._deliver_live(partition, partition.taker, message)
-        else:
-            self.partitions.park(partition, message.data)
 
-    def _deliver_live(self, partition: Partition, taker: Taker, message: StreamMessage) -> None:
-        if partition.unverified:
-            before = taker.cursor
-            partition.unverified = False
-            self._hand_over(partition, taker, message.data)
+    def deliver_past(self, message: StreamMessage) -> None:
+        """Take the next message of the catch-up, holding `delivery`."""
+        partition = self.behind.get(message.subject)
+        if partition is not None:
+            self._schedule.on_message(message.sequence, message.sent_at)
+            self._deliver(partition, message)
+
+    def caught_up(self, position: int) -> bool:
+        """Make partitions live if the catch-up, which read to its end, has read what the tail passed over."""
+        if any(partition.passed > position for partition in self.behind.values()):
+            return False
+        self.live.update(self.behind)
+        self.behind.clear()
+        return True
+
+    def _deliver(self, partition: Partition, message: StreamMessage) -> None:
+        if message.sequence <= partition.position:
+            return
+        feed, before = partition.feed, partition.feed.cursor
+        unverified, partition.unverified = partition.unverified, False
+        self._receive(partition, message.data)
+        partition.position = message.sequence
+        if feed.settled:
             # What continues the cursor proves that nothing was missed; what leaves a gap has its source ask by itself.
-            partition.unverified = partition.unverified or (taker.settled and taker.cursor == before)
-        else:
-            self._hand_over(partition, taker, message.data)
-        if taker.settled:
+            partition.unverified = partition.unverified or (unverified and feed.cursor == before)
             partition.contained, partition.doubtful = message.sequence, False
 
-    def _new_partition(self, subject: str) -> Partition | None:
+    def _receive(self, partition: Partition, data: bytes) -> None:
         try:
-            event = self._names.parse_events(subject)
-        except InvalidArgument:
-            return None
-        if not self._shard.has(event.tenant, event.worker.worker_id) or self.partitions.full:
-            return None
-        return self.partitions.of(subject, event.worker)
-
-    def _hand_over(self, partition: Partition, taker: Taker, data: bytes) -> None:
-        try:
-            taker.deliver(data)
+            partition.feed.deliver(data)
         except Exception:
             # It would come again after a restart: the message costs itself, and its source is verified.
             log.exception("a message of worker %s/%d cannot be applied", *partition.worker)
@@ -203,76 +243,49 @@ class StreamSources:
 
     def _doubt(self, partition: Partition) -> None:
         partition.unverified = True
-        if partition.live:
-            self._to_verify.append(partition)
-
-    async def deliver_parked(self) -> None:
-        """Make partitions live that were taken."""
-        while self._taken:
-            partition = self._taken.pop(0)
-            async with self.delivery:
-                if partition.taker is not None and not partition.live:
-                    await self._make_live(partition, partition.taker)
-
-    async def _make_live(self, partition: Partition, taker: Taker) -> None:
-        ends = time.monotonic() + SLICE_SECONDS
-        for data in self.partitions.unpark(partition):
-            self._hand_over(partition, taker, data)
-            await taker.caught_up()
-            if time.monotonic() > ends:
-                # The turn stays ours: nothing is cut or delivered amid this.
-                await asyncio.sleep(0)
-                ends = time.monotonic() + SLICE_SECONDS
-                if partition.taker is not taker:
-                    # What he had is gone with him.
-                    partition.unverified = True
-                    return
-        partition.live = True
-        partition.contained, partition.doubtful = self.position, not taker.settled
         self._to_verify.append(partition)
-
-    def verify(self) -> None:
-        """Verify doubtful partitions with their publishers, once everything in the stream was read."""
-        to_verify, self._to_verify = self._to_verify, []
-        for partition in to_verify:
-            if partition.taker is not None and partition.live and partition.unverified:
-                # Until the answer is there, snapshots say that something may be missing.
-                partition.unverified, partition.doubtful = False, True
-                partition.taker.verify()
 
     def doubt_all(self) -> None:
         """Mark every partition for verification: messages of any source may have been missed."""
-        for partition in self.partitions:
+        for partition in (*self.live.values(), *self.behind.values()):
             self._doubt(partition)
 
+    def verify(self) -> None:
+        """Verify doubtful partitions with their publishers, unless something of the stream is still to be read."""
+        if self.behind:
+            return
+        to_verify, self._to_verify = self._to_verify, []
+        for partition in to_verify:
+            if partition.unverified and self.live.get(partition.subject) is partition:
+                # Until the answer is there, snapshots say that something may be missing.
+                partition.unverified, partition.doubtful = False, True
+                partition.feed.verify()
+
     async def cut(self) -> Snapshot | None:
-        """Return the state of every source; None if the replica was reloaded meanwhile."""
-        generation, sequence = self._generation, self.position
-        incarnation = self.incarnation
-        if incarnation is None:
+        """Return the state of every source; None if there is none, or reading went on elsewhere meanwhile."""
+        generation, sequence, incarnation = self._generation, self.tail, self.incarnation
+        partitions = sorted((*self.live.values(), *self.behind.values()), key=lambda each: each.subject)
+        if incarnation is None or not partitions:
             return None
         cut_at = time.time()
         cuts = []
-        for partition in self.partitions:
+        for partition in partitions:
             async with self.delivery:
-                cuts.append(await self._cut_partition(partition))
+                read_to = self.tail if self.live.get(partition.subject) is partition else partition.position
+                position = partition.cut_position(read_to)
+                try:
+                    messages = await partition.feed.dump()
+                except NotFound:
+                    log.info("worker %s/%d was removed while it was copied", *partition.worker)
+                    continue
+                unverified = partition.unverified or partition.doubtful
+                cuts.append(SourceCut(partition.worker, position, messages, unverified))
         if generation != self._generation:
             return None
         sequence = min([sequence, *(cut.position for cut in cuts)])
         return Snapshot(SnapshotId(incarnation, sequence), cut_at, [cut for cut in cuts if cut.messages])
 
-    async def _cut_partition(self, partition: Partition) -> SourceCut:
-        position = partition.position(self.position)
-        messages = None
-        if partition.live and partition.taker is not None:
-            try:
-                messages = await partition.taker.dump()
-            except NotFound:
-                log.info("worker %s/%d was removed while it was copied", *partition.worker)
-        if messages is None:
-            messages = list(partition.parked)
-        unverified = partition.unverified or partition.doubtful
-        return SourceCut(partition.worker, position, messages, unverified, partition.unregistered_since)
 
-    def _subject(self, worker: WorkerRank) -> str:
-        return self._names.stream_events(self._tenant, self._model, worker)
+def _gains(partition: Partition, position: int, *, fits: bool) -> bool:
+    """Return whether a snapshot's state of this position brings a partition further."""
+    return position > partition.position if fits else partition.fresh
