@@ -47,7 +47,7 @@ HOUSES = {
     "common/kvscout_blocks": House(folders=("", "bytes", "index", "source", "publish")),
     "services/indexer/kvscout_indexer": House(folders=("index", "feeds", "streams", "", "rpc", "main.py")),
     "services/scheduler/kvscout_scheduler": House(
-        floors=12,
+        floors=13,
         folders=(
             "values",
             "costs",
@@ -63,6 +63,7 @@ HOUSES = {
             "scraper.py",
             "replicas",
             "rpc",
+            "service.py",
             "main.py",
             "",
         ),

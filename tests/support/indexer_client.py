@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
+from kvscout_common.registry.backends import Backends
 from kvscout_common.rpc.channel import call, open_channel
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.indexer import Indexer
@@ -119,7 +120,9 @@ class IndexerClient:
 @asynccontextmanager
 async def local_indexer(config: IndexerConfig | None = None) -> AsyncIterator[tuple[IndexerClient, Indexer]]:
     """An indexer on the running loop with everything that runs beside its server; a crash of it fails the block."""
-    indexer = Indexer(config or IndexerConfig())
+    config = config or IndexerConfig()
+    backends = Backends.of_process("kvscout-indexer", config.server, config.nats, config.admit)
+    indexer = Indexer(config, backends)
     servicer = IndexerServicer(indexer, None)
 
     async def rpc(name: str, request: Any) -> Any:
@@ -129,12 +132,15 @@ async def local_indexer(config: IndexerConfig | None = None) -> AsyncIterator[tu
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(make(), name=name) for name, make in indexer.tasks().items()]
+            tasks = [
+                group.create_task(make(), name=name) for name, make in {**backends.tasks, **indexer.tasks()}.items()
+            ]
             yield IndexerClient(rpc), indexer
             for task in tasks:
                 task.cancel()
     finally:
         await indexer.close()
+        await backends.close()
 
 
 @asynccontextmanager

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import types_pb2
 from kvscout_common.registry.engine_discovery import Discovery
 from kvscout_common.registry.registrar import OwnRegistrar, Registrar
-from kvscout_common.registry.registry import Registry
+from kvscout_common.registry.registry import Registry, any_worker
 from kvscout_common.registry.workers_file import WorkersFile
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.settings.config import ServerConfig
-from kvscout_common.worker import ALL_TENANTS
+from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 
 if TYPE_CHECKING:
+    from kvscout_common.nats.config import NatsConfig
     from kvscout_common.nats.link import NatsLink
     from kvscout_common.registry.dns import DnsWorkers
     from kvscout_common.registry.kubernetes import KubernetesWorkers
@@ -51,8 +53,9 @@ class Backends:
     """
 
     def __init__(self, registry: Registry, config: ServerConfig, link: NatsLink | None = None) -> None:
-        self._registry = registry
-        self._link = link
+        self.registry = registry
+        self.link = link
+        """NATS; None = this process runs without."""
         self.registrar: Registrar = OwnRegistrar(registry)
         """Where worker rpcs take effect."""
         self.tasks: dict[str, Task] = {"registry-leases": self._expire_leases}
@@ -75,6 +78,37 @@ class Backends:
 
             self._follow("workers-k8s", KubernetesWorkers(config.workers_k8s, registry, config.kubeconfig))
 
+    @classmethod
+    def of_process(
+        cls,
+        program: str,
+        config: ServerConfig,
+        nats: NatsConfig | None,
+        admit: Callable[[WorkerSpec], None] = any_worker,
+    ) -> Backends:
+        """Make the registry of a process, with its sources and its connection to NATS, which runs among `tasks`.
+
+        Args:
+            program: Name of the connection to NATS, such as "kvscout-indexer".
+            config: Sources of workers.
+            nats: None = runs without NATS.
+            admit: As of `Registry`.
+
+        Raises:
+            ConfigError: As the constructor.
+        """
+        link = nats.link(program) if nats is not None else None
+        backends = cls(Registry(time.monotonic, admit), config, link)
+        backends.discover()
+        if link is not None:
+            backends.tasks["nats"] = link.run
+        return backends
+
+    async def close(self) -> None:
+        """Close the connection to NATS."""
+        if self.link is not None:
+            await self.link.close()
+
     async def warm(self) -> None:
         """Wait until NATS, DNS and Kubernetes have listed their workers, or `WARM_SECONDS`."""
         try:
@@ -86,7 +120,7 @@ class Backends:
 
     def discover(self) -> None:
         """Has the engines asked for what registrations leave open of their events."""
-        discovery = Discovery(self._registry)
+        discovery = Discovery(self.registry)
         self.tasks["discovery"] = discovery.run
         self._warnings.append(discovery.warnings)
 
@@ -96,7 +130,7 @@ class Backends:
 
     def nats(self) -> types_pb2.NatsStatus | None:
         """Return the connection to NATS, for GetStatus; None = there is none."""
-        return self._link.status() if self._link is not None else None
+        return self.link.status() if self.link is not None else None
 
     def _follow_file(self, file: WorkersFile) -> None:
         file.load()
@@ -115,4 +149,4 @@ class Backends:
     async def _expire_leases(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_SECONDS)
-            self._registry.expire()
+            self.registry.expire()

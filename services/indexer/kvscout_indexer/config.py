@@ -11,6 +11,7 @@ from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.settings.config import ServerConfig
 from kvscout_common.shards import WHOLE, Shard
+from kvscout_common.worker import Transport, WorkerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,15 @@ class IndexerConfig:
     """The workers that are indexed; others are registered only."""
     allowed_endpoints: frozenset[Allowed] = frozenset()
     """Event endpoints that are opened beside TCP connections."""
+
+    def admit(self, spec: WorkerSpec) -> None:
+        """Refuse a worker whose events would be read over ZMQ from an endpoint that is not allowed.
+
+        Raises:
+            InvalidArgument: Naming the field.
+        """
+        if spec.transport is Transport.ZMQ:
+            spec.require_allowed(self.allowed_endpoints)
 
     @property
     def routed_ttl_seconds(self) -> float | None:

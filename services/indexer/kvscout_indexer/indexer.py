@@ -18,7 +18,6 @@ from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import Closing, FirstDefect
 from kvscout_common.process.heap import trim
 from kvscout_common.registry.backends import Backends
-from kvscout_common.registry.registry import Registry
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import Shard, shard_of
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
@@ -50,11 +49,16 @@ WARM_SECONDS = 10.0
 
 
 class Indexer:
-    """Indexes, sources and the registry they follow."""
+    """Indexes, and sources of events of the registered workers.
 
-    def __init__(self, config: IndexerConfig) -> None:
+    Args:
+        config: Checked.
+        backends: The workers, and NATS; their owner runs and closes them.
+    """
+
+    def __init__(self, config: IndexerConfig, backends: Backends) -> None:
         self.started = time.monotonic()
-        self.registry = Registry(time.monotonic, self._admit)
+        self.registry, self.backends, self.nats = backends.registry, backends, backends.link
         self.queries = make_queries()
         self.pools = Pools(self._make_index, self.queries)
         self._config = config
@@ -81,8 +85,6 @@ class Indexer:
             Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._defect.report),
             Transport.GRPC: self.push,
         }
-        self.nats = config.nats.link("kvscout-indexer") if config.nats is not None else None
-        """None = runs without NATS."""
         self.nats_core: NatsCore | None = None
         """None as well, then."""
         if self.nats is not None:
@@ -95,8 +97,6 @@ class Indexer:
         self.jetstream = self._make_jetstream(config)
         """None without NATS."""
         self.peers = Peers(config.peers, security=config.client)
-        self.backends = Backends(self.registry, config.server, self.nats)
-        self.backends.discover()
         self.registry.listen(self)
 
     def _make_jetstream(self, config: IndexerConfig) -> JetStream | None:
@@ -118,11 +118,6 @@ class Indexer:
         self._transports[Transport.JETSTREAM] = jetstream
         return jetstream
 
-    def _admit(self, spec: WorkerSpec) -> None:
-        """See `Registry`: what reads events over other transports opens none of the worker's endpoints here."""
-        if spec.transport is Transport.ZMQ:
-            spec.require_allowed(self._config.allowed_endpoints)
-
     def _make_index(self, pool: PoolKey) -> BlockIndex:
         return make_index(
             pool.block_size,
@@ -134,12 +129,10 @@ class Indexer:
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """Return what runs beside the server, by name."""
-        tasks = {**self.backends.tasks, "ingest": self._defect.watch, "ticks": self._tick, "maintain": self._maintain}
+        tasks = {"ingest": self._defect.watch, "ticks": self._tick, "maintain": self._maintain}
         if self._config.kv_events:
             for transport in self._transports.values():
                 tasks.update(transport.tasks())
-        if self.nats is not None:
-            tasks["nats"] = self.nats.run
         return tasks
 
     def warnings(self) -> list[Warned]:
@@ -187,8 +180,6 @@ class Indexer:
         for transport in self._transports.values():
             await transport.close()
         await self.peers.close()
-        if self.nats is not None:
-            await self.nats.close()
 
     def sources(self, tenant: str) -> Iterator[tuple[WorkerSpec, WorkerRank, Source | None]]:
         """Return every registered rank of a tenant ("*" = all) in order, and its source; None = without events."""

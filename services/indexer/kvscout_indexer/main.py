@@ -37,18 +37,25 @@ def main(**values: Any) -> None:
 
 async def build(config: IndexerConfig) -> App:
     """Return the indexer as an app to serve."""
+    from kvscout_common.registry.backends import Backends
     from kvscout_indexer.indexer import Indexer
     from kvscout_indexer.rpc.metrics import IndexerCollector
     from kvscout_indexer.rpc.servicer import SERVICE, IndexerServicer
 
-    indexer = Indexer(config)
+    backends = Backends.of_process("kvscout-indexer", config.server, config.nats, config.admit)
+    indexer = Indexer(config, backends)
+
+    async def close() -> None:
+        await indexer.close()
+        await backends.close()
+
     return App(
         name="indexer",
         services=[(SERVICE, IndexerServicer(indexer, indexer.queries).add_to)],
-        tasks=indexer.tasks(),
+        tasks={**backends.tasks, **indexer.tasks()},
         warm=indexer.warm,
         drain=indexer.drain,
-        close=indexer.close,
+        close=close,
         metrics=registry_of(IndexerCollector(indexer)),
         limits=indexer.registry.limits,
     )

@@ -1,0 +1,83 @@
+"""The scheduler's parts, put together: decisions, replicas and what runs beside the server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from kvscout_common.errors import ConfigError, InvalidArgument
+from kvscout_common.registry.backends import Backends, Task
+from kvscout_scheduler.config import SchedulerConfig
+from kvscout_scheduler.load.workers import MAX_ENDS
+from kvscout_scheduler.replicas.replicas import Replicas
+from kvscout_scheduler.replicas.replication import Replication
+from kvscout_scheduler.rpc.metrics import SchedulerCollector
+from kvscout_scheduler.rpc.servicer import SchedulerServicer
+from kvscout_scheduler.scheduler import Scheduler
+from kvscout_scheduler.scraper import EngineScraper
+
+
+class SchedulerService:
+    """A scheduler over the workers of its process.
+
+    Args:
+        config: Checked.
+        backends: The workers, and NATS; their owner runs and closes them.
+
+    Raises:
+        ConfigError: The policy is unknown.
+    """
+
+    def __init__(self, config: SchedulerConfig, backends: Backends) -> None:
+        registry = backends.registry
+        try:
+            self.scheduler = Scheduler(
+                config.settings, clock=time.monotonic, rng=random.Random(config.seed), limits=registry.limits
+            )
+        except ConfigError:
+            raise
+        except InvalidArgument as error:
+            raise ConfigError(error.message, field="router_mode") from error
+        registry.listen(self.scheduler.workers)
+        self.replicas: Replicas | None = None
+        """None = bookings are not shared."""
+        if config.replica_id and backends.link is not None:
+            replication = Replication(self.scheduler, config.replica_id)
+            registry.listen(replication.ownership)
+            self.replicas = Replicas(self.scheduler, replication, backends.link)
+        self.servicer = SchedulerServicer(self.scheduler, registry, backends, self.replicas)
+        self.collector = SchedulerCollector(self.scheduler, self.replicas)
+        self._expiry_seconds = config.settings.expiry_seconds
+        self._backends = backends
+        self._scraper = (
+            EngineScraper(self.scheduler, registry, config.scrape_seconds) if config.scrape_seconds else None
+        )
+
+    def tasks(self) -> dict[str, Task]:
+        """Return what runs beside the server, by name."""
+        tasks: dict[str, Task] = {"booking-leases": self._expire}
+        if self.replicas is not None:
+            tasks["replicas"] = self.replicas.link.run
+        if self._scraper is not None:
+            tasks["engine-metrics"] = self._scraper.run
+        return tasks
+
+    async def _expire(self) -> None:
+        while True:
+            ended = self.scheduler.expire()
+            # Other calls are served between two slices of many ends.
+            await asyncio.sleep(0 if ended >= MAX_ENDS else self._expiry_seconds)
+
+    async def warm(self) -> None:
+        """Wait until workers and replicas are known, in bounded time."""
+        await self._backends.warm()
+        if self.replicas is not None:
+            await self.replicas.link.join()
+
+    async def drain(self) -> None:
+        """Refuse new requests, and send owners and replicas away."""
+        self.scheduler.drain()
+        await self.servicer.drain_streams()
+        if self.replicas is not None:
+            await self.replicas.link.leave()
