@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from kvscout_common.http.factory import serve_http
 from kvscout_common.http.http import HttpServer
 from kvscout_common.identity.identity import TokenTable
+from kvscout_common.registry.backends import Backends
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.timeouts import EngineTimeouts
@@ -122,7 +123,7 @@ async def front(*workers: WorkerSpec, tokens: TokenTable | None = None, **config
     """
     metrics = CollectorRegistry()
     settings = GatewayConfig(indexers=(), schedulers=(NOBODY,), **{"http_port": 0, "timeouts": TIMEOUTS, **config})
-    gateway = Gateway(settings, metrics)
+    gateway = Gateway(settings, metrics, Backends.of_process("kvscout-gateway", settings.server, None))
     for worker in workers:
         gateway.registry.register(worker)
     port = GatewayHttp(gateway, metrics).port()

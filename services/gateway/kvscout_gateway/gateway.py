@@ -19,7 +19,6 @@ from kvscout_common.identity.pem import MAX_PEM_BYTES
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.followed_file import read_file
 from kvscout_common.registry.backends import Backends
-from kvscout_common.registry.registry import Registry
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.rpc.service_info import about, service_info
 from kvscout_common.worker import ALL_TENANTS, EngineKind, WorkerSpec
@@ -55,18 +54,21 @@ CLOSE_SECONDS = 2.0
 
 
 class Gateway:
-    """One gateway: stateless but for what is in flight and what was seen of the workers."""
+    """One gateway: stateless but for what is in flight and what was seen of the workers.
+
+    Args:
+        config: Checked.
+        metrics: Registry of its metrics.
+        backends: The workers, and NATS; their owner runs and closes them.
+    """
 
     body_copies = 4
     """Bytes of memory that each byte of a body over HTTP counts as: as it came, as text, what it says, as it leaves."""
 
-    def __init__(self, config: GatewayConfig, metrics: CollectorRegistry) -> None:
+    def __init__(self, config: GatewayConfig, metrics: CollectorRegistry, backends: Backends) -> None:
         self.config = config
         self.started = time.monotonic()
-        self.registry = Registry(time.monotonic)
-        self.nats = config.nats.link("kvscout-gateway") if config.nats is not None else None
-        self.backends = Backends(self.registry, config.server, self.nats)
-        self.backends.discover()
+        self.registry, self.backends = backends.registry, backends
         self.catalog = Catalog(self.registry)
         self.metrics = GatewayMetrics(metrics, self.catalog.serves)
         self.observations = Observations(self.catalog.model_of)
@@ -84,7 +86,7 @@ class Gateway:
             queue_wait_seconds=config.queue_wait_seconds,
             resync=self._resync,
         )
-        self.registration = Registration(self.registry, [], shared=self.nats is not None)
+        self.registration = Registration(self.registry, [], shared=backends.link is not None)
         self.membership = Membership([self.indexer, self.scheduler], self.registration)
         self.routing = RoutingFlow(self.catalog, self.indexer, self.scheduler, self.metrics)
         ca = (
@@ -178,8 +180,6 @@ class Gateway:
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """What runs beside the server, by name."""
         return {
-            **self.backends.tasks,
-            **({"nats": self.nats.run} if self.nats is not None else {}),
             "membership": self.membership.run,
             **({"health-checks": self.health_checks.run} if self.config.health_check_seconds else {}),
             **self.scheduler.tasks(),
@@ -230,8 +230,6 @@ class Gateway:
         await self.engines.close()
         await self.indexer.close()
         await self.scheduler.close()
-        if self.nats is not None:
-            await self.nats.close()
 
     def info(self) -> types_pb2.ServiceInfo:
         """What this process is, with what an operator should know."""

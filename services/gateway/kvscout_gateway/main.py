@@ -37,26 +37,33 @@ async def build(config: GatewayConfig) -> App:
     """The gateway as an app to serve."""
     from prometheus_client import CollectorRegistry
 
+    from kvscout_common.registry.backends import Backends
     from kvscout_gateway.fronts.grpc.servicer import SERVICE, GatewayServicer
     from kvscout_gateway.gateway import Gateway
     from kvscout_gateway.http.port import GatewayHttp
 
     metrics = CollectorRegistry()
-    gateway = Gateway(config, metrics)
+    backends = Backends.of_process("kvscout-gateway", config.server, config.nats)
+    gateway = Gateway(config, metrics, backends)
     side_ports = []
     if config.endpoint_picker is not None:
         from kvscout_gateway.fronts.endpoint_picker.front import endpoint_picker
 
         side_ports.append(endpoint_picker(config.endpoint_picker, gateway, metrics))
     http = GatewayHttp(gateway, metrics)
+
+    async def close() -> None:
+        await gateway.close()
+        await backends.close()
+
     return App(
         name="gateway",
         services=[(SERVICE, GatewayServicer(gateway).add_to)],
-        tasks={**gateway.tasks(), **http.tasks()},
+        tasks={**backends.tasks, **gateway.tasks(), **http.tasks()},
         warm=gateway.warm,
         leave=gateway.leave,
         drain=gateway.drain,
-        close=gateway.close,
+        close=close,
         metrics=metrics,
         limits=gateway.registry.limits,
         budget=gateway.budget,

@@ -12,6 +12,7 @@ from support.free_ports import free_ports
 from support.processes import eventually, running
 
 from kvscout.v1 import workers_pb2
+from kvscout_common.registry.backends import Backends
 from kvscout_common.rpc.channel import call
 from kvscout_common.rpc.service_info import shown
 from kvscout_common.worker import Transport, WorkerSpec
@@ -74,7 +75,7 @@ async def gateway(names: Names, indexer_port: int, scheduler_port: int) -> Async
         indexers=((f"dns://helpers.test:{indexer_port}",),),
         schedulers=(f"dns://helpers.test:{scheduler_port}",),
     )
-    made = Gateway(config, CollectorRegistry())
+    made = Gateway(config, CollectorRegistry(), Backends.of_process("kvscout-gateway", config.server, None))
     made.membership._resolve = names
     tasks = [asyncio.create_task(run(), name=name) for name, run in made.tasks().items()]
     try:

@@ -20,6 +20,7 @@ from support.processes import eventually
 
 from kvscout_common.http.factory import serve_http
 from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
+from kvscout_common.registry.backends import Backends
 from kvscout_common.transport import Transport
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.fronts.dashboard import viewers as viewers_module
@@ -72,7 +73,7 @@ async def served(transport: Transport, tokens: TokenTable | None = None) -> Asyn
     with made_of(transport):
         metrics = CollectorRegistry()
         config = GatewayConfig(indexers=(), schedulers=(NOBODY,), http_port=0, timeouts=TIMEOUTS)
-        gateway = Gateway(config, metrics)
+        gateway = Gateway(config, metrics, Backends.of_process("kvscout-gateway", config.server, None))
         gateway.registry.register(spec("w0", ""))
         dashboard = Dashboard(gateway, look_seconds=0.05, examine_seconds=0.2, span_seconds=0.05)
         server = serve_http(GatewayHttp(gateway, metrics, dashboard=dashboard).handler(tokens))
