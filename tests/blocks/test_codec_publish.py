@@ -18,8 +18,6 @@ from kvscout_blocks.bytes.dump import Copies, DumpedBlock
 from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.bytes.frames import MalformedBatch, parse_message
 from kvscout_blocks.bytes.messages import parse_batch
-from kvscout_blocks.index import native as native_backend
-from kvscout_blocks.index import reference as reference_backend
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex
@@ -31,7 +29,6 @@ SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2
 DATA = Path(__file__).parents[1] / "data"
 RANK = WorkerRank("engine.0", 3)
 ADAPTERS = {7: "sql-lora"}
-ENCODERS = {NativeIndex: native_backend.encode_batch, ReferenceIndex: reference_backend.encode_batch}
 NATIVE_ONLY = pytest.mark.skipif(not native_available(), reason="the extension is not built")
 
 
@@ -69,7 +66,7 @@ def relayed(kind: type[BlockIndex], pool: PoolKey, payloads: Iterable[bytes]) ->
         except MalformedBatch:
             continue
         direct.apply(RANK, batch, epoch=9, event_id=event_id)
-        message = ENCODERS[kind](RANK, pool, ADAPTERS, batch, epoch=9, event_id=event_id)
+        message = kind.encode_batch(RANK, pool, ADAPTERS, batch, epoch=9, event_id=event_id)
         published = behind.decode_message(message)
         assert (published.worker, published.pool, published.epoch, published.event_id) == (RANK, pool, 9, event_id)
         behind.apply(RANK, published.batch, epoch=9, event_id=event_id)
@@ -173,9 +170,9 @@ def test_random_batches_do_the_same_through_a_publisher(eagle: bool) -> None:
             assert_alike(direct, behind)
             if native_available():
                 native = NativeIndex(4, eagle).decode_message(message.SerializeToString()).batch
-                again = native_backend.encode_batch(RANK, pool, {}, native, epoch=1, event_id=event_id)
+                again = NativeIndex.encode_batch(RANK, pool, {}, native, epoch=1, event_id=event_id)
                 assert parse_batch(again).events == message.events
-                ours = native_backend.encode_batch(RANK, pool, ADAPTERS, batch, epoch=1, event_id=event_id)
+                ours = NativeIndex.encode_batch(RANK, pool, ADAPTERS, batch, epoch=1, event_id=event_id)
                 assert ours == message.SerializeToString()
 
 
@@ -188,7 +185,7 @@ def test_both_encoders_write_the_same_bytes(eagle: bool) -> None:
         pool = PoolKey("m", "t", block_size, eagle)
         for event_id, payload in enumerate(payloads):
             messages = {
-                ENCODERS[type(index)](RANK, pool, ADAPTERS, index.decode(payload), epoch=0, event_id=event_id)
+                index.encode_batch(RANK, pool, ADAPTERS, index.decode(payload), epoch=0, event_id=event_id)
                 for index in (native, reference)
             }
             assert len(messages) == 1
@@ -213,7 +210,7 @@ def test_no_token_leaves_with_a_message(kind: type[BlockIndex]) -> None:
     for block_size in (4, 5, 16, 32):
         index = kind(block_size)
         pool = PoolKey("m", "t", block_size, False)
-        message = ENCODERS[kind](RANK, pool, {}, index.decode(payload), epoch=1, event_id=0)
+        message = kind.encode_batch(RANK, pool, {}, index.decode(payload), epoch=1, event_id=0)
         assert not any(token.to_bytes(4, "little") in message for token in tokens)
 
 

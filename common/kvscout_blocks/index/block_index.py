@@ -53,9 +53,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.dump import WorkerDump
@@ -268,19 +268,44 @@ class Cut(Work):
         return await asyncio.to_thread(self.messages, pool, history_incomplete=history_incomplete, epoch=epoch)
 
 
+class Load(Protocol):
+    """What a `Loading` does, once its dump is read."""
+
+    def step(self) -> bool:
+        """See `Work.step`."""
+
+    def commit(self) -> bool:
+        """See `Loading.commit`."""
+
+
 class Loading(Work):
     """A load under way, whose steps raise what `BlockIndex.load` does; nothing changes before its `commit`.
 
     Events between its begin and its `commit` are replaced, too.
+
+    Args:
+        begin: Reads the dump and begins; called by the first step.
     """
 
-    @abstractmethod
+    def __init__(self, begin: Callable[[], Load]) -> None:
+        self._begin = begin
+        self._load: Load | None = None
+        self._abandoned = False
+
+    def step(self) -> bool:
+        if self._abandoned:
+            return False
+        if self._load is None:
+            self._load = self._begin()
+        return self._load.step()
+
     def commit(self) -> bool:
         """Put what was loaded in place; False: not all is, or the worker was reset or removed meanwhile."""
+        return self._load is not None and self._load.commit()
 
-    @abstractmethod
     def abandon(self) -> None:
         """Drop what was loaded, unless it was put in place."""
+        self._abandoned, self._load = True, None
 
 
 class BlockIndex(ABC):
@@ -398,6 +423,32 @@ class BlockIndex(ABC):
 
         Raises:
             MalformedBatch: The payload is no batch; nothing was applied, the cursor moved all the same.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def encode_batch(
+        worker: WorkerRank,
+        pool: PoolKey,
+        adapters: Mapping[int, str],
+        batch: DecodedBatch,
+        *,
+        epoch: int,
+        event_id: int | None,
+    ) -> bytes:
+        """Encode a batch as a serialised `KvEventBatch`, with local hashes in place of tokens.
+
+        A reader's index does with it what it would have done with the engine's own bytes: what cannot be indexed is
+        sent without its hashes, as it still teaches the kind of its group; full blocks of another size are told by
+        that size.
+
+        Args:
+            worker: The source.
+            pool: The index it belongs to.
+            adapters: LoRA number → adapter name, as registered.
+            batch: What an index of this process decoded, or an `EventBatch`; what could not be read is left out.
+            epoch: Incarnation of the engine.
+            event_id: The engine's number of the batch.
         """
 
     def demote(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> int:

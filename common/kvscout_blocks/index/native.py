@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvscout_blocks.bytes.acceptance import Ignored
@@ -71,6 +71,19 @@ class NativeIndex(BlockIndex):
     ) -> Applied:
         return Applied(*self.core.apply_payload(worker, payload, epoch, event_id))
 
+    @staticmethod
+    def encode_batch(
+        worker: WorkerRank,
+        pool: PoolKey,
+        adapters: Mapping[int, str],
+        batch: DecodedBatch,
+        *,
+        epoch: int,
+        event_id: int | None,
+    ) -> bytes:
+        items = list(adapters.items())
+        return kvscout_native.encode_events(_native(batch), worker, _identity(pool), items, epoch, event_id)
+
     def demotion(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> NativeDemotion:
         return NativeDemotion(self.core, worker, ttl_seconds, now)
 
@@ -94,8 +107,8 @@ class NativeIndex(BlockIndex):
         cut = kvscout_native.Cut.begin(self.core, worker)
         return NativeCut(worker, cut) if cut is not None else None
 
-    def loading(self, dump: WorkerDump) -> NativeLoading:
-        return NativeLoading(
+    def loading(self, dump: WorkerDump) -> Loading:
+        return Loading(
             lambda: kvscout_native.Loading.of_dump(
                 self.core,
                 dump.worker,
@@ -111,8 +124,8 @@ class NativeIndex(BlockIndex):
             )
         )
 
-    def loading_messages(self, messages: Sequence[bytes]) -> NativeLoading:
-        return NativeLoading(lambda: kvscout_native.Loading.of_messages(self.core, messages))
+    def loading_messages(self, messages: Sequence[bytes]) -> Loading:
+        return Loading(lambda: kvscout_native.Loading.of_messages(self.core, messages))
 
     def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
         stats = self.core.worker_stats(worker)
@@ -180,33 +193,6 @@ class NativeCut(Cut):
         return list(iter(self._cut.next_message, None))
 
 
-class NativeLoading(Loading):
-    """See `Loading`.
-
-    Args:
-        begin: Reads the dump and begins; called by the first slice.
-    """
-
-    def __init__(self, begin: Callable[[], kvscout_native.Loading]) -> None:
-        self._begin = begin
-        self._loading: kvscout_native.Loading | None = None
-        self._abandoned = False
-
-    def step(self) -> bool:
-        if self._abandoned:
-            return False
-        if self._loading is None:
-            self._loading = self._begin()
-        return self._loading.step()
-
-    def commit(self) -> bool:
-        return self._loading is not None and self._loading.commit()
-
-    def abandon(self) -> None:
-        self._abandoned = True
-        self._loading = None
-
-
 class NativeQueries:
     """`FindMatches` and `StreamFindMatches` from bytes to bytes; None leaves a request to the plain path."""
 
@@ -249,20 +235,6 @@ class NativeQueries:
     def answer_stream(self, message: bytes, *, now: float, caller_tenant: str) -> bytes | None:
         """Answer a serialised `StreamFindMatchesRequest`, like `answer`."""
         return self._queries.answer_stream(message, now, caller_tenant)
-
-
-def encode_batch(
-    worker: WorkerRank,
-    pool: PoolKey,
-    adapters: Mapping[int, str],
-    batch: DecodedBatch,
-    *,
-    epoch: int,
-    event_id: int | None,
-) -> bytes:
-    """See `backend.encode_batch`."""
-    items = list(adapters.items())
-    return kvscout_native.encode_events(_native(batch), worker, _identity(pool), items, epoch, event_id)
 
 
 def make_bypass(index: BlockIndex, worker: WorkerRank) -> kvscout_native.Bypass | None:

@@ -11,6 +11,7 @@ not got it, it follows from the event, if that tells the content of each of its 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from math import lcm
 
@@ -27,13 +28,11 @@ Chain = tuple[int | None, Sequence[int], Sequence[int]]
 """Blocks of an event: engine hash of the parent, engine hashes, local hashes."""
 
 
-def add_copy(counts: Counts, at: tuple[int, Tier], mode: CopyMode) -> bool:
-    """Add one copy; return whether the count rose."""
+def add_copy(counts: Counts, at: tuple[int, Tier], mode: CopyMode) -> None:
+    """Add one copy, unless the mode or the limit says that there are enough."""
     number = counts.get(at, 0)
-    if number and (mode is CopyMode.SET or number >= MAX_COPIES):
-        return False
-    counts[at] = number + 1
-    return True
+    if not number or (mode is CopyMode.COUNT and number < MAX_COPIES):
+        counts[at] = number + 1
 
 
 def drop_copy(counts: Counts, at: tuple[int, Tier]) -> bool:
@@ -71,14 +70,10 @@ class WindowGroups:
         """Engine hash → copies; never none."""
         self.prefixes: dict[int, int] = {}
         """Engine hash → sequence hash; blocks of the batch that is being applied have none yet."""
-        self.names: dict[int, set[int]] = {}
-        """Sequence hash → engine hashes."""
-        self._unplaced: set[int] = set()
-        """Engine hashes without a sequence hash."""
 
-    def emptied(self) -> WindowGroups:
-        """Return the same groups without blocks."""
-        return WindowGroups(self._block_size, self.groups.values())
+    def clear(self) -> None:
+        """Drop all blocks; groups stay known."""
+        self.blocks, self.prefixes = {}, {}
 
     def learn(self, event: Stored) -> bool:
         """Note a group's window the first time it is told; return whether it has one that can be judged."""
@@ -92,13 +87,10 @@ class WindowGroups:
         """Add a copy of each block; return the number of those above the limit."""
         refused = 0
         for engine_hash in event.engine_hashes:
-            if engine_hash not in self.blocks:
-                if len(self.blocks) >= limit:
-                    refused += 1
-                    continue
-                self.blocks[engine_hash] = {}
-                self._unplaced.add(engine_hash)
-            add_copy(self.blocks[engine_hash], (event.group, event.tier), mode)
+            if engine_hash in self.blocks or len(self.blocks) < limit:
+                add_copy(self.blocks.setdefault(engine_hash, {}), (event.group, event.tier), mode)
+            else:
+                refused += 1
         return refused
 
     def remove(self, event: Removed) -> int:
@@ -108,55 +100,44 @@ class WindowGroups:
             counts = self.blocks.get(engine_hash, {})
             unknown += not drop_copy(counts, (event.group, event.tier))
             if not counts:
-                self._forget(engine_hash)
+                self.blocks.pop(engine_hash, None)
+                self.prefixes.pop(engine_hash, None)
         return unknown
 
-    def _forget(self, engine_hash: int) -> None:
-        self.blocks.pop(engine_hash, None)
-        self._unplaced.discard(engine_hash)
-        sequence_hash = self.prefixes.pop(engine_hash, None)
-        if sequence_hash is not None:
-            self.names[sequence_hash].discard(engine_hash)
-            if not self.names[sequence_hash]:
-                del self.names[sequence_hash]
-
-    def settle(self, sequence_hash_of: Callable[[int], int | None], chains: Callable[[], Iterable[Chain]]) -> int:
+    def settle(self, sequence_hash_of: Callable[[int], int | None], chains: Iterable[Chain]) -> int:
         """Bind the batch's blocks to prefixes; drop those without a known prefix, and return their number.
 
         Args:
             sequence_hash_of: Sequence hash of an engine hash in full-attention groups.
             chains: The batch's events of window groups, as far as they have content.
         """
-        keys = {engine_hash: sequence_hash_of(engine_hash) for engine_hash in self._unplaced}
-        if None in keys.values():
-            for parent, engine_hashes, local_hashes in chains():
-                above = None
-                if parent is not None:
-                    known = (keys.get(parent), self.prefixes.get(parent), sequence_hash_of(parent))
-                    above = next((key for key in known if key is not None), None)
-                    if above is None:
-                        continue
-                for engine_hash, local in zip(engine_hashes, local_hashes, strict=True):
-                    above = extend_sequence(above, local)
-                    if keys.get(engine_hash) is None:
-                        keys[engine_hash] = above
-        unknown = 0
-        for engine_hash in list(self._unplaced):
-            key = keys[engine_hash]
-            if key is None or not self.place(engine_hash, key):
-                self._forget(engine_hash)
-                unknown += 1
-        return unknown
+        unplaced = [engine_hash for engine_hash in self.blocks if engine_hash not in self.prefixes]
+        keys = {engine_hash: sequence_hash_of(engine_hash) for engine_hash in unplaced}
+        for parent, engine_hashes, local_hashes in chains if None in keys.values() else ():
+            above = None
+            if parent is not None:
+                known = (keys.get(parent), self.prefixes.get(parent), sequence_hash_of(parent))
+                above = next((key for key in known if key is not None), None)
+                if above is None:
+                    continue
+            for engine_hash, local in zip(engine_hashes, local_hashes, strict=True):
+                above = extend_sequence(above, local)
+                if keys.get(engine_hash) is None:
+                    keys[engine_hash] = above
+        return self._place({engine_hash: keys[engine_hash] for engine_hash in unplaced})
 
-    def place(self, engine_hash: int, sequence_hash: int) -> bool:
-        """Bind a block to a prefix; False: the prefix has too many engine hashes."""
-        names = self.names.setdefault(sequence_hash, set())
-        if len(names) >= TWIN_LIMIT:
-            return False
-        names.add(engine_hash)
-        self.prefixes[engine_hash] = sequence_hash
-        self._unplaced.discard(engine_hash)
-        return True
+    def _place(self, sequence_hashes: dict[int, int | None]) -> int:
+        """Bind blocks to prefixes; drop those without one or of one with too many, and return their number."""
+        names = Counter(self.prefixes.values())
+        dropped = 0
+        for engine_hash, key in sequence_hashes.items():
+            if key is None or names[key] >= TWIN_LIMIT:
+                del self.blocks[engine_hash]
+                dropped += 1
+            else:
+                names[key] += 1
+                self.prefixes[engine_hash] = key
+        return dropped
 
     def dump(self) -> tuple[DumpedWindowBlock, ...]:
         """Return the blocks, by engine hash."""
@@ -164,6 +145,11 @@ class WindowGroups:
             DumpedWindowBlock(engine_hash, self.prefixes[engine_hash], copies_of(counts))
             for engine_hash, counts in sorted(self.blocks.items())
         )
+
+    def fill(self, blocks: Sequence[DumpedWindowBlock]) -> None:
+        """Take over the blocks of a dump; there are none yet."""
+        self.blocks = {block.engine_hash: counts_of(block.copies) for block in reversed(blocks)}
+        self._place({block.engine_hash: block.sequence_hash for block in reversed(blocks)})
 
     def longest(self, sequence_hashes: Sequence[int], most: int, usable: int, tier: Tier) -> int:
         """Return the length of the longest prefix that all groups serve.
@@ -174,25 +160,24 @@ class WindowGroups:
             usable: See `BlockIndex.find_matches`.
             tier: Copies there or on a faster one count.
         """
-        longest = self._longest(sequence_hashes, most, tier)
+        held = {
+            (group, self.prefixes[name]) for name, counts in self.blocks.items() for group, at in counts if at <= tier
+        }
+        longest = self._longest(sequence_hashes, most, held)
         if longest > usable:
-            shorter = self._longest(sequence_hashes, usable, tier)
+            shorter = self._longest(sequence_hashes, usable, held)
             return shorter if shorter < usable else longest
         return longest
 
-    def _longest(self, sequence_hashes: Sequence[int], most: int, tier: Tier) -> int:
+    def _longest(self, sequence_hashes: Sequence[int], most: int, held: set[tuple[int, int]]) -> int:
         alignment = lcm(*(group.block_size // self._block_size for group in self.groups.values()))
         end = most - most % alignment
-        while end and not all(self._serves(group, sequence_hashes, end, tier) for group in self.groups.values()):
+        while end and not all(self._serves(group, sequence_hashes, end, held) for group in self.groups.values()):
             end -= alignment
         return end
 
-    def _serves(self, group: WindowGroup, sequence_hashes: Sequence[int], end: int, tier: Tier) -> bool:
+    def _serves(self, group: WindowGroup, sequence_hashes: Sequence[int], end: int, held: set[tuple[int, int]]) -> bool:
         ratio = group.block_size // self._block_size
         needed = max(-(-(group.window - 1) // group.block_size), 1)
         blocks = range(max(end // ratio - needed, 0), end // ratio)
-        return all(self._holds(sequence_hashes[(block + 1) * ratio - 1], group.number, tier) for block in blocks)
-
-    def _holds(self, sequence_hash: int, group: int, tier: Tier) -> bool:
-        names = self.names.get(sequence_hash, ())
-        return any((group, Tier(at)) in self.blocks[name] for name in names for at in range(tier + 1))
+        return all((group.number, sequence_hashes[(block + 1) * ratio - 1]) in held for block in blocks)

@@ -2,21 +2,22 @@
 
 ::
 
-    engine hash ─┬─ blocks    bound: Block(node, counts for each place)
-                 ├─ orphans   parent unknown: Orphan(parent hash, local hash, counts), found by `waiting`
-                 ├─ ghosts    removed lately: Ghost(parent hash, local hash), not in the tree
-                 └─ demoted   no longer verified: node, valid as a parent only
+    engine hash ─┬─ bound     nodes[hash], counts[hash]
+                 ├─ orphan    orphans[hash] = (parent hash, local hash), counts[hash]
+                 ├─ demoted   nodes[hash]: no longer verified, valid as a parent only
+                 └─ ghost     ghosts[hash] = Ghost(parent hash, local hash): removed lately
+
+What follows from these (levels, roots, device copies) is computed when it is needed.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import takewhile
 from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 from kvscout_blocks.bytes.acceptance import Ignored, judge_content, local_hashes_of
 from kvscout_blocks.bytes.dump import DumpedBlock, DumpedOrphan, WorkerDump
@@ -46,70 +47,42 @@ NOT_HELD = len(Tier)
 """The level of a block that is held on no tier; below it, a level is a `Tier`."""
 
 
-class Node:
-    """One prefix: the block with local hash `local` below `parent`."""
+class Prefix(int):
+    """The sequence hash of a prompt's blocks up to one, whose local hash is `local`."""
 
-    __slots__ = ("__weakref__", "depth", "local", "parent", "sequence_hash", "used")
+    parent: Prefix | None
+    """The prefix without its last block; None: it is one block long."""
+    local: int
+    depth: int
+    """Its blocks."""
 
-    def __init__(self, parent: Node | None, local: int) -> None:
-        self.parent = parent
-        self.local = local
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.sequence_hash: int = extend_sequence(parent.sequence_hash if parent and parent.depth else None, local)
-        self.used = 0
-        """The tree's round in which it was used last; never later than its parent's."""
+    def __new__(cls, parent: Prefix | None, local: int) -> Prefix:
+        prefix = super().__new__(cls, extend_sequence(parent, local))
+        prefix.parent, prefix.local = parent, local
+        prefix.depth = 1 if parent is None else parent.depth + 1
+        return prefix
 
 
-class PrefixTree:
-    """All prefixes that a worker has an engine hash or a prediction for, and those above them."""
+class Clock:
+    """Times in rounds of the `max_blocks` bound."""
 
     def __init__(self) -> None:
-        self.root = Node(None, 0)
         self.round = 0
-        """The clock of the `max_blocks` bound."""
-        self._nodes: WeakValueDictionary[tuple[Node, int], Node] = WeakValueDictionary()
+        self.used: dict[Prefix, int] = {}
+        """Prefix → the round in which it was used last, never later than its parent's."""
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def child(self, parent: Node, local: int) -> Node:
-        """Return the node below `parent`; it lives as long as something refers to it or a node below it."""
-        node = self._nodes.get((parent, local))
-        if node is None:
-            node = self._nodes[parent, local] = Node(parent, local)
-        return node
-
-    def path(self, hashes: Iterable[int]) -> list[Node]:
-        """Return the nodes of a prompt, as far as there are any."""
-        path, node = [], self.root
-        for local in hashes:
-            child = self._nodes.get((node, local))
-            if child is None:
-                break
-            path.append(node := child)
-        return path
-
-    def touch(self, node: Node | None) -> None:
-        """Mark a block and its ancestors as used in this round."""
-        while node is not None and node.used < self.round:
-            node.used = self.round
-            node = node.parent
-
-
-@dataclass(slots=True)
-class Block:
-    """A bound engine hash."""
-
-    node: Node
-    counts: Counts
+    def touch(self, prefix: Prefix | None) -> None:
+        """Mark a prefix and those above it as used in this round."""
+        while prefix is not None and self.used.get(prefix, 0) < self.round:
+            self.used[prefix] = self.round
+            prefix = prefix.parent
 
 
 class Orphan(NamedTuple):
-    """An engine hash whose parent this worker never had."""
+    """The content of a block whose parent this worker never had."""
 
     parent: int
     local: int
-    counts: Counts
 
 
 @dataclass(slots=True, eq=False)
@@ -128,14 +101,14 @@ class Worker:
     """State of one worker rank.
 
     Args:
-        tree: Shared by all workers of the index.
+        clock: Shared by all workers of the index.
         block_size: Tokens of a block.
         eagle: Blocks are EAGLE windows.
         max_blocks: Bound of the index; 0: none.
         options: As registered.
     """
 
-    def __init__(self, tree: PrefixTree, block_size: int, eagle: bool, max_blocks: int, options: WorkerOptions) -> None:
+    def __init__(self, clock: Clock, block_size: int, eagle: bool, max_blocks: int, options: WorkerOptions) -> None:
         self.options = options
         self.epoch = 0
         self.last_event_id: int | None = None
@@ -143,10 +116,10 @@ class Worker:
         """Known cache groups, and whether each is full attention."""
         self.full_groups: tuple[int, ...] = ()
         """Groups that must all have a block for it to be held."""
-        self.windows: WindowGroups | None = None
+        self.windows = WindowGroups(block_size)
         self.incompatible = ""
         self.ignored: Counter[Ignored] = Counter()
-        self._tree = tree
+        self._clock = clock
         self._block_size = block_size
         self._eagle = eagle
         self._max_window_blocks = max_blocks or WINDOW_LIMIT
@@ -154,66 +127,74 @@ class Worker:
 
     def clear(self) -> None:
         """Drop all blocks; groups stay known."""
-        self.blocks: dict[int, Block] = {}
-        self.names: dict[Node, list[int]] = {}
+        self.nodes: dict[int, Prefix] = {}
+        """Prefixes of engine hashes, bound and demoted ones."""
+        self.counts: dict[int, Counts] = {}
+        """Copies of engine hashes, bound ones and orphans; what the `max_blocks` bound counts, besides ghosts."""
+        self.names: dict[Prefix, list[int]] = {}
         """Engine hashes of each node, bound and demoted ones, in the order in which they were bound."""
-        self.names_gone: dict[Node, int] = {}
+        self.names_gone: dict[Prefix, int] = {}
         """Node → the engine hash that was bound there until the event in hand removed it."""
-        self.levels: dict[Node, int] = {}
-        """Fastest tier of each held node, cumulative over full-attention groups."""
         self.orphans: dict[int, Orphan] = {}
-        self.waiting: dict[int, dict[int, None]] = {}
-        """Parent hash → orphans that wait for it, in order."""
         self.ghosts: dict[int, Ghost] = {}
         self.gone: deque[Ghost] = deque()
         """Ghosts, oldest first, with those that were stored again since: they keep their places."""
-        self.demoted: dict[int, Node] = {}
         self.demoted_until = 0.0
-        self.predictions: dict[Node, float] = {}
-        """Node → expiry, in seconds of the index's clock."""
-        self.device_copies = 0
+        self.predictions: dict[float, OrderedDict[Prefix, float]] = {}
+        """Lifetime → node → expiry, in seconds of the index's clock, in the order in which they were made."""
         self.incomplete = False
         """A limit kept blocks out."""
         self.zero_is_block = False
         """A prompt began without a parent, or a block was named 0: so a parent 0 is a block like any other."""
-        if self.windows is not None:
-            self.windows = self.windows.emptied()
+        self.windows.clear()
 
     # Queries
 
-    def overlap(self, path: Sequence[Node], sequence_hashes: Sequence[int], usable: int) -> Overlap:
-        """Return the leading blocks of a prompt that the worker has; `path` ends where the tree does."""
-        levels = self.levels
-        device, host, disk, external = (_leading(levels.get(node, NOT_HELD) <= at for node in path) for at in Tier)
-        predicted = _leading(levels.get(node) == Tier.DEVICE or node in self.predictions for node in path)
-        overlap = Overlap(device, host, disk, external, predicted)
-        if self.windows is None:
-            return overlap
-        most = overlap if self.full_groups else [len(sequence_hashes)] * len(Tier)
-        device, host, disk, external = (
-            self.windows.longest(sequence_hashes, most[tier], usable, tier) for tier in Tier
+    def overlap(self, path: Sequence[Prefix], usable: int) -> Overlap:
+        """Return the leading blocks of a prompt that the worker has."""
+        levels = [self.level(node) for node in path]
+        device, host, disk, external = (_leading(level <= at for level in levels) for at in Tier)
+        predicted = next(
+            (n for n in range(device, len(path)) if levels[n] and not self.is_predicted(path[n])), len(path)
         )
+        overlap = Overlap(device, host, disk, external, predicted)
+        if not self.windows.groups:
+            return overlap
+        most = overlap if self.full_groups else [len(path)] * len(Tier)
+        device, host, disk, external = (self.windows.longest(path, most[tier], usable, tier) for tier in Tier)
         # What is predicted beyond what is held will come with its windows.
         predicted = predicted if predicted > overlap.device else 0
         return Overlap(device, host, disk, external, max(predicted, device))
 
-    def rooted(self) -> set[Node]:
+    def level(self, node: Prefix) -> int:
+        """Return the fastest tier at which one of a node's hashes is in every full-attention group."""
+        level: int = NOT_HELD
+        for name in self.names.get(node, ()):
+            tiers = [NOT_HELD] * len(self.full_groups)
+            for group, tier in self.counts.get(name, ()):
+                position = self.full_groups.index(group)
+                tiers[position] = min(tiers[position], tier)
+            level = min(level, max(tiers, default=NOT_HELD))
+        return level
+
+    def held(self) -> list[Prefix]:
+        """Return the nodes that are held on any tier."""
+        return [node for node in self.names if self.level(node) != NOT_HELD]
+
+    def rooted(self) -> set[Prefix]:
         """Return the held nodes whose ancestors are all held: what a query can match."""
-        rooted = {self._tree.root}
-        for node in sorted(self.levels, key=lambda node: node.depth):
-            if node.parent in rooted:
+        rooted: set[Prefix] = set()
+        for node in sorted(self.held(), key=lambda node: node.depth):
+            if node.parent is None or node.parent in rooted:
                 rooted.add(node)
-        return rooted - {self._tree.root}
+        return rooted
 
     @property
-    def hidden(self) -> int:
-        """Blocks held below a hole."""
-        return len(self.levels) - len(self.rooted())
-
-    @property
-    def entries(self) -> int:
-        """Bound hashes and orphans: what the `max_blocks` bound counts, besides ghosts."""
-        return len(self.blocks) + len(self.orphans)
+    def device_copies(self) -> int:
+        """Σ device counts over blocks and groups, orphans included."""
+        return sum(
+            number for counts in self.counts.values() for (_, tier), number in counts.items() if tier is Tier.DEVICE
+        )
 
     @property
     def over_capacity(self) -> bool:
@@ -230,13 +211,10 @@ class Worker:
 
     def set_groups(self, groups: dict[int, bool]) -> None:
         """Set the known cache groups; a block must be in all full-attention ones to be held."""
-        self.groups = groups
         full_groups = tuple(sorted(group for group, full in groups.items() if full))
         if full_groups != self.full_groups:
-            self.full_groups = full_groups
             self._doubt_evicted()
-            for node in self.names:
-                self._refresh(node)
+        self.groups, self.full_groups = groups, full_groups
 
     def store(self, event: Stored) -> None:
         """Judge one Stored event, in the order of `Ignored`, and store its blocks."""
@@ -247,7 +225,11 @@ class Worker:
         if event.group not in self.groups and len(self.groups) < GROUP_LIMIT:
             self.set_groups({**self.groups, event.group: event.full_attention})
         if not self.groups.get(event.group):
-            self._store_window(event)
+            if event.group in self.groups and self.windows.learn(event):
+                refused = self.windows.store(event, self.options.copies, self._max_window_blocks)
+                self.ignore(Ignored.WINDOW_LIMIT, refused)
+            else:
+                self.ignore(Ignored.SKIPPED_GROUP)
         elif not has_content:
             self._move(event)
         else:
@@ -263,216 +245,172 @@ class Worker:
 
     def remove(self, event: Removed) -> None:
         """Drop the copies that a Removed event names."""
-        if self.groups.get(event.group) is False:
-            if self.windows is None or event.group not in self.windows.groups:
-                self.ignore(Ignored.SKIPPED_GROUP)
-            else:
-                self.ignore(Ignored.UNKNOWN_REMOVED, self.windows.remove(event))
-            return
-        for engine_hash in event.engine_hashes:
-            node = self.prefix_of(engine_hash)
-            if node is not None:
-                self.predictions.pop(node, None)
-            if self._remove_copy(engine_hash, (event.group, event.tier)):
-                continue
-            if engine_hash in self.demoted:
-                self._bury(engine_hash, self.demoted.pop(engine_hash))
-            else:
-                self.ignore(Ignored.UNKNOWN_REMOVED)
-        self.names_gone.clear()
+        if event.group in self.windows.groups:
+            self.ignore(Ignored.UNKNOWN_REMOVED, self.windows.remove(event))
+        elif self.groups.get(event.group) is False:
+            self.ignore(Ignored.SKIPPED_GROUP)
+        else:
+            for engine_hash in event.engine_hashes:
+                if engine_hash in self.nodes:
+                    self._end_prediction(self.nodes[engine_hash])
+                if not self._remove_copy(engine_hash, (event.group, event.tier)):
+                    self.ignore(Ignored.UNKNOWN_REMOVED)
+            self.names_gone.clear()
 
     def settle_windows(self, batch: EventBatch) -> None:
         """Find the prefixes of the blocks that a batch stored in groups with a window."""
-        windows = self.windows
-        if windows is None:
-            return
 
         def sequence_hash_of(engine_hash: int) -> int | None:
-            block = self.blocks.get(engine_hash)
-            return block.node.sequence_hash if block is not None else None
+            return self.nodes[engine_hash] if self._is_bound(engine_hash) else None
 
         def chains() -> Iterator[Chain]:
             rules = self._block_size, self._eagle, self.options.adapters
             for event in batch.events:
-                if not isinstance(event, Stored) or event.group not in windows.groups:
+                if not isinstance(event, Stored) or event.group not in self.windows.groups:
                     continue
                 event = self._without_zero_parent(event)
                 if (event.tokens or event.local_hashes) and judge_content(event, *rules) is None:
                     yield event.parent, event.engine_hashes, self._local_hashes(event)
 
-        self.ignore(Ignored.UNKNOWN_MOVED, windows.settle(sequence_hash_of, chains))
+        self.ignore(Ignored.UNKNOWN_MOVED, self.windows.settle(sequence_hash_of, chains()))
 
     def _without_zero_parent(self, event: Stored) -> Stored:
         """Replace a parent 0 by none where no block of the worker is named 0 and its roots come so."""
-        if event.parent != 0 or self.zero_is_block or 0 in self.blocks or 0 in self.orphans:
+        if event.parent != 0 or self.zero_is_block or 0 in self.counts:
             return event
         return replace(event, parent=None)
 
     def _local_hashes(self, event: Stored) -> Sequence[int]:
         return local_hashes_of(event, self._block_size, self._eagle, self.options.adapters)
 
-    def _store_window(self, event: Stored) -> None:
-        windows = self.windows or WindowGroups(self._block_size)
-        if event.group not in self.groups or not windows.learn(event):
-            self.ignore(Ignored.SKIPPED_GROUP)
-            return
-        self.windows = windows
-        self.ignore(Ignored.WINDOW_LIMIT, windows.store(event, self.options.copies, self._max_window_blocks))
-
     def _store_chain(self, event: Stored, local_hashes: Sequence[int]) -> None:
         """Store an event's blocks below their parent, or as orphans if it is unknown."""
         for engine_hash in (*(() if event.parent is None else (event.parent,)), *event.engine_hashes):
             self._restore_evicted(engine_hash)
-        above = self._tree.root if event.parent is None else self.prefix_of(event.parent)
-        if above is None:
-            self._store_orphans(event, local_hashes)
+        if event.parent is not None and event.parent not in self.nodes:
+            self._store_orphans(event, event.parent, local_hashes)
             return
+        above = None if event.parent is None else self.nodes[event.parent]
         for engine_hash, local in zip(event.engine_hashes, local_hashes, strict=True):
-            above = self._tree.child(above, local)
-            self._store_copy(engine_hash, above, (event.group, event.tier))
-        self._tree.touch(above)
+            above = Prefix(above, local)
+            self._store_copy(engine_hash, above, event)
+        self._clock.touch(above)
 
-    def _store_copy(self, engine_hash: int, node: Node, at: tuple[int, Tier]) -> None:
-        block = self.blocks.get(engine_hash)
-        if engine_hash in self.orphans or (block is not None and block.node is not node):
+    def _store_copy(self, engine_hash: int, node: Prefix, event: Stored) -> None:
+        if engine_hash in self.orphans or (self._is_bound(engine_hash) and self.nodes[engine_hash] != node):
             self.ignore(Ignored.HASH_CONFLICT)
             return
-        if block is None:
+        if engine_hash not in self.counts:
             if not self._has_room(engine_hash, node):
                 self.ignore(Ignored.TWIN_LIMIT)
                 return
-            block = self._bind(engine_hash, node, {})
-        self._add_copy(block.counts, at)
-        self._refresh(node)
-        self.predictions.pop(node, None)
+            self._bind(engine_hash, node, {})
+        self._add_copy(engine_hash, event)
+        self._end_prediction(node)
         self._adopt(engine_hash)
 
-    def _store_orphans(self, event: Stored, local_hashes: Sequence[int]) -> None:
-        assert event.parent is not None
-        parent, rest = event.parent, len(local_hashes)
-        for engine_hash, local in zip(event.engine_hashes, local_hashes, strict=True):
+    def _store_orphans(self, event: Stored, parent: int, local_hashes: Sequence[int]) -> None:
+        for position, (engine_hash, local) in enumerate(zip(event.engine_hashes, local_hashes, strict=True)):
             orphan = self.orphans.get(engine_hash)
             if orphan is None and len(self.orphans) >= ORPHAN_LIMIT:
-                self.ignore(Ignored.ORPHAN_LIMIT, rest)
+                self.ignore(Ignored.ORPHAN_LIMIT, len(local_hashes) - position)
                 return
-            if engine_hash in self.blocks or (orphan is not None and orphan[:2] != (parent, local)):
+            if self._is_bound(engine_hash) or (orphan is not None and orphan != (parent, local)):
                 # What follows hangs below a block that this event contradicts.
-                self.ignore(Ignored.HASH_CONFLICT, rest)
+                self.ignore(Ignored.HASH_CONFLICT, len(local_hashes) - position)
                 return
             if orphan is None:
                 self._forget(engine_hash)
-                orphan = self._add_orphan(engine_hash, Orphan(parent, local, {}))
-            self._add_copy(orphan.counts, (event.group, event.tier))
-            parent, rest = engine_hash, rest - 1
+                self.orphans[engine_hash], self.counts[engine_hash] = Orphan(parent, local), {}
+            self._add_copy(engine_hash, event)
+            parent = engine_hash
 
     def _move(self, event: Stored) -> None:
         """Store blocks that are named by their engine hashes alone: a tier change."""
         for engine_hash in event.engine_hashes:
             self._restore_evicted(engine_hash)
-            ghost, orphan = self.ghosts.pop(engine_hash, None), self.orphans.get(engine_hash)
-            node = self.prefix_of(engine_hash)
+            ghost = self.ghosts.pop(engine_hash, None)
             if ghost is not None:
                 back = replace(event, engine_hashes=(engine_hash,), parent=ghost.parent)
                 self._store_chain(back, (ghost.local,))
-            elif orphan is not None:
-                self._add_copy(orphan.counts, (event.group, event.tier))
-            elif node is not None:
-                self._store_copy(engine_hash, node, (event.group, event.tier))
+            elif engine_hash in self.orphans:
+                self._add_copy(engine_hash, event)
+            elif engine_hash in self.nodes:
+                self._store_copy(engine_hash, self.nodes[engine_hash], event)
             else:
                 self.ignore(Ignored.UNKNOWN_MOVED)
 
+    def _add_copy(self, engine_hash: int, event: Stored) -> None:
+        add_copy(self.counts[engine_hash], (event.group, event.tier), self.options.copies)
+
     def _remove_copy(self, engine_hash: int, at: tuple[int, Tier]) -> bool:
-        """Drop one copy; False if there is none like it."""
-        ghost, block, orphan = self.ghosts.get(engine_hash), self.blocks.get(engine_hash), self.orphans.get(engine_hash)
+        """Drop a copy of a known hash; False: it has none there."""
+        ghost = self.ghosts.get(engine_hash)
         if ghost is not None and at[1] in ghost.tiers:
             ghost.tiers = tuple(tier for tier in ghost.tiers if tier is not at[1])
-            return True
-        counts = block.counts if block else orphan.counts if orphan else {}
-        if not drop_copy(counts, at):
+        elif engine_hash in self.counts:
+            if not drop_copy(self.counts[engine_hash], at):
+                return False
+            if not self.counts[engine_hash]:
+                self.drop(engine_hash)
+        elif engine_hash in self.nodes:
+            self._bury(engine_hash)
+        else:
             return False
-        self.device_copies -= at[1] is Tier.DEVICE
-        if block is not None and not counts:
-            self.unbind(engine_hash)
-        elif block is not None:
-            self._refresh(block.node)
-        elif not counts:
-            self.drop_orphan(engine_hash)
         return True
 
     # Engine hashes
 
-    def prefix_of(self, engine_hash: int) -> Node | None:
-        """Return the node that an engine hash names, bound or demoted; None for orphans, ghosts and unknown ones."""
-        block = self.blocks.get(engine_hash)
-        return block.node if block is not None else self.demoted.get(engine_hash)
+    def drop(self, engine_hash: int) -> None:
+        """Drop an orphan, or turn a bound hash into a ghost; if it has copies, the engine still has them."""
+        counts, groups = self.counts.pop(engine_hash), self.full_groups
+        if self.orphans.pop(engine_hash, None) is None:
+            on_all = (tier for tier in Tier if groups and all((group, tier) in counts for group in groups))
+            self._bury(engine_hash, tuple(on_all))
 
-    def unbind(self, engine_hash: int) -> None:
-        """Turn a bound hash into a ghost; if it has copies, the bound drops it and the engine still has them."""
-        block = self.blocks[engine_hash]
-        groups = self.full_groups
-        tiers = tuple(tier for tier in Tier if groups and all((group, tier) in block.counts for group in groups))
-        self.device_copies -= _device_copies(block.counts)
-        del self.blocks[engine_hash]
-        self._refresh(block.node)
-        self._bury(engine_hash, block.node, tiers)
-
-    def drop_orphan(self, engine_hash: int) -> None:
-        """Drop an orphan, whatever copies it has."""
-        orphan = self.orphans.pop(engine_hash)
-        self.device_copies -= _device_copies(orphan.counts)
-        siblings = self.waiting[orphan.parent]
-        del siblings[engine_hash]
-        if not siblings:
-            del self.waiting[orphan.parent]
-
-    def demote(self, until: float) -> list[Node]:
+    def demote(self, until: float) -> list[Prefix]:
         """Turn bound hashes into demoted ones and drop orphans; return the nodes that the device held."""
-        on_device = [node for node, level in self.levels.items() if level == Tier.DEVICE]
-        self.demoted.update((engine_hash, block.node) for engine_hash, block in self.blocks.items())
+        on_device = [node for node in self.names if self.level(node) == Tier.DEVICE]
         self.demoted_until = max(self.demoted_until, until)
-        for kind in (self.blocks, self.levels, self.orphans, self.waiting):
-            kind.clear()
-        self.device_copies = 0
+        self.counts.clear()
+        self.orphans.clear()
         self._doubt_evicted()
-        if self.windows is not None:
-            self.windows = self.windows.emptied()
+        self.windows.clear()
         return on_device
 
     def expire_demoted(self, now: float) -> None:
         """Forget the demoted hashes if their time has come."""
         if now >= self.demoted_until:
-            for engine_hash in list(self.demoted):
+            for engine_hash in [name for name in self.nodes if name not in self.counts]:
                 self._forget(engine_hash)
 
-    def evict(self, nodes: Iterable[Node], surplus: int) -> int:
+    def evict(self, nodes: Iterable[Prefix], surplus: int) -> int:
         """Drop about `surplus` blocks of the nodes used longest ago, the deepest first; return their number.
 
         An ancestor was never used longer ago than a block below it, so it goes later.
         """
         dropped = 0
-        for node in nsmallest(surplus, nodes, key=lambda node: (node.used, -node.depth)):
+        for node in nsmallest(surplus, nodes, key=lambda node: (self._clock.used.get(node, 0), -node.depth)):
             if dropped >= surplus:
                 break
-            for engine_hash in [name for name in self.names[node] if name in self.blocks]:
-                self.unbind(engine_hash)
+            for engine_hash in [name for name in self.names[node] if name in self.counts]:
+                self.drop(engine_hash)
                 dropped += 1
         self.names_gone.clear()
         return dropped
 
     def evict_unmatchable(self, surplus: int) -> int:
         """Drop about `surplus` entries that no query can match: orphans, then bound blocks that are not rooted."""
-        orphans = list(self.orphans)[: max(surplus, 0)]
+        orphans = list(self.orphans)[:surplus]
         for engine_hash in orphans:
-            self.drop_orphan(engine_hash)
-        if surplus <= len(orphans):
-            return len(orphans)
+            self.drop(engine_hash)
         rooted = self.rooted()
         unmatchable = [node for node in self.bound_nodes() if node not in rooted]
         return len(orphans) + self.evict(unmatchable, surplus - len(orphans))
 
-    def bound_nodes(self) -> dict[Node, None]:
+    def bound_nodes(self) -> dict[Prefix, None]:
         """Return the nodes with a bound hash, in order."""
-        return dict.fromkeys(block.node for block in self.blocks.values())
+        return dict.fromkeys(node for name, node in self.nodes.items() if name in self.counts)
 
     def forget_oldest_ghost(self) -> None:
         """Give the place of the oldest ghost away, of which there must be one."""
@@ -486,83 +424,84 @@ class Worker:
         The engine named it, so it has them all. Where the prefix is not whole any more nothing comes back.
         """
         chain: list[Ghost] = []
-        above: Node | None = None
         ghost = self.ghosts.get(engine_hash)
-        while above is None and ghost is not None and ghost.tiers and len(chain) < len(self.ghosts):
+        while ghost is not None and ghost.tiers and len(chain) < len(self.ghosts):
             chain.append(ghost)
-            above = self._tree.root if ghost.parent is None else self.prefix_of(ghost.parent)
             ghost = self.ghosts.get(ghost.parent) if ghost.parent is not None else None
-        while above is not None and chain:
-            above = self._tree.child(above, chain[-1].local)
-            if not self._has_room(chain[-1].engine_hash, above):
+        while chain:
+            ghost, parent = chain[-1], chain[-1].parent
+            counts = {(group, tier): 1 for tier in ghost.tiers for group in self.full_groups}
+            if parent is not None and parent not in self.nodes:
                 break
-            ghost = chain.pop()
-            self.restore(ghost.engine_hash, above, {(g, tier): 1 for tier in ghost.tiers for g in self.full_groups})
-            self._adopt(ghost.engine_hash)
+            node = Prefix(None if parent is None else self.nodes[parent], ghost.local)
+            if not self._restore(ghost.engine_hash, node, counts):
+                break
+            self._adopt(chain.pop().engine_hash)
         for ghost in chain:
             ghost.tiers = ()
 
-    def restore(self, engine_hash: int, node: Node, counts: Counts) -> None:
-        """Bind a hash with its copies, from a dump or after an eviction, unless its node has too many."""
-        if self._has_room(engine_hash, node):
-            self.device_copies += _device_copies(counts)
-            self._bind(engine_hash, node, counts)
-            self._refresh(node)
-            self._tree.touch(node)
+    def _restore(self, engine_hash: int, node: Prefix, counts: Counts) -> bool:
+        """Bind a hash with its copies; False: its node has too many."""
+        if not self._has_room(engine_hash, node):
+            return False
+        self._bind(engine_hash, node, counts)
+        self._clock.touch(node)
+        return True
 
     def _adopt(self, engine_hash: int) -> None:
         """Bind the orphans that waited for a hash, and those that waited for them."""
         arrived = [engine_hash]
         while arrived:
             parent = arrived.pop()
-            for child in list(self.waiting.get(parent, ())):
-                orphan = self.orphans[child]
-                self.drop_orphan(child)
-                node = self._tree.child(self.blocks[parent].node, orphan.local)
-                if self._has_room(child, node):
-                    self.restore(child, node, orphan.counts)
+            for child in [name for name, orphan in self.orphans.items() if orphan.parent == parent]:
+                node = Prefix(self.nodes[parent], self.orphans.pop(child).local)
+                if self._restore(child, node, self.counts.pop(child)):
                     arrived.append(child)
                 else:
                     self.ignore(Ignored.TWIN_LIMIT)
 
-    def _bind(self, engine_hash: int, node: Node, counts: Counts) -> Block:
+    def _is_bound(self, engine_hash: int) -> bool:
+        return engine_hash in self.nodes and engine_hash in self.counts
+
+    def _bind(self, engine_hash: int, node: Prefix, counts: Counts) -> None:
         self._forget(engine_hash, bound_to=node)
         names = self.names.setdefault(node, [])
         if engine_hash not in names:
             names.append(engine_hash)
-        block = self.blocks[engine_hash] = Block(node, counts)
-        return block
+        self.nodes[engine_hash], self.counts[engine_hash] = node, counts
 
-    def _has_room(self, engine_hash: int, node: Node) -> bool:
+    def _has_room(self, engine_hash: int, node: Prefix) -> bool:
         """Whether a node may have a hash; of too many the first one without copies goes for it."""
         names = self.names.get(node, [])
         if len(names) < TWIN_LIMIT or engine_hash in names:
             return True
-        oldest = next((name for name in names if name not in self.blocks), None)
+        oldest = next((name for name in names if name not in self.counts), None)
         if oldest is not None:
             self._forget(oldest)
         return oldest is not None
 
-    def _forget(self, engine_hash: int, bound_to: Node | None = None) -> None:
+    def _forget(self, engine_hash: int, bound_to: Prefix | None = None) -> None:
         """End a ghost or demoted hash, as the hash is stored again or has to go."""
         self.ghosts.pop(engine_hash, None)
-        node = self.demoted.pop(engine_hash, None)
-        if node is not None and node is not bound_to:
-            self._unname(engine_hash, node)
+        node = self.nodes.get(engine_hash)
+        if node is not None and node != bound_to:
+            self._unname(engine_hash)
 
-    def _unname(self, engine_hash: int, node: Node) -> None:
+    def _unname(self, engine_hash: int) -> Prefix:
+        """Take a hash from its node, and return the node."""
+        node = self.nodes.pop(engine_hash)
         self.names[node].remove(engine_hash)
         if not self.names[node]:
             del self.names[node]
+        return node
 
-    def _bury(self, engine_hash: int, node: Node, tiers: tuple[Tier, ...] = ()) -> None:
+    def _bury(self, engine_hash: int, tiers: tuple[Tier, ...] = ()) -> None:
         """Turn a hash that leaves its node into the youngest ghost, if the block above has or had a name."""
-        self._unname(engine_hash, node)
+        node = self._unname(engine_hash)
         if node not in self.names:
             self.names_gone[node] = engine_hash
         parent: int | None = None
-        if node.depth > 1:
-            assert node.parent is not None
+        if node.parent is not None:
             names = self.names.get(node.parent)
             parent = names[0] if names else self.names_gone.get(node.parent)
             if parent is None:
@@ -577,50 +516,49 @@ class Worker:
         for ghost in self.ghosts.values():
             ghost.tiers = ()
 
-    def _add_copy(self, counts: Counts, at: tuple[int, Tier]) -> None:
-        self.device_copies += add_copy(counts, at, self.options.copies) and at[1] is Tier.DEVICE
+    # Predictions
 
-    def _add_orphan(self, engine_hash: int, orphan: Orphan) -> Orphan:
-        self.orphans[engine_hash] = orphan
-        self.waiting.setdefault(orphan.parent, {})[engine_hash] = None
-        self.device_copies += _device_copies(orphan.counts)
-        return orphan
+    @property
+    def predicted(self) -> int:
+        """Number of predictions."""
+        return sum(map(len, self.predictions.values()))
 
-    def _refresh(self, node: Node) -> None:
-        """Recompute the level of a node: the fastest at which one of its hashes is in every full-attention group."""
-        bound = [self.blocks[name] for name in self.names.get(node, ()) if name in self.blocks]
-        level = min((self._level(block.counts) for block in bound), default=NOT_HELD)
-        if level == NOT_HELD:
-            self.levels.pop(node, None)
-        else:
-            self.levels[node] = level
+    def is_predicted(self, node: Prefix) -> bool:
+        """Return whether a node is predicted."""
+        return any(node in queue for queue in self.predictions.values())
 
-    def _level(self, counts: Counts) -> int:
-        fastest = [min((t for g, t in counts if g == group), default=NOT_HELD) for group in self.full_groups]
-        return max(fastest, default=NOT_HELD)
+    def predict(self, nodes: Sequence[Prefix], ttl_seconds: float, now: float) -> int:
+        """Predict nodes, the last of which ends first, or refresh them; return the number of new predictions."""
+        before = self.predicted
+        for node in reversed(nodes):
+            if all(queue.get(node, 0.0) <= now + ttl_seconds for queue in self.predictions.values()):
+                self._end_prediction(node)
+                self.predictions.setdefault(ttl_seconds, OrderedDict())[node] = now + ttl_seconds
+        return self.predicted - before
+
+    def _end_prediction(self, node: Prefix) -> None:
+        for queue in self.predictions.values():
+            queue.pop(node, None)
 
     # State
 
     def dump(self, rank: WorkerRank) -> WorkerDump:
         """Return the state, in the order that `WorkerDump` promises."""
-        below: dict[Node, set[Node]] = {}
-        for node in self.bound_nodes():
-            while node.parent is not None and node not in below.setdefault(node.parent, set()):
+        below: dict[Prefix | None, set[Prefix]] = {}
+        for bound in self.bound_nodes():
+            node: Prefix | None = bound
+            while node is not None and node not in below.setdefault(node.parent, set()):
                 below[node.parent].add(node)
                 node = node.parent
         blocks: list[DumpedBlock] = []
-        stack = [(self._tree.root, -1)]
+        stack: list[tuple[Prefix | None, int]] = [(None, -1)]
         while stack:
             node, parent = stack.pop()
-            position = -1
-            if node.parent is not None:
-                position = len(blocks)
-                bound = [(name, self.blocks[name]) for name in self.names.get(node, ()) if name in self.blocks]
-                blocks.extend(
-                    DumpedBlock(name, parent, node.local, copies_of(block.counts)) for name, block in sorted(bound)
-                )
-                if not bound:
-                    blocks.append(DumpedBlock(None, parent, node.local, ()))
+            position = len(blocks) if node is not None else -1
+            if node is not None:
+                names = sorted(name for name in self.names.get(node, ()) if name in self.counts)
+                blocks.extend(DumpedBlock(name, parent, node.local, copies_of(self.counts[name])) for name in names)
+                blocks.extend([] if names else [DumpedBlock(None, parent, node.local, ())])
             children = sorted(below.get(node, ()), key=lambda child: child.local, reverse=True)
             stack.extend((child, position) for child in children)
         return WorkerDump(
@@ -630,12 +568,12 @@ class Worker:
             tuple(sorted(self.groups.items())),
             tuple(blocks),
             tuple(
-                DumpedOrphan(name, orphan.parent, orphan.local, copies_of(orphan.counts))
+                DumpedOrphan(name, *orphan, copies_of(self.counts[name]))
                 for name, orphan in sorted(self.orphans.items())
             ),
             self.incompatible,
-            tuple(sorted(self.windows.groups.values())) if self.windows is not None else (),
-            self.windows.dump() if self.windows is not None else (),
+            tuple(sorted(self.windows.groups.values())),
+            self.windows.dump(),
             self.incomplete,
         )
 
@@ -644,48 +582,34 @@ class Worker:
         self.epoch, self.last_event_id = dump.epoch, dump.last_event_id
         self.incompatible, self.incomplete = dump.incompatible, dump.incomplete
         self.set_groups(dict(dump.groups))
-        if dump.windows:
-            self.windows = WindowGroups(self._block_size, dump.windows)
-            for engine_hash, sequence_hash, copies in reversed(dump.window_blocks):
-                if self.windows.place(engine_hash, sequence_hash):
-                    self.windows.blocks[engine_hash] = counts_of(copies)
-        nodes: list[Node] = []
+        self.windows = WindowGroups(self._block_size, dump.windows)
+        self.windows.fill(dump.window_blocks)
+        nodes: list[Prefix] = []
         for block in dump.blocks:
-            above = nodes[block.parent] if block.parent >= 0 else self._tree.root
-            nodes.append(self._tree.child(above, block.local_hash))
+            above = nodes[block.parent] if block.parent >= 0 else None
+            nodes.append(Prefix(above, block.local_hash))
             if block.engine_hash is not None:
-                self.restore(block.engine_hash, nodes[-1], counts_of(block.copies))
+                self._restore(block.engine_hash, nodes[-1], counts_of(block.copies))
         for engine_hash, parent, local, copies in dump.orphans:
-            self._add_orphan(engine_hash, Orphan(parent, local, counts_of(copies)))
+            self.orphans[engine_hash], self.counts[engine_hash] = Orphan(parent, local), counts_of(copies)
 
     def check_invariants(self) -> None:
         """See `BlockIndex.check_invariants`."""
-        kinds = (self.blocks, self.orphans, self.ghosts, self.demoted)
+        kinds = (self.nodes, self.orphans, self.ghosts)
         known = [engine_hash for kind in kinds for engine_hash in kind]
         assert len(known) == len(set(known)), "an engine hash is known in one way"
         assert len(self.ghosts) <= len(self.gone) <= GHOST_LIMIT, "ghosts are bounded"
         assert len(self.orphans) <= ORPHAN_LIMIT, "orphans are bounded"
+        assert self.orphans.keys() <= self.counts.keys() <= self.orphans.keys() | self.nodes.keys(), "who has copies"
+        assert all(self.counts.values()), "a known block has a copy"
+        groups = {group for counts in self.counts.values() for group, _ in counts}
+        assert all(self.groups[group] for group in groups), "copies are in full-attention groups"
         named = {(name, node) for node, names in self.names.items() for name in names}
-        bound = {(name, block.node) for name, block in self.blocks.items()}
-        assert named == bound | self.demoted.items(), "nodes know their hashes"
+        assert named == set(self.nodes.items()), "nodes know their hashes"
         assert all(len(names) <= TWIN_LIMIT for names in self.names.values()), "names are bounded"
-        counts = [block.counts for block in self.blocks.values()]
-        counts += [orphan.counts for orphan in self.orphans.values()]
-        assert all(counts), "a known block has a copy"
-        assert all(self.groups[group] for each in counts for group, _ in each), "copies are in full-attention groups"
-        assert self.device_copies == sum(map(_device_copies, counts)), "device copies are counted"
-        levels = dict(self.levels)
-        for node in self.names:
-            self._refresh(node)
-        assert levels == self.levels, "levels follow the copies"
-        waiting = {child: parent for parent, children in self.waiting.items() for child in children}
-        assert waiting == {name: orphan.parent for name, orphan in self.orphans.items()}, "orphans wait"
-        assert not waiting.values() & self.blocks.keys(), "no orphan's parent is bound"
+        parents = {orphan.parent for orphan in self.orphans.values()}
+        assert not any(map(self._is_bound, parents)), "no orphan's parent is bound"
 
 
 def _leading(held: Iterable[bool]) -> int:
     return sum(1 for _ in takewhile(bool, held))
-
-
-def _device_copies(counts: Counts) -> int:
-    return sum(number for (_, tier), number in counts.items() if tier is Tier.DEVICE)
