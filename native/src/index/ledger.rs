@@ -11,12 +11,12 @@ use std::sync::Arc;
 use hashbrown::HashMap;
 
 use super::nodes::{Nodes, index_of, shard_of};
+use super::predictions::Predictions;
 use super::presence::Presence;
 use super::trie::Trie;
 use super::types::{NodeId, PresenceId, SLICE, TIERS};
 use super::waiting;
 use super::worker::Worker;
-use crate::slab::Slab;
 
 /// Where a chain goes on: below a block, or at the root.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,16 +29,6 @@ pub struct Tip {
 
 pub const ROOT: Tip = Tip { node: 0, next: 0 };
 
-/// One prediction.
-#[derive(Debug, Clone, Copy)]
-pub struct Prediction {
-    pub slot: u32,
-    pub presence: PresenceId,
-    pub depth: u32,
-    pub expiry: f64,
-    pub serial: u64,
-}
-
 /// Everything but the queries' side.
 #[derive(Debug)]
 pub struct Ledger {
@@ -50,7 +40,7 @@ pub struct Ledger {
     pub workers: Vec<Option<Box<Worker>>>,
     /// Distinct blocks held by any worker.
     pub blocks: u64,
-    pub predictions: Slab<Prediction>,
+    pub predictions: Predictions,
     /// Predictions of workers that are not dropped.
     pub live_predictions: u64,
     /// Where the chain that is being stored stands; splits keep it right.
@@ -75,7 +65,7 @@ impl Ledger {
             nodes: Nodes::default(),
             workers: Vec::new(),
             blocks: 0,
-            predictions: Slab::default(),
+            predictions: Predictions::default(),
             live_predictions: 0,
             tip: ROOT,
             side_tip: None,

@@ -6,8 +6,8 @@
 use super::copies::{Counts, device_copies};
 use super::demoted::Demotion;
 use super::directory::WorkerName;
-use super::expiries::Entry;
-use super::ledger::{Prediction, ROOT, Tip};
+use super::ledger::{ROOT, Tip};
+use super::predictions::Prediction;
 use super::state::{Index, State};
 use super::types::{PREDICTED, PresenceId, SLICE, TIERS};
 use std::sync::atomic::Ordering::{Acquire, Release};
@@ -30,12 +30,15 @@ impl Index {
         self.expire_slice(state, now, &mut budget);
         self.open_level(state, worker, PREDICTED);
         state.ledger.tip = ROOT;
-        let mut added = 0;
-        let mut done = 0;
+        let (mut added, mut last, mut done) = (0, 0, 0);
         while done < local.len() {
             let (node, offset, blocks) = state.ledger.advance(slot, &local[done..]);
             for offset in offset..offset + blocks {
-                added += u64::from(predict_block(state, slot, Tip { node, next: offset }, now + ttl_seconds));
+                let block = Tip { node, next: offset };
+                // Deeper ones end first.
+                let (id, is_new) = predict_block(state, slot, block, now + ttl_seconds, last);
+                last = if id == 0 { last } else { id };
+                added += u64::from(is_new);
             }
             state.ledger.doubt(node);
             done += blocks as usize;
@@ -134,16 +137,12 @@ impl Index {
     /// Ends predictions whose time has come, for a budget that it reduces; whether more are left.
     pub(super) fn expire_slice(&self, state: &mut State, now: f64, budget: &mut usize) -> bool {
         end_due(state, now, budget);
-        let State { ledger, expiries, .. } = state;
-        *budget -= expiries.tidy(ledger, *budget);
         self.prune_predictions(state, *budget);
-        let State { ledger, expiries, .. } = state;
-        let is_due = expiries.peek().is_some_and(|entry| entry.expiry <= now);
-        is_due || state.pruning || expiries.are_stale(ledger)
+        state.pruning || state.ledger.predictions.first().is_some_and(|(_, expiry)| expiry <= now)
     }
 
     pub(super) fn publish_next_expiry(&self, state: &State) {
-        let next = state.expiries.peek().map_or(f64::INFINITY, |entry| entry.expiry);
+        let next = state.ledger.predictions.first().map_or(f64::INFINITY, |(_, expiry)| expiry);
         self.next_expiry.store(next.to_bits(), Release);
     }
 
@@ -158,9 +157,9 @@ impl Index {
         }
         while live(state) > keep
             && budget > 0
-            && let Some(entry) = state.expiries.pop_due(f64::INFINITY)
+            && let Some((id, _)) = state.ledger.predictions.first()
         {
-            end(state, entry, f64::INFINITY);
+            end(state, id);
             budget -= 1;
         }
         state.pruning = live(state) > keep;
@@ -197,34 +196,33 @@ fn demote_presence(state: &mut State, slot: u32, presence: PresenceId, end: u32,
             ledger.set_tiers(slot, presence, offset, [false; TIERS]);
         }
         if level == 0 {
-            added += u64::from(predict_block(state, slot, Tip { node, next: offset }, until));
+            let (_, is_new) = predict_block(state, slot, Tip { node, next: offset }, until, 0);
+            added += u64::from(is_new);
         }
     }
     added
 }
 
-/// Predicts one block that the worker has not on the device; whether it was not predicted before.
-fn predict_block(state: &mut State, slot: u32, block: Tip, expiry: f64) -> bool {
+/// Predicts one block that the worker has not on the device, which ends before `next` as `Predictions::insert` says.
+/// Its number, 0 if it was not changed, and whether it was not predicted before.
+fn predict_block(state: &mut State, slot: u32, block: Tip, expiry: f64, next: u32) -> (u32, bool) {
     let ledger = &mut state.ledger;
     let Tip { node, next: offset } = block;
     if let Some(presence) = ledger.nodes[node].presence(slot) {
         let part = ledger.part(slot, presence);
         if part.is_predicted(offset) {
             let id = part.more.as_ref().map_or(0, |more| more.prediction[offset as usize]);
-            let prediction = &mut ledger.predictions[id];
-            prediction.expiry = prediction.expiry.max(expiry);
-            return false;
+            let refreshed = ledger.predictions.refresh(id, expiry, next);
+            return (if refreshed { id } else { 0 }, false);
         }
         if part.level(offset) == 0 {
-            return false;
+            return (0, false);
         }
     }
     let presence = ledger.presence(slot, node);
     let part = ledger.part(slot, presence);
     let (pinned, depth) = (part.pins(offset), part.start + offset);
-    state.expiries.serial += 1;
-    let serial = state.expiries.serial;
-    let id = ledger.predictions.insert(Prediction { slot, presence, depth, expiry, serial });
+    let id = ledger.predictions.insert(slot, presence, depth, expiry, next);
     let more = ledger.part_mut(slot, presence).more_mut();
     more.predicted.insert(offset);
     if more.prediction.len() <= offset as usize {
@@ -237,35 +235,29 @@ fn predict_block(state: &mut State, slot: u32, block: Tip, expiry: f64) -> bool 
     ledger.mark(slot, presence);
     ledger.worker_mut(slot).predictions += 1;
     ledger.live_predictions += 1;
-    state.expiries.push(Entry { expiry, depth, serial, id });
-    true
+    (id, true)
 }
 
 /// Ends predictions whose time has come, for a budget that it reduces.
 fn end_due(state: &mut State, now: f64, budget: &mut usize) {
     while *budget > 0
-        && let Some(entry) = state.expiries.pop_due(now)
+        && let Some((id, expiry)) = state.ledger.predictions.first()
+        && expiry <= now
     {
-        end(state, entry, now);
+        end(state, id);
         *budget -= 1;
     }
     state.ledger.finish();
 }
 
-/// Handles an entry that was popped: ends its prediction, or pushes it again if it was refreshed.
-fn end(state: &mut State, entry: Entry, now: f64) {
-    let Some(&prediction) = state.ledger.predictions.get(entry.id) else { return };
-    if prediction.serial != entry.serial || state.ledger.worker(prediction.slot).dropped {
+/// Ends a prediction; those of a worker that was dropped go when that is drained.
+fn end(state: &mut State, id: u32) {
+    let ledger = &mut state.ledger;
+    let Prediction { slot, presence, depth, .. } = ledger.predictions[id];
+    if ledger.worker(slot).dropped {
+        ledger.predictions.unlink(id);
         return;
     }
-    if prediction.expiry > entry.expiry {
-        let refreshed = Entry { expiry: prediction.expiry, ..entry };
-        if prediction.expiry > now || now == f64::INFINITY {
-            state.expiries.push(refreshed);
-            return;
-        }
-    }
-    let Prediction { slot, presence, depth, .. } = prediction;
-    let offset = depth - state.ledger.part(slot, presence).start;
-    state.ledger.cancel_prediction(slot, presence, offset);
+    let offset = depth - ledger.part(slot, presence).start;
+    ledger.cancel_prediction(slot, presence, offset);
 }

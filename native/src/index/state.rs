@@ -10,7 +10,6 @@ use hashbrown::HashMap;
 use parking_lot::{Mutex, RwLock};
 
 use super::directory::{Directory, Handle, Row, WorkerName, WorkerRank};
-use super::expiries::Expiries;
 use super::ledger::Ledger;
 use super::prompt::Prompt;
 use super::trie::{Match, Trie};
@@ -74,7 +73,6 @@ pub struct State {
     pub(super) free_slots: Vec<u32>,
     /// Slots whose content is being taken out of the trie.
     pub(super) dropped: VecDeque<u32>,
-    pub(super) expiries: Expiries,
     /// There were more predictions than may be, and still are more than pruning leaves.
     pub(super) pruning: bool,
     pub(super) unknown_worker: u64,
@@ -139,7 +137,6 @@ impl Index {
             ranks: Slab::default(),
             free_slots: Vec::new(),
             dropped: VecDeque::new(),
-            expiries: Expiries::default(),
             pruning: false,
             unknown_worker: 0,
             evicted: 0,
