@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvscout_blocks.bytes.dump import WorkerDump
+
 __version__: str
 
 # --- hashing ---------------------------------------------------------------------------------------
@@ -121,11 +123,11 @@ class BlockIndex:
     def maintain(self, now: float, budget: int) -> bool: ...
     def workers(self) -> list[_Name]: ...
     def cursor(self, worker: _Name) -> tuple[int, int | None] | None: ...
-    def worker_stats(self, worker: _Name) -> tuple[int, int, int, int, int, int, int, list[int], bool, bool, str, list[int]] | None:
+    def worker_stats(self, worker: _Name) -> dict[str, Any] | None:
         """Return the fields of `WorkerStats`; `ignored` in the order of `Ignored`."""
 
     def incomplete(self) -> list[_Name]: ...
-    def stats(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
+    def stats(self) -> dict[str, int]:
         """Return the fields of `IndexStats`."""
 
     def check_invariants(self) -> None: ...
@@ -172,31 +174,13 @@ class Loading:
     """
 
     @staticmethod
-    def of_dump(
-        index: BlockIndex,
-        worker: _Name,
-        epoch: int,
-        last_event_id: int | None,
-        groups: Sequence[tuple[int, bool]],
-        blocks: Sequence[tuple[int | None, int, int, Sequence[_Copies]]],
-        orphans: Sequence[tuple[int, int, int, Sequence[_Copies]]],
-        incompatible: str,
-        windows: Sequence[tuple[int, int, int]],
-        window_blocks: Sequence[tuple[int, int, Sequence[_Copies]]],
-        incomplete: bool,
-    ) -> Loading: ...
+    def of_dump(index: BlockIndex, dump: WorkerDump) -> Loading:
+        """Read the attributes of a dump."""
+
     @staticmethod
     def of_messages(index: BlockIndex, messages: Sequence[bytes]) -> Loading:
         """Read the messages of a dump."""
 
-    @property
-    def worker(self) -> _Name: ...
-    @property
-    def pool(self) -> _Pool | None:
-        """As the messages say; None: there were none."""
-
-    @property
-    def history_incomplete(self) -> bool: ...
     def step(self) -> bool: ...
     def commit(self) -> bool: ...
 
@@ -270,7 +254,7 @@ class Bypass:
     clears nothing. `kvscout_blocks.source.feed.Bypass` says what lending means. Thread-safe.
     """
 
-    def __new__(cls, index: BlockIndex, worker: _Name) -> Bypass: ...
+    def __new__(cls, index: BlockIndex, worker: _Name, digests_kept: int) -> Bypass: ...
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]]) -> bool: ...
     def take(self) -> tuple[int, list[tuple[int, int]], int, float | None, bool, str] | None:
         """Return the fields of `Progress`."""
@@ -674,9 +658,6 @@ class Rpc:
     def close_connections(self, listener: int) -> None:
         """Close them now."""
 
-    def open_calls(self, listener: int) -> int:
-        """Calls that came and are not over."""
-
     def connect(self, host: str, port: int, authority: str, tls: ClientTls | None = None, server_name: str = "") -> int:
         """Begin to connect; return the connection's number. CONNECTED or CLOSED follows.
 
@@ -691,9 +672,6 @@ class Rpc:
             ValueError: `host` is no address.
             OSError: There is no way to it, or no descriptor.
         """
-
-    def connect_unix(self, path: str, authority: str) -> int:
-        """Connect over a Unix socket; as `connect`."""
 
     def close(self, connection: int) -> None:
         """End its calls, and close it."""

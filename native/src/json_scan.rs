@@ -4,16 +4,13 @@
 
 use std::collections::HashSet;
 
-use memchr::memchr2;
-
+use crate::json_text::{self, characters, decoded};
 use crate::token_json;
 
 /// Arrays and objects within one another.
 pub const MAX_DEPTH: usize = 128;
 /// Of one number: Python makes no integer of more.
 const MAX_NUMBER_BYTES: usize = 4300;
-/// Of a string, before a search is worth its beginning.
-const SHORT_BYTES: usize = 16;
 /// A shorter number without an exponent is finite.
 const MAX_FINITE_BYTES: usize = 300;
 /// Fields whose text is counted.
@@ -83,12 +80,12 @@ type Scanned<T> = Result<T, Refused>;
 
 /// The fields of an object, in their order.
 pub fn scan(text: &[u8], bounds: Bounds<'_>) -> Scanned<Object> {
-    std::str::from_utf8(text).map_err(|_| Refused::NotUtf8)?;
+    let text = std::str::from_utf8(text).map_err(|_| Refused::NotUtf8)?;
     Scanner { text, at: 0, bounds, values: 0 }.object()
 }
 
 struct Scanner<'a> {
-    text: &'a [u8],
+    text: &'a str,
     at: usize,
     bounds: Bounds<'a>,
     values: usize,
@@ -144,10 +141,7 @@ impl<'a> Scanner<'a> {
             return Ok(characters);
         }
         if self.peek() == Some(b'[') {
-            let mut first = begin + 1;
-            while matches!(self.text.get(first), Some(b' ' | b'\t' | b'\n' | b'\r')) {
-                first += 1;
-            }
+            let first = json_text::space(self.bytes(), begin + 1);
             self.at = first;
             if matches!(self.peek(), Some(b'[' | b'"')) {
                 let values = self.values;
@@ -172,7 +166,7 @@ impl<'a> Scanner<'a> {
 
     /// A list of token ids; `None`: there is none here.
     fn token_ids(&mut self) -> Option<Vec<u8>> {
-        let (token_ids, taken) = token_json::read(&self.text[self.at..])?;
+        let (token_ids, taken) = token_json::read(&self.bytes()[self.at..])?;
         self.at += taken;
         self.values += 1;
         Some(token_ids)
@@ -193,7 +187,7 @@ impl<'a> Scanner<'a> {
             }
             Some(b'"') => {
                 let raw = self.string()?;
-                Ok(if counted > 0 { characters(raw) } else { 0 })
+                Ok(if counted > 0 { characters(raw.as_bytes()) } else { 0 })
             }
             Some(b'-' | b'0'..=b'9') => {
                 let is_integer = self.number()?;
@@ -245,7 +239,7 @@ impl<'a> Scanner<'a> {
 
     /// The name of a field and what separates it from its value.
     fn name(&mut self) -> Scanned<String> {
-        let name = decoded(self.string()?);
+        let name = decoded(self.string()?).into_owned();
         self.colon()?;
         Ok(name)
     }
@@ -258,106 +252,27 @@ impl<'a> Scanner<'a> {
     }
 
     /// What stands between the quotation marks.
-    fn string(&mut self) -> Scanned<&'a [u8]> {
-        self.mark(b'"')?;
-        let begin = self.at;
-        loop {
-            self.plain()?;
-            match self.peek() {
-                Some(b'"') => {
-                    self.at += 1;
-                    return Ok(&self.text[begin..self.at - 1]);
-                }
-                Some(b'\\') => self.escape()?,
-                _ => return Err(self.syntax()),
-            }
-        }
-    }
-
-    /// Passes over what stands for itself in a string.
-    fn plain(&mut self) -> Scanned<()> {
-        // Names are short, and so is what stands between escapes: a search would cost more than it saves.
-        for _ in 0..SHORT_BYTES {
-            match self.peek() {
-                Some(0..0x20 | b'"' | b'\\') | None => return Ok(()),
-                Some(_) => self.at += 1,
-            }
-        }
-        let rest = &self.text[self.at..];
-        let plain = memchr2(b'"', b'\\', rest).unwrap_or(rest.len());
-        if rest[..plain].iter().fold(false, |found, &byte| found | (byte < 0x20)) {
-            let control = rest.iter().position(|&byte| byte < 0x20).unwrap_or(0);
-            return Err(Refused::Syntax(self.at + control));
-        }
-        self.at += plain;
-        Ok(())
-    }
-
-    fn escape(&mut self) -> Scanned<()> {
-        let begin = self.at;
-        self.at += 1;
-        match self.peek() {
-            Some(b'"' | b'\\' | b'/' | b'b' | b'f' | b'n' | b'r' | b't') => {
-                self.at += 1;
-                Ok(())
-            }
-            Some(b'u') => {
-                unit(self.text, begin).ok_or(Refused::Syntax(self.at))?;
-                self.at = begin + 6;
-                Ok(())
-            }
-            _ => Err(self.syntax()),
-        }
+    fn string(&mut self) -> Scanned<&'a str> {
+        let begin = self.at + 1;
+        self.at = json_text::string(self.bytes(), self.at).map_err(Refused::Syntax)?;
+        Ok(&self.text[begin..self.at - 1])
     }
 
     /// Whether it is an integer.
     fn number(&mut self) -> Scanned<bool> {
         let begin = self.at;
-        if self.peek() == Some(b'-') {
-            self.at += 1;
-            if self.peek() == Some(b'I') {
-                self.at = begin;
-                return self.word().map(|()| false);
-            }
+        if self.bytes()[begin..].starts_with(b"-I") {
+            return self.word().map(|()| false);
         }
-        match self.peek() {
-            Some(b'0') => self.at += 1,
-            Some(b'1'..=b'9') => self.digits(),
-            _ => return Err(self.syntax()),
-        }
-        let (mut whole, mut exponent) = (true, false);
-        if self.peek() == Some(b'.') {
-            whole = false;
-            self.at += 1;
-            self.some_digits()?;
-        }
-        if matches!(self.peek(), Some(b'e' | b'E')) {
-            (whole, exponent) = (false, true);
-            self.at += 1;
-            if matches!(self.peek(), Some(b'+' | b'-')) {
-                self.at += 1;
-            }
-            self.some_digits()?;
-        }
-        let literal = &self.text[begin..self.at];
-        let long = literal.len() > MAX_NUMBER_BYTES;
-        let looked_at = !whole && (exponent || literal.len() > MAX_FINITE_BYTES);
-        if long || looked_at && self.bounds.strict && !is_finite(literal) {
+        let (end, whole) = json_text::number(self.bytes(), begin).map_err(Refused::Syntax)?;
+        self.at = end;
+        let literal = &self.text[begin..end];
+        let looked_at = !whole && (literal.len() > MAX_FINITE_BYTES || literal.contains(['e', 'E']));
+        let is_finite = || literal.parse().is_ok_and(f64::is_finite);
+        if literal.len() > MAX_NUMBER_BYTES || looked_at && self.bounds.strict && !is_finite() {
             return Err(Refused::Number(begin));
         }
         Ok(whole)
-    }
-
-    fn some_digits(&mut self) -> Scanned<()> {
-        let begin = self.at;
-        self.digits();
-        if self.at > begin { Ok(()) } else { Err(self.syntax()) }
-    }
-
-    fn digits(&mut self) {
-        while matches!(self.peek(), Some(b'0'..=b'9')) {
-            self.at += 1;
-        }
     }
 
     fn word(&mut self) -> Scanned<()> {
@@ -366,20 +281,22 @@ impl<'a> Scanner<'a> {
         } else {
             &[b"null", b"true", b"false", b"NaN", b"Infinity", b"-Infinity"]
         };
-        let rest = &self.text[self.at..];
+        let rest = &self.bytes()[self.at..];
         let word = words.iter().find(|word| rest.starts_with(word)).ok_or_else(|| self.syntax())?;
         self.at += word.len();
         Ok(())
     }
 
     fn peek(&self) -> Option<u8> {
-        self.text.get(self.at).copied()
+        self.bytes().get(self.at).copied()
+    }
+
+    fn bytes(&self) -> &'a [u8] {
+        self.text.as_bytes()
     }
 
     fn space(&mut self) {
-        while matches!(self.peek(), Some(b' ' | b'\t' | b'\n' | b'\r')) {
-            self.at += 1;
-        }
+        self.at = json_text::space(self.bytes(), self.at);
     }
 
     fn mark(&mut self, mark: u8) -> Scanned<()> {
@@ -395,82 +312,9 @@ impl<'a> Scanner<'a> {
     }
 }
 
-fn is_finite(literal: &[u8]) -> bool {
-    std::str::from_utf8(literal).ok().and_then(|text| text.parse::<f64>().ok()).is_some_and(f64::is_finite)
-}
-
-/// The code unit of the escape that begins here.
-fn unit(text: &[u8], at: usize) -> Option<u32> {
-    let digits = text.get(at + 2..at + 6)?;
-    if text.get(at..at + 2)? != b"\\u" || !digits.iter().all(u8::is_ascii_hexdigit) {
-        return None;
-    }
-    u32::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
-}
-
-/// The second half of the pair whose first half begins here.
-fn unit_of_pair(text: &[u8], at: usize, high: u32) -> Option<u32> {
-    let low = unit(text, at + 6)?;
-    ((0xd800..0xdc00).contains(&high) && (0xdc00..0xe000).contains(&low)).then_some(low)
-}
-
 /// Whether what stands in an object under this name is text.
-fn is_text(name: &[u8]) -> bool {
-    let names: [&[u8]; 2] = [b"content", b"text"];
-    if name.contains(&b'\\') { names.contains(&decoded(name).as_bytes()) } else { names.contains(&name) }
-}
-
-/// The characters of a string that has been scanned.
-fn characters(raw: &[u8]) -> usize {
-    let (mut at, mut count) = (0, 0);
-    loop {
-        let rest = &raw[at..];
-        let plain = memchr::memchr(b'\\', rest).unwrap_or(rest.len());
-        count += rest[..plain].iter().filter(|&&byte| byte & 0xc0 != 0x80).count();
-        if plain == rest.len() {
-            return count;
-        }
-        at += plain;
-        at += escaped(raw, at).1;
-        count += 1;
-    }
-}
-
-/// A string that has been scanned, as text; half of a surrogate pair becomes a question mark.
-fn decoded(raw: &[u8]) -> String {
-    let (mut at, mut text) = (0, Vec::with_capacity(raw.len()));
-    let mut buffer = [0; 4];
-    while let Some(plain) = memchr::memchr(b'\\', &raw[at..]) {
-        text.extend_from_slice(&raw[at..at + plain]);
-        at += plain;
-        let (character, taken) = escaped(raw, at);
-        text.extend_from_slice(character.encode_utf8(&mut buffer).as_bytes());
-        at += taken;
-    }
-    text.extend_from_slice(&raw[at..]);
-    String::from_utf8(text).expect("it was scanned")
-}
-
-/// The character of an escape that has been scanned, and its bytes.
-fn escaped(raw: &[u8], at: usize) -> (char, usize) {
-    match raw[at + 1] {
-        b'b' => ('\u{8}', 2),
-        b'f' => ('\u{c}', 2),
-        b'n' => ('\n', 2),
-        b'r' => ('\r', 2),
-        b't' => ('\t', 2),
-        b'u' => {
-            let high = unit(raw, at).expect("it was scanned");
-            match unit_of_pair(raw, at, high) {
-                Some(low) => {
-                    let code = 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
-                    (char::from_u32(code).expect("a pair is a character"), 12)
-                }
-                None => (char::from_u32(high).unwrap_or('?'), 6),
-            }
-        }
-        other => (other as char, 2),
-    }
+fn is_text(name: &str) -> bool {
+    matches!(&*decoded(name), "content" | "text")
 }
 
 #[cfg(test)]

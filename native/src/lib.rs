@@ -13,6 +13,7 @@ pub mod http;
 pub mod index;
 pub mod ingest;
 pub mod json_scan;
+mod json_text;
 pub mod load;
 pub mod protobuf;
 #[cfg(feature = "python")]

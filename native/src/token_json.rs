@@ -2,6 +2,8 @@
 //!
 //! Native backend of `kvscout_common.http.token_json_reference`.
 
+use crate::json_text::space;
+
 /// Bytes of a packed token id.
 const TOKEN_BYTES: usize = 4;
 
@@ -88,13 +90,6 @@ fn number(text: &[u8]) -> Option<(u32, usize)> {
 
 fn mark(text: &[u8], at: usize, mark: u8) -> Option<usize> {
     (*text.get(at)? == mark).then_some(at + 1)
-}
-
-fn space(text: &[u8], mut at: usize) -> usize {
-    while matches!(text.get(at), Some(b' ' | b'\t' | b'\n' | b'\r')) {
-        at += 1;
-    }
-    at
 }
 
 #[cfg(test)]

@@ -24,6 +24,7 @@ from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.native import NativeIndex, make_bypass
 from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
+from kvscout_blocks.source.sequence import DIGESTS_KEPT
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_common.hashing import native_available
@@ -42,7 +43,7 @@ class NativeBypass:
     """What `IntakeSubscription` is over sockets, over calls."""
 
     def __init__(self, index: NativeIndex) -> None:
-        self.bypass = make_bypass(index, RANK)
+        self.bypass = make_bypass(index, RANK, DIGESTS_KEPT)
         self.stopped: Callable[[], None] = lambda: None
 
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:

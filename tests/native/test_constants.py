@@ -10,7 +10,6 @@ import pytest
 
 from kvscout_blocks.bytes import codec, events, messages, wire
 from kvscout_blocks.index import block_index
-from kvscout_blocks.source import sequence
 from kvscout_common import hashing
 
 SOURCES = Path(__file__).parents[2] / "native" / "src"
@@ -20,7 +19,6 @@ SHARED: dict[str, tuple[ModuleType, ...]] = {
     "events.rs": (events,),
     "hashing.rs": (hashing,),
     "index": (block_index,),
-    "ingest/bypass.rs": (sequence,),
     "wire": (wire,),
 }
 """Files or folders of Rust → modules of Python."""

@@ -108,21 +108,7 @@ class NativeIndex(BlockIndex):
         return NativeCut(worker, cut) if cut is not None else None
 
     def loading(self, dump: WorkerDump) -> Loading:
-        return Loading(
-            lambda: kvscout_native.Loading.of_dump(
-                self.core,
-                dump.worker,
-                dump.epoch,
-                dump.last_event_id,
-                dump.groups,
-                dump.blocks,
-                dump.orphans,
-                dump.incompatible,
-                dump.windows,
-                dump.window_blocks,
-                dump.incomplete,
-            )
-        )
+        return Loading(lambda: kvscout_native.Loading.of_dump(self.core, dump))
 
     def loading_messages(self, messages: Sequence[bytes]) -> Loading:
         return Loading(lambda: kvscout_native.Loading.of_messages(self.core, messages))
@@ -131,11 +117,11 @@ class NativeIndex(BlockIndex):
         stats = self.core.worker_stats(worker)
         if stats is None:
             return None
-        ignored = {reason: count for reason, count in zip(Ignored, stats[-1], strict=True) if count}
-        return WorkerStats(*stats[:-1], ignored)
+        ignored = {reason: count for reason, count in zip(Ignored, stats.pop("ignored"), strict=True) if count}
+        return WorkerStats(**stats, ignored=ignored)
 
     def stats(self) -> IndexStats:
-        return IndexStats(*self.core.stats())
+        return IndexStats(**self.core.stats())
 
     def check_invariants(self) -> None:
         self.core.check_invariants()
@@ -237,9 +223,15 @@ class NativeQueries:
         return self._queries.answer_stream(message, now, caller_tenant)
 
 
-def make_bypass(index: BlockIndex, worker: WorkerRank) -> kvscout_native.Bypass | None:
-    """Return what applies a rank's usual batches to a native index off the event loop; None: the index is another."""
-    return kvscout_native.Bypass(index.core, worker) if isinstance(index, NativeIndex) else None
+def make_bypass(index: BlockIndex, worker: WorkerRank, digests_kept: int) -> kvscout_native.Bypass | None:
+    """Return what applies a rank's usual batches to a native index off the event loop; None: the index is another.
+
+    Args:
+        index: The index.
+        worker: The rank.
+        digests_kept: Digests of batches in its position, at most.
+    """
+    return kvscout_native.Bypass(index.core, worker, digests_kept) if isinstance(index, NativeIndex) else None
 
 
 def make_intake_thread() -> kvscout_native.Intake | None:

@@ -68,20 +68,18 @@ class ReferenceIndex(BlockIndex):
         return Worker(self._clock, self.block_size, self.eagle, self.max_blocks, options)
 
     def remove_rank(self, worker: WorkerRank) -> bool:
-        known = self._workers.pop(worker, None)
-        if known is not None:
-            known.clear()
-        return known is not None
+        return self._workers.pop(worker, None) is not None
 
     def reset(self, worker: WorkerRank) -> None:
-        known = self._workers.get(worker)
-        if known is not None:
-            self._replace(worker, known, self._new_worker(known.options))
+        if worker in self._workers:
+            self._begin_again(worker)
 
-    def _replace(self, worker: WorkerRank, old: Worker, new: Worker) -> None:
+    def _begin_again(self, worker: WorkerRank) -> Worker:
+        """Put an empty worker in place of one; its counters stay."""
+        old = self._workers[worker]
+        new = self._workers[worker] = self._new_worker(old.options)
         new.ignored = old.ignored
-        self._workers[worker] = new
-        old.clear()
+        return new
 
     def workers(self) -> tuple[WorkerRank, ...]:
         return tuple(sorted(self._workers))
@@ -260,9 +258,8 @@ class ReferenceIndex(BlockIndex):
         """Put a dump that was checked in place of a worker's state; False: another one began meanwhile."""
         if self._workers.get(dump.worker) is not old:
             return False
-        new = self._new_worker(old.options)
+        new = self._begin_again(dump.worker)
         new.fill(dump)
-        self._replace(dump.worker, old, new)
         self._enforce_bound(len(new.counts))
         return True
 

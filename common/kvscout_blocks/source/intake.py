@@ -22,6 +22,7 @@ from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.index.native import make_bypass, make_intake_thread
 from kvscout_blocks.source import subscriber
 from kvscout_blocks.source.feed import Progress
+from kvscout_blocks.source.sequence import DIGESTS_KEPT
 from kvscout_blocks.source.subscriber import BURST, Callbacks
 from kvscout_common.process.endings import INTENDED
 from kvscout_common.worker import EventEndpoint, WorkerRank
@@ -68,7 +69,7 @@ class Intake:
         Raises:
             OSError: The endpoint cannot be used, or the system watches no more sockets.
         """
-        bypass = make_bypass(index, rank)
+        bypass = make_bypass(index, rank, DIGESTS_KEPT)
         if bypass is None:
             return None
         number = self._thread.add(

@@ -14,8 +14,6 @@ pub use publish::encode_events;
 
 /// Version of the message that is written, and the only one that is read.
 pub const VERSION: u64 = 1;
-/// Largest message.
-pub const MAX_CHUNK_BYTES: usize = 512 * 1024;
 
 /// Kinds of a cache group, as on the wire.
 const FULL_ATTENTION: u64 = 1;

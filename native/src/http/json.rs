@@ -4,6 +4,8 @@
 
 use std::borrow::Cow;
 
+use crate::json_text;
+
 /// Arrays and objects within one another.
 pub const MAX_DEPTH: usize = 200;
 /// Python refuses to make a number of more digits.
@@ -62,9 +64,7 @@ impl<'a> Cursor<'a> {
     }
 
     fn space(&mut self) {
-        while matches!(self.peek(), Some(b' ' | b'\t' | b'\n' | b'\r')) {
-            self.at += 1;
-        }
+        self.at = json_text::space(self.bytes(), self.at);
     }
 
     fn eat(&mut self, byte: u8) -> Option<()> {
@@ -132,113 +132,25 @@ impl<'a> Cursor<'a> {
 
     /// A number that is not negative and has neither fraction nor exponent; Some(None): another one.
     pub fn number(&mut self) -> Option<Option<u64>> {
-        let start = self.at;
-        let negative = self.eat(b'-').is_some();
-        if negative && self.peek() == Some(b'I') {
-            self.at = start;
+        let begin = self.at;
+        if self.bytes()[begin..].starts_with(b"-I") {
             return self.word().map(|()| None);
         }
-        let digits = self.at;
-        match self.peek()? {
-            b'0' => self.at += 1,
-            b'1'..=b'9' => self.digits(),
-            _ => return None,
-        }
-        let integer = &self.text[digits..self.at];
-        let mut whole = true;
-        if self.peek() == Some(b'.') && self.bytes().get(self.at + 1).is_some_and(u8::is_ascii_digit) {
-            whole = false;
-            self.at += 1;
-            self.digits();
-        }
-        if matches!(self.peek(), Some(b'e' | b'E')) {
-            let sign = matches!(self.bytes().get(self.at + 1), Some(b'+' | b'-'));
-            let first = self.at + 1 + usize::from(sign);
-            if self.bytes().get(first).is_some_and(u8::is_ascii_digit) {
-                whole = false;
-                self.at = first;
-                self.digits();
-            }
-        }
-        if whole && integer.len() > MAX_DIGITS {
+        let (end, whole) = json_text::number(self.bytes(), begin).ok()?;
+        self.at = end;
+        let literal = &self.text[begin..end];
+        let digits = literal.trim_start_matches('-');
+        if whole && digits.len() > MAX_DIGITS {
             return None;
         }
-        let value = integer.parse().ok().filter(|value| whole && (!negative || *value == 0));
-        Some(value)
-    }
-
-    fn digits(&mut self) {
-        while self.peek().is_some_and(|byte| byte.is_ascii_digit()) {
-            self.at += 1;
-        }
+        Some(digits.parse().ok().filter(|value| whole && (digits.len() == literal.len() || *value == 0)))
     }
 
     /// A string; a lone surrogate in it becomes a question mark.
     pub fn string(&mut self) -> Option<Cow<'a, str>> {
-        self.eat(b'"')?;
-        let start = self.at;
-        let bytes = self.bytes();
-        loop {
-            match self.peek()? {
-                b'"' => {
-                    self.at += 1;
-                    return Some(Cow::Borrowed(&self.text[start..self.at - 1]));
-                }
-                b'\\' => break,
-                0..0x20 => return None,
-                _ => self.at += 1,
-            }
-        }
-        let mut decoded = self.text[start..self.at].to_owned();
-        loop {
-            let plain = self.at;
-            while !matches!(bytes.get(self.at)?, b'"' | b'\\' | 0..0x20) {
-                self.at += 1;
-            }
-            decoded.push_str(&self.text[plain..self.at]);
-            self.at += 1;
-            match bytes[self.at - 1] {
-                b'"' => return Some(Cow::Owned(decoded)),
-                b'\\' => decoded.push(self.escaped()?),
-                _ => return None,
-            }
-        }
-    }
-
-    fn escaped(&mut self) -> Option<char> {
-        let escape = self.peek()?;
-        self.at += 1;
-        Some(match escape {
-            b'"' | b'\\' | b'/' => escape as char,
-            b'b' => '\u{8}',
-            b'f' => '\u{c}',
-            b'n' => '\n',
-            b'r' => '\r',
-            b't' => '\t',
-            b'u' => {
-                let unit = self.unit()?;
-                if (0xd800..0xdc00).contains(&unit) && self.bytes()[self.at..].starts_with(b"\\u") {
-                    let behind = self.at;
-                    self.at += 2;
-                    let low = self.unit()?;
-                    if (0xdc00..0xe000).contains(&low) {
-                        return char::from_u32(0x10000 + ((unit - 0xd800) << 10) + (low - 0xdc00));
-                    }
-                    self.at = behind;
-                }
-                char::from_u32(unit).unwrap_or('?')
-            }
-            _ => return None,
-        })
-    }
-
-    fn unit(&mut self) -> Option<u32> {
-        let digits = self.bytes().get(self.at..self.at + 4)?;
-        if !digits.iter().all(u8::is_ascii_hexdigit) {
-            return None;
-        }
-        self.at += 4;
-        u32::from_str_radix(&self.text[self.at - 4..self.at], 16).ok()
+        let begin = self.at + 1;
+        self.at = json_text::string(self.bytes(), self.at).ok()?;
+        Some(json_text::decoded(&self.text[begin..self.at - 1]))
     }
 
     /// A field that is a string.

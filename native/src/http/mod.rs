@@ -127,13 +127,14 @@ struct Connection {
 
 /// What there is now, and was until now.
 #[derive(Debug, Default, Clone, Copy)]
+#[cfg_attr(feature = "python", derive(pyo3::IntoPyObject))]
 pub struct Stats {
     pub connections: usize,
     pub calls: usize,
     pub answers: usize,
     /// New connections closed because there were too many, and idle ones.
-    pub refused: u64,
-    pub evicted: u64,
+    pub connections_refused: u64,
+    pub connections_evicted: u64,
 }
 
 /// Where a request goes if no connection is idle.
@@ -206,8 +207,8 @@ impl Http {
             connections: self.connections.len(),
             calls: self.calls.len(),
             answers: self.answers.len(),
-            refused: self.refused,
-            evicted: self.crowds.evicted(),
+            connections_refused: self.refused,
+            connections_evicted: self.crowds.evicted(),
         }
     }
 

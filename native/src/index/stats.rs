@@ -16,6 +16,7 @@ use hashbrown::{HashMap, HashSet};
 
 /// State of one worker rank; as in `kvscout_blocks.index.block_index.WorkerStats`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "python", derive(pyo3::IntoPyObject))]
 pub struct WorkerStats {
     pub blocks: u64,
     pub hidden: u64,
@@ -35,6 +36,7 @@ pub struct WorkerStats {
 
 /// State of the whole index; as in `kvscout_blocks.index.block_index.IndexStats`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "python", derive(pyo3::IntoPyObject))]
 pub struct IndexStats {
     pub blocks: u64,
     pub memberships: u64,

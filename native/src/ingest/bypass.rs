@@ -11,9 +11,6 @@ use crate::events::{Batch, Event};
 use crate::index::{Index, WorkerRank};
 use crate::wire;
 
-/// As `sequence.DIGESTS_KEPT`.
-const DIGESTS_KEPT: usize = 64;
-
 /// What may wait to be decided about; with more, a source is to be left unread.
 const PENDING: usize = 256;
 const PENDING_BYTES: usize = 8 * 1024 * 1024;
@@ -82,12 +79,14 @@ impl State {
 pub struct Bypass {
     index: Arc<Index>,
     worker: WorkerRank,
+    /// Digests in a position, at most.
+    digests_kept: usize,
     state: Mutex<State>,
 }
 
 impl Bypass {
-    pub fn new(index: Arc<Index>, worker: WorkerRank) -> Self {
-        Self { index, worker, state: Mutex::default() }
+    pub fn new(index: Arc<Index>, worker: WorkerRank, digests_kept: usize) -> Self {
+        Self { index, worker, digests_kept, state: Mutex::default() }
     }
 
     /// Lets the bypass go on from a position; false if something waits that comes first.
@@ -163,7 +162,7 @@ impl Bypass {
         let applied = self.index.apply(self.worker.name(), batch, 0, Some(event_id));
         progress.position.last_id = event_id;
         progress.position.digests.push_back((event_id, xxh3_64(payload)));
-        let excess = progress.position.digests.len().saturating_sub(DIGESTS_KEPT);
+        let excess = progress.position.digests.len().saturating_sub(self.digests_kept);
         progress.position.digests.drain(..excess);
         progress.applied += 1;
         progress.applied_at = Some(Instant::now());

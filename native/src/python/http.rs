@@ -7,7 +7,7 @@ use std::time::Duration;
 use hashbrown::HashMap;
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use super::budget::ByteCharge;
 use super::rpc::{ClientTls, RpcLoop, ServerTls, address};
@@ -16,37 +16,11 @@ use crate::http::{
     ServerLimits,
 };
 
-/// Kinds of events, the first item of each; the stub has the others.
-const KINDS: [(&str, u8); 14] = [
-    ("REQUEST", REQUEST),
-    ("BODY", BODY),
-    ("BODY_FAILED", BODY_FAILED),
-    ("GONE", GONE),
-    ("WRITABLE", WRITABLE),
-    ("ANSWER", ANSWER),
-    ("FIRST", FIRST),
-    ("CHUNK", CHUNK),
-    ("FULL", FULL),
-    ("ENDED", ENDED),
-    ("ACCEPT_FAILED", ACCEPT_FAILED),
-    ("RPC_DUE", RPC_DUE),
-    ("AGAIN", AGAIN),
-    ("CROWDED", CROWDED),
-];
-const REQUEST: u8 = 0;
-const BODY: u8 = 1;
-const BODY_FAILED: u8 = 2;
-const GONE: u8 = 3;
-const WRITABLE: u8 = 4;
-const ANSWER: u8 = 5;
-const FIRST: u8 = 6;
-const CHUNK: u8 = 7;
-const FULL: u8 = 8;
-const ENDED: u8 = 9;
-const ACCEPT_FAILED: u8 = 10;
-const RPC_DUE: u8 = 11;
-const AGAIN: u8 = 12;
-const CROWDED: u8 = 13;
+// The stub says what else each has.
+kinds! {
+    REQUEST BODY BODY_FAILED GONE WRITABLE ANSWER FIRST CHUNK FULL ENDED ACCEPT_FAILED RPC_DUE AGAIN
+    CROWDED
+}
 
 /// HTTP driven by an event loop; see the stub.
 #[pyclass(unsendable, module = "kvscout_native", name = "Http")]
@@ -169,15 +143,8 @@ impl HttpLoop {
         self.http.tick();
     }
 
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.http.stats();
-        let found = PyDict::new(py);
-        found.set_item("connections", stats.connections)?;
-        found.set_item("calls", stats.calls)?;
-        found.set_item("answers", stats.answers)?;
-        found.set_item("connections_refused", stats.refused)?;
-        found.set_item("connections_evicted", stats.evicted)?;
-        Ok(found)
+    fn stats(&self) -> http::Stats {
+        self.http.stats()
     }
 
     #[pyo3(signature = (
@@ -502,11 +469,7 @@ fn outcome(outcome: Outcome) -> &'static str {
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    let kinds = PyDict::new(module.py());
-    for (name, kind) in KINDS {
-        kinds.set_item(name, kind)?;
-    }
-    module.add("HTTP_EVENTS", kinds)?;
+    module.add("HTTP_EVENTS", std::collections::HashMap::from(KINDS))?;
     module.add_class::<PyEventRelay>()?;
     module.add_class::<HttpLoop>()
 }

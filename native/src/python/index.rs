@@ -12,8 +12,8 @@ use super::{DETACH_ABOVE_BYTES, applied, fault_name};
 use crate::events::{Event, Removed};
 use crate::hashing::hashes_from_bytes;
 use crate::index::{
-    self, Bounds, Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, HashedPrompt, LEVELS, LoadError, Row,
-    WindowGroup, WorkerDump, WorkerName, WorkerOptions,
+    self, Bounds, Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, HashedPrompt, IndexStats, LEVELS,
+    LoadError, Row, WindowGroup, WorkerDump, WorkerName, WorkerOptions, WorkerStats,
 };
 use crate::wire;
 
@@ -31,10 +31,10 @@ impl Name {
 type CopiesTuple = (u32, u8, u32);
 
 /// Engine hash, parent, local hash, copies.
-pub type Blocks = Vec<(Option<u64>, i64, u64, Vec<CopiesTuple>)>;
+type Blocks = Vec<(Option<u64>, i64, u64, Vec<CopiesTuple>)>;
 
 /// Engine hash, that of the parent, local hash, copies.
-pub type Orphans = Vec<(u64, u64, u64, Vec<CopiesTuple>)>;
+type Orphans = Vec<(u64, u64, u64, Vec<CopiesTuple>)>;
 
 pub fn counts_to_python(counts: &[Copies]) -> Vec<CopiesTuple> {
     counts.iter().map(|copies| (copies.group, copies.tier, copies.number)).collect()
@@ -172,23 +172,8 @@ impl BlockIndex {
         self.index.cursor(worker.get())
     }
 
-    fn worker_stats<'py>(&self, py: Python<'py>, worker: Name) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        let Some(stats) = self.index.worker_stats(worker.get()) else { return Ok(None) };
-        let columns = (
-            stats.blocks,
-            stats.hidden,
-            stats.orphans,
-            stats.ghosts,
-            stats.predictions,
-            stats.device_copies,
-            stats.window_blocks,
-            stats.unjudged_groups,
-            stats.over_capacity,
-            stats.incomplete,
-            stats.incompatible,
-            stats.ignored.to_vec(),
-        );
-        columns.into_pyobject(py).map(Some)
+    fn worker_stats(&self, worker: Name) -> Option<WorkerStats> {
+        self.index.worker_stats(worker.get())
     }
 
     fn incomplete(&self) -> Vec<(String, u32)> {
@@ -196,22 +181,8 @@ impl BlockIndex {
         names.map(|name| (name.worker_id.to_string(), name.dp_rank)).collect()
     }
 
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let stats = py.detach(|| self.index.stats());
-        let columns = (
-            stats.blocks,
-            stats.memberships,
-            stats.workers,
-            stats.orphans,
-            stats.hidden,
-            stats.ghosts,
-            stats.predictions,
-            stats.bytes,
-            stats.evicted,
-            stats.queries,
-            stats.unknown_worker,
-        );
-        columns.into_pyobject(py)
+    fn stats(&self, py: Python<'_>) -> IndexStats {
+        py.detach(|| self.index.stats())
     }
 
     fn check_invariants(&self, py: Python<'_>) -> PyResult<()> {
@@ -245,14 +216,15 @@ impl BlockIndex {
 }
 
 /// Engine hash, sequence hash, copies.
-pub type WindowBlocks = Vec<(u64, u64, Vec<CopiesTuple>)>;
+type WindowBlocks = Vec<(u64, u64, Vec<CopiesTuple>)>;
 
 /// Group, tokens of its window, tokens a block.
-pub type Windows = Vec<(u32, u32, u32)>;
+type Windows = Vec<(u32, u32, u32)>;
 
-/// A dump from its columns.
-#[allow(clippy::too_many_arguments)]
-pub fn read_dump(
+/// A `WorkerDump` of Python.
+#[derive(FromPyObject)]
+pub struct PyDump {
+    pub worker: (String, u32),
     epoch: u64,
     last_event_id: Option<u64>,
     groups: Vec<(u32, bool)>,
@@ -262,34 +234,45 @@ pub fn read_dump(
     windows: Windows,
     window_blocks: WindowBlocks,
     incomplete: bool,
-) -> WorkerDump {
-    let blocks = blocks.into_iter().map(|(engine_hash, parent, local_hash, counts)| DumpedBlock {
-        engine_hash,
-        // Anything below -1 comes out as a position that is too high, which is refused.
-        parent: (parent != -1).then_some(parent as usize),
-        local_hash,
-        counts: counts_from_python(counts),
-    });
-    let orphans = orphans.into_iter().map(|(engine_hash, parent_engine_hash, local_hash, counts)| {
-        DumpedOrphan { engine_hash, parent_engine_hash, local_hash, counts: counts_from_python(counts) }
-    });
-    let (blocks, orphans) = (blocks.collect(), orphans.collect());
-    let windows =
-        windows.into_iter().map(|(number, window, block_size)| WindowGroup { number, window, block_size });
-    let window_blocks = window_blocks.into_iter().map(|(engine_hash, sequence_hash, counts)| {
-        DumpedWindowBlock { engine_hash, sequence_hash, counts: counts_from_python(counts) }
-    });
-    let (windows, window_blocks) = (windows.collect(), window_blocks.collect());
-    WorkerDump {
-        epoch,
-        last_event_id,
-        groups,
-        blocks,
-        orphans,
-        windows,
-        window_blocks,
-        incompatible,
-        incomplete,
+}
+
+impl From<PyDump> for WorkerDump {
+    fn from(dump: PyDump) -> Self {
+        let blocks = dump.blocks.into_iter().map(|(engine_hash, parent, local_hash, counts)| DumpedBlock {
+            engine_hash,
+            // Anything below -1 comes out as a position that is too high, which is refused.
+            parent: (parent != -1).then_some(parent as usize),
+            local_hash,
+            counts: counts_from_python(counts),
+        });
+        let orphans =
+            dump.orphans.into_iter().map(|(engine_hash, parent_engine_hash, local_hash, counts)| {
+                DumpedOrphan {
+                    engine_hash,
+                    parent_engine_hash,
+                    local_hash,
+                    counts: counts_from_python(counts),
+                }
+            });
+        let windows = (dump.windows.into_iter()).map(|(number, window, block_size)| WindowGroup {
+            number,
+            window,
+            block_size,
+        });
+        let window_blocks = dump.window_blocks.into_iter().map(|(engine_hash, sequence_hash, counts)| {
+            DumpedWindowBlock { engine_hash, sequence_hash, counts: counts_from_python(counts) }
+        });
+        Self {
+            epoch: dump.epoch,
+            last_event_id: dump.last_event_id,
+            groups: dump.groups,
+            blocks: blocks.collect(),
+            orphans: orphans.collect(),
+            windows: windows.collect(),
+            window_blocks: window_blocks.collect(),
+            incompatible: dump.incompatible,
+            incomplete: dump.incomplete,
+        }
     }
 }
 

@@ -24,9 +24,10 @@ type Taken = (u64, Vec<(u64, u64)>, u64, Option<f64>, bool, String);
 #[pymethods]
 impl Bypass {
     #[new]
-    fn new(index: &Bound<'_, BlockIndex>, worker: (PyBackedStr, u32)) -> Self {
+    fn new(index: &Bound<'_, BlockIndex>, worker: (PyBackedStr, u32), digests_kept: usize) -> Self {
         let worker = WorkerRank::from(WorkerName { worker_id: &worker.0, dp_rank: worker.1 });
-        Self { bypass: Arc::new(ingest::Bypass::new(Arc::clone(index.get().index()), worker)) }
+        let index = Arc::clone(index.get().index());
+        Self { bypass: Arc::new(ingest::Bypass::new(index, worker, digests_kept)) }
     }
 
     fn lend(&self, last_id: u64, digests: Vec<(u64, u64)>) -> bool {

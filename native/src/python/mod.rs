@@ -1,5 +1,15 @@
 //! The Python module `kvscout_native._core`; `kvscout_native/__init__.pyi` documents it.
 
+/// Declares the kinds of events, which are the first item of each: numbers in this order, which Python gets by name.
+macro_rules! kinds {
+    ($($kind:ident)*) => {
+        #[allow(non_camel_case_types, clippy::upper_case_acronyms)]
+        enum EventKind { $($kind),* }
+        $(const $kind: u8 = EventKind::$kind as u8;)*
+        const KINDS: [(&str, u8); [$(stringify!($kind)),*].len()] = [$((stringify!($kind), $kind)),*];
+    };
+}
+
 mod answers;
 mod batch;
 mod budget;

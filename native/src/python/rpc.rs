@@ -7,44 +7,17 @@ use std::time::Duration;
 
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyList, PyString, PyTuple};
 
 use super::answers::{AnswerTimes, Answering, Answers};
 use super::budget::ByteBudget;
 use crate::budget::Budget;
-use crate::rpc::{
-    self, Address, Event, Kind, Limits, Metadata, News, Rpc, Seen, Status, TlsAcceptor, TlsConnector,
-};
+use crate::rpc::{self, Event, Kind, Limits, Metadata, News, Rpc, Seen, Status, TlsAcceptor, TlsConnector};
 
-/// Kinds of events, the first item of each; the stub has the others.
-const KINDS: [(&str, u8); 13] = [
-    ("OPEN", OPEN),
-    ("MESSAGE", MESSAGE),
-    ("HALF_CLOSED", HALF_CLOSED),
-    ("RESET", RESET),
-    ("WRITABLE", WRITABLE),
-    ("HEADERS", HEADERS),
-    ("END", END),
-    ("CONNECTED", CONNECTED),
-    ("CLOSED", CLOSED),
-    ("ACCEPT_FAILED", ACCEPT_FAILED),
-    ("ANSWERED", ANSWERED),
-    ("CROWDED", CROWDED),
-    ("HEAD", HEAD),
-];
-const OPEN: u8 = 0;
-const MESSAGE: u8 = 1;
-const HALF_CLOSED: u8 = 2;
-const RESET: u8 = 3;
-const WRITABLE: u8 = 4;
-const HEADERS: u8 = 5;
-const END: u8 = 6;
-const CONNECTED: u8 = 7;
-const CLOSED: u8 = 8;
-const ACCEPT_FAILED: u8 = 9;
-const ANSWERED: u8 = 10;
-const CROWDED: u8 = 11;
-const HEAD: u8 = 12;
+// The stub says what else each has.
+kinds! {
+    OPEN MESSAGE HALF_CLOSED RESET WRITABLE HEADERS END CONNECTED CLOSED ACCEPT_FAILED ANSWERED CROWDED HEAD
+}
 
 /// Of a call that ended, whether the peer may have looked at it; the stub has them.
 const SEEN_MAYBE: u8 = 0;
@@ -190,16 +163,8 @@ impl RpcLoop {
         self.rpc.tick();
     }
 
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.rpc.stats();
-        let found = PyDict::new(py);
-        found.set_item("connections", stats.connections)?;
-        found.set_item("calls", stats.calls)?;
-        found.set_item("queued_bytes", stats.queued_bytes)?;
-        found.set_item("connections_refused", stats.connections_refused)?;
-        found.set_item("connections_evicted", stats.connections_evicted)?;
-        found.set_item("calls_refused", stats.calls_refused)?;
-        Ok(found)
+    fn stats(&self) -> rpc::Stats {
+        self.rpc.stats()
     }
 
     #[pyo3(signature = (host, port, methods, tls=None))]
@@ -250,10 +215,6 @@ impl RpcLoop {
         self.rpc.close_connections(listener);
     }
 
-    fn open_calls(&self, listener: u64) -> usize {
-        self.rpc.open_calls(listener)
-    }
-
     #[pyo3(signature = (host, port, authority, tls=None, server_name=""))]
     fn connect(
         &mut self,
@@ -263,13 +224,8 @@ impl RpcLoop {
         tls: Option<&ClientTls>,
         server_name: &str,
     ) -> PyResult<u64> {
-        let address = Address::Tcp(address(host, port)?);
         let tls = tls.map(|tls| (tls.connector.clone(), server_name));
-        self.rpc.connect(&address, authority, tls).map_err(PyOSError::new_err)
-    }
-
-    fn connect_unix(&mut self, path: String, authority: String) -> PyResult<u64> {
-        self.rpc.connect(&Address::Unix(path), authority, None).map_err(PyOSError::new_err)
+        self.rpc.connect(address(host, port)?, authority, tls).map_err(PyOSError::new_err)
     }
 
     fn close(&mut self, connection: u64) {
@@ -393,11 +349,7 @@ fn event_tuple<'py>(py: Python<'py>, event: Event) -> PyResult<Bound<'py, PyTupl
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    let kinds = PyDict::new(module.py());
-    for (name, kind) in KINDS {
-        kinds.set_item(name, kind)?;
-    }
-    module.add("RPC_EVENTS", kinds)?;
+    module.add("RPC_EVENTS", std::collections::HashMap::from(KINDS))?;
     module.add_class::<ServerTls>()?;
     module.add_class::<ClientTls>()?;
     module.add_class::<RpcLoop>()

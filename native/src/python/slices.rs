@@ -4,13 +4,10 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
-use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyTuple};
 
 use super::codec::{Pool, decode_error};
-use super::index::{
-    BlockIndex, Blocks, Name, Orphans, WindowBlocks, Windows, counts_to_python, load_error, read_dump,
-};
+use super::index::{BlockIndex, Name, PyDump, counts_to_python, load_error};
 use crate::codec::{self, Identity};
 use crate::index::{self, WorkerDump, WorkerName, WorkerRank};
 
@@ -119,46 +116,16 @@ impl Drop for Cut {
 #[pyclass(frozen, module = "kvscout_native")]
 pub struct Loading {
     index: Arc<index::Index>,
-    #[pyo3(get)]
     worker: (String, u32),
-    #[pyo3(get)]
-    pool: Option<Pool>,
-    #[pyo3(get)]
-    history_incomplete: bool,
     loading: Mutex<Option<index::Loading>>,
 }
 
 #[pymethods]
 impl Loading {
     #[staticmethod]
-    #[allow(clippy::too_many_arguments)] // the columns of a dump
-    fn of_dump(
-        py: Python<'_>,
-        index: &Bound<'_, BlockIndex>,
-        worker: (PyBackedStr, u32),
-        epoch: u64,
-        last_event_id: Option<u64>,
-        groups: Vec<(u32, bool)>,
-        blocks: Blocks,
-        orphans: Orphans,
-        incompatible: String,
-        windows: Windows,
-        window_blocks: WindowBlocks,
-        incomplete: bool,
-    ) -> PyResult<Self> {
-        let dump = read_dump(
-            epoch,
-            last_event_id,
-            groups,
-            blocks,
-            orphans,
-            incompatible,
-            windows,
-            window_blocks,
-            incomplete,
-        );
-        let worker = (worker.0.to_string(), worker.1);
-        Self::begin(py, index, worker, dump, None, false)
+    fn of_dump(py: Python<'_>, index: &Bound<'_, BlockIndex>, mut dump: PyDump) -> PyResult<Self> {
+        let worker = std::mem::take(&mut dump.worker);
+        Self::begin(py, index, worker, dump.into())
     }
 
     #[staticmethod]
@@ -169,9 +136,8 @@ impl Loading {
     ) -> PyResult<Self> {
         let bytes: Vec<&[u8]> = messages.iter().map(|message| message.as_bytes()).collect();
         let dumped = py.detach(|| codec::decode(bytes)).map_err(|error| decode_error(py, error))?;
-        let Identity { worker_id, dp_rank, model, tenant, block_size, eagle } = dumped.identity;
-        let pool = Some((tenant, model, block_size, eagle));
-        Self::begin(py, index, (worker_id, dp_rank), dumped.dump, pool, dumped.history_incomplete)
+        let Identity { worker_id, dp_rank, .. } = dumped.identity;
+        Self::begin(py, index, (worker_id, dp_rank), dumped.dump)
     }
 
     fn step(&self, py: Python<'_>) -> PyResult<bool> {
@@ -207,14 +173,12 @@ impl Loading {
         index: &Bound<'_, BlockIndex>,
         worker: (String, u32),
         dump: WorkerDump,
-        pool: Option<Pool>,
-        history_incomplete: bool,
     ) -> PyResult<Self> {
         let index = Arc::clone(index.get().index());
         let name = WorkerName { worker_id: &worker.0, dp_rank: worker.1 };
         let loading =
             py.detach(|| index.begin_load(name, dump)).map_err(|error| load_error(py, name, error))?;
-        Ok(Self { index, worker, pool, history_incomplete, loading: Mutex::new(Some(loading)) })
+        Ok(Self { index, worker, loading: Mutex::new(Some(loading)) })
     }
 
     fn name(&self) -> WorkerName<'_> {

@@ -70,12 +70,6 @@ impl Rpc {
         }
     }
 
-    /// Calls that came to a listener and are not over.
-    pub fn open_calls(&self, listener: u64) -> usize {
-        let calls = |key| self.connections.get(key).map_or(0, |connection| connection.streams.len());
-        self.connections_of(listener).into_iter().map(calls).sum()
-    }
-
     fn connections_of(&self, listener: u64) -> Vec<u64> {
         let of = |key: &u64| {
             let connection = self.connections.get(*key);

@@ -51,7 +51,6 @@ use keyed::Keyed;
 pub use limits::Limits;
 use listener::{LISTENER, Listener};
 pub use metadata::Metadata;
-pub use outgoing::Address;
 use poll_budget::PollBudget;
 pub use status::{Seen, Status};
 pub use tls::{acceptor, connector};
@@ -94,6 +93,7 @@ pub enum Event {
 
 /// What is there now, and was until now.
 #[derive(Debug, Default, Clone, Copy)]
+#[cfg_attr(feature = "python", derive(pyo3::IntoPyObject))]
 pub struct Stats {
     pub connections: usize,
     pub calls: usize,

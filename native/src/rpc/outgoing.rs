@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use http::Request;
 use http::header::{CONTENT_TYPE, HeaderValue, TE};
-use mio::net::{TcpStream, UnixStream};
+use mio::net::TcpStream;
 use mio::{Interest, Token};
 use tokio_rustls::TlsConnector;
 
@@ -19,13 +19,6 @@ use super::socket::Stream;
 use super::wake::{Due, Notifier};
 use super::{Rpc, tls};
 
-/// Where a client connects to.
-#[derive(Debug, Clone)]
-pub enum Address {
-    Tcp(SocketAddr),
-    Unix(String),
-}
-
 impl Rpc {
     /// Begins to connect; `Connected` or `Closed` follows.
     ///
@@ -33,20 +26,15 @@ impl Rpc {
     /// There is no socket to be had, or no way to the address.
     pub fn connect(
         &mut self,
-        address: &Address,
+        address: SocketAddr,
         authority: String,
         tls: Option<(TlsConnector, &str)>,
     ) -> Result<u64, String> {
         let name =
             tls.map(|(connector, name)| tls::server_name(name).map(|name| (connector, name))).transpose()?;
-        let (stream, peer) = match address {
-            Address::Tcp(address) => (TcpStream::connect(*address).map(Stream::Tcp), format!("{address}")),
-            Address::Unix(path) => (UnixStream::connect(path).map(Stream::Unix), format!("unix:{path}")),
-        };
-        let mut stream = stream.map_err(|error| error.to_string())?;
-        if let Stream::Tcp(stream) = &stream {
-            stream.set_nodelay(true).map_err(|error| error.to_string())?;
-        }
+        let stream = TcpStream::connect(address).map_err(|error| error.to_string())?;
+        stream.set_nodelay(true).map_err(|error| error.to_string())?;
+        let (mut stream, peer) = (Stream::Tcp(stream), address.to_string());
         let queue = Arc::clone(&self.queue);
         let (limits, registry) = (Rc::clone(&self.limits), self.poll.registry());
         let mut registered = Ok(());
