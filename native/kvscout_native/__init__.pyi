@@ -947,7 +947,7 @@ class Http:
     def resume(self, answer: int) -> None:
         """What came was handled: the next may come."""
 
-    def report(self, answer: int) -> tuple[Any, ...] | None:
+    def report(self, answer: int) -> dict[str, Any] | None:
         """Return what was noticed until now; None = it is over."""
 
     def abort(self, answer: int) -> None:
@@ -974,5 +974,5 @@ class EventRelay:
         """Return why it ended before its end; "" = it has not."""
 
     @property
-    def report(self) -> tuple[Any, ...]:
+    def report(self) -> dict[str, Any]:
         """The fields of `StreamReport`."""

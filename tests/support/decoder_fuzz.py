@@ -312,7 +312,7 @@ def passed_on(relay: Any, chunks: Sequence[bytes]) -> tuple[Any, ...]:
     """What a relay makes of a stream that comes so."""
     passed = [relay.feed(chunk, 1.0) for chunk in chunks if not relay.over]
     passed.append(relay.feed(b"", 2.0, ends=True) if isinstance(relay, kvscout_native.EventRelay) else relay.end(2.0))
-    report = relay.report if isinstance(relay.report, StreamReport) else StreamReport(*relay.report)
+    report = relay.report if isinstance(relay.report, StreamReport) else StreamReport(**relay.report)
     told = asdict(report)
     for name in ("usage", "error"):
         told[name] = told[name] and repr(json.loads(told[name]))

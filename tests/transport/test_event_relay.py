@@ -225,4 +225,4 @@ def test_the_extension_reads_documents_up_to_the_same_length() -> None:
         document = event({"choices": [{"text": "x" * (length - around)}]})
         twin, running = kvscout_native.EventRelay(Form.BYTES.value), relay(Form.BYTES)
         assert twin.feed(document + DONE, 1.0) == b"".join(fed(running, document + DONE)) == document + DONE
-        assert [running.report.outputs, StreamReport(*twin.report).outputs] == [outputs, outputs]
+        assert [running.report.outputs, StreamReport(**twin.report).outputs] == [outputs, outputs]

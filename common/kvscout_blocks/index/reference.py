@@ -175,10 +175,9 @@ class ReferenceIndex(BlockIndex):
         surplus = entries - most + min(most // 64, SLICE) if entries > most else 0
         for worker in everyone:
             if surplus > 0:
-                surplus -= worker.evict_unmatchable(surplus)
+                surplus -= worker.evict(surplus, unmatchable=True)
         while surplus > 0:
-            largest = max(everyone, key=lambda worker: len(worker.counts))
-            surplus -= largest.evict(largest.bound_nodes(), surplus)
+            surplus -= max(everyone, key=lambda worker: len(worker.counts)).evict(surplus, unmatchable=False)
         self._evicted += entries - sum(len(worker.counts) for worker in everyone)
         for _ in range(sum(len(worker.gone) for worker in everyone) - most):
             max(everyone, key=lambda worker: len(worker.gone)).forget_oldest_ghost()

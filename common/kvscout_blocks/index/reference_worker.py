@@ -191,14 +191,14 @@ class Worker:
 
     @property
     def device_copies(self) -> int:
-        """Σ device counts over blocks and groups, orphans included."""
+        """Return Σ device counts over blocks and groups, orphans included."""
         return sum(
             number for counts in self.counts.values() for (_, tier), number in counts.items() if tier is Tier.DEVICE
         )
 
     @property
     def over_capacity(self) -> bool:
-        """Whether there are more device copies than the device has room for."""
+        """Return whether there are more device copies than the device has room for."""
         return 0 < self.options.total_kv_blocks < self.device_copies
 
     # Events
@@ -384,33 +384,28 @@ class Worker:
             for engine_hash in [name for name in self.nodes if name not in self.counts]:
                 self._forget(engine_hash)
 
-    def evict(self, nodes: Iterable[Prefix], surplus: int) -> int:
-        """Drop about `surplus` blocks of the nodes used longest ago, the deepest first; return their number.
+    def evict(self, surplus: int, *, unmatchable: bool) -> int:
+        """Drop about `surplus` entries, and return their number: those that no query can match, or any blocks.
 
-        An ancestor was never used longer ago than a block below it, so it goes later.
+        Of blocks those used longest ago go first, the deepest before their parents: an ancestor was never used longer
+        ago than a block below it.
         """
-        dropped = 0
-        for node in nsmallest(surplus, nodes, key=lambda node: (self._clock.used.get(node, 0), -node.depth)):
-            if dropped >= surplus:
-                break
-            for engine_hash in [name for name in self.names[node] if name in self.counts]:
+        before, nodes = len(self.counts), dict.fromkeys(self.bound_nodes())
+        if unmatchable:
+            for engine_hash in list(self.orphans)[:surplus]:
                 self.drop(engine_hash)
-                dropped += 1
+            for node in self.rooted():
+                nodes.pop(node, None)
+        for node in nsmallest(surplus, nodes, key=lambda node: (self._clock.used.get(node, 0), -node.depth)):
+            if before - len(self.counts) < surplus:
+                for engine_hash in [name for name in self.names[node] if name in self.counts]:
+                    self.drop(engine_hash)
         self.names_gone.clear()
-        return dropped
+        return before - len(self.counts)
 
-    def evict_unmatchable(self, surplus: int) -> int:
-        """Drop about `surplus` entries that no query can match: orphans, then bound blocks that are not rooted."""
-        orphans = list(self.orphans)[:surplus]
-        for engine_hash in orphans:
-            self.drop(engine_hash)
-        rooted = self.rooted()
-        unmatchable = [node for node in self.bound_nodes() if node not in rooted]
-        return len(orphans) + self.evict(unmatchable, surplus - len(orphans))
-
-    def bound_nodes(self) -> dict[Prefix, None]:
-        """Return the nodes with a bound hash, in order."""
-        return dict.fromkeys(node for name, node in self.nodes.items() if name in self.counts)
+    def bound_nodes(self) -> Iterator[Prefix]:
+        """Return the nodes of bound hashes."""
+        return (node for name, node in self.nodes.items() if name in self.counts)
 
     def forget_oldest_ghost(self) -> None:
         """Give the place of the oldest ghost away, of which there must be one."""
@@ -471,7 +466,7 @@ class Worker:
         self.nodes[engine_hash], self.counts[engine_hash] = node, counts
 
     def _has_room(self, engine_hash: int, node: Prefix) -> bool:
-        """Whether a node may have a hash; of too many the first one without copies goes for it."""
+        """Make room for a hash at a node: of too many the first without copies goes; return False if there is none."""
         names = self.names.get(node, [])
         if len(names) < TWIN_LIMIT or engine_hash in names:
             return True
@@ -520,7 +515,7 @@ class Worker:
 
     @property
     def predicted(self) -> int:
-        """Number of predictions."""
+        """Return the number of predictions."""
         return sum(map(len, self.predictions.values()))
 
     def is_predicted(self, node: Prefix) -> bool:

@@ -122,7 +122,7 @@ class HttpCore:
     def report(self, answer: int) -> StreamReport | None:
         """Return what was noticed of an answer until now; None = it is over."""
         found = self.http.report(answer)
-        return None if found is None else StreamReport(*found)
+        return None if found is None else StreamReport(**found)
 
     def _poll(self) -> None:
         if self._next_poll is not None:

@@ -170,7 +170,7 @@ class NativeAnswer:
             self._inbox.put(event[2])
         elif kind == ENDED:
             self._ended = event
-            self._last_report = StreamReport(*event[4])
+            self._last_report = StreamReport(**event[4])
             self._core.answers.pop(self._number, None)
             self._over(self)
             self._inbox.end()

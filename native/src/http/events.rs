@@ -23,6 +23,7 @@ pub enum Form {
 
 /// What was noticed; times are seconds of the loop's clock, 0 = not yet.
 #[derive(Debug, Clone, Default, PartialEq)]
+#[cfg_attr(feature = "python", derive(pyo3::IntoPyObject))]
 pub struct Report {
     pub events: u64,
     pub outputs: u64,

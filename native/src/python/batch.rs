@@ -6,7 +6,7 @@ use pyo3::types::PyBytes;
 
 use super::errors;
 use super::index::BlockIndex;
-use super::{DETACH_ABOVE_BYTES, applied, fault_name};
+use super::values::{DETACH_ABOVE_BYTES, applied, fault_name};
 use crate::events::{self, Event, FaultKind, Removed, Stored};
 use crate::index::WorkerName;
 use crate::wire;

@@ -5,7 +5,8 @@ use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyBytes;
 
 use super::batch::Batch;
-use super::{DETACH_ABOVE_BYTES, errors};
+use super::errors;
+use super::values::DETACH_ABOVE_BYTES;
 use crate::acceptance::Rules;
 use crate::codec::{self, DecodeError, Identity};
 

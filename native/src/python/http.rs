@@ -340,8 +340,8 @@ impl HttpLoop {
         self.http.resume(answer);
     }
 
-    fn report<'py>(&mut self, py: Python<'py>, answer: u64) -> PyResult<Option<Bound<'py, PyTuple>>> {
-        self.http.report(answer).map(|report| report_tuple(py, report)).transpose()
+    fn report(&mut self, answer: u64) -> Option<Report> {
+        self.http.report(answer).cloned()
     }
 
     fn abort(&mut self, answer: u64) {
@@ -383,8 +383,8 @@ impl PyEventRelay {
     }
 
     #[getter]
-    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-        report_tuple(py, &self.relay.report)
+    fn report(&self) -> Report {
+        self.relay.report.clone()
     }
 }
 
@@ -408,27 +408,6 @@ fn seconds(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX / 4)
 }
 
-fn report_tuple<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyTuple>> {
-    PyTuple::new(
-        py,
-        [
-            report.events.into_pyobject(py)?.into_any(),
-            report.outputs.into_pyobject(py)?.into_any(),
-            report.tokens.into_pyobject(py)?.into_any(),
-            PyBytes::new(py, &report.usage).into_any(),
-            report.finish.as_str().into_pyobject(py)?.into_any(),
-            PyBytes::new(py, &report.error).into_any(),
-            report.done.into_pyobject(py)?.to_owned().into_any(),
-            report.overrun.into_pyobject(py)?.to_owned().into_any(),
-            report.first_output_at.into_pyobject(py)?.into_any(),
-            report.last_output_at.into_pyobject(py)?.into_any(),
-            report.progress_at.into_pyobject(py)?.into_any(),
-            report.listening_since.into_pyobject(py)?.into_any(),
-            report.passed.into_pyobject(py)?.into_any(),
-        ],
-    )
-}
-
 fn event_tuple<'py>(py: Python<'py>, event: Event) -> PyResult<Bound<'py, PyTuple>> {
     match event {
         Event::Request { call, listener, head, peer, body } => {
@@ -444,8 +423,8 @@ fn event_tuple<'py>(py: Python<'py>, event: Event) -> PyResult<Bound<'py, PyTupl
         Event::Chunk(answer, data) => (CHUNK, answer, PyBytes::new(py, &data)).into_pyobject(py),
         Event::Full(answer) => (FULL, answer).into_pyobject(py),
         Event::Ended(answer, end, report, body) => {
-            let report = report_tuple(py, &report)?;
-            (ENDED, answer, outcome(end.outcome), end.text, report, PyBytes::new(py, &body)).into_pyobject(py)
+            (ENDED, answer, outcome(end.outcome), end.text, *report, PyBytes::new(py, &body))
+                .into_pyobject(py)
         }
         Event::AcceptFailed(number) => {
             let text = io::Error::from_raw_os_error(number).to_string();

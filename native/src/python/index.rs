@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 
 use super::errors::{self, invalid_argument};
 use super::hashing::local_hashes;
-use super::{DETACH_ABOVE_BYTES, applied, fault_name};
+use super::values::{DETACH_ABOVE_BYTES, applied, fault_name};
 use crate::events::{Event, Removed};
 use crate::hashing::hashes_from_bytes;
 use crate::index::{

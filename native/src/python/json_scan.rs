@@ -4,7 +4,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
-use super::DETACH_ABOVE_BYTES;
+use super::values::DETACH_ABOVE_BYTES;
 use crate::json_scan::{Bounds, MAX_DEPTH, Refused, scan};
 
 /// Of a name, in an error.
