@@ -47,7 +47,6 @@ HOUSES = {
     "common/kvscout_blocks": House(folders=("", "bytes", "index", "source", "publish")),
     "services/indexer/kvscout_indexer": House(folders=("index", "feeds", "streams", "", "rpc", "main.py")),
     "services/scheduler/kvscout_scheduler": House(
-        floors=13,
         folders=(
             "values",
             "costs",

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvscout_common.errors import KvscoutError, Unavailable
 from kvscout_common.http.engine_http import parsed, read_page
@@ -20,8 +21,10 @@ from kvscout_common.worker import EngineKind, WorkerRank, WorkerSpec
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, read_engine_metrics
 from kvscout_scheduler.estimates.engine_rates import NOTHING, RateSums, rates_by, read_rate_sums
 from kvscout_scheduler.load.workers import pool_of
-from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.reservation import PoolId
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.scheduler import Scheduler
 
 log = logging.getLogger("kvscout.scheduler")
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
-from kvscout_scheduler.load.active_load import Allocation
-from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.reservation import OwnerName, Phase, RequestKey, Reservation
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.load.active_load import Allocation
+    from kvscout_scheduler.load.pool import Pool
 
 
 @dataclass(slots=True, eq=False)

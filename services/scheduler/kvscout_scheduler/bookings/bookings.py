@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from math import inf
+from typing import TYPE_CHECKING
 
 from kvscout_common.errors import AlreadyExists, Cancelled, FailedPrecondition, NotFound, ResourceExhausted
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits
@@ -27,11 +28,13 @@ from kvscout_scheduler.bookings.journal import Journal
 from kvscout_scheduler.bookings.leases import Leases
 from kvscout_scheduler.bookings.owners import Owners
 from kvscout_scheduler.bookings.takeover import Takeover
-from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.load.workers import MAX_ENDS
 from kvscout_scheduler.values.reservation import End, EndReason, FreeOutcome, OwnerName, Phase, RequestKey
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.load.pool import Pool
 
 
 class Bookings:

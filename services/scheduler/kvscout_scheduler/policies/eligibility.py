@@ -10,7 +10,7 @@ set of slots (`slot_sets`), so that a filter costs about the same however many w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvscout_common.errors import (
     FailedPrecondition,
@@ -20,9 +20,11 @@ from kvscout_common.errors import (
     Unavailable,
 )
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.values.request import UNCONSTRAINED, SelectionRequest, WorkerConstraints
 from kvscout_scheduler.values.slot_sets import slots_in
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.load.pool import Pool
 
 Fits = Callable[[WorkerRank, WorkerSpec], bool]
 

@@ -6,17 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.costs.choose import choose, probabilities
 from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs, spread
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
-from kvscout_scheduler.load.active_load import Scores
-from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.values.request import Prompt, SelectionRequest
 from kvscout_scheduler.values.settings import SchedulerSettings
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.load.active_load import Scores
+    from kvscout_scheduler.load.pool import Pool
 
 T = TypeVar("T")
 

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvscout_common.errors import InternalError
-from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.policies.eligibility import Exclusions, eligible, with_room
 from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.values.decision import Candidate, Decision, Explanation
 from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt, SelectionRequest
 from kvscout_scheduler.values.settings import SchedulerSettings
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.load.pool import Pool
 
 
 class Selection(NamedTuple):

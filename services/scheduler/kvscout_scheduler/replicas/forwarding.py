@@ -12,7 +12,7 @@ Booking calls are not forwarded: a caller that books here has moved here.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import nats.errors
 from google.protobuf.message import DecodeError
@@ -25,10 +25,12 @@ from kvscout_scheduler.messages.operation_messages import (
     result_to_proto,
     streamed_from_proto,
 )
-from kvscout_scheduler.replicas.ownership import Ownership
-from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.operations import AddOutput, CompletePrefill, Operation, Outcome, Renew, Reserve, Select
 from kvscout_scheduler.values.reservation import FreeOutcome, Phase, RequestKey
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.replicas.ownership import Ownership
+    from kvscout_scheduler.scheduler import Scheduler
 
 FORWARD_SECONDS = 0.05
 MAX_FORWARDS = 1_024

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvscout_common.errors import NotFound
 from kvscout_scheduler.bookings.booking import Booking
-from kvscout_scheduler.bookings.bookings import Bookings
-from kvscout_scheduler.load.workers import Workers
 from kvscout_scheduler.replicas.claim import Claim, ClaimState, shared
 from kvscout_scheduler.values.reservation import HASH_BYTES, Phase
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.bookings.bookings import Bookings
+    from kvscout_scheduler.load.workers import Workers
 
 
 def place(claim: Claim, workers: Workers, now: float, *, late: bool) -> Booking | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvscout_common.worker import WorkerSpec
 from kvscout_scheduler.bookings.booking import Booking
@@ -32,8 +32,10 @@ from kvscout_scheduler.replicas.log import ReplicaLog
 from kvscout_scheduler.replicas.mirrors import claim_of
 from kvscout_scheduler.replicas.registers import Registers
 from kvscout_scheduler.replicas.view import SILENT_SECONDS, View
-from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.reservation import MICROSECONDS, EndReason, OwnerName, RequestKey, Reservation
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.scheduler import Scheduler
 
 log = logging.getLogger("kvscout.replicas")
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.worker_proto import role_from_proto, role_to_proto
-from kvscout_scheduler.queue.waiting import WaitingQueues
 from kvscout_scheduler.values.request import UNCONSTRAINED
 from kvscout_scheduler.values.reservation import PoolId
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.queue.waiting import WaitingQueues
 
 PRIORITIES_SECONDS: Final = 0.2
 """Seconds between two messages of queues."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_scheduler.load.cool_downs import CoolDowns
 from kvscout_scheduler.messages.translate import given_fields, thresholds_to_proto
-from kvscout_scheduler.replicas.log import ReplicaLog
 from kvscout_scheduler.values.reservation import MICROSECONDS
 from kvscout_scheduler.values.thresholds import DECODE_BLOCKS, PREFILL_TOKENS, BusyThresholds, ThresholdTable
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.load.cool_downs import CoolDowns
+    from kvscout_scheduler.replicas.log import ReplicaLog
 
 log = logging.getLogger("kvscout.replicas")
 

@@ -20,10 +20,11 @@ from kvscout.v1 import replication_pb2, scheduler_pb2
 from kvscout_common.nats.link import NatsLink, end_if_cancelled
 from kvscout_scheduler.replicas.forwarding import Forwarding
 from kvscout_scheduler.replicas.replication import ALL, TICK_SECONDS, VERSION, Replication
-from kvscout_scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
+
+    from kvscout_scheduler.scheduler import Scheduler
 
 log = logging.getLogger("kvscout.replicas")
 

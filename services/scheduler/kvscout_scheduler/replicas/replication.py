@@ -19,7 +19,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -31,8 +31,10 @@ from kvscout_scheduler.replicas.log import end_of_batch
 from kvscout_scheduler.replicas.ownership import Ownership
 from kvscout_scheduler.replicas.queues import PRIORITIES_SECONDS, highest_priority, priorities_of, priorities_to_proto
 from kvscout_scheduler.replicas.view import SILENT_SECONDS, View
-from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.reservation import MICROSECONDS, PoolId, RequestKey
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.scheduler import Scheduler
 
 log = logging.getLogger("kvscout.replicas")
 

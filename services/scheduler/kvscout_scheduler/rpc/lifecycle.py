@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import copy_context
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -32,9 +32,11 @@ from kvscout_scheduler.messages import translate
 from kvscout_scheduler.messages.codec import MAX_OPERATIONS, Codec, Read
 from kvscout_scheduler.rpc.liveness import LivenessTimer
 from kvscout_scheduler.rpc.operations import Operations, RemoteOperations
-from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.operations import Operation, Outcome
 from kvscout_scheduler.values.reservation import OwnerName, RequestKey
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.scheduler import Scheduler
 
 MAX_RESULTS = 16 * MAX_OPERATIONS
 """Results that wait for a slow caller; above, nothing more is read from it."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from heapq import nsmallest
 from math import inf
 from operator import itemgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.enum_words import value_of
@@ -17,9 +17,11 @@ from kvscout_scheduler.bookings.booking import Booking
 from kvscout_scheduler.messages.translate import key_to_proto, same_fields
 from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.queue.waiting import Waiter
-from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.request import EMPTY_PROMPT, Prompt, SelectionRequest
 from kvscout_scheduler.values.reservation import NOWHERE, Phase, PoolId, RequestKey
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.scheduler import Scheduler
 
 
 class ListPlace(NamedTuple):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvscout_common.observability.rank_series import RankColumn, RankFamily
 from kvscout_scheduler.load.pool import Pool
-from kvscout_scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.scheduler import Scheduler
 
 _POOL = ["tenant", "model", "role"]
 

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvscout_common.errors import KvscoutError
 from kvscout_scheduler.queue.waiting import Waiter
 from kvscout_scheduler.rpc.traces import record, traced
-from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import Operation, Outcome, Select
 from kvscout_scheduler.values.reservation import OwnerName
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.scheduler import Scheduler
 
 Later: TypeAlias = Callable[[int, Operation, Outcome], None]
 

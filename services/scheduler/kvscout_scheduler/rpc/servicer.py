@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
@@ -33,9 +33,11 @@ from kvscout_scheduler.rpc.listing import ListPlace, list_active_requests, load_
 from kvscout_scheduler.rpc.operations import Operations, RemoteOperations
 from kvscout_scheduler.rpc.traces import record
 from kvscout_scheduler.rpc.watch import WatchRpcs
-from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.operations import Operation, Outcome, Reserve, Select
 from kvscout_scheduler.values.reservation import RequestKey
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.scheduler import Scheduler
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 DEFAULT_PAGE_SIZE = 1_000

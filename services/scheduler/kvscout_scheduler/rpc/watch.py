@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import InvalidArgument
@@ -14,7 +14,9 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.policies.decision_feed import DecisionRecord, DecisionWatcher
 from kvscout_scheduler.rpc.listing import load_to_proto, potential_loads
-from kvscout_scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.scheduler import Scheduler
 
 DEFAULT_INTERVAL_MS = 500
 MIN_INTERVAL_MS = 10
