@@ -96,41 +96,37 @@ pub struct Queries {
     tenants: RwLock<HashMap<String, HashMap<String, Pools>>>,
 }
 
+/// Tenant, model, block size, EAGLE.
+pub type PoolName = (String, String, u32, bool);
+
 impl Queries {
     /// Makes an index reachable, instead of the one of the same pool.
-    pub fn set_pool(&self, tenant: &str, model: &str, block_size: u32, eagle: bool, index: Arc<Index>) {
+    pub fn set_pool(&self, (tenant, model, block_size, eagle): PoolName, index: Arc<Index>) {
         let mut tenants = self.tenants.write();
-        let pools = tenants.entry_ref(tenant).or_default().entry_ref(model).or_default();
+        let pools = tenants.entry(tenant).or_default().entry(model).or_default();
         pools.retain(|pool| (pool.block_size, pool.eagle) != (block_size, eagle));
         pools.push(Pool { block_size, eagle, index, incomplete: HashSet::new() });
     }
 
     /// Makes an index unreachable.
-    pub fn remove_pool(&self, tenant: &str, model: &str, block_size: u32, eagle: bool) {
+    pub fn remove_pool(&self, (tenant, model, block_size, eagle): PoolName) {
         let mut tenants = self.tenants.write();
-        let Some(models) = tenants.get_mut(tenant) else { return };
-        if let Some(pools) = models.get_mut(model) {
+        let Some(models) = tenants.get_mut(&tenant) else { return };
+        if let Some(pools) = models.get_mut(&model) {
             pools.retain(|pool| (pool.block_size, pool.eagle) != (block_size, eagle));
             if pools.is_empty() {
-                models.remove(model);
+                models.remove(&model);
             }
         }
         if models.is_empty() {
-            tenants.remove(tenant);
+            tenants.remove(&tenant);
         }
     }
 
     /// Says which ranks of a pool have an incomplete history.
-    pub fn set_incomplete(
-        &self,
-        tenant: &str,
-        model: &str,
-        block_size: u32,
-        eagle: bool,
-        ranks: HashSet<WorkerRank>,
-    ) {
+    pub fn set_incomplete(&self, (tenant, model, block_size, eagle): PoolName, ranks: HashSet<WorkerRank>) {
         let mut tenants = self.tenants.write();
-        let pools = tenants.get_mut(tenant).and_then(|models| models.get_mut(model));
+        let pools = tenants.get_mut(&tenant).and_then(|models| models.get_mut(&model));
         let same = |pool: &&mut Pool| (pool.block_size, pool.eagle) == (block_size, eagle);
         if let Some(pool) = pools.and_then(|pools| pools.iter_mut().find(same)) {
             pool.incomplete = ranks;

@@ -143,7 +143,7 @@ fn dumps_full_of_the_smallest_parts_take_memory_in_proportion() {
 fn requests_take_memory_in_proportion() {
     let index = Index::new(4, false, Bounds { max_blocks: 0, max_predictions: 1, prune_ratio: 1.0 });
     let queries = Queries::default();
-    queries.set_pool("default", "m", 4, false, Arc::new(index));
+    queries.set_pool(("default".into(), "m".into(), 4, false), Arc::new(index));
     let request = |field: u32, bytes: usize| {
         let mut request = Writer::default();
         request.string(1, "m");

@@ -188,15 +188,15 @@ class NativeQueries:
     def set_pool(self, pool: PoolKey, index: BlockIndex) -> None:
         """Make a native index reachable; queries to others return None."""
         if isinstance(index, NativeIndex):
-            self._queries.set_pool(*_identity(pool), index.core)
+            self._queries.set_pool(_identity(pool), index.core)
 
     def remove_pool(self, pool: PoolKey) -> None:
         """Make an index unreachable."""
-        self._queries.remove_pool(*_identity(pool))
+        self._queries.remove_pool(_identity(pool))
 
     def set_incomplete(self, pool: PoolKey, ranks: Sequence[WorkerRank]) -> None:
         """Set the ranks of a pool whose history is incomplete."""
-        self._queries.set_incomplete(*_identity(pool), ranks)
+        self._queries.set_incomplete(_identity(pool), ranks)
 
     @property
     def answers(self) -> kvscout_native.Answers:

@@ -9,12 +9,10 @@ use super::errors;
 use super::values::DETACH_ABOVE_BYTES;
 use crate::acceptance::Rules;
 use crate::codec::{self, DecodeError, Identity};
-
-/// Tenant, model, block size, EAGLE.
-pub type Pool = (String, String, u32, bool);
+use crate::query::PoolName;
 
 /// Worker, pool, epoch, event id, whether the source starts anew, events.
-type Published = ((String, u32), Pool, u64, Option<u64>, bool, Batch);
+type Published = ((String, u32), PoolName, u64, Option<u64>, bool, Batch);
 
 #[pyfunction]
 fn decode_events(message: &Bound<'_, PyBytes>) -> PyResult<Published> {
@@ -34,7 +32,7 @@ fn encode_events<'py>(
     py: Python<'py>,
     batch: &Bound<'py, Batch>,
     worker: (PyBackedStr, u32),
-    pool: Pool,
+    pool: PoolName,
     adapters: Vec<(i128, String)>,
     epoch: u64,
     event_id: Option<u64>,

@@ -8,7 +8,7 @@ use pyo3::types::PyBytes;
 use super::answers::{Answers, DETACH_ABOVE_BYTES};
 use super::index::BlockIndex;
 use crate::index::{WorkerName, WorkerRank};
-use crate::query;
+use crate::query::{self, PoolName};
 
 /// The indexes that queries can reach; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
@@ -24,34 +24,20 @@ impl Queries {
         Self::default()
     }
 
-    fn set_pool(
-        &self,
-        tenant: &str,
-        model: &str,
-        block_size: u32,
-        eagle: bool,
-        index: &Bound<'_, BlockIndex>,
-    ) {
-        self.queries.set_pool(tenant, model, block_size, eagle, Arc::clone(index.get().index()));
+    fn set_pool(&self, pool: PoolName, index: &Bound<'_, BlockIndex>) {
+        self.queries.set_pool(pool, Arc::clone(index.get().index()));
     }
 
-    fn remove_pool(&self, tenant: &str, model: &str, block_size: u32, eagle: bool) {
-        self.queries.remove_pool(tenant, model, block_size, eagle);
+    fn remove_pool(&self, pool: PoolName) {
+        self.queries.remove_pool(pool);
     }
 
-    fn set_incomplete(
-        &self,
-        tenant: &str,
-        model: &str,
-        block_size: u32,
-        eagle: bool,
-        ranks: Vec<(String, u32)>,
-    ) {
+    fn set_incomplete(&self, pool: PoolName, ranks: Vec<(String, u32)>) {
         let ranks = ranks
             .iter()
             .map(|(worker_id, dp_rank)| WorkerRank::from(WorkerName { worker_id, dp_rank: *dp_rank }))
             .collect();
-        self.queries.set_incomplete(tenant, model, block_size, eagle, ranks);
+        self.queries.set_incomplete(pool, ranks);
     }
 
     fn answer<'py>(

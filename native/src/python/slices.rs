@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use super::codec::{Pool, decode_error};
+use super::codec::decode_error;
 use super::index::{BlockIndex, Name, PyDump, counts_to_python, load_error};
 use crate::codec::{self, Identity};
 use crate::index::{self, WorkerDump, WorkerName, WorkerRank};
+use crate::query::PoolName;
 
 /// Slices of one call: the lock is given back after each, the GIL is taken after all.
 const SLICES_A_CALL: usize = 8;
@@ -72,7 +73,7 @@ impl Cut {
     fn encode(
         &self,
         py: Python<'_>,
-        pool: Pool,
+        pool: PoolName,
         history_incomplete: bool,
         max_chunk_bytes: usize,
         epoch: Option<u64>,
