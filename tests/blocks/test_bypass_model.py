@@ -13,9 +13,9 @@ import os
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from unittest.mock import Mock
 
 import pytest
-import zmq
 from support.engine_events import BLOCK_SIZE, CLEARED, batch, prompt, removed, stored
 
 from kvscout_blocks.bytes.events import DecodedBatch
@@ -27,6 +27,7 @@ from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceIn
 from kvscout_blocks.source.sequence import DIGESTS_KEPT
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
+from kvscout_blocks.source.zmq_reader import ZmqReader
 from kvscout_common.hashing import native_available
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
@@ -147,7 +148,7 @@ class Side:
             RANK,
             EventEndpoint(0, "tcp://nowhere", "tcp://replay" if replay else ""),
             self.index,
-            context=zmq.Context.instance(),
+            reader=Mock(spec=ZmqReader),
             clock=clock,
             warnings=warnings,
             failed=self.defects.append,

@@ -34,7 +34,7 @@ INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
 async def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IndexerClient]:
     """An indexer whose sockets a native thread reads, or the event loop: nobody must be able to tell."""
     if request.param == "loop":
-        monkeypatch.setattr("kvscout_indexer.feeds.transports.make_intake", lambda **_: None)
+        monkeypatch.setattr("kvscout_blocks.source.zmq_reader.make_intake", lambda **_: None)
     async with local_indexer() as (started, _):
         yield started
 
@@ -754,7 +754,7 @@ async def test_a_defect_while_ingesting_ends_the_indexer(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], reader: str
 ) -> None:
     if reader == "loop":
-        monkeypatch.setattr("kvscout_indexer.feeds.transports.make_intake", lambda **_: None)
+        monkeypatch.setattr("kvscout_blocks.source.zmq_reader.make_intake", lambda **_: None)
     with pytest.raises(BaseExceptionGroup) as crash:
         async with local_indexer() as (client, _), recorded_engine() as engine:
             await connect(client, engine)
@@ -835,7 +835,7 @@ async def test_five_hundred_and_twelve_engines_on_one_indexer(client: IndexerCli
 async def test_what_an_indexer_is_too_slow_to_read_is_dropped_by_zmq_and_replayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvscout_indexer.feeds.transports.make_intake", lambda **_: None)
+    monkeypatch.setattr("kvscout_blocks.source.zmq_reader.make_intake", lambda **_: None)
     monkeypatch.setattr(subscriber, "RECEIVE_LIMIT", 5)
     engine = RecordedEngine(send_hwm=5)
     await engine.start()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -136,6 +136,13 @@ class Subscription:
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._monitor.FD)
         close_sockets(self._socket, self._monitor)
+
+    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
+        """Return False: every batch is called back with."""
+        return False
+
+    def take(self) -> None:
+        """Return None: nothing is lent."""
 
     def _drain(self) -> None:
         """Read a burst. The descriptor only tells of news, so a socket left unread must be visited again."""

@@ -16,8 +16,8 @@ from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.decisions import SequencedBatch, digest
 from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
 from kvscout_blocks.source.host_names import host_name, resolved
-from kvscout_blocks.source.intake import Intake, IntakeSubscription
-from kvscout_blocks.source.subscriber import Callbacks, Subscription, replay
+from kvscout_blocks.source.subscriber import Callbacks
+from kvscout_blocks.source.zmq_reader import ZmqReader, ZmqSubscription
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import INTENDED, guarded
 from kvscout_common.worker import EventEndpoint, WorkerRank
@@ -41,11 +41,10 @@ class ZmqFeed:
         rank: Whose.
         endpoint: Where it publishes.
         index: Decides the form in which batches are decoded.
-        context: For its sockets.
+        reader: Reads its sockets.
         clock: Monotonic seconds.
         warnings: Where batches that cannot be read are logged.
         failed: Called with a defect of this program.
-        intake: Reads its socket and applies what is usual; None = libzmq does, and all batches come to the source.
     """
 
     def __init__(
@@ -54,11 +53,10 @@ class ZmqFeed:
         endpoint: EventEndpoint,
         index: BlockIndex,
         *,
-        context: zmq.Context[zmq.Socket[bytes]],
+        reader: ZmqReader,
         clock: Callable[[], float],
         warnings: RateLimitedLog,
         failed: Callable[[BaseException], None],
-        intake: Intake | None = None,
     ) -> None:
         self.address = endpoint
         self.can_replay = bool(endpoint.replay_endpoint)
@@ -69,11 +67,10 @@ class ZmqFeed:
         """Since when nobody is connected, on the clock."""
         self._rank = rank
         self._index = index
-        self._context = context
+        self._reader = reader
         self._clock = clock
         self._warnings = warnings
         self._failed = failed
-        self._intake = intake
         self._source: SourceInput | None = None
         """None = not open: nothing is delivered."""
         self._reopen_at: float | None = None
@@ -84,7 +81,7 @@ class ZmqFeed:
         self._looking_up: asyncio.Task[None] | None = None
         self._look_up_at = 0.0
         self._connects_to = ""
-        self._subscription: Subscription | IntakeSubscription | None = None
+        self._subscription: ZmqSubscription | None = None
         self._left: Progress | None = None
         """Progress of a bypass whose subscription was closed meanwhile."""
 
@@ -97,16 +94,14 @@ class ZmqFeed:
 
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
         """See `Bypass.lend`."""
-        subscription = self._subscription
-        return isinstance(subscription, IntakeSubscription) and subscription.lend(last_id, digests, stopped)
+        return self._subscription is not None and self._subscription.lend(last_id, digests, stopped)
 
     def take(self) -> Progress | None:
         """See `Bypass.take`."""
         left, self._left = self._left, None
-        if left is not None:
-            return left
-        subscription = self._subscription
-        return subscription.take() if isinstance(subscription, IntakeSubscription) else None
+        if left is None and self._subscription is not None:
+            left = self._subscription.take()
+        return left
 
     def close(self) -> None:
         """See `Feed.close`."""
@@ -129,7 +124,7 @@ class ZmqFeed:
             endpoint = await resolved(self.address.replay_endpoint)
         except OSError as error:
             raise HistoryBroken(f"{self.address.replay_endpoint}: {error}") from error
-        async with aclosing(replay(self._context, endpoint, first_id)) as replies:
+        async with aclosing(self._reader.replay(endpoint, first_id)) as replies:
             async for message in replies:
                 yield self._sequenced(message)
 
@@ -161,7 +156,8 @@ class ZmqFeed:
             return
         self._unsubscribe()
         try:
-            self._subscription = self._subscription_of(source, replace(self.address, endpoint=endpoint))
+            address = replace(self.address, endpoint=endpoint)
+            self._subscription = self._reader.subscribe(address, self._rank, self._index, self._callbacks(source))
             self._connects_to = endpoint
         except (zmq.ZMQError, OSError) as error:
             reason = f"{self.address.endpoint}: {error}"
@@ -174,9 +170,8 @@ class ZmqFeed:
             self._reopen_at = None
 
     def _unsubscribe(self) -> None:
-        if isinstance(self._subscription, IntakeSubscription):
-            self._left = self._subscription.take() or self._left
         if self._subscription is not None:
+            self._left = self._subscription.take() or self._left
             self._subscription.close()
         self._subscription = None
 
@@ -215,18 +210,14 @@ class ZmqFeed:
         self.outage = reason
         self._warnings.warning((self._rank, "connection"), "worker %s/%d: %s", *self._rank, reason)
 
-    def _subscription_of(self, source: SourceInput, endpoint: EventEndpoint) -> Subscription | IntakeSubscription:
-        callbacks = Callbacks(
+    def _callbacks(self, source: SourceInput) -> Callbacks:
+        return Callbacks(
             on_message=guarded(lambda message: source.on_batch(self._sequenced(message)), self._failed),
             on_malformed=guarded(source.on_malformed, self._failed),
             on_connected=guarded(self._on_connected, self._failed),
             on_unconnected=guarded(self._on_unconnected, self._failed),
             on_refused=guarded(self._on_refused, self._failed),
         )
-        subscription = None
-        if self._intake is not None:
-            subscription = self._intake.subscribe(endpoint, self._rank, self._index, callbacks)
-        return subscription or Subscription(self._context, endpoint, callbacks)
 
     def _sequenced(self, message: Message) -> SequencedBatch[DecodedBatch]:
         payload = message.payload

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 import nats.errors
-import zmq
 
 from kvscout.v1 import bridge_pb2
 from kvscout_blocks.publish.incarnation import Record
@@ -17,6 +16,7 @@ from kvscout_blocks.publish.incarnation_store import IncarnationStore
 from kvscout_blocks.publish.nats import CoreWay, Sender, StreamWay, Way
 from kvscout_blocks.publish.publication import Outbox
 from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
+from kvscout_blocks.source.zmq_reader import ZmqReader
 from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.rank import BridgedRank
 from kvscout_bridge.registration import Registrations
@@ -61,7 +61,6 @@ class Bridge:
         self.sender = Sender(self.link, way)
         self.outbox = Outbox(config.max_buffered_bytes, self.sender.wake)
         self.registrations = Registrations(self.link, config)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
         self._warnings = RateLimitedLog(log)
         self._ranks: dict[Key, BridgedRank] = {}
@@ -71,6 +70,7 @@ class Bridge:
         self._record_due = asyncio.Event()
         self._closing = Closing()
         self._defect = FirstDefect()
+        self._reader = ZmqReader(failed=self._defect.report)
         self._file = WorkersFile(config.server.workers_file, self.registry) if config.server.workers_file else None
         self.registry.listen(self)
         self._discovery = Discovery(self.registry)
@@ -115,7 +115,7 @@ class Bridge:
         for service in self._services.values():
             await service.close()
         await self.link.close()
-        self._context.destroy(linger=0)
+        self._reader.close()
 
     def warnings(self) -> list[Warned]:
         """Return what an operator should know."""
@@ -172,7 +172,7 @@ class Bridge:
                 spec,
                 rank,
                 endpoint,
-                context=self._context,
+                reader=self._reader,
                 outbox=self.outbox,
                 recoveries=self._recoveries,
                 clock=time.monotonic,

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
-import zmq
-
 from kvscout.v1 import bridge_pb2
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.backend import make_index
@@ -19,6 +17,7 @@ from kvscout_blocks.publish.recall import Recall
 from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
+from kvscout_blocks.source.zmq_reader import ZmqReader
 from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
@@ -39,7 +38,7 @@ class BridgedRank:
         spec: The worker.
         rank: Which of its ranks.
         endpoint: Where the engine publishes.
-        context: For its sockets.
+        reader: Reads its sockets.
         outbox: Where what is to be sent waits.
         recoveries: Bounds the replays that run at once.
         clock: Monotonic seconds.
@@ -56,7 +55,7 @@ class BridgedRank:
         rank: WorkerRank,
         endpoint: EventEndpoint,
         *,
-        context: zmq.Context[zmq.Socket[bytes]],
+        reader: ZmqReader,
         outbox: Outbox,
         recoveries: asyncio.Semaphore,
         clock: Callable[[], float],
@@ -75,7 +74,7 @@ class BridgedRank:
         self.source = Source(
             spec,
             rank,
-            ZmqFeed(rank, endpoint, self.index, context=context, clock=clock, warnings=warnings, failed=failed),
+            ZmqFeed(rank, endpoint, self.index, reader=reader, clock=clock, warnings=warnings, failed=failed),
             self.index,
             recoveries=recoveries,
             clock=clock,

@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
-import zmq
-
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.feed import Feed
-from kvscout_blocks.source.intake import make_intake
 from kvscout_blocks.source.zmq_feed import ZmqFeed
+from kvscout_blocks.source.zmq_reader import ZmqReader
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
@@ -41,9 +39,7 @@ class ZmqDirect:
     def __init__(self, *, warnings: RateLimitedLog, failed: Callable[[BaseException], None]) -> None:
         self._warnings = warnings
         self._failed = failed
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 65_535)
-        self._intake = make_intake(failed=failed)
+        self._reader = ZmqReader(failed=failed)
 
     def feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
         """See `EventTransport.feed`."""
@@ -54,11 +50,10 @@ class ZmqDirect:
             rank,
             endpoint,
             index,
-            context=self._context,
+            reader=self._reader,
             clock=time.monotonic,
             warnings=self._warnings,
             failed=self._failed,
-            intake=self._intake,
         )
 
     def tasks(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
@@ -67,6 +62,4 @@ class ZmqDirect:
 
     async def close(self) -> None:
         """Close every socket."""
-        if self._intake is not None:
-            self._intake.close()
-        self._context.destroy(linger=0)
+        self._reader.close()

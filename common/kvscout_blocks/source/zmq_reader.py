@@ -1,0 +1,68 @@
+"""The reader of engines' ZMQ sockets: a native thread where the extension is, else libzmq on the event loop.
+
+::
+
+    PUB sockets ──▶ Intake (native) or Subscription (libzmq) ──▶ callbacks
+    replay sockets ──▶ replay (libzmq)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
+
+import zmq
+
+from kvscout_blocks.bytes.frames import Message
+from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.source.feed import Progress
+from kvscout_blocks.source.intake import make_intake
+from kvscout_blocks.source.subscriber import Callbacks, Subscription, replay
+from kvscout_common.worker import EventEndpoint, WorkerRank
+
+
+class ZmqSubscription(Protocol):
+    """One source that is read."""
+
+    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
+        """See `feed.Bypass.lend`."""
+
+    def take(self) -> Progress | None:
+        """See `feed.Bypass.take`."""
+
+    def close(self) -> None:
+        """Close the sockets; nothing is applied and no callback comes afterwards."""
+
+
+class ZmqReader:
+    """All sockets of a process.
+
+    Args:
+        failed: Called with a defect of this program.
+    """
+
+    def __init__(self, *, failed: Callable[[BaseException], None]) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 65_535)
+        self._intake = make_intake(failed=failed)
+
+    def subscribe(
+        self, endpoint: EventEndpoint, rank: WorkerRank, index: BlockIndex, callbacks: Callbacks
+    ) -> ZmqSubscription:
+        """Begin to read a source; its usual batches may be applied to `index` while a position is lent.
+
+        Raises:
+            OSError, zmq.ZMQError: The endpoint cannot be used, or the system watches no more sockets.
+        """
+        native = self._intake.subscribe(endpoint, rank, index, callbacks) if self._intake is not None else None
+        return native or Subscription(self._context, endpoint, callbacks)
+
+    def replay(self, endpoint: str, first_id: int) -> AsyncGenerator[Message, None]:
+        """Return every batch from `first_id` on from a replay socket; see `subscriber.replay`."""
+        return replay(self._context, endpoint, first_id)
+
+    def close(self) -> None:
+        """Close every socket."""
+        if self._intake is not None:
+            self._intake.close()
+        self._context.destroy(linger=0)
