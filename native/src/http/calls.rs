@@ -48,7 +48,7 @@ impl Http {
         }
     }
 
-    /// Takes no new connections any more; those there are end behind their next answer, or soon if none is asked for.
+    /// Takes no new connections any more; those there are end behind their next answer, or soon without a request.
     pub fn stop_listening(&mut self, listener: u64) {
         self.listeners.remove(listener);
         let now = Instant::now();
@@ -125,9 +125,9 @@ impl Http {
         }
     }
 
-    /// Closes idle connections whose clients are none that is known, the longest idle of those first that have asked
+    /// Closes idle connections whose clients are none that is known, the longest idle of those first that have requested
     /// nothing; whether there were any.
-    fn make_room(&mut self, listener: u64, even_if_asked: bool) -> bool {
+    fn make_room(&mut self, listener: u64, even_if_requested: bool) -> bool {
         let now = Instant::now();
         if !self.crowds.look(now) {
             return false;
@@ -135,17 +135,17 @@ impl Http {
         let mut idle = Vec::new();
         for key in self.connections_of(listener) {
             if let Some(Connection { side: Side::Server { server, .. }, .. }) = self.connections.get(key)
-                && let Some((asked, since)) = server.worth()
-                && (even_if_asked || !asked)
+                && let Some((requested, since)) = server.worth()
+                && (even_if_requested || !requested)
             {
-                idle.push((asked, since, key));
+                idle.push((requested, since, key));
             }
         }
         let evicted = self.crowds.choose(&mut idle, now);
         for (.., key) in &evicted {
             self.close(*key, "there are too many connections");
         }
-        if even_if_asked || !evicted.is_empty() {
+        if even_if_requested || !evicted.is_empty() {
             self.news.push(Event::Crowded(listener));
         }
         !evicted.is_empty()

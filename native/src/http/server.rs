@@ -12,7 +12,7 @@ use crate::budget::Charge;
 
 /// Of what is to be sent; with more, whoever sends has to wait.
 pub const SEND_LIMIT: usize = 64 << 10;
-/// Of what came behind a request, or of a body that nobody asked for yet.
+/// Of what came behind a request, or of a body that is not wanted yet.
 const AHEAD: usize = 64 << 10;
 /// Empty lines that may precede a request; RFC 9112 2.2 knows of one.
 const EMPTY_LINES: usize = 4;
@@ -67,7 +67,7 @@ pub struct Server {
     /// A request is being handled.
     pub busy: bool,
     /// A request has come.
-    asked: bool,
+    requested: bool,
     /// The client is a known one: its connection is not closed to make room.
     pub trusted: bool,
     /// The server stops: each answer is the last of its connection.
@@ -110,7 +110,7 @@ impl Server {
             listener,
             limits,
             busy: false,
-            asked: false,
+            requested: false,
             trusted: false,
             leaving: false,
             input_ended: false,
@@ -286,7 +286,7 @@ impl Server {
         wire.take(length);
         self.empty_lines = 0;
         self.busy = true;
-        self.asked = true;
+        self.requested = true;
         self.since = now;
         self.body = head.body.clone();
         self.wants_body = false;
@@ -527,7 +527,7 @@ impl Server {
         partial
     }
 
-    /// Bytes of memory for what came of requests that nobody has asked for.
+    /// Bytes of memory for what came of requests and is not wanted yet.
     pub fn ahead(&self, wire: &Wire) -> usize {
         wire.inbound_capacity() + if self.wants_body { 0 } else { self.collected.capacity() }
     }
@@ -537,10 +537,10 @@ impl Server {
         !self.busy && matches!(self.answer, Answer::None)
     }
 
-    /// Since when it is idle, unless it is not or its client is a known one; before that, whether it has asked anything.
+    /// Since when it is idle, unless it is not or its client is a known one; before that, whether it has requested anything.
     /// What is least is closed first where there is no room.
     pub fn worth(&self) -> Option<(bool, Instant)> {
-        (self.is_idle() && !self.trusted).then_some((self.asked, self.since))
+        (self.is_idle() && !self.trusted).then_some((self.requested, self.since))
     }
 
     /// The connection ends behind the answer that runs, or behind that to a request that comes soon.

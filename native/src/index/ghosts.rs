@@ -1,14 +1,14 @@
 //! Blocks that went, of one worker: what it takes to put one back below its parent.
 //!
 //! ```text
-//! graves   oldest ─▶ [engine hash | parent's engine hash | local hash | older one of its bucket] ... ◀─ youngest
-//! buckets  [youngest of these hashes] [ ... ]         as far as somebody asked
+//! tombstones   oldest ─▶ [engine hash | parent's engine hash | local hash | older one of its bucket] ... ◀─ youngest
+//! buckets      [youngest of these hashes] [ ... ]         as far as lookups went
 //! ```
 //!
 //! Most engines never ask for a ghost, and a block that goes has its line of cache taken away by the next ones soon: so
-//! one that goes is written down and nothing else. Buckets are brought in step by who asks. A grave is taken again once
+//! one that goes is written down and nothing else. Buckets are brought in step by lookups. A tombstone is taken again once
 //! there are `GHOST_LIMIT` younger ones; a chain ends where it comes to one that was. A block that is stored
-//! again keeps its grave, too: a ghost counts only while its hash is not bound. Those that the `max_blocks` bound
+//! again keeps its tombstone, too: a ghost counts only while its hash is not bound. Those that the `max_blocks` bound
 //! dropped are *evicted*: the engine still has them.
 
 use crate::table::mix;
@@ -16,8 +16,8 @@ use crate::table::mix;
 /// Blocks that went last and are remembered, for each worker rank: a power of two.
 pub const GHOST_LIMIT: usize = 65_536;
 
-/// Graves that there are at first.
-const FIRST_GRAVES: usize = 16;
+/// Tombstones that there are at first.
+const FIRST_TOMBSTONES: usize = 16;
 
 /// What a block was below.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +40,7 @@ pub struct Ghost {
 
 /// A ghost in 32 bytes.
 #[derive(Debug, Default, Clone, Copy)]
-struct Grave {
+struct Tombstone {
     engine_hash: u64,
     local: u64,
     /// Engine hash of the block above.
@@ -58,15 +58,15 @@ struct Grave {
 pub struct Ghosts {
     secret: u64,
     /// By number, a power of two of them.
-    graves: Vec<Grave>,
-    /// As many as there are graves, or none yet.
+    tombstones: Vec<Tombstone>,
+    /// As many as there are tombstones, or none yet.
     buckets: Vec<u32>,
     /// Numbers in use: from the oldest one's to before the next one's.
     first: u64,
     next: u64,
     /// Numbers before this are in buckets.
     in_buckets: u64,
-    /// Graves of evicted ones.
+    /// Tombstones of evicted ones.
     evicted: usize,
 }
 
@@ -76,7 +76,7 @@ impl Ghosts {
         Self { secret, ..Self::default() }
     }
 
-    /// How many graves are in use.
+    /// How many tombstones are in use.
     pub fn len(&self) -> usize {
         (self.next - self.first) as usize
     }
@@ -88,22 +88,22 @@ impl Ghosts {
 
     /// The ghost that an engine hash is, if that is not bound.
     pub fn get(&mut self, engine_hash: u64) -> Option<Ghost> {
-        let grave = self.find(engine_hash)?;
-        let above = if grave.began { Above::Root } else { Above::Block(grave.above) };
-        Some(Ghost { engine_hash, local: grave.local, above, tiers: grave.tiers })
+        let tombstone = self.find(engine_hash)?;
+        let above = if tombstone.began { Above::Root } else { Above::Block(tombstone.above) };
+        Some(Ghost { engine_hash, local: tombstone.local, above, tiers: tombstone.tiers })
     }
 
     /// Tells where the engine still has a block.
     pub fn set_tiers(&mut self, engine_hash: u64, tiers: u8) {
-        let Some(grave) = self.find(engine_hash) else { return };
-        let before = std::mem::replace(&mut grave.tiers, tiers);
+        let Some(tombstone) = self.find(engine_hash) else { return };
+        let before = std::mem::replace(&mut tombstone.tiers, tiers);
         self.evicted = self.evicted + usize::from(tiers > 0) - usize::from(before > 0);
     }
 
     /// It is no longer known which of the evicted ones the engine has.
     pub fn doubt_evicted(&mut self) {
         if self.has_evicted() {
-            self.graves.iter_mut().for_each(|grave| grave.tiers = 0);
+            self.tombstones.iter_mut().for_each(|tombstone| tombstone.tiers = 0);
             self.evicted = 0;
         }
     }
@@ -116,11 +116,11 @@ impl Ghosts {
         Some(ghost)
     }
 
-    /// Gives the grave of the oldest one away.
+    /// Gives the tombstone of the oldest one away.
     pub fn forget_oldest(&mut self) {
         if self.has_evicted() {
             let oldest = self.first;
-            self.evicted -= usize::from(self.grave(oldest).tiers > 0);
+            self.evicted -= usize::from(self.tombstone(oldest).tiers > 0);
         }
         self.first += 1;
     }
@@ -128,7 +128,7 @@ impl Ghosts {
     /// Adds the youngest; its hash is bound no more.
     #[inline]
     pub fn push(&mut self, ghost: Ghost) {
-        if self.len() == self.graves.len() {
+        if self.len() == self.tombstones.len() {
             if self.len() < GHOST_LIMIT {
                 self.grow();
             } else {
@@ -140,14 +140,15 @@ impl Ghosts {
             Above::Root => (true, 0),
             Above::Block(above) => (false, above),
         };
-        *self.grave(self.next) = Grave { engine_hash, local, above, older: 0, tiers, began, is_over: false };
+        *self.tombstone(self.next) =
+            Tombstone { engine_hash, local, above, older: 0, tiers, began, is_over: false };
         self.next += 1;
         self.evicted += usize::from(tiers > 0);
     }
 
-    fn grave(&mut self, number: u64) -> &mut Grave {
-        let mask = self.graves.len() - 1;
-        &mut self.graves[number as usize & mask]
+    fn tombstone(&mut self, number: u64) -> &mut Tombstone {
+        let mask = self.tombstones.len() - 1;
+        &mut self.tombstones[number as usize & mask]
     }
 
     fn bucket(&mut self, engine_hash: u64) -> &mut u32 {
@@ -155,8 +156,8 @@ impl Ghosts {
         &mut self.buckets[(mix(engine_hash, self.secret) >> (64 - bits)) as usize]
     }
 
-    /// The grave of the youngest ghost with an engine hash.
-    fn find(&mut self, engine_hash: u64) -> Option<&mut Grave> {
+    /// The tombstone of the youngest ghost with an engine hash.
+    fn find(&mut self, engine_hash: u64) -> Option<&mut Tombstone> {
         if self.len() == 0 {
             return None;
         }
@@ -167,43 +168,43 @@ impl Ghosts {
             // What has no place any more is older than all; with half a number, once in 2^32 it looks younger.
             let age = (newest as u32).wrapping_sub(number);
             let at = newest.checked_sub(u64::from(age)).filter(|&at| at >= self.first)?;
-            let grave = *self.grave(at);
-            if grave.engine_hash == engine_hash {
-                return Some(self.grave(at)).filter(|grave| !grave.is_over);
+            let tombstone = *self.tombstone(at);
+            if tombstone.engine_hash == engine_hash {
+                return Some(self.tombstone(at)).filter(|tombstone| !tombstone.is_over);
             }
             if at == self.first {
                 return None;
             }
-            (number, newest) = (grave.older, at - 1);
+            (number, newest) = (tombstone.older, at - 1);
         }
     }
 
     /// Puts those into buckets that are in none.
     fn fill_buckets(&mut self) {
-        if self.buckets.len() < self.graves.len() {
+        if self.buckets.len() < self.tombstones.len() {
             // With the number of none any more.
-            self.buckets = vec![(self.first as u32).wrapping_sub(1); self.graves.len()];
+            self.buckets = vec![(self.first as u32).wrapping_sub(1); self.tombstones.len()];
             self.in_buckets = self.first;
         }
         for number in self.in_buckets.max(self.first)..self.next {
-            let engine_hash = self.grave(number).engine_hash;
+            let engine_hash = self.tombstone(number).engine_hash;
             let older = std::mem::replace(self.bucket(engine_hash), number as u32);
-            self.grave(number).older = older;
+            self.tombstone(number).older = older;
         }
         self.in_buckets = self.next;
     }
 
     fn grow(&mut self) {
-        let size = (2 * self.graves.len()).max(FIRST_GRAVES);
-        let old = std::mem::replace(&mut self.graves, vec![Grave::default(); size]);
+        let size = (2 * self.tombstones.len()).max(FIRST_TOMBSTONES);
+        let old = std::mem::replace(&mut self.tombstones, vec![Tombstone::default(); size]);
         let first = self.first;
         for number in first..first + old.len() as u64 {
-            *self.grave(number) = old[number as usize & (old.len() - 1)];
+            *self.tombstone(number) = old[number as usize & (old.len() - 1)];
         }
     }
 
     pub fn bytes(&self) -> usize {
-        self.graves.len() * size_of::<Grave>() + self.buckets.len() * size_of::<u32>()
+        self.tombstones.len() * size_of::<Tombstone>() + self.buckets.len() * size_of::<u32>()
     }
 }
 

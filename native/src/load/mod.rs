@@ -206,9 +206,9 @@ impl ActiveLoad {
     pub fn check<'a>(&self, allocations: impl Iterator<Item = &'a Allocation>) -> Result<(), String> {
         let size = self.requests.len();
         for slot in 0..size {
-            let told = (self.busy.has(slot as u32), self.full.has(slot as u32));
-            if told != self.judged(slot) {
-                return Err(format!("slot {slot} is said to be busy and full: {told:?}"));
+            let recorded = (self.busy.has(slot as u32), self.full.has(slot as u32));
+            if recorded != self.judged(slot) {
+                return Err(format!("slot {slot} is said to be busy and full: {recorded:?}"));
             }
         }
         let (mut requests, mut prefill, mut blocks) = (vec![0; size], vec![0; size], vec![0; size]);

@@ -8,7 +8,7 @@ use super::{ActiveLoad, Overlaps, PoolKey, SlotSet};
 /// Times the median distance from the least cost: what is beyond does not count to the range of costs.
 const OUTLIER: f64 = 10.0;
 
-/// What is asked.
+/// The question of one decision.
 #[derive(Debug, Clone, Copy)]
 pub struct Question<'a> {
     pub pool_key: PoolKey,
@@ -24,7 +24,7 @@ pub struct Question<'a> {
     pub scale: f64,
 }
 
-/// One entry a candidate, in the order of the slots asked about.
+/// One entry a candidate, in the order of the slots of the question.
 #[derive(Debug)]
 pub struct Scores {
     pub slots: Vec<u32>,
@@ -69,14 +69,14 @@ impl ActiveLoad {
         let isl_tokens = f64::from(question.isl_tokens);
         let request_blocks = i64::from(question.isl_tokens.div_ceil(question.pool_key.block_size));
         let some: Vec<u32>;
-        let asked = match slots {
+        let candidates = match slots {
             None => &self.order,
             Some(members) => {
                 some = self.order.iter().copied().filter(|&slot| members.has(slot)).collect();
                 &some
             }
         };
-        let slots = asked.iter().map(|&slot| slot as usize);
+        let slots = candidates.iter().map(|&slot| slot as usize);
         // Column by column: each is one simple loop.
         let device_blocks: Vec<u32> = slots.clone().map(|slot| device[slot]).collect();
         let effective_blocks: Vec<f64> = match (overlap_score_weight, weighted.is_empty()) {
@@ -87,7 +87,7 @@ impl ActiveLoad {
         let cached_tokens: Vec<f64> =
             effective_blocks.iter().map(|effective| (effective * block_size).min(isl_tokens)).collect();
         Scores {
-            slots: asked.to_vec(),
+            slots: candidates.to_vec(),
             device_blocks,
             effective_blocks,
             cached_tokens,

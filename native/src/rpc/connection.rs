@@ -93,7 +93,7 @@ pub struct Connection {
     pub handled: usize,
     pub idle_since: Instant,
     /// There was one.
-    pub asked: bool,
+    pub requested: bool,
     /// The caller is a known one: its connection is not closed to make room.
     pub trusted: bool,
     pub peer: String,
@@ -164,7 +164,7 @@ impl Connection {
             streams: HashSet::new(),
             handled: 0,
             idle_since: now,
-            asked: false,
+            requested: false,
             trusted: false,
             peer,
             opened_at: now,
@@ -311,11 +311,11 @@ impl Connection {
         }
     }
 
-    /// Since when it is idle, unless it is not or its caller is a known one; before that, whether it has asked anything.
+    /// Since when it is idle, unless it is not or its caller is a known one; before that, whether it has requested anything.
     /// What is least is closed first where there is no room.
     pub fn worth(&self) -> Option<(bool, Instant)> {
         let accepted = matches!(self.side, Side::Server(_));
-        (accepted && self.handled == 0 && !self.trusted).then_some((self.asked, self.idle_since))
+        (accepted && self.handled == 0 && !self.trusted).then_some((self.requested, self.idle_since))
     }
 
     /// Tells the peer, as far as it reads, that what it opens from now on is not looked at.

@@ -99,19 +99,19 @@ impl Rpc {
         }
     }
 
-    /// Closes idle connections whose callers are none that is known, the longest idle of those first that have asked
+    /// Closes idle connections whose callers are none that is known, the longest idle of those first that have requested
     /// nothing; whether there were any.
-    fn make_room(&mut self, listener: u64, even_if_asked: bool) -> bool {
+    fn make_room(&mut self, listener: u64, even_if_requested: bool) -> bool {
         let now = Instant::now();
         if !self.crowds.look(now) {
             return false;
         }
         let mut idle = Vec::new();
         for key in self.connections.keys() {
-            if let Some((asked, since)) = self.connections.get(key).and_then(Connection::worth)
-                && (even_if_asked || !asked)
+            if let Some((requested, since)) = self.connections.get(key).and_then(Connection::worth)
+                && (even_if_requested || !requested)
             {
-                idle.push((asked, since, key));
+                idle.push((requested, since, key));
             }
         }
         let evicted = self.crowds.choose(&mut idle, now);
@@ -121,7 +121,7 @@ impl Rpc {
             }
             self.end_connection(*key, "there are too many connections");
         }
-        if even_if_asked || !evicted.is_empty() {
+        if even_if_requested || !evicted.is_empty() {
             self.news.push(Event::Crowded(listener));
         }
         !evicted.is_empty()

@@ -293,7 +293,7 @@ impl Rpc {
                         }
                         if let Some(connection) = self.connections.get_mut(on) {
                             connection.handled += 1;
-                            connection.asked = true;
+                            connection.requested = true;
                         }
                         self.news.push(Event::Open {
                             call: key,
