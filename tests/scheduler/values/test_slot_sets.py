@@ -214,7 +214,7 @@ def test_the_sets_that_are_kept_of_features_are_few() -> None:
     for number in range(3 * MAX_FEATURES):
         assert made.select(request(isl=1, lora_name=f"l{number}")).rank.worker_id == "a"
         assert pool.with_adapter("l0"), "asked for now and then"
-    kept = pool._features._kept
+    kept = pool._features._cached
     assert len(kept) == MAX_FEATURES
     assert "l0" in kept
 

@@ -1,6 +1,6 @@
 """The registered workers as requests see them: by model, with what each model's workers have in common.
 
-A view of a tenant is made when first asked for and dropped when one of its workers changes, so that a request costs
+A view of a tenant is made when first used and dropped when one of its workers changes, so that a request costs
 a few look-ups however many workers there are.
 """
 
@@ -38,7 +38,7 @@ class Serving:
     unroutable: tuple[str, ...] = ()
     """Ids of those that the gateway cannot run a request on: no HTTP endpoint, or an API it does not speak."""
     routable_roles: frozenset[Role] = frozenset()
-    """Of the others."""
+    """Roles of the others."""
     longest_prompt: int | None = None
     """Tokens that the largest cache of a rank holds; None = some worker's size is unknown."""
 
@@ -118,7 +118,7 @@ class Catalog:
         if view is None:
             specs = [entry.spec for entry in self._registry.entries(tenant)]
             if not specs:
-                return _EMPTY  # not kept: any name may be asked for
+                return _EMPTY  # not cached: clients may send any name
             view = self._views[tenant] = _view(specs)
         return view
 

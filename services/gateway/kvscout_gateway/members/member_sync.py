@@ -50,7 +50,7 @@ removals arrive, within half a second."""
 PASSED_ON_LEASE_SECONDS = 10
 CALL_SECONDS = 2.0
 WORKERS_A_SLICE = 32
-"""Looked at in a row: about a millisecond where all are new, after which other tasks run."""
+"""Workers compared in a row: about a millisecond where all are new, after which other tasks run."""
 CALLS_IN_PARALLEL = 32
 """Registrations under way to one member: a fleet of 1,000 is pushed in well under a second."""
 
@@ -91,7 +91,7 @@ class Peer(NamedTuple):
     lease_seconds: int
     source: Source
     listed_at: float
-    """When the member was asked for its list, on the gateway's clock."""
+    """When its list was requested, on the gateway's clock."""
 
     @property
     def registered_there(self) -> bool:
@@ -340,7 +340,7 @@ class MemberSync:
 
     async def _compare(self) -> None:
         """Read the list of workers, and draw the conclusions."""
-        asked_at = self._clock()
+        requested_at = self._clock()
         answer = await call(
             self._stub.ListWorkers, workers_pb2.ListWorkersRequest(tenant=ALL_TENANTS), timeout=CALL_SECONDS
         )
@@ -359,7 +359,7 @@ class MemberSync:
                 self._warnings.warning("listed", "%s lists a worker that cannot be read: %s", self.name, error)
                 continue
             listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(
-                spec, entry.lease_seconds, _source_of(entry), asked_at
+                spec, entry.lease_seconds, _source_of(entry), requested_at
             )
         self._specs = specs
         lost = (self.peers.keys() | self._sent.keys()) - listed.keys()
@@ -373,7 +373,7 @@ class MemberSync:
             await self._bring_up(listed)
         await self._pass_on(listed)
         self.peers = listed
-        self._listed_at = asked_at
+        self._listed_at = requested_at
 
     async def _restarted_since(self, then: float) -> bool:
         """Return whether the member's process started after a time; called only when workers are missing: it costs."""

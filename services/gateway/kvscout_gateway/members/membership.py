@@ -28,7 +28,7 @@ from kvscout_gateway.upstreams.failover import DNS, Failover, Member
 log = logging.getLogger("kvscout.gateway")
 
 MAX_ADDRESSES = 64
-"""Of one name."""
+"""Addresses of one name that are used."""
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 

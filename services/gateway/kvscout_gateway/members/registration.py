@@ -167,11 +167,11 @@ class Registration:
         log.info("worker %s is now registered by another gateway", spec.worker_id)
         self._registry.register(spec, source=Source.PEER)
 
-    def _peers_of_others(self, asking: MemberSync) -> dict[WorkerName, Peer] | None:
-        others = [member for member in self.members if member is not asking]
-        if not all(member.tried for member in others):
+    def _peers_of_others(self, member: MemberSync) -> dict[WorkerName, Peer] | None:
+        others = [other for other in self.members if other is not member]
+        if not all(other.tried for other in others):
             return None
-        return self._union([m for m in others if not m.error] or [asking])
+        return self._union([other for other in others if not other.error] or [member])
 
     @staticmethod
     def _union(members: Sequence[MemberSync]) -> dict[WorkerName, Peer]:

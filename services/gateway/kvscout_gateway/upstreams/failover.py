@@ -155,7 +155,7 @@ class Failover(Generic[Stub]):
         self._order = order
         self._given = tuple(addresses)
         self.names = tuple(address for address in addresses if address.startswith(DNS))
-        """Whose addresses are to be told by `resolved`."""
+        """DNS names, whose addresses `resolved` sets."""
         self._resolved: dict[str, Sequence[str]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.name = f"{kind} {shard}" if shard else kind
@@ -228,16 +228,16 @@ class Failover(Generic[Stub]):
             method: Takes a stub, gives its rpc.
             request: The rpc's request.
             timeout_seconds: The deadline.
-            uninformed: Whether an error that a member answered only shows that it does not know yet what this gateway
-                knows; the next one may.
+            is_stale: Returns whether an error that a member answered shows only that it lacks what this gateway
+                knows; the next one may have it.
 
         Returns:
             The answer and who gave it.
 
         Raises:
             UpstreamDown: If no member answered.
-            KvscoutError: Any other error that a member answered with; unless it is uninformed, it is not tried on the
-                next.
+            KvscoutError: Any other error that a member answered with; the next one is tried only if the member is
+                stale.
         """
         deadline = time.monotonic() + timeout_seconds
         problem = f"no {self.kind} is configured"

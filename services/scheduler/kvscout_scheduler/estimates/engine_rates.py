@@ -125,8 +125,8 @@ def rates_by(sums: RateSums, shape: Rates) -> Rates | None:
 def _vllm_prefill(said: Mapping[str, float]) -> tuple[float, ...]:
     tokens = said.get("vllm:request_prefill_kv_computed_tokens_sum", 0.0)
     if not tokens:
-        asked = said.get("vllm:prefix_cache_queries_total", 0.0)
-        missed = 1.0 - said.get("vllm:prefix_cache_hits_total", 0.0) / asked if asked else 1.0
+        queried = said.get("vllm:prefix_cache_queries_total", 0.0)
+        missed = 1.0 - said.get("vllm:prefix_cache_hits_total", 0.0) / queried if queried else 1.0
         tokens = said.get("vllm:request_prompt_tokens_sum", 0.0) * missed
     return *(_pair(said, "vllm:request_prefill_time_seconds") or (0.0, 0.0)), tokens
 

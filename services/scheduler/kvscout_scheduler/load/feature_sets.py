@@ -1,4 +1,4 @@
-"""Which slots have the labels or the adapter that a request wants: sets that are kept, as few wants are different."""
+"""Slots that have the labels or the adapter that a request requires: cached sets, as few requests differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Feature: TypeAlias = frozenset[tuple[str, str]] | str
 """Labels, all of them; or the name of an adapter."""
 
 MAX_FEATURES: Final = 256
-"""Kept for one pool; the least recently used one makes room."""
+"""Sets cached for one pool; the least recently used one makes room."""
 
 
 class FeatureSets:
@@ -26,7 +26,7 @@ class FeatureSets:
     def __init__(self, ranks: Sequence[WorkerRank], specs: Sequence[WorkerSpec]) -> None:
         self._ranks = ranks
         self._specs = specs
-        self._kept: dict[Feature, int] = {}
+        self._cached: dict[Feature, int] = {}
 
     def having(self, feature: Feature, order: Sequence[int]) -> int:
         """Return the set of those that have it.
@@ -35,23 +35,23 @@ class FeatureSets:
             feature: What they have.
             order: All slots that count.
         """
-        found = self._kept.pop(feature, None)
+        found = self._cached.pop(feature, None)
         if found is None:
             specs = self._specs
             found = large_slot_set((slot for slot in order if _has(specs[slot], feature)), len(self._ranks))
-            if len(self._kept) >= MAX_FEATURES:
-                del self._kept[next(iter(self._kept))]
-        self._kept[feature] = found
+            if len(self._cached) >= MAX_FEATURES:
+                del self._cached[next(iter(self._cached))]
+        self._cached[feature] = found
         return found
 
     def described(self, spec: WorkerSpec, slots: int) -> None:
         """Update the sets by another registration of some slots."""
-        for feature, found in self._kept.items():
-            self._kept[feature] = found | slots if _has(spec, feature) else found & ~slots
+        for feature, found in self._cached.items():
+            self._cached[feature] = found | slots if _has(spec, feature) else found & ~slots
 
     def forget(self) -> None:
         """Others are registered now."""
-        self._kept.clear()
+        self._cached.clear()
 
 
 def _has(spec: WorkerSpec, feature: Feature) -> bool:

@@ -126,7 +126,7 @@ class Pool:
             self._describe(new)
             self.changed = True
             return
-        stays = set(new.ranks) if _lane(old) == _lane(new) else set()
+        stays = set(new.ranks) if _block_format(old) == _block_format(new) else set()
         self._leave([rank for rank in old.ranks if rank not in stays], LeavingRank(math.inf))
         self._enter([rank for rank in new.ranks if rank not in self.slot_of], new)
         self._registered(new)
@@ -258,7 +258,7 @@ class Pool:
         self.load.limit(slot, Limits(min(prefill_tokens, NO_LIMIT), min(decode_blocks, NO_LIMIT), queued))
 
     def _enter(self, ranks: Iterable[WorkerRank], spec: WorkerSpec) -> None:
-        block_format = _lane(spec)
+        block_format = _block_format(spec)
         for rank in ranks:
             slot = next((s for s in self.leaving if self.ranks[s] == rank and self.format_of[s] == block_format), None)
             if slot is not None:
@@ -268,7 +268,7 @@ class Pool:
             self.slot_of[rank] = slot
 
     def _empty_slot(self, rank: WorkerRank, spec: WorkerSpec) -> int:
-        row = (rank, spec, _lane(spec), HitCounts())
+        row = (rank, spec, _block_format(spec), HitCounts())
         columns: tuple[list[Any], ...] = (self.ranks, self.specs, self.format_of, self.hits)
         if self._unused:
             slot = self._unused.pop()
@@ -372,5 +372,5 @@ class Pool:
         return found
 
 
-def _lane(spec: WorkerSpec) -> BlockFormat:
+def _block_format(spec: WorkerSpec) -> BlockFormat:
     return BlockFormat(spec.block_size, spec.eagle)

@@ -43,7 +43,7 @@ class Operations:
     Args:
         scheduler: Decides.
         owner: Whose bookings these are; None = those of unary callers.
-        later: Told what came of operations that waited.
+        later: Receives the outcomes of operations that waited.
         remote: Operations on bookings of other replicas; None = there are none.
     """
 
@@ -71,9 +71,9 @@ class Operations:
         if isinstance(operation, Select):
             return self._select(number, operation)
         if self._remote is not None and self._remote.concerns(operation):
-            asking = asyncio.create_task(self._forward(self._remote, number, operation))
-            self._forwarded.add(asking)
-            asking.add_done_callback(self._forwarded.discard)
+            forwarding = asyncio.create_task(self._forward(self._remote, number, operation))
+            self._forwarded.add(forwarding)
+            forwarding.add_done_callback(self._forwarded.discard)
             return None
         return self._scheduler.apply(operation, self._owner)
 

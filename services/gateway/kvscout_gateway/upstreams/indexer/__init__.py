@@ -1,1 +1,1 @@
-"""The indexers as the gateway calls them: asked for overlaps, told where prompts went, checked against engines."""
+"""The indexers as the gateway calls them: overlaps, reports of routed prompts, checks against engines."""

@@ -1,9 +1,9 @@
-"""Worker ranks of which an indexer hears nothing though they serve requests. Pure.
+"""Worker ranks from which an indexer receives no events though they serve requests. Pure.
 
-An indexer cannot tell a worker that idles from one whose KV events are off, or go elsewhere: no event comes of either.
-The gateway knows which ones served, and tells the indexer of those that have no excuse left: their requests were
+An indexer cannot distinguish an idle worker from one whose KV events are off or go elsewhere: neither sends any.
+The gateway knows which ones served, and reports to the indexer those that should have sent events: their requests were
 dispatched when it was already listening, they computed what engines publish, and their events had the time from one
-question to the next to arrive. That one decides, and shows such sources as BLIND.
+report to the next to arrive. That one decides, and shows such sources as BLIND.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ what was lost unanswered is INCOMPLETE."""
 
 
 def _is_silent(source: indexer_pb2.SourceStatus) -> bool:
-    """Whether nothing ever came from a source, and nothing else than its engine is to blame."""
+    """Return whether nothing ever came from a source, and only its engine can be the cause."""
     if source.HasField("last_event_id") or not source.HasField("open_seconds"):
         return False
     # An engine whose events are off does not even open its socket; over NATS it is NATS that is away.

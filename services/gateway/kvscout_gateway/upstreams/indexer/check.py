@@ -1,4 +1,4 @@
-"""Status of the indexers, read every now and then: what is wrong with them is silent otherwise.
+"""Status of the indexers, read every `CHECK_SECONDS`: faults that no call of theirs shows.
 
 * An indexer with another shard of the workers than `--indexer` says: the overlaps of those it lacks are 0.
 * Workers from which no event ever came to it though they have served requests: so are theirs (blindness.py).
@@ -55,7 +55,7 @@ class IndexerCheck:
         self.checked: list[CheckedIndexer] = []
 
     def join(self, member: IndexerMember, shard: Shard) -> CheckedIndexer:
-        """Add an indexer; `keep` is a task for as long as it is there."""
+        """Add an indexer; `keep` is its task until it leaves."""
         one = CheckedIndexer(member, shard, BlindRanks(self._served))
         self.checked.append(one)
         return one

@@ -44,7 +44,7 @@ RETRY_SECONDS = 0.25
 STUCK_SHARE = 0.75
 """Of the time for an answer: a stream on which nothing comes for that long is broken off, where an answer is due."""
 HEALTH_SECONDS = 1.0
-"""How often those are asked that come before the one in use."""
+"""Between two health checks of the schedulers that come before the one in use."""
 HEALTH_TIMEOUT_SECONDS = 0.5
 STABLE_SECONDS = 5.0
 MAX_STABLE_SECONDS = 60.0
@@ -102,7 +102,7 @@ class Attachment:
         self._opened_at = 0
         """Of the newest stream."""
         self._rebooked_at = 0.0
-        self._asked_at = 0.0
+        self._checked_at = 0.0
         self._down = "no scheduler is attached"
         """Why requests do not wait for a scheduler; "" = there is one, or it is not known yet that there is none."""
         self._round: asyncio.Future[None] | None = None
@@ -227,7 +227,7 @@ class Attachment:
             now = self._clock()
             if now >= self._rebooked_at + REBOOK_SECONDS:
                 await self._rebook(member, stream)
-            better = await self._better(member) if now >= self._asked_at + HEALTH_SECONDS else None
+            better = await self._better(member) if now >= self._checked_at + HEALTH_SECONDS else None
             if better is not None:
                 try:
                     await self._attach(better)
@@ -294,7 +294,7 @@ class Attachment:
 
     async def _better(self, used: SchedulerMember) -> SchedulerMember | None:
         """Return a scheduler that comes earlier in the list, and has been well for long enough."""
-        self._asked_at = self._clock()
+        self._checked_at = self._clock()
         earlier = list(itertools.takewhile(lambda member: member is not used, self._schedulers.members))
         if not earlier:
             return None

@@ -1,10 +1,10 @@
 """One Lifecycle stream to one scheduler: what this gateway has in flight, then its operations.
 
-How "waits in line" is told from "the scheduler is stuck": the scheduler carries operations out in the order in which
-they were sent, so that an answer to a later one says that an earlier one was carried out. Where nothing else is asked,
+To distinguish "waits in line" from "the scheduler is stuck": the scheduler carries operations out in the order in which
+they were sent, so that an answer to a later one shows that an earlier one was carried out. Where nothing else is sent,
 a probe is (`renew` of a request that does not exist). A stream on which no probe is answered is broken off. On one that
-has nothing to say, too, a probe goes now and then: so each side knows of the other, and the scheduler is told to expect
-it.
+has nothing to say, too, a probe goes now and then: so each side knows of the other, and the hello announces the
+interval.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LifecycleStream(CoalescedStream[scheduler_pb2.LifecycleResult]):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the stream has ended."""
         self.unary_calls = 0
-        """Calls beside the stream that wait for an answer: the stream tells whether the scheduler is there."""
+        """Calls beside the stream that wait for an answer: the stream shows whether the scheduler is up."""
         self.draining = False
         hello = scheduler_pb2.LifecycleHello(
             owner_id=owner_id,

@@ -14,7 +14,7 @@ from kvscout_gateway.upstreams.failover import Failover, Member
 from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, Operation
 
 RETRY_SECONDS = 1.0
-"""What callers are told where the stream does not say when to try again."""
+"""Seconds after which callers try again, where the stream names no time."""
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -59,6 +59,11 @@ class SchedulerLink(_Stub):
     def messages(self) -> int:
         """Messages of all its streams."""
         return self._messages + (self._stream.messages if self._stream is not None else 0)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait in line over the stream."""
+        return self.stream.waiting if self.stream is not None else 0
 
     def use(self, stream: LifecycleStream) -> None:
         """Take a stream that has just been opened."""

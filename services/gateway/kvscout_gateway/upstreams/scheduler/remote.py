@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import grpc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -41,6 +41,7 @@ from kvscout_gateway.upstreams.scheduler.attachment import Attachment
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, body_of
 from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS, SchedulerLink, SchedulerMember, Schedulers, error_of
+from kvscout_gateway.upstreams.scheduler.rpcs import Answer, Rpc, SchedulerRpcs
 from kvscout_gateway.values.booking import Booking, draw_attempt
 
 MAX_STREAMS = 4
@@ -58,9 +59,7 @@ MAX_FAILURE_REPORTS = 256
 
 log = logging.getLogger("kvscout.gateway")
 
-Answer = TypeVar("Answer")
 Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
-Rpc = Callable[[SchedulerLink], Callable[..., Awaitable[Answer]]]
 
 
 class WaitedTooLong(ResourceExhausted):
@@ -152,7 +151,44 @@ class Scheduler(Protocol):
         """Call an rpc of the first scheduler that answers."""
 
 
-class RemoteScheduler(Collector):
+_STREAM_METRICS: tuple[
+    tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[SchedulerLink], float]], ...
+] = (
+    (
+        GaugeMetricFamily,
+        "scheduler_stream_connected",
+        "1 = the Lifecycle stream to this scheduler is open",
+        lambda link: float(link.stream is not None),
+    ),
+    (
+        CounterMetricFamily,
+        "scheduler_stream_connects",
+        "Times that the stream was opened",
+        lambda link: link.connects,
+    ),
+    (
+        CounterMetricFamily,
+        "scheduler_stream_operations",
+        "Operations sent over the stream",
+        lambda link: link.operations,
+    ),
+    (CounterMetricFamily, "scheduler_stream_messages", "Messages in which they went", lambda link: link.messages),
+    (
+        CounterMetricFamily,
+        "rebooked_requests",
+        "Running requests booked anew at a scheduler that did not know them",
+        lambda link: link.rebooked,
+    ),
+    (
+        GaugeMetricFamily,
+        "requests_waiting_in_line",
+        "Requests that wait at the scheduler for a worker with room",
+        lambda link: link.waiting,
+    ),
+)
+
+
+class RemoteScheduler(SchedulerRpcs, Collector):
     """Schedulers behind rpcs: one decides, and holds what this gateway has booked.
 
     Args:
@@ -173,10 +209,10 @@ class RemoteScheduler(Collector):
         queue_wait_seconds: float,
         resync: Callable[[Member[Any]], asyncio.Future[float]],
     ) -> None:
-        self.peers: Schedulers = Failover("scheduler", addresses, SchedulerLink, security)
+        peers: Schedulers = Failover("scheduler", addresses, SchedulerLink, security)
+        super().__init__(peers, timeout_seconds=timeout_seconds)
         self.bookings = Bookings()
-        self.attachment = Attachment(self.peers, self.bookings, timeout_seconds=timeout_seconds, resync=resync)
-        self._timeout = timeout_seconds
+        self.attachment = Attachment(peers, self.bookings, timeout_seconds=timeout_seconds, resync=resync)
         self._queue_wait = queue_wait_seconds
         self._resync = resync
         self._background: set[asyncio.Task[None]] = set()
@@ -357,16 +393,6 @@ class RemoteScheduler(Collector):
             stream.unary_calls -= 1
             stream.closed.remove_done_callback(cancel)
 
-    async def call(self, method: Rpc[Answer], request: object) -> Answer:
-        """Call an rpc of the first scheduler that answers.
-
-        Raises:
-            UpstreamDown: None does.
-            KvscoutError: As the first one does.
-        """
-        answer, _ = await self.peers.call(method, request, timeout_seconds=self._timeout)
-        return answer
-
     def report_failure(self, request: scheduler_pb2.ReportFailureRequest) -> None:
         """Report a worker that is ejected, which concerns the other gateways, too; in the background."""
         if len(self._background) < MAX_FAILURE_REPORTS:
@@ -393,95 +419,6 @@ class RemoteScheduler(Collector):
         except KvscoutError as error:
             log.warning("failure of %s not reported: %s", request.worker.worker_id, error)
 
-    async def call_booked(
-        self, method: Rpc[Answer], request: object, has_it: Callable[[Answer], bool] = lambda answer: True
-    ) -> Answer:
-        """Call an rpc about a request that Route booked, at whichever scheduler has it.
-
-        Args:
-            method: Takes a stub, gives its rpc.
-            request: The rpc's request.
-            has_it: Tells from an answer whether the scheduler knows the request; NotFound says that it does not.
-
-        Raises:
-            NotFound: None has it.
-            UpstreamDown: None that answers has it, and not all answer.
-        """
-        unknown: Answer | NotFound | None = None
-        problem = ""
-        for member in self.peers.preferred():
-            try:
-                answer = await member.call(method, request, self._timeout)
-            except NotFound as error:
-                unknown = error
-            except KvscoutError as error:
-                if not is_member_fault(error):
-                    raise
-                problem = f"{member.name}: {error}"
-            else:
-                if has_it(answer):
-                    return answer
-                unknown = answer
-        if problem or unknown is None:
-            raise UpstreamDown(problem or "no scheduler is configured", retry_after_seconds=RETRY_SECONDS)
-        if isinstance(unknown, NotFound):
-            raise unknown
-        return unknown
-
-    async def renew(self, request: scheduler_pb2.RenewRequest) -> scheduler_pb2.RenewResponse:
-        """Renew leases of requests that Route booked, each at whichever scheduler has it.
-
-        Raises:
-            UpstreamDown: Some are at none that answers, and not all answer.
-        """
-        unknown, problem = list(range(len(request.requests))), ""
-        for member in self.peers.preferred():
-            rest = scheduler_pb2.RenewRequest(
-                tenant=request.tenant,
-                requests=[request.requests[index] for index in unknown],
-                lease_seconds=request.lease_seconds,
-            )
-            try:
-                answer = await member.call(lambda stub: stub.Renew, rest, self._timeout)
-            except KvscoutError as error:
-                if not is_member_fault(error):
-                    raise
-                problem = f"{member.name}: {error}"
-                continue
-            unknown = [unknown[position] for position in answer.unknown]
-            if not unknown:
-                break
-        if unknown and (problem or not self.peers.members):
-            raise UpstreamDown(problem or "no scheduler is configured", retry_after_seconds=RETRY_SECONDS)
-        return scheduler_pb2.RenewResponse(unknown=unknown)
-
-    async def set_busy_thresholds(
-        self, request: types_pb2.SetBusyThresholdsRequest
-    ) -> types_pb2.SetBusyThresholdsResponse:
-        """Change thresholds on every scheduler.
-
-        Raises:
-            UpstreamDown: Some scheduler did not answer; names it. Those that did have changed.
-            InvalidArgument: As the schedulers answer.
-        """
-        members = self.peers.members
-        answers = await asyncio.gather(
-            *(member.call(lambda stub: stub.SetBusyThresholds, request, self._timeout) for member in members),
-            return_exceptions=True,
-        )
-        changed: types_pb2.SetBusyThresholdsResponse | None = None
-        down: list[str] = []
-        for member, answer in zip(members, answers, strict=True):
-            if not isinstance(answer, BaseException):
-                changed = changed or answer
-            elif isinstance(answer, KvscoutError) and is_member_fault(answer):
-                down.append(f"{member.name}: {answer}")
-            else:
-                raise answer
-        if changed is None or down:
-            raise UpstreamDown(f"not changed everywhere: {'; '.join(down) or 'no scheduler is configured'}")
-        return changed
-
     async def close(self) -> None:
         """End the stream when what is due on it was sent; close every channel."""
         if self._background:
@@ -497,42 +434,15 @@ class RemoteScheduler(Collector):
         status.stream_operations = link.operations
         status.stream_messages = link.messages
         status.rebooked = link.rebooked
-        status.waiting_in_line = link.stream.waiting if link.stream is not None else 0
+        status.waiting_in_line = link.waiting
 
     def collect(self) -> Iterator[Metric]:
         """Return samples of the streams."""
-        labels = ["scheduler"]
-        connected = GaugeMetricFamily(
-            "kvscout_scheduler_stream_connected", "1 = the Lifecycle stream to this scheduler is open", labels=labels
-        )
-        connects = CounterMetricFamily(
-            "kvscout_scheduler_stream_connects", "Times that the stream was opened", labels=labels
-        )
-        operations = CounterMetricFamily(
-            "kvscout_scheduler_stream_operations", "Operations sent over the stream", labels=labels
-        )
-        messages = CounterMetricFamily(
-            "kvscout_scheduler_stream_messages", "Messages in which they went", labels=labels
-        )
-        rebooked = CounterMetricFamily(
-            "kvscout_rebooked_requests",
-            "Running requests booked anew at a scheduler that did not know them",
-            labels=labels,
-        )
-        waiting = GaugeMetricFamily(
-            "kvscout_requests_waiting_in_line",
-            "Requests that wait at the scheduler for a worker with room",
-            labels=labels,
-        )
-        for member in self.peers.members:
-            link, values = member.stub, [member.address]
-            connected.add_metric(values, float(link.stream is not None))
-            connects.add_metric(values, link.connects)
-            operations.add_metric(values, link.operations)
-            messages.add_metric(values, link.messages)
-            rebooked.add_metric(values, link.rebooked)
-            waiting.add_metric(values, link.stream.waiting if link.stream is not None else 0)
-        yield from (connected, connects, operations, messages, rebooked, waiting)
+        for kind, name, documentation, value in _STREAM_METRICS:
+            family = kind(f"kvscout_{name}", documentation, labels=["scheduler"])
+            for member in self.peers.members:
+                family.add_metric([member.address], value(member.stub))
+            yield family
         yield CounterMetricFamily(
             "kvscout_frees_left_to_lease", "Bookings whose Free could not be delivered", self.bookings.undelivered
         )
