@@ -7,18 +7,17 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 from kvscout_bench.gateway_bench import GatewayBench
 from kvscout_bench.gateway_stack import ENVOY, SMG
-from kvscout_bench.harness import Row, rounded
-from kvscout_bench.http_bench import PEERS as HTTP_PEERS
+from kvscout_bench.harness import Bench, Row, Say, rounded
 from kvscout_bench.http_bench import HttpBench
 from kvscout_bench.index_bench import IndexBench
-from kvscout_bench.ingest import IngestBench
+from kvscout_bench.ingest_bench import IngestBench
 from kvscout_bench.machine import Machine, this_machine
 from kvscout_bench.peer import ROOT, WHEEL, DriverFailed
 from kvscout_bench.rpc_bench import RpcBench
@@ -34,10 +33,17 @@ PEERS: Mapping[str, str] = {
     "envoy": ENVOY.replace("==", " "),
 }
 """Peers, and the parts of each that are measured."""
-PARTS = ("index", "rpc", "ingest", "scheduler", "gateway", "http")
-GATEWAY_SECONDS = 4.0
-INDEX_SECONDS = 0.3
-"""Length of one run of one side in a run of everything, which must end within half an hour."""
+BENCHES: Mapping[str, type[Bench]] = {
+    "index": IndexBench,
+    "rpc": RpcBench,
+    "ingest": IngestBench,
+    "scheduler": SchedulerBench,
+    "gateway": GatewayBench,
+    "http": HttpBench,
+}
+PARTS = tuple(BENCHES)
+SHORT_SECONDS = {"index": 0.3, "gateway": 4.0, "http": 4.0}
+"""Length of one run of one side in a run of everything, which must end within half an hour, where not the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class Measured:
     """Why it ended before its end; "" = it did not."""
     seconds: float
     load: tuple[float, float]
-    """Load averages of the machine over a minute, before and after it: what runs beside it counts."""
+    """Load averages of the machine over a minute, before and after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class Report:
     def lost(self) -> list[tuple[str, Row]]:
         """Return rows in which a peer that was measured is better, the worst first, with their parts."""
         rows = [(name, row) for name, part in self.parts.items() for row in part.rows]
-        worse = [(name, row) for name, row in rows if row.ratio is not None and row.ratio < 1 and is_measured(row)]
+        worse = [(name, row) for name, row in rows if row.ratio is not None and row.ratio < 1 and row.peer_is_measured]
         return sorted(worse, key=lambda each: each[1].ratio or 0.0)
 
     def missed(self) -> list[tuple[str, Row]]:
@@ -75,9 +81,9 @@ class Report:
         return [(name, row) for name, part in self.parts.items() for row in part.rows if row.met is False]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON values."""
+        """Return everything as JSON values."""
         return {
-            "machine": {name: getattr(self.machine, name) for name in Machine.__dataclass_fields__},
+            "machine": asdict(self.machine),
             "versions": dict(self.versions),
             "commit": self.commit,
             "rounds": self.rounds,
@@ -118,39 +124,24 @@ class AllBench:
                 if each not in known:
                     raise InvalidArgument(f"{each!r} is none of {', '.join(known)}", field=name)
 
-    def run(self, say: Callable[[str], None]) -> Report:
+    def run(self, say: Say) -> Report:
         """Measure part by part; blocks. The failure of a part is reported, and the next one begins.
 
         Args:
-            say: Reports progress, a line a call.
+            say: Reports progress.
         """
-        runs = self._runs()
         measured = {}
         for name in (part for part in PARTS if part in self.parts):
             say(f"== {name}")
-            measured[name] = _measured(runs[name](say))
+            measured[name] = _measured(self._bench(name).run(say))
         versions = {"kvscout": f"{__version__}, {backend_name()}", **_versions()}
         versions |= {peer: PEERS[peer] for peer in self.peers}
         return Report(this_machine(), versions, commit(), 1 if self.quick else self.rounds, self.quick, measured)
 
-    def _runs(self) -> Mapping[str, Callable[[Callable[[str], None]], Iterator[Row]]]:
-        dynamo = DYNAMO if DYNAMO in self.peers else ""
-        proxies = tuple(peer for peer in self.peers if peer != DYNAMO)
-        pumps = tuple(peer for peer in proxies if peer in HTTP_PEERS)
-        rounds, quick = self.rounds, self.quick
-        return {
-            "index": IndexBench(peer=dynamo, rounds=rounds, quick=quick, seconds=INDEX_SECONDS).run,
-            "rpc": RpcBench(peer=dynamo, rounds=rounds, quick=quick).run,
-            "ingest": IngestBench(peer=dynamo, rounds=rounds, quick=quick).run,
-            "scheduler": SchedulerBench(rounds=rounds, quick=quick).run,
-            "gateway": GatewayBench(peers=proxies, rounds=rounds, quick=quick, seconds=GATEWAY_SECONDS).run,
-            "http": HttpBench(peers=pumps, rounds=rounds, quick=quick, seconds=GATEWAY_SECONDS).run,
-        }
-
-
-def is_measured(row: Row) -> bool:
-    """Return whether its peer ran beside it: else what was published of it is shown."""
-    return row.peer is not None and "(peer: published)" not in row.title
+    def _bench(self, part: str) -> Bench:
+        bench = BENCHES[part]
+        peers = tuple(peer for peer in self.peers if peer in bench.PEERS)
+        return bench(rounds=self.rounds, quick=self.quick, peers=peers, seconds=SHORT_SECONDS.get(part, 0.0))
 
 
 def _measured(rows: Iterable[Row]) -> Measured:
@@ -159,7 +150,7 @@ def _measured(rows: Iterable[Row]) -> Measured:
     failure = ""
     try:
         for row in rows:
-            done.append(row)  # what is there counts, if it fails  # noqa: PERF402
+            done.append(row)  # rows count even if a later one fails  # noqa: PERF402
     except (DriverFailed, OSError) as error:
         failure = str(error)
     after = os.getloadavg()[0]
@@ -178,9 +169,9 @@ def commit() -> str:
     if git is None or not (ROOT / ".git").exists():
         return ""
 
-    def git_says(*words: str) -> str:
+    def output(*words: str) -> str:
         done = subprocess.run([git, "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    changed = "+" if git_says("status", "--porcelain", "--untracked-files=no") else ""
-    return git_says("rev-parse", "--short=12", "HEAD") + changed
+    changed = "+" if output("status", "--porcelain", "--untracked-files=no") else ""
+    return output("rev-parse", "--short=12", "HEAD") + changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvscout_bench.all_bench import Report, is_measured
+from kvscout_bench.all_bench import Report
 from kvscout_bench.harness import Row
 
 _COLUMNS = "| | kvscout | p99 | goal | peer | its p99 | ratio | rounds |"
@@ -55,7 +55,7 @@ def _lines(report: Report) -> Iterator[str]:
 def _row(row: Row) -> str:
     value = f"{number(row.value)} {row.unit}"
     low, high = row.spread
-    peer = "–" if row.peer is None else number(row.peer) if is_measured(row) else f"({number(row.peer)})"
+    peer = "–" if row.peer is None else number(row.peer) if row.peer_is_measured else f"({number(row.peer)})"
     cells = (
         row.title.replace("|", "/"),
         f"**{value}**" if row.met is False else value,
@@ -70,5 +70,5 @@ def _row(row: Row) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits; "–" for none."""
+    """Return a number to three digits; "–" for none."""
     return "–" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 from rich.table import Table
 
-from kvscout_bench.all_bench import PARTS, AllBench
+from kvscout_bench.all_bench import BENCHES, PARTS, AllBench
 from kvscout_bench.all_bench import PEERS as ALL_PEERS
 from kvscout_bench.all_report import markdown, number
-from kvscout_bench.gateway_bench import PEERS as GATEWAY_PEERS
-from kvscout_bench.gateway_bench import GatewayBench
-from kvscout_bench.harness import Row
-from kvscout_bench.http_bench import PEERS as HTTP_PEERS
-from kvscout_bench.http_bench import HttpBench
-from kvscout_bench.index_bench import PEERS, IndexBench
-from kvscout_bench.ingest import PEERS as INGEST_PEERS
-from kvscout_bench.ingest import IngestBench
-from kvscout_bench.rpc_bench import PEERS as RPC_PEERS
-from kvscout_bench.rpc_bench import RpcBench
-from kvscout_bench.scheduler_bench import SchedulerBench
+from kvscout_bench.harness import Bench, Row
 from kvscout_cli.connection import option
 from kvscout_cli.output import stderr, stdout
 from kvscout_common.settings.flags import SectionedCommand, SectionedGroup
@@ -36,73 +26,47 @@ def command(context: click.Context) -> None:
         context.invoke(everything)
 
 
-def _subcommand(
-    name: str,
-    bench: Callable[..., Any],
-    about: str,
-    *,
-    peer: Sequence[str] = (),
-    peers: Sequence[str] = (),
-    rounds: int = 3,
-) -> None:
-    """Add a subcommand that runs one benchmark.
+ABOUT = {
+    "index": "Measure the block index against its goals.",
+    "ingest": "Measure what taking events in costs an indexer process, and how soon they are found.",
+    "scheduler": "Measure what requests cost the scheduler: a real process, and its native core.",
+    "gateway": "Measure what requests cost gateway, scheduler and indexer together.",
+    "rpc": "Measure what calls cost the transport: server and client, by rate.",
+    "http": "Measure what it costs to forward engines' streams, and nothing else.",
+}
+QUICK = option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
 
-    Args:
-        name: Name of the subcommand.
-        bench: Makes the benchmark of its options.
-        about: Help text.
-        peer: Peers of which one may be measured too.
-        peers: Peers of which several may be.
-        rounds: Default of `--rounds`.
-    """
+
+def _subcommand(name: str, bench: type[Bench]) -> None:
+    """Add a subcommand that runs one benchmark."""
 
     def run(*, as_json: bool, **options: Any) -> None:
-        if peer:
-            options["peer"] = options["peer"] or ""
         _print(bench(**options).run(_say), as_json=as_json)
 
     decorators = [
         option("--json", "as_json", is_flag=True, help="Print one JSON object a line."),
-        option(
-            "--rounds",
-            default=rounds,
-            show_default=True,
-            type=click.IntRange(min=1),
-            help="Runs of each workload and side.",
-        ),
+        _rounds(bench().rounds),
         option(
             "--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated."
         ),
-        option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing."),
+        QUICK,
     ]
-    if peer:
-        decorators.append(option("--peer", type=click.Choice(peer), help="Measure this one too, in turns with ours."))
-    if peers:
-        several = "Measure this one too, in turns with ours; may be repeated."
-        decorators.append(option("--peer", "peers", multiple=True, type=click.Choice(peers), help=several))
+    if bench.PEERS:
+        measured = "Measure this one too, alternately with ours; may be repeated."
+        decorators.append(option("--peer", "peers", multiple=True, type=click.Choice(list(bench.PEERS)), help=measured))
     for decorate in decorators:
         run = decorate(run)
-    command.command(name=name, cls=SectionedCommand, help=about)(run)
+    command.command(name=name, cls=SectionedCommand, help=ABOUT[name])(run)
 
 
-_subcommand("index", IndexBench, "Measure the block index against its goals.", peer=PEERS, rounds=5)
-_subcommand(
-    "ingest",
-    IngestBench,
-    "Measure what taking events in costs an indexer process, and how soon they are found.",
-    peer=INGEST_PEERS,
-)
-_subcommand(
-    "scheduler", SchedulerBench, "Measure what requests cost the scheduler: a real process, and its native core."
-)
-_subcommand(
-    "gateway",
-    GatewayBench,
-    "Measure what requests cost gateway, scheduler and indexer together.",
-    peers=GATEWAY_PEERS,
-)
-_subcommand("rpc", RpcBench, "Measure what calls cost the transport: server and client, by rate.", peer=RPC_PEERS)
-_subcommand("http", HttpBench, "Measure what it costs to forward engines' streams, and nothing else.", peers=HTTP_PEERS)
+def _rounds(default: int) -> Callable[..., Any]:
+    positive = click.IntRange(min=1)
+    runs = "Runs of each workload and side."
+    return option("--rounds", default=default, show_default=True, type=positive, help=runs)
+
+
+for _name in ABOUT:
+    _subcommand(_name, BENCHES[_name])
 
 
 @command.command(name="all", cls=SectionedCommand)
@@ -111,12 +75,12 @@ _subcommand("http", HttpBench, "Measure what it costs to forward engines' stream
     "peers",
     multiple=True,
     type=click.Choice(list(ALL_PEERS)),
-    help="Measure this one too, in turns with ours, where it has the same; may be repeated.",
+    help="Measure this one too, alternately with ours, where it has the same; may be repeated.",
 )
 @option("--json", "as_json", is_flag=True, help="Print the report as one JSON object, not as Markdown.")
-@option("--rounds", default=2, show_default=True, type=click.IntRange(min=1), help="Runs of each workload and side.")
+@_rounds(2)
 @option("--only", "parts", multiple=True, type=click.Choice(PARTS), help="Only this part; may be repeated.")
-@option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
+@QUICK
 def everything(peers: tuple[str, ...], as_json: bool, rounds: int, parts: tuple[str, ...], quick: bool) -> None:
     """Measure everything in one run, and report where it ran and where a peer is better."""
     report = AllBench(peers=peers, rounds=rounds, parts=parts or PARTS, quick=quick).run(_say)

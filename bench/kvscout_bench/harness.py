@@ -1,39 +1,34 @@
-"""Two sides measured in turns: values, goals, ratios. Pure but for the drivers."""
+"""The harness of all benchmarks: sides measured alternately, goals, ratios, rows."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar
 
-from kvscout_bench.machine import Machine
+from kvscout_bench.machine import Machine, this_machine
+from kvscout_bench.peer import Driver, DriverFailed
+from kvscout_common.errors import InvalidArgument
 
-Sample = Mapping[str, Any]
-"""Answer of a driver to one run."""
+OURS = "ours"
+"""Name of our side; other sides have the names of the peers."""
+PUBLISHED = " (peer: published)"
+"""End of the title of a row whose peer did not run: its published figures are shown."""
+
+Sample = Any
+"""Result of one run of a workload by one side."""
 
 Samples = Mapping[tuple[str, str], Sequence[Sample]]
 """(side, workload) → one sample a round."""
 
+Measure = Callable[[str, str], Sample | None]
+"""Runs a workload on a side, (side, workload) → sample; None: the side does not have it."""
 
-class Measured(Protocol):
-    """A driver, as far as rounds need it."""
-
-    def request(self, verb: str, *, within_seconds: float = ..., **arguments: object) -> Sample:
-        """Return the answer to a command."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """Goal of a value."""
-
-    value: float
-    more_is_better: bool = False
-
-    def met(self, value: float) -> bool:
-        """Return whether a value reaches it."""
-        return value >= self.value if self.more_is_better else value <= self.value
+Say = Callable[[str], None]
+"""Reports progress, a line a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +38,38 @@ class Case:
     name: str
     title: str
     unit: str
-    goal: Goal | None
-    workload: str
-    """Name by which drivers run it."""
     value: Callable[[Sample], float]
     """In `unit`."""
-    p99: Callable[[Sample], float] | None = None
+    goal: float | None = None
+    """In `unit`."""
     more_is_better: bool = False
-    """Direction of cases without a goal."""
+    workload: str = ""
+    """Workload that is run; "": the one with the case's name."""
+    p99: Callable[[Sample], float] | None = None
+    parts: Callable[[Sample], Mapping[str, float]] | None = None
+    """Our value by process."""
     published: tuple[float, float] | None = None
     """Least and largest value that a peer published, shown where no peer is run."""
+
+    def __post_init__(self) -> None:
+        if not self.workload:
+            object.__setattr__(self, "workload", self.name)
+
+    def met(self, value: float) -> bool | None:
+        """Return whether a value reaches the goal; None: there is no goal."""
+        if self.goal is None:
+            return None
+        return value >= self.goal if self.more_is_better else value <= self.goal
+
+
+def sample_value(key: str, divisor: float = 1.0) -> Callable[[Sample], float]:
+    """Return what reads a value of a sample that is a mapping."""
+    return lambda sample: float(sample[key]) / divisor
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side's values of a workload, one a round."""
+    """One side's values of a case, one a round."""
 
     values: tuple[float, ...]
     p99s: tuple[float, ...] = ()
@@ -96,9 +108,14 @@ class Row:
     """Least and largest of the rounds."""
     peer_spread: tuple[float, float] | None
     rounds: int
-    machine: Machine = field(repr=False)
+    machine: Machine = field(default_factory=this_machine, repr=False)
     parts: Mapping[str, float] = field(default_factory=dict)
     """Our value by process, in microseconds."""
+
+    @property
+    def peer_is_measured(self) -> bool:
+        """Return whether its peer ran beside ours: else published figures are shown."""
+        return self.peer is not None and PUBLISHED not in self.title
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as JSON values, numbers to four digits."""
@@ -116,19 +133,13 @@ class Row:
             "spread": [rounded(value) for value in self.spread],
             "peer_spread": [rounded(value) for value in self.peer_spread] if self.peer_spread else None,
             "rounds": self.rounds,
-            "machine": {name: getattr(self.machine, name) for name in Machine.__dataclass_fields__},
+            "machine": asdict(self.machine),
             **({"parts": {name: round(value, 1) for name, value in self.parts.items()}} if self.parts else {}),
         }
 
 
 def compare(
-    case: Case,
-    ours: Side,
-    peer: Side | None,
-    *,
-    judge: bool,
-    machine: Machine,
-    parts: Mapping[str, float] | None = None,
+    case: Case, ours: Side, peer: Side | None, *, judge: bool = True, parts: Mapping[str, float] | None = None
 ) -> Row:
     """Return the row of the two sides of a case.
 
@@ -137,25 +148,23 @@ def compare(
         judge: The run was long enough to say that a goal is met or missed.
         parts: Our value by process.
     """
-    goal = case.goal
     title, ratio, peer_spread = case.title, None, None
     if peer is not None:
         peer_spread = min(peer.values), max(peer.values)
     elif case.published is not None:
-        title, peer, peer_spread = f"{title} (peer: published)", Side(case.published[:1]), case.published
+        title, peer, peer_spread = title + PUBLISHED, Side(case.published[:1]), case.published
     if parts:
         title += f" ({', '.join(f'{part} {value:.0f}' for part, value in parts.items())})"
     if peer is not None:
-        more_is_better = goal.more_is_better if goal else case.more_is_better
-        better, worse = (ours.value, peer.value) if more_is_better else (peer.value, ours.value)
+        better, worse = (ours.value, peer.value) if case.more_is_better else (peer.value, ours.value)
         ratio = better / worse if worse else None
     return Row(
         workload=case.name,
         title=title,
         value=ours.value,
         unit=case.unit,
-        goal=goal.value if goal else None,
-        met=goal.met(ours.value) if goal and judge else None,
+        goal=case.goal,
+        met=case.met(ours.value) if judge else None,
         peer=peer.value if peer else None,
         ratio=ratio,
         p99=ours.p99,
@@ -163,47 +172,146 @@ def compare(
         spread=(min(ours.values), max(ours.values)),
         peer_spread=peer_spread,
         rounds=len(ours.values),
-        machine=machine,
         parts=parts or {},
     )
-
-
-def values_of(case: Case, samples: Sequence[Any]) -> Side:
-    """Return the values of a case in its samples, one a round."""
-    p99s = tuple(case.p99(sample) for sample in samples) if case.p99 else ()
-    return Side(tuple(case.value(sample) for sample in samples), p99s)
 
 
 def side_of(case: Case, side: str, samples: Samples) -> Side | None:
     """Return a side's values of a case; None: it does not have the workload."""
     taken = samples.get((side, case.workload))
-    return values_of(case, taken) if taken else None
+    if not taken:
+        return None
+    return Side(tuple(map(case.value, taken)), tuple(map(case.p99, taken)) if case.p99 else ())
 
 
-def alternating(sides: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
-    """Yield the order of the sides in each round: the one that begins alternates."""
-    for number in range(rounds):
-        yield sides if number % 2 == 0 else sides[::-1]
-
-
-def in_turns(drivers: Mapping[str, Measured], workloads: Sequence[str], *, rounds: int, seconds: float) -> Samples:
-    """Run of every workload, the sides taking turns, and who begins alternating from round to round.
-
-    Args:
-        drivers: Side → driver.
-        seconds: Length of one run.
+def interleave(sides: Sequence[str], workloads: Sequence[str], measure: Measure, *, rounds: int) -> Samples:
+    """Run every workload on every side, round after round; the side that begins alternates.
 
     Returns:
         (side, workload) → one sample a round; none for a workload that a side does not have.
     """
     samples: dict[tuple[str, str], list[Sample]] = {}
-    for sides in alternating(list(drivers), rounds):
+    for number in range(rounds):
         for workload in workloads:
-            for side in sides:
-                answer = drivers[side].request("run", workload=workload, seconds=seconds)
-                if "unsupported" not in answer:
-                    samples.setdefault((side, workload), []).append(answer)
+            for side in sides if number % 2 == 0 else reversed(sides):
+                sample = measure(side, workload)
+                if sample is not None:
+                    samples.setdefault((side, workload), []).append(sample)
     return samples
+
+
+def measure_by(drivers: Mapping[str, Driver], seconds: float) -> Measure:
+    """Return what has each side's driver run a workload for some seconds."""
+
+    def measure(side: str, workload: str) -> Sample | None:
+        answer = drivers[side].request("run", workload=workload, seconds=seconds)
+        return None if "unsupported" in answer else answer
+
+    return measure
+
+
+@dataclass(frozen=True, slots=True)
+class Bench(ABC):
+    """A benchmark: its rows, how often they are measured, and beside which peers.
+
+    Raises:
+        InvalidArgument: A value is out of range or names nothing.
+    """
+
+    CASES: ClassVar[Sequence[Case]] = ()
+    PEERS: ClassVar[Collection[str]] = ()
+    """Names of the peers that can be measured."""
+    SECONDS: ClassVar[tuple[float, float]] = (1.0, 0.1)
+    """Default length of a run of one workload by one side, and the length in a quick run."""
+
+    rounds: int = 3
+    only: tuple[str, ...] = ()
+    """Parts of names of rows; empty: all."""
+    quick: bool = False
+    """Short: shows that everything works, judges nothing."""
+    peers: tuple[str, ...] = ()
+    """Measured alternately with ours."""
+    seconds: float = 0.0
+    """Length of a run of one workload by one side; 0: the benchmark's default."""
+
+    def __post_init__(self) -> None:
+        for peer in self.peers:
+            if peer not in self.PEERS:
+                raise InvalidArgument(f"{peer!r} is none of {', '.join(self.PEERS)}", field="peer")
+        if self.rounds < 1:
+            raise InvalidArgument("must be at least 1", field="rounds")
+        if self.seconds < 0:
+            raise InvalidArgument("must not be negative", field="seconds")
+        for part in self.only:
+            if not any(part in case.name for case in self.CASES):
+                raise InvalidArgument(f"{part!r} is in no workload's name", field="only")
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Return the names of the sides, ours first."""
+        return (OURS, *self.peers)
+
+    @property
+    def rounds_to_run(self) -> int:
+        """Return the number of rounds: one in a quick run."""
+        return 1 if self.quick else self.rounds
+
+    @property
+    def run_seconds(self) -> float:
+        """Return the length of a run of one workload by one side."""
+        default, quick = self.SECONDS
+        return quick if self.quick else self.seconds or default
+
+    def selected(self) -> Iterator[Case]:
+        """Yield the cases whose rows are wanted."""
+        return (case for case in self.CASES if not self.only or any(part in case.name for part in self.only))
+
+    def run(self, say: Say) -> Iterator[Row]:
+        """Measure workload by workload, the sides alternately; blocks.
+
+        Args:
+            say: Reports progress.
+
+        Raises:
+            DriverFailed: A process cannot be built or started, or fails.
+        """
+        cases: dict[str, list[Case]] = {}
+        for case in self.selected():
+            cases.setdefault(case.workload, []).append(case)
+        with ExitStack() as running:
+            measure = self.start(running, say)
+            for workload, group in cases.items():
+                say(workload)
+                yield from self.rows(group, interleave(self.sides, [workload], measure, rounds=self.rounds_to_run))
+
+    @abstractmethod
+    def start(self, running: ExitStack, say: Say) -> Measure:
+        """Start what all runs share, which `running` ends; return what runs a workload."""
+
+    def rows(self, cases: Sequence[Case], samples: Samples) -> Iterator[Row]:
+        """Yield a row for each case and each peer that has it.
+
+        Raises:
+            DriverFailed: Our side does not have a case.
+        """
+        for case in cases:
+            ours = side_of(case, OURS, samples)
+            if ours is None:
+                raise DriverFailed(f"{case.name}: our side does not have it")
+            parts = _median_parts(case, samples[OURS, case.workload])
+            peers = [(name, side) for name in self.peers if (side := side_of(case, name, samples))]
+            for name, peer in peers:
+                row = compare(case, ours, peer, judge=not self.quick, parts=parts)
+                yield replace(row, title=f"{row.title}; peer {name}")
+            if not peers:
+                yield compare(case, ours, None, judge=not self.quick, parts=parts)
+
+
+def _median_parts(case: Case, samples: Sequence[Sample]) -> Mapping[str, float] | None:
+    if case.parts is None:
+        return None
+    parts = [case.parts(sample) for sample in samples]
+    return {name: statistics.median(each[name] for each in parts) for name in parts[0]}
 
 
 def rounded(value: float | None) -> float | None:

@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from kvscout.v1 import indexer_pb2
+from kvscout_bench.driver_commands import serve
 from kvscout_bench.index_bench_ranks import BenchedRank, RankWorkload
-from kvscout_bench.index_bench_serve import CallTimes, main
+from kvscout_bench.index_bench_serve import CallTimes, IndexDriver
 from kvscout_blocks.bytes.events import EventBatch, Stored
 from kvscout_blocks.index.backend import make_queries
 from kvscout_blocks.index.block_index import WorkerOptions
@@ -103,4 +104,4 @@ def _request(field: str, packed: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    main(Kvscout)
+    serve(IndexDriver(Kvscout))

@@ -1,4 +1,4 @@
-"""The index benchmark's protocol, fixture and finds for drivers in Python; `bench/README.md` defines them.
+"""Fixture and workloads of the index benchmark for drivers in Python; `bench/README.md` defines them.
 
 It needs the standard library alone: a peer's driver runs in the peer's environment.
 """
@@ -6,16 +6,14 @@ It needs the standard library alone: a peer's driver runs in the peer's environm
 from __future__ import annotations
 
 import gc
-import json
 import os
 import resource
-import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -24,7 +22,7 @@ VOCABULARY_MASK = 0x1FFFF_0001FFFF
 TOKEN_PAIRS = 8
 GROUP = 64
 REMEMBERED_PROMPTS = 128
-"""Their tokens are kept: making them takes a hundred times as long as a find."""
+"""Prompts whose tokens stay in memory: making them takes a hundred times as long as a find."""
 CHECKED_QUERIES = 256
 SLOW_NS = 100_000
 """A call that took longer may have been interrupted by another process, which is looked into."""
@@ -47,7 +45,7 @@ class BenchedIndex(Protocol):
     version: str
 
     def local_hashes(self, tokens: bytes) -> Sequence[int]:
-        """Local hashes of little-endian u32 tokens, 16 a block."""
+        """Return the local hashes of little-endian u32 tokens, 16 a block."""
         ...
 
     def event(self, parent: int | None, local: Sequence[int], engine: Sequence[int]) -> Any:
@@ -67,23 +65,23 @@ class BenchedIndex(Protocol):
         ...
 
     def find(self, request: Any) -> Any:
-        """Block hashes → overlaps."""
+        """Return the overlaps of block hashes."""
         ...
 
     def find_tokens(self, request: Any) -> Any:
-        """Return tokens → overlaps."""
+        """Return the overlaps of tokens."""
         ...
 
     def overlaps(self, answer: Any) -> Iterable[tuple[int, int]]:
-        """(worker, blocks) of an answer."""
+        """Return (worker, blocks) of an answer."""
         ...
 
     def rank_work(self, workload: str, worker: int) -> Callable[[], CallTimes] | None:
-        """Prepare work on all that a worker holds; what does it, on another thread. None: not had."""
+        """Prepare work on all blocks of a worker; return what does it on another thread. None: not supported."""
         ...
 
     def wait_for_writers(self, worker: int) -> None:
-        """A call that waits for whoever changes the index."""
+        """Wait for whoever changes the index."""
         ...
 
 
@@ -114,11 +112,11 @@ class Fixture:
         return tokens
 
     def engine_hashes(self, prompt: int) -> list[int]:
-        """Engine hashes of a prompt's blocks."""
+        """Return the engine hashes of a prompt's blocks."""
         return [self.word(ENGINE_HASHES, prompt * self.blocks + block) for block in range(self.blocks)]
 
     def held(self, prompt: int) -> Iterator[tuple[int, int]]:
-        """(worker, blocks) of the holders of a prompt."""
+        """Yield (worker, blocks) of the holders of a prompt."""
         workers = list(range(self.workers))
         longest = self.word(LENGTHS, prompt * 1024 + 1023) % self.holders
         for holder in range(self.holders):
@@ -196,7 +194,7 @@ class Bench:
         return None
 
     def check(self, workload: str) -> dict[str, Any]:
-        """Return the number made of the first answers."""
+        """Return a checksum of the first answers."""
         operation = self._operation(workload)
         if operation is None:
             return {"unsupported": workload}
@@ -208,7 +206,7 @@ class Bench:
         return {"answers": total & MASK}
 
     def run(self, workload: str, seconds: float) -> dict[str, Any]:
-        """Times a workload."""
+        """Time a workload."""
         operation = self._operation(workload)
         if operation is None:
             return self._run_beside(workload)
@@ -225,7 +223,7 @@ class Bench:
         return _report(workload, times)
 
     def _run_beside(self, workload: str) -> dict[str, Any]:
-        """Times finds while another thread works on a whole rank, and how long its work keeps others waiting."""
+        """Time finds while another thread works on a whole rank, and how long its work keeps others waiting."""
         index, fixture = self._index, self._fixture
         if not workload.startswith("rank_"):
             return {"unsupported": workload}
@@ -282,46 +280,39 @@ def _interruptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def serve(make: Callable[[int], BenchedIndex], lines: Iterable[str], out: TextIO) -> None:
-    """Answer commands until `quit` or their end.
+class IndexDriver:
+    """Commands of a driver of the index benchmark.
 
     Args:
         make: Makes an empty index for a number of workers.
     """
-    bench: Bench | None = None
-    for line in lines:
-        verb, *words = line.split() or [""]
-        try:
-            arguments = dict(word.split("=", maxsplit=1) for word in words)
-            if verb == "load" and bench is None:
-                fixture = Fixture(arguments)
-                bench = Bench(make(fixture.workers), fixture)
-                answer = bench.load()
-                # What is loaded stays: the collector need not look at it while something is timed.
-                gc.freeze()
-            else:
-                answer = _answer(verb, arguments, bench, make)
-        except (KeyError, ValueError) as error:
-            answer = {"error": f"{line.strip()}: {error!r}"}
-        out.write(json.dumps(answer) + "\n")
-        out.flush()
+
+    def __init__(self, make: Callable[[int], BenchedIndex]) -> None:
+        self._make = make
+        self._bench: Bench | None = None
+
+    def __call__(self, verb: str, arguments: dict[str, str]) -> dict[str, Any]:
+        """See `driver_commands.Handle`."""
+        bench = self._bench
+        if verb == "hello":
+            index = self._make(0)
+            return {"driver": index.name, "version": index.version}
         if verb == "quit":
-            return
+            return {}
+        if verb == "load" and bench is None:
+            return self._load(Fixture(arguments))
+        if bench is not None and verb == "check":
+            return bench.check(arguments["workload"])
+        if bench is not None and verb == "run":
+            return bench.run(arguments["workload"], float(arguments["seconds"]))
+        raise ValueError("not a command now")
 
-
-def _answer(
-    verb: str, arguments: dict[str, str], bench: Bench | None, make: Callable[[int], BenchedIndex]
-) -> dict[str, Any]:
-    if verb == "hello":
-        index = make(0)
-        return {"driver": index.name, "version": index.version}
-    if verb == "quit":
-        return {}
-    if bench is not None and verb == "check":
-        return bench.check(arguments["workload"])
-    if bench is not None and verb == "run":
-        return bench.run(arguments["workload"], float(arguments["seconds"]))
-    raise ValueError("not a command now")
+    def _load(self, fixture: Fixture) -> dict[str, Any]:
+        self._bench = Bench(self._make(fixture.workers), fixture)
+        loaded = self._bench.load()
+        # The loaded index stays: the collector need not look at it while something is timed.
+        gc.freeze()
+        return loaded
 
 
 def mix(x: int) -> int:
@@ -334,11 +325,6 @@ def mix(x: int) -> int:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not tell."""
+    """Return the resident memory of this process; 0 where the system does not say."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
-
-
-def main(make: Callable[[int], BenchedIndex]) -> None:
-    """A driver on standard input and output."""
-    serve(make, sys.stdin, sys.stdout)

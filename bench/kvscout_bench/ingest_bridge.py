@@ -3,56 +3,24 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import yaml
 
-from kvscout_bench.harness import Case, Goal, Row, compare, values_of
-from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess
+from kvscout_bench.harness import Say
 from kvscout_bench.ingest_zmq import PUBLISHER, QUICK_DIVISOR, Prober
-from kvscout_bench.machine import this_machine
-from kvscout_bench.nats_process import NatsProcess
 from kvscout_bench.peer import Driver
-from kvscout_bench.service_process import ServiceProcess, until
+from kvscout_bench.service_process import BLOCK_SIZE, MODEL, IndexerProcess, NatsProcess, ServiceProcess, until
 
-NAME = "bridge"
 ENGINES = 8
 MESSAGES = 10_000
 PER_SECOND = 1_000
-TRANSPORTS = ("nats-core", "jetstream")
 
 
-def _case(transport: str) -> Case:
-    return Case(
-        name=f"bridge/{transport}/visible_p99",
-        title=f"event to FindMatches through a bridge, {transport}, p99, 1,000 messages/s",
-        unit="ms",
-        goal=Goal(15.0),
-        workload=transport,
-        value=lambda sample: float(sample["visible_p99"]),
-        p99=None,
-    )
-
-
-CASES = {transport: _case(transport) for transport in TRANSPORTS}
-ROWS: Sequence[str] = [case.name for case in CASES.values()]
-
-
-def run(
-    *, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None], peer: str = ""
-) -> Iterator[Row]:
-    """See `ingest.Part.run`."""
-    machine = this_machine()
+def ingest(transport: str, quick: bool, say: Say) -> dict[str, float]:
+    """Publish to a bridge; return milliseconds until events are found in an indexer, as of `Prober.sample`."""
     messages = MESSAGES // QUICK_DIVISOR if quick else MESSAGES
-    for transport, case in CASES.items():
-        if wanted(case.name):
-            samples = [_measure(transport, messages, say) for _ in range(rounds)]
-            yield compare(case, values_of(case, samples), None, judge=not quick, machine=machine)
-
-
-def _measure(transport: str, messages: int, say: Callable[[str], None]) -> dict[str, float]:
     with ExitStack() as stack:
         nats = stack.enter_context(NatsProcess())
         indexer = stack.enter_context(IndexerProcess("--nats-server", nats.url))
@@ -70,7 +38,7 @@ def _measure(transport: str, messages: int, say: Callable[[str], None]) -> dict[
         publisher.request("prepare", messages=messages)
         published = publisher.request("publish", rate=PER_SECOND)
         prober.stop()
-        # Not by batches applied: what was published before NATS was reached comes as a state.
+        # Not by batches applied: events published before NATS was reached come as a snapshot.
         until(lambda: _events(indexer) >= messages + prober.probes, "every event in the indexer")
         say(f"{transport}: {messages} messages in {published['seconds']:.2f} s, {prober.probes} probes")
         return prober.sample()

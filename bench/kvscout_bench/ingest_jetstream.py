@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvscout.v1 import events_pb2, indexer_pb2, types_pb2, workers_pb2
-from kvscout_bench.harness import Case, Goal, Row, compare, values_of
-from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess
+from kvscout_bench.harness import Say
 from kvscout_bench.ingest_publisher import scattered
-from kvscout_bench.machine import this_machine
-from kvscout_bench.nats_process import NatsProcess
-from kvscout_bench.service_process import READY_SECONDS, until
+from kvscout_bench.service_process import BLOCK_SIZE, MODEL, READY_SECONDS, IndexerProcess, NatsProcess, until
 from kvscout_blocks.bytes.messages import VERSION
 from kvscout_common.nats.names import NatsNames
 from kvscout_common.worker import DEFAULT_TENANT, WorkerRank
 
-NAME = "jetstream"
 NAMESPACE = "bench"
 WORKERS = 16
 CHAIN_MESSAGES = 8
@@ -38,49 +33,22 @@ class Load:
 
     messages: int
     blocks: int
+    """Blocks of each message."""
+    restart: bool = False
+    """The restart of an indexer afterwards is measured."""
+
+    def short(self) -> Load:
+        """Return the load of a quick run."""
+        return replace(self, messages=max(self.messages // QUICK_DIVISOR, WORKERS))
 
 
-SMALL = Load(40_000, 4)
-LARGE = Load(2_000, 1024)
-STATE = Load(992, 1024)
-"""A million memberships."""
+def ingest(load: Load, say: Say) -> dict[str, float]:
+    """Publish a load to a new indexer process; return its cost, or how long another one takes to start."""
+    return _restart(load, say) if load.restart else _ingest(load, say)
 
 
-def _case(name: str, title: str, unit: str, goal: float) -> Case:
-    return Case(
-        name=f"jetstream/{name}",
-        title=title,
-        unit=unit,
-        goal=Goal(goal),
-        workload=name,
-        value=lambda sample: float(sample[name]),
-    )
-
-
-CASES = {
-    SMALL: _case("message", "CPU a message of 4 blocks", "µs", 125.0),
-    LARGE: _case("block", "CPU a block, messages of 1,024", "µs", 5.0),
-    STATE: _case("restart", "started to SERVING, a snapshot of 1 million memberships", "s", 5.0),
-}
-ROWS: Sequence[str] = [case.name for case in CASES.values()]
-
-
-def run(
-    *, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None], peer: str = ""
-) -> Iterator[Row]:
-    """See `ingest.Part.run`."""
-    machine = this_machine()
-    for load, case in CASES.items():
-        if not wanted(case.name):
-            continue
-        shown = Load(max(load.messages // QUICK_DIVISOR, WORKERS), load.blocks) if quick else load
-        measure = _restart if load is STATE else _ingest
-        samples = [measure(shown, say) for _ in range(rounds)]
-        yield compare(case, values_of(case, samples), None, judge=not quick, machine=machine)
-
-
-def _ingest(load: Load, say: Callable[[str], None]) -> dict[str, float]:
-    """Publish a load to a new indexer process; what it cost."""
+def _ingest(load: Load, say: Say) -> dict[str, float]:
+    """Return the CPU time of a message and of a block."""
     with ExitStack() as stack:
         server = stack.enter_context(NatsProcess())
         indexer = stack.enter_context(_indexer(server))
@@ -93,8 +61,8 @@ def _ingest(load: Load, say: Callable[[str], None]) -> dict[str, float]:
     return {"message": used / load.messages * 1e6, "block": used / (load.messages * load.blocks) * 1e6}
 
 
-def _restart(load: Load, say: Callable[[str], None]) -> dict[str, float]:
-    """Has a snapshot taken, starts another indexer process, and waits until health says SERVING with everything."""
+def _restart(load: Load, say: Say) -> dict[str, float]:
+    """Return the seconds until another indexer process, which starts from a snapshot, is SERVING with everything."""
     threshold = ("--router-snapshot-threshold", str(load.messages))
     with NatsProcess() as server:
         with _indexer(server, *threshold) as indexer:
@@ -151,7 +119,7 @@ def _serving(address: str) -> bool:
 
 async def _publish(url: str, load: Load) -> None:
     """Publish the load as a bridge would, but without waiting for each acknowledgement."""
-    # The library of NATS is an extra: who measures something else needs none.
+    # The library of NATS is an extra, which other measurements do not need.
     import nats
 
     from kvscout_blocks.publish.event_stream import MSG_ID, ensure_stream, message_id

@@ -1,10 +1,10 @@
 """A process full of engines: PUB sockets whose batches are made beforehand and published at a given rate.
 
-It is told on its standard input what to do, one command a line, and answers with one JSON object a line:
+Commands on its standard input (see `driver_commands`), and their answers:
 
 ::
 
-    open sockets=64 blocks=4     {"endpoints": [...]}      one engine a socket, its batches have so many blocks
+    open sockets=64 blocks=4     {"endpoints": [...]}      one engine a socket; blocks of each batch
     await                        {}                        once every engine has a subscriber
     prepare messages=N           {}                        the next N batches, each of an engine at random
     publish rate=20000           {"sent": N, "seconds": s, "late_p99_ms": ms}    0 = as fast as it can
@@ -12,17 +12,18 @@ It is told on its standard input what to do, one command a line, and answers wit
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from itertools import count
-from typing import Any, TextIO
+from typing import Any
 
 import msgpack
 import zmq
+
+from kvscout_bench.driver_commands import serve
 
 BLOCK_SIZE = 16
 PROMPT_BLOCKS = 64
@@ -34,7 +35,7 @@ AWAIT_MS = 30_000
 
 
 class Engine:
-    """One rank: a socket, and the batches it will publish, in the bytes of vLLM ≥ 0.24."""
+    """Publisher of one rank: a socket and its next batches, in the bytes of vLLM ≥ 0.24."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], blocks: int, hashes: Iterator[int]) -> None:
         # An XPUB is a PUB that can tell when somebody has subscribed.
@@ -108,7 +109,7 @@ def stored(hashes: list[int], parent: int | None, tokens: list[int]) -> bytes:
 
 
 def scattered(first: int) -> Iterator[int]:
-    """Block hashes as engines have them: 64 bits, each once."""
+    """Yield block hashes as engines have them: 64 bits, each once."""
     return (number * 0x9E3779B97F4A7C15 % 2**64 for number in count(first + 1))
 
 
@@ -123,34 +124,37 @@ class Publisher:
         self._order: list[Engine] = []
         """Engines in the order in which they publish."""
 
-    def open(self, sockets: int, blocks: int) -> dict[str, Any]:
-        """See the module."""
-        hashes = scattered(0)
-        self._engines = [Engine(self._context, blocks, hashes) for _ in range(sockets)]
-        return {"endpoints": [engine.endpoint for engine in self._engines]}
+    def __call__(self, verb: str, arguments: dict[str, str]) -> dict[str, Any]:
+        """See `driver_commands.Handle`.
 
-    def wait(self) -> dict[str, Any]:
-        """See the module."""
-        try:
-            for engine in self._engines:
-                engine.until_subscribed()
-        except TimeoutError as error:
-            return {"error": str(error)}
-        return {}
-
-    def prepare(self, messages: int) -> dict[str, Any]:
-        """See the module."""
-        self._order = self._random.choices(self._engines, k=messages)
-        for engine in self._order:
-            engine.prepare(self._random)
+        Raises:
+            TimeoutError: An engine has no subscriber.
+            ValueError: The command is not known.
+        """
+        match verb:
+            case "open":
+                hashes, blocks = scattered(0), int(arguments["blocks"])
+                self._engines = [Engine(self._context, blocks, hashes) for _ in range(int(arguments["sockets"]))]
+                return {"endpoints": [engine.endpoint for engine in self._engines]}
+            case "await":
+                for engine in self._engines:
+                    engine.until_subscribed()
+            case "prepare":
+                self._order = self._random.choices(self._engines, k=int(arguments["messages"]))
+                for engine in self._order:
+                    engine.prepare(self._random)
+            case "publish":
+                return self._publish(float(arguments["rate"]))
+            case _:
+                raise ValueError("not a command")
         return {}
 
     def close(self) -> None:
         """Close every socket."""
         self._context.destroy(linger=0)
 
-    def publish(self, rate: float) -> dict[str, Any]:
-        """See the module. Each batch is sent when it is due, so that none waits to be part of a burst."""
+    def _publish(self, rate: float) -> dict[str, Any]:
+        """Send each batch when it is due, so that none waits to be part of a burst."""
         late: list[float] = []
         started = time.perf_counter()
         for number, engine in enumerate(self._order):
@@ -169,32 +173,6 @@ class Publisher:
         }
 
 
-def serve(lines: Iterable[str], out: TextIO) -> None:
-    """Answer commands until the input ends."""
-    publisher = Publisher()
-    try:
-        for line in lines:
-            out.write(json.dumps(_answer(publisher, line)) + "\n")
-            out.flush()
-    finally:
-        publisher.close()
-
-
-def _answer(publisher: Publisher, line: str) -> dict[str, Any]:
-    verb, *words = line.split()
-    arguments = dict(word.split("=", maxsplit=1) for word in words)
-    match verb:
-        case "open":
-            return publisher.open(int(arguments["sockets"]), int(arguments["blocks"]))
-        case "await":
-            return publisher.wait()
-        case "prepare":
-            return publisher.prepare(int(arguments["messages"]))
-        case "publish":
-            return publisher.publish(float(arguments["rate"]))
-        case _:
-            return {"error": "not a command"}
-
-
 if __name__ == "__main__":
-    serve(sys.stdin, sys.stdout)
+    with closing(Publisher()) as publisher:
+        serve(publisher)

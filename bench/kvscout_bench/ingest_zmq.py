@@ -5,83 +5,46 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from threading import Event, Thread
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, Self
 
 import zmq
 
-from kvscout_bench.harness import Case, Goal, Row, alternating, compare, values_of
-from kvscout_bench.ingest_process import IndexerProcess
+from kvscout_bench.harness import OURS, Say
 from kvscout_bench.ingest_publisher import BLOCK_SIZE, Engine, scattered
-from kvscout_bench.machine import Machine, this_machine
 from kvscout_bench.peer import Driver
 from kvscout_bench.peer_dynamo import DynamoIndexer
+from kvscout_bench.service_process import IndexerProcess
 from kvscout_lab.statistics import percentile
 
-NAME, OURS = "zmq", "ours"
 PUBLISHER = [sys.executable, "-m", "kvscout_bench.ingest_publisher"]
 ENGINES = 64
 IDLE_ENGINES = 512
 PROBE_SECONDS = 0.02
-"""Between two probes."""
+"""Interval of probes."""
 PROBE_HASHES = 1 << 63
-"""Block hashes of probes begin here."""
+"""First block hash of probes."""
+QUICK_DIVISOR = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load published during a measurement."""
+    """Batches that are published during a measurement."""
 
     messages: int
     per_second: float
+    """0: as fast as possible."""
     blocks: int
+    """Blocks of each message."""
     probed: bool = False
     """Queries are sent meanwhile."""
 
-
-FULL_RATE = Load(100_000, 20_000, 4)
-BATCHES = Load(2_000, 1_000, 1024)
-FLOOD = Load(1_500, 0, 1024, probed=True)
-MODEST = Load(10_000, 1_000, 4, probed=True)
-QUICK_DIVISOR = 50
-
-
-def _sample(key: str) -> Callable[[Any], float]:
-    return lambda sample: float(sample[key])
-
-
-def _case(name: str, title: str, unit: str, goal: float | None, *, p99: str = "", **more: Any) -> Case:
-    return Case(
-        name=f"zmq/{name}",
-        title=title,
-        unit=unit,
-        goal=Goal(goal) if goal is not None else None,
-        workload=name,
-        value=_sample(name),
-        p99=_sample(p99) if p99 else None,
-        **more,
-    )
-
-
-_MESSAGES = f"{FULL_RATE.per_second:,.0f} messages/s of 4 blocks, {ENGINES} sockets"
-CASES = {
-    FULL_RATE: (_case("message", f"CPU a message, {_MESSAGES}", "µs", 8.0, published=(17.0, 25.0)),),
-    BATCHES: (_case("block", "CPU a block, batches of 1,024", "µs", 0.15, published=(0.54, 0.68)),),
-    FLOOD: (
-        _case("flood", "blocks a second, batches of 1,024 as fast as they come", "1/s", None, more_is_better=True),
-        _case("find", "FindMatches meanwhile, median", "ms", None, p99="find_p99"),
-    ),
-    MODEST: (
-        _case("visible", "event to FindMatches, median, 1,000 messages/s", "ms", None),
-        _case("visible_p99", "event to FindMatches, p99, 1,000 messages/s", "ms", 5.0),
-    ),
-}
-IDLE = _case("idle", f"CPU with {IDLE_ENGINES} silent sockets", "% of a core", None)
-ROWS: Sequence[str] = [*(case.name for cases in CASES.values() for case in cases), IDLE.name]
+    def short(self) -> Load:
+        """Return the load of a quick run."""
+        return replace(self, messages=max(self.messages // QUICK_DIVISOR, ENGINES))
 
 
 class Indexer(Protocol):
@@ -100,46 +63,10 @@ class Indexer(Protocol):
         """Return time on a core."""
 
 
-Samples: TypeAlias = Mapping[str, Sequence[Any]]
-"""One a round, by side."""
-
 SIDES: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {OURS: IndexerProcess, "dynamo": DynamoIndexer}
 
 
-def run(
-    *, rounds: int, quick: bool, wanted: Callable[[str], bool], say: Callable[[str], None], peer: str = ""
-) -> Iterator[Row]:
-    """See `ingest.Part.run`."""
-    machine = this_machine()
-    for load, cases in CASES.items():
-        chosen = [case for case in cases if wanted(case.name)]
-        if chosen:
-            shown = replace(load, messages=max(load.messages // QUICK_DIVISOR, ENGINES)) if quick else load
-            samples = _in_turns(peer, rounds, partial(_measure, shown, say=say))
-            yield from _rows(chosen, samples, quick, machine)
-    if wanted(IDLE.name):
-        engines, seconds = (ENGINES, 0.5) if quick else (IDLE_ENGINES, 10.0)
-        samples = _in_turns(peer, rounds, partial(_idle, engines, seconds, say=say))
-        yield from _rows([IDLE], samples, quick, machine)
-
-
-def _in_turns(peer: str, rounds: int, measure: Callable[[str], dict[str, float]]) -> Samples:
-    """Measure each side in turns; return the samples by side."""
-    samples: dict[str, list[Any]] = {OURS: [], **({peer: []} if peer else {})}
-    for sides in alternating(list(samples), rounds):
-        for side in sides:
-            samples[side].append(measure(side))
-    return samples
-
-
-def _rows(cases: Sequence[Case], samples: Samples, quick: bool, machine: Machine) -> Iterator[Row]:
-    theirs = next((taken for side, taken in samples.items() if side != OURS), None)
-    for case in cases:
-        peer = None if theirs is None else values_of(case, theirs)
-        yield compare(case, values_of(case, samples[OURS]), peer, judge=not quick, machine=machine)
-
-
-def _measure(load: Load, side: str, say: Callable[[str], None]) -> dict[str, float]:
+def ingest(load: Load, say: Say, side: str) -> dict[str, float]:
     """Publish a load to a new indexer process, and measure its cost and the queries meanwhile."""
     with ExitStack() as stack:
         publisher = stack.enter_context(Driver(PUBLISHER))
@@ -168,7 +95,9 @@ def _measure(load: Load, side: str, say: Callable[[str], None]) -> dict[str, flo
     return sample
 
 
-def _idle(engines: int, seconds: float, side: str, say: Callable[[str], None]) -> dict[str, float]:
+def idle(quick: bool, say: Say, side: str) -> dict[str, float]:
+    """Measure the CPU of an indexer process whose sockets are silent."""
+    engines, seconds = (ENGINES, 0.5) if quick else (IDLE_ENGINES, 10.0)
     with ExitStack() as stack:
         publisher = stack.enter_context(Driver(PUBLISHER))
         indexer: Indexer = stack.enter_context(SIDES[side]())
@@ -190,7 +119,7 @@ class Prober:
 
     Args:
         indexer: Indexer to query.
-        register: Makes it known, by its worker id and where it publishes; None = at the indexer.
+        register: Registers it, by worker id and endpoint; None = at the indexer.
     """
 
     def __init__(self, indexer: Indexer, register: Callable[[str, str], None] | None = None) -> None:
@@ -205,7 +134,7 @@ class Prober:
         self._ended = Event()
         self._thread = Thread(target=self._run, name="prober")
 
-    def __enter__(self) -> Prober:
+    def __enter__(self) -> Self:
         self._register("probe", self._engine.endpoint)
         self._engine.until_subscribed()
         self._thread.start()
@@ -216,7 +145,7 @@ class Prober:
         self._context.destroy(linger=0)
 
     def stop(self) -> None:
-        """End after the probe that is out."""
+        """End after the current probe."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -23,8 +24,9 @@ class Machine:
     rustc: str
 
 
+@cache
 def this_machine() -> Machine:
-    """Return the machine this process runs on; starts `rustc` to ask for its version."""
+    """Return the machine this process runs on; starts `rustc` for its version."""
     return Machine(
         cpu=cpu_model(_text("/proc/cpuinfo")) or platform.processor(),
         cores=len(usable_cores()),
@@ -36,7 +38,7 @@ def this_machine() -> Machine:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Return numbers of the cores that this process may use, ascending; 0 .. n-1 where the system does not tell."""
+    """Return numbers of the cores that this process may use, ascending; 0 .. n-1 where the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -52,7 +54,7 @@ def cpu_model(cpuinfo: str) -> str:
 
 
 def memory_kib(meminfo: str) -> int:
-    """Return the memory's size in the text of `/proc/meminfo`; 0 if it is not told."""
+    """Return the memory's size in the text of `/proc/meminfo`; 0 if it has none."""
     for line in meminfo.splitlines():
         key, _, value = line.partition(":")
         if key == "MemTotal":

@@ -13,7 +13,8 @@ from typing import Any
 
 import xxhash
 
-from kvscout_bench.index_bench_serve import CallTimes, main
+from kvscout_bench.driver_commands import serve
+from kvscout_bench.index_bench_serve import CallTimes, IndexDriver
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = BLOCK_SIZE * 4
@@ -75,4 +76,4 @@ class DynamoWheel:
 
 
 if __name__ == "__main__":
-    main(DynamoWheel)
+    serve(IndexDriver(DynamoWheel))

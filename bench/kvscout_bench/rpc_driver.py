@@ -1,13 +1,11 @@
 """One side of `kvscout bench rpc`: services as processes, and this process, which calls them.
 
-Told on standard input what to do, as the drivers of the index benchmark are: `run workload=find/4096/8/300 seconds=2`,
-which is what is called, tokens, workers, and calls a second.
+A driver with one command, `run workload=find/4096/8/300 seconds=2`: kind of call, tokens, workers, calls a second.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,7 +14,9 @@ from typing import Any, Protocol
 
 import uvloop
 
+from kvscout_bench.driver_commands import serve
 from kvscout_bench.gateway_load import at_rate
+from kvscout_bench.harness import OURS
 from kvscout_bench.rpc_dynamo import DynamoSide
 from kvscout_bench.rpc_floor import FloorSide
 from kvscout_bench.rpc_ours import Call, OurSide
@@ -31,7 +31,7 @@ OUTSTANDING = 64
 
 
 class Side(Protocol):
-    """Services, and what is called there."""
+    """Services under measurement, and calls to them."""
 
     processes: Mapping[str, MeasuredProcess]
 
@@ -48,7 +48,7 @@ async def _nothing(number: int) -> None:
 
 
 async def _load(call: Call, rate: str, seconds: float) -> list[float]:
-    """Call for so long; return how long each took, in seconds."""
+    """Call for some seconds; return the seconds that each took."""
     if rate != "saturated":
         return (await at_rate(call, per_second=float(rate), seconds=seconds)).seconds
     ends_at, taken = time.perf_counter() + seconds, []
@@ -92,38 +92,46 @@ async def _run(side: Side, workload: str, seconds: float) -> dict[str, Any]:
 
 
 async def _cost(load: Callable[[], Awaitable[list[float]]]) -> float:
-    """Return CPU of this process a call, in microseconds."""
+    """Return the CPU time of this process a call, in microseconds."""
     begun = time.process_time_ns()
     taken = await load()
     return (time.process_time_ns() - begun) / len(taken) / 1e3
 
 
-def _side(name: str, workers: int, running: ExitStack) -> Side:
+def _start(name: str, workers: int, running: ExitStack) -> Side:
     if name == DYNAMO:
         return DynamoSide(workers, running)
     if name == FLOOR:
         return FloorSide(running)
-    choose(Transport(name))
-    return OurSide(name, workers, running)
+    transport = Transport.NATIVE if name == OURS else Transport(name)
+    choose(transport)
+    return OurSide(transport, workers, running)
 
 
-def main(name: str) -> None:
-    """Serve commands until its input ends."""
-    with ExitStack() as running:
-        sides: dict[int, Side] = {}
-        for line in sys.stdin:
-            verb, *given = line.split()
-            arguments = dict(pair.split("=", 1) for pair in given)
-            if verb != "run":
-                print(json.dumps({"error": f"{verb!r} is not known"}), flush=True)
-                continue
-            workload = arguments["workload"]
-            workers = int(workload.split("/")[2])
-            if workers not in sides:
-                sides[workers] = _side(name, workers, running)
-            sample = uvloop.run(_run(sides[workers], workload, float(arguments["seconds"])))
-            print(json.dumps(sample), flush=True)
+class RpcDriver:
+    """Commands of one side.
+
+    Args:
+        side: Name of the side.
+        running: Ends its services.
+    """
+
+    def __init__(self, side: str, running: ExitStack) -> None:
+        self._side, self._running = side, running
+        self._services: dict[int, Side] = {}
+        """Services by number of workers."""
+
+    def __call__(self, verb: str, arguments: dict[str, str]) -> dict[str, Any]:
+        """See `driver_commands.Handle`."""
+        if verb != "run":
+            raise ValueError("not a command")
+        workload = arguments["workload"]
+        workers = int(workload.split("/")[2])
+        if workers not in self._services:
+            self._services[workers] = _start(self._side, workers, self._running)
+        return uvloop.run(_run(self._services[workers], workload, float(arguments["seconds"])))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with ExitStack() as started:
+        serve(RpcDriver(sys.argv[1], started))

@@ -16,11 +16,11 @@ from kvscout_bench.service_process import MeasuredProcess
 ANSWER_BYTES = 200
 """Overlaps of eight workers."""
 SHORT_BYTES = 64
-"""A call that asks for next to nothing."""
+"""A small call."""
 
 
 class FloorSide:
-    """That process.
+    """A process that reads a call and writes an answer.
 
     Args:
         running: Ends it.
@@ -33,8 +33,7 @@ class FloorSide:
         command = native_driver("floor")
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.processes: Mapping[str, MeasuredProcess] = {"floor": running.enter_context(MeasuredProcess(process))}
-        assert process.stdout
-        line = process.stdout.readline()
+        line = process.stdout.readline() if process.stdout else ""
         if not line:
             raise DriverFailed(f"{command[0]} ended before it listened")
         self._port = int(line)
@@ -67,7 +66,7 @@ class _Calls(asyncio.Protocol):
         self._bytes = 0
 
     def answered(self) -> asyncio.Future[None]:
-        """Done when the next one is."""
+        """Return what is done when the next call is answered."""
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         return waiting

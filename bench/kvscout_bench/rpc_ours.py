@@ -1,4 +1,4 @@
-"""Our side of `kvscout bench rpc`: indexer, scheduler and gateway on one transport, and what is called there."""
+"""Our side of `kvscout bench rpc`: indexer, scheduler and gateway on one transport, and calls to them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 import grpc
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, workers_pb2
-from kvscout_bench.gateway_stack import register_workers
-from kvscout_bench.ingest_process import BLOCK_SIZE, MODEL, IndexerProcess
+from kvscout_bench.gateway_stack import register_workers, start_services
 from kvscout_bench.peer import DriverFailed
 from kvscout_bench.rpc_fixture import TOKENS, Publishers, prompt, require_all
-from kvscout_bench.service_process import MeasuredProcess, ServiceProcess
+from kvscout_bench.service_process import BLOCK_SIZE, MODEL, MeasuredProcess
 from kvscout_common.hashing import block_hashes
 from kvscout_common.rpc.channel import open_channel
 
@@ -23,7 +22,7 @@ INDEXER, SCHEDULER, GATEWAY = "/kvscout.v1.Indexer/", "/kvscout.v1.Scheduler/", 
 CALL_SECONDS = 30.0
 
 Call = Callable[[int], Awaitable[None]]
-"""One call, however it is waited for, by its number."""
+"""Makes one call and waits for its end, by its number."""
 
 
 class OurSide:
@@ -36,11 +35,7 @@ class OurSide:
     """
 
     def __init__(self, transport: str, workers: int, running: ExitStack) -> None:
-        carried = ("--rpc-transport", transport, "--log-level", "error")
-        indexer = running.enter_context(IndexerProcess(*carried))
-        scheduler = running.enter_context(ServiceProcess("scheduler", *carried))
-        helpers = ("--indexer", indexer.address, "--scheduler", scheduler.address)
-        gateway = running.enter_context(ServiceProcess("gateway", "--http-port", "-1", *helpers, *carried))
+        gateway, scheduler, indexer = start_services(transport, running, http_port=-1)
         self.processes: Mapping[str, MeasuredProcess] = {
             "gateway": gateway,
             "scheduler": scheduler,
@@ -172,7 +167,7 @@ class Stream:
         """
         async with self._writing:
             await self._stream.write(message)
-            # The next one is written while this one's answer is waited for.
+            # The next message is written while this one's answer is awaited.
             reading = asyncio.ensure_future(self._read())
         return await reading
 
@@ -202,7 +197,7 @@ class Operations:
         self._stack = stack
 
     async def open(self, owner_id: str) -> None:
-        """Say who it is."""
+        """Send the owner of the operations."""
         hello = scheduler_pb2.LifecycleHello(owner_id=owner_id)
         await self._stream.write(scheduler_pb2.LifecycleRequest(hello=hello).SerializeToString())
         await self._stream.read()

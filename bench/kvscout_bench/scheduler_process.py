@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
@@ -11,10 +12,8 @@ import grpc
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2, workers_pb2
 from kvscout_bench.peer import DriverFailed
-from kvscout_bench.service_process import READY_SECONDS, ServiceProcess
+from kvscout_bench.service_process import BLOCK_SIZE, MODEL, READY_SECONDS, ServiceProcess
 
-MODEL = "bench"
-BLOCK_SIZE = 16
 SYSTEM_BLOCKS = 8
 """Leading blocks that a quarter of the prompts share."""
 SYSTEM_PROMPTS = 4
@@ -42,7 +41,7 @@ class SchedulerProcess(ServiceProcess):
 
 
 def prompts(count: int, blocks: int, worker_ids: Sequence[str], seed: int) -> list[bytes]:
-    """Serialised `SelectRequest`s without a request id: different prompts, each cached in part on every worker.
+    """Return serialised `SelectRequest`s without a request id: different prompts, each cached in part on every worker.
 
     Args:
         count: Number of prompts.
@@ -69,12 +68,12 @@ def prompts(count: int, blocks: int, worker_ids: Sequence[str], seed: int) -> li
 class Gateway:
     """Runs requests through their lives on one stream, several at once: booked, prefill complete, freed.
 
-    What is answered in one message goes on in one message.
+    Operations answered in one message continue in one message.
 
     Args:
-        requests: Serialised `SelectRequest`s, taken in turns.
+        requests: Serialised `SelectRequest`s, taken round-robin.
         outstanding: Requests at once.
-        operations: In one message at first; after that as the answers come.
+        operations: Operations of one message at first; later messages follow the answers.
     """
 
     def __init__(self, requests: Sequence[bytes], *, outstanding: int, operations: int) -> None:
@@ -82,8 +81,6 @@ class Gateway:
         self._outstanding = outstanding
         self._operations = operations
         self._begun = self._done = 0
-        self.messages = 0
-        """Received."""
 
     async def run(self, address: str, lifecycles: int, begins: Callable[[], None]) -> None:
         """Run `lifecycles` lives; return when the last one is over.
@@ -97,16 +94,10 @@ class Gateway:
             DriverFailed: An operation was refused.
         """
         warm = lifecycles // 10 + 1
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
-            call = stub.Lifecycle()
-            hello = scheduler_pb2.LifecycleHello(owner_id="bench")
-            await call.write(scheduler_pb2.LifecycleRequest(hello=hello))
-            await call.read()
+        async with _open_stream(address) as call:
             await self._live(call, warm)
             begins()
             await self._live(call, lifecycles)
-            await call.done_writing()
 
     async def _live(self, call: Any, lifecycles: int) -> None:
         last = self._begun + lifecycles
@@ -116,7 +107,6 @@ class Gateway:
             message = await call.read()
             if message is grpc.aio.EOF:
                 raise DriverFailed(f"the scheduler ended the stream: {await call.details()}")
-            self.messages += 1
             following = [self._next(result, last) for result in message.results]
             for start in range(0, len(following), self._operations):
                 request = self._message(following[start : start + self._operations])
@@ -151,6 +141,18 @@ class Gateway:
     @staticmethod
     def _message(operations: Any) -> scheduler_pb2.LifecycleRequest:
         return scheduler_pb2.LifecycleRequest(operations=filter(None, operations))
+
+
+@asynccontextmanager
+async def _open_stream(address: str) -> AsyncIterator[Any]:
+    """Open a Lifecycle stream to a scheduler; it ends with the context."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
+        call = stub.Lifecycle()
+        await call.write(scheduler_pb2.LifecycleRequest(hello=scheduler_pb2.LifecycleHello(owner_id="bench")))
+        await call.read()
+        yield call
+        call.cancel()
 
 
 def lifecycle_cpu_us(process: SchedulerProcess, gateway: Gateway, lifecycles: int) -> float:
@@ -190,17 +192,11 @@ def bytes_a_booking(process: SchedulerProcess, bookings: int, *, blocks: int) ->
                 answered += len((await stub.read()).results)
 
     async def run() -> float:
-        async with grpc.aio.insecure_channel(process.address) as channel:
-            stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
-            call = stub.Lifecycle()
-            await call.write(scheduler_pb2.LifecycleRequest(hello=scheduler_pb2.LifecycleHello(owner_id="bench")))
-            await call.read()
+        async with _open_stream(process.address) as call:
             warm = bookings // 4
             await book(call, range(warm))
             before = process.rss_bytes()
             await book(call, range(warm, warm + bookings))
-            used = process.rss_bytes() - before
-            call.cancel()
-            return used / bookings
+            return (process.rss_bytes() - before) / bookings
 
     return asyncio.run(run())

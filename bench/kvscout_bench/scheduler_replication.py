@@ -11,14 +11,13 @@ import multiprocessing
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from random import Random
 from typing import Any
 
 import uvloop
 
-from kvscout_bench.nats_process import NatsProcess
+from kvscout_bench.service_process import NatsProcess
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.nats.link import NatsLink
 from kvscout_common.worker import WorkerSpec
@@ -37,20 +36,8 @@ IN_FLIGHT = 500
 DEADLINE_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Visibility:
-    """Delays until bookings were seen at the other replica, in seconds."""
-
-    per_second: float
-    """Bookings, as they were made."""
-    seen: int
-    p50: float
-    p99: float
-    longest: float
-
-
-def measure(requests: int, per_second: float) -> Visibility:
-    """Book requests at one replica and wait for them at another.
+def visible_seconds(requests: int, per_second: float) -> float:
+    """Book requests at one replica; return the 99th percentile of the seconds until another one counts their load.
 
     Args:
         requests: Number of requests.
@@ -80,9 +67,7 @@ def measure(requests: int, per_second: float) -> Visibility:
                 process.terminate()
                 process.join()
     delays = sorted(seen[name] - at for name, at in booked.items())
-    took = max(booked.values()) - min(booked.values())
-    p50, p99 = percentile(delays, 50) or 0.0, percentile(delays, 99) or 0.0
-    return Visibility(len(booked) / took, len(seen), p50, p99, delays[-1])
+    return percentile(delays, 99) or 0.0
 
 
 def _receive(connection: Connection) -> dict[str, float]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from kvscout_bench import all_bench
 from kvscout_bench.all_bench import PARTS, AllBench, Measured, Report
 from kvscout_bench.all_report import markdown
-from kvscout_bench.harness import Case, Goal, Row, Side, compare
+from kvscout_bench.harness import PUBLISHED, Bench, Case, Row, Say, Side, compare
 from kvscout_bench.machine import Machine
 from kvscout_bench.peer import DriverFailed
 from kvscout_bench.scheduler_bench import SchedulerBench
@@ -20,10 +20,8 @@ MACHINE = Machine("cpu", 2, 4.0, "6.1", "3.11", "")
 
 
 def row(name: str, ours: float, peer: float | None = None, goal: float | None = None, title: str = "a | title") -> Row:
-    case = Case(
-        name=name, title=title, unit="µs", goal=Goal(goal) if goal else None, workload=name, value=lambda sample: 0.0
-    )
-    return compare(case, Side((ours,)), Side((peer,)) if peer else None, judge=True, machine=MACHINE)
+    case = Case(name=name, title=title, unit="µs", goal=goal, value=float)
+    return compare(case, Side((ours,)), Side((peer,)) if peer else None)
 
 
 def report(*rows: Row, failure: str = "") -> Report:
@@ -31,51 +29,57 @@ def report(*rows: Row, failure: str = "") -> Report:
     return Report(MACHINE, {"kvscout": "1"}, "abc+", 2, False, {"rpc": part})
 
 
-def test_where_we_lose_is_said_worst_first_and_only_of_peers_that_ran() -> None:
-    published = row("zmq/message", 20.0, 17.0, title="CPU a message (peer: published)")
-    told = report(row("a", 2.0, 1.0), row("b", 4.0, 1.0), row("c", 1.0, 2.0), published, row("d", 3.0, goal=2.0))
-    assert [lost.workload for _, lost in told.lost()] == ["b", "a"]
-    assert [missed.workload for _, missed in told.missed()] == ["d"]
-    text = markdown(told)
+def test_losses_are_reported_worst_first_and_only_of_peers_that_ran() -> None:
+    published = row("zmq/message", 20.0, 17.0, title=f"CPU a message{PUBLISHED}")
+    whole = report(row("a", 2.0, 1.0), row("b", 4.0, 1.0), row("c", 1.0, 2.0), published, row("d", 3.0, goal=2.0))
+    assert [lost.workload for _, lost in whole.lost()] == ["b", "a"]
+    assert [missed.workload for _, missed in whole.missed()] == ["d"]
+    text = markdown(whole)
     assert "* rpc: a | title: 4 µs, peer 1" in text
     assert "| a / title | **3 µs** | – | 2 | – | – | – | 3 … 3 |" in text
     assert "(17)" in text
     assert "commit: abc+" in text
     assert "load average 0.50 before, 1.50 after" in text
-    value = json.loads(json.dumps(told.as_json()))
+    value = json.loads(json.dumps(whole.as_json()))
     assert value["lost"] == ["b", "a"]
     assert value["missed"] == ["d"]
     assert len(value["parts"]["rpc"]["rows"]) == 5
 
 
-def test_a_part_that_fails_is_told_with_what_it_had_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: Callable[[str], None]) -> Iterator[Row]:
-        yield row("first", 1.0)
-        raise DriverFailed("no cargo")
+def test_a_part_that_fails_is_reported_with_its_rows_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(SchedulerBench):
+        def run(self, say: Say) -> Iterator[Row]:
+            yield row("first", 1.0)
+            raise DriverFailed("no cargo")
 
-    def works(_: Callable[[str], None]) -> Iterator[Row]:
-        yield row("second", 1.0)
+    class Works(SchedulerBench):
+        def run(self, say: Say) -> Iterator[Row]:
+            yield row("second", 1.0)
 
-    monkeypatch.setattr(AllBench, "_runs", lambda self: {"index": fails, "rpc": works})
-    told = AllBench(parts=("rpc", "index"), quick=True).run(lambda said: None)
-    assert list(told.parts) == ["index", "rpc"]
-    assert [each.workload for each in told.parts["index"].rows] == ["first"]
-    assert "**Ended early:** no cargo" in markdown(told)
-    assert not told.parts["rpc"].failure
+    monkeypatch.setattr(all_bench, "BENCHES", {"index": Fails, "rpc": Works})
+    whole = AllBench(parts=("rpc", "index"), quick=True).run(lambda said: None)
+    assert list(whole.parts) == ["index", "rpc"]
+    assert [each.workload for each in whole.parts["index"].rows] == ["first"]
+    assert "**Ended early:** no cargo" in markdown(whole)
+    assert not whole.parts["rpc"].failure
 
 
-def test_every_part_has_a_run_and_the_peers_that_it_knows() -> None:
-    assert set(AllBench(peers=tuple(all_bench.PEERS))._runs()) == set(PARTS)
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_runs_beside_the_peers_that_it_knows(part: str) -> None:
+    bench = AllBench(peers=tuple(all_bench.PEERS))._bench(part)
+    assert set(bench.peers) == {*all_bench.PEERS} & {*bench.PEERS}
 
 
 def test_a_quick_part_runs_over_real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    only = SchedulerBench(only=("core/queue",), quick=True)
-    monkeypatch.setattr(AllBench, "_runs", lambda self: {"scheduler": only.run})
-    told = AllBench(parts=("scheduler",), quick=True).run(lambda said: None)
-    (turn,) = told.parts["scheduler"].rows
-    assert turn.value > 0
-    assert told.versions["grpcio"]
-    assert "## scheduler" in markdown(told)
+    def queue_only(self: AllBench, part: str) -> Bench:
+        return SchedulerBench(only=("core/queue",), quick=self.quick)
+
+    monkeypatch.setattr(AllBench, "_bench", queue_only)
+    whole = AllBench(parts=("scheduler",), quick=True).run(lambda said: None)
+    (dequeue,) = whole.parts["scheduler"].rows
+    assert dequeue.value > 0
+    assert whole.versions["grpcio"]
+    assert "## scheduler" in markdown(whole)
 
 
 @pytest.mark.parametrize(

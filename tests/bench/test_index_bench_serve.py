@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvscout_bench.driver_commands import serve
 from kvscout_bench.index_bench_driver import Kvscout
-from kvscout_bench.index_bench_serve import Fixture, mix, serve
+from kvscout_bench.index_bench_serve import Fixture, IndexDriver, mix
 
 LOAD = "load prompts=3 blocks=32 holders=4 lengths={} event_blocks={} workers=8 seed=1"
 ARGUMENTS = {
@@ -31,7 +32,7 @@ def unfrozen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers(*lines: str) -> list[dict[str, Any]]:
     out = io.StringIO()
-    serve(Kvscout, lines, out)
+    serve(IndexDriver(Kvscout), lines, out)
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvscout.v1 import scheduler_pb2
-from kvscout_bench.scheduler_bench import ROWS, SchedulerBench
+from kvscout_bench.scheduler_bench import SchedulerBench
 from kvscout_bench.scheduler_process import prompts
 from kvscout_common.errors import InvalidArgument
 
@@ -28,7 +28,7 @@ def test_a_quick_run_gives_rows_without_a_verdict_beside_the_published_figures()
     assert "process/memory" in said
 
 
-def test_turns_of_a_long_line_are_timed() -> None:
+def test_dequeues_of_a_long_queue_are_timed() -> None:
     (row,) = SchedulerBench(only=("core/queue",), quick=True).run(lambda said: None)
     assert (row.goal, row.unit, row.met) == (200.0, "µs", None)
     assert row.p99 is not None and row.p99 >= row.value > 0
@@ -45,7 +45,8 @@ def test_lives_are_timed_also_while_workers_are_unwell_and_few_hold_a_prompt() -
 
 
 def test_names_of_rows_are_unique() -> None:
-    assert len(set(ROWS)) == len(ROWS)
+    names = [case.name for case in SchedulerBench.CASES]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(("bench", "field"), [({"rounds": 0}, "rounds"), ({"only": ("x/y",)}, "only")])
@@ -55,7 +56,7 @@ def test_a_wrong_value_is_refused_by_name(bench: dict[str, object], field: str) 
     assert refused.value.field == field
 
 
-def test_prompts_differ_share_their_beginning_by_turns_and_overlap_everywhere() -> None:
+def test_prompts_differ_share_their_beginning_round_robin_and_overlap_everywhere() -> None:
     made = [scheduler_pb2.SelectRequest.FromString(raw) for raw in prompts(5, 10, ["a", "b"], seed=1)]
     assert len({tuple(request.block_hashes) for request in made}) == 5
     assert made[0].block_hashes[:8] == made[4].block_hashes[:8] != made[1].block_hashes[:8]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from kvscout_bench.gateway_bench import GatewayBench
-from kvscout_bench.harness import Row
+from kvscout_bench.harness import Bench, Row, Say
 from kvscout_bench.http_bench import HttpBench
 from kvscout_bench.index_bench import IndexBench
-from kvscout_bench.ingest import IngestBench
+from kvscout_bench.ingest_bench import IngestBench
 from kvscout_bench.machine import Machine
 from kvscout_bench.rpc_bench import RpcBench
 from kvscout_bench.scheduler_bench import SchedulerBench
@@ -37,28 +37,28 @@ ROW = Row(
 )
 
 
-Bench = IndexBench | IngestBench | SchedulerBench | GatewayBench | RpcBench | HttpBench
+BENCHES = (IndexBench, IngestBench, SchedulerBench, GatewayBench, RpcBench, HttpBench)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Bench]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Bench]:
     """The benchmarks that were run; each gives one row."""
     benches: list[Bench] = []
 
-    def run(bench: Bench, say: Callable[[str], None]) -> Iterator[Row]:
+    def run(bench: Bench, say: Say) -> Iterator[Row]:
         benches.append(bench)
         say("native/hot")
         yield ROW
 
-    for bench in (IndexBench, IngestBench, SchedulerBench, GatewayBench, RpcBench, HttpBench):
+    for bench in BENCHES:
         monkeypatch.setattr(bench, "run", run)
     return benches
 
 
-def test_without_a_subcommand_everything_is_measured_once(asked: list[Bench]) -> None:
+def test_without_a_subcommand_everything_is_measured_once(started: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench"])
     assert result.exit_code == 0, result.output
-    assert [type(bench) for bench in asked] == [
+    assert [type(bench) for bench in started] == [
         IndexBench,
         RpcBench,
         IngestBench,
@@ -69,15 +69,14 @@ def test_without_a_subcommand_everything_is_measured_once(asked: list[Bench]) ->
     assert "# What was measured" in result.stdout
 
 
-def test_a_run_of_everything_hands_each_part_its_peers_and_reports_as_json(asked: list[Bench]) -> None:
+def test_a_run_of_everything_hands_each_part_its_peers_and_reports_as_json(started: list[Bench]) -> None:
     peers = ["--peer", "dynamo", "--peer", "envoy", "--peer", "smg"]
     result = CliRunner().invoke(main, ["bench", "all", *peers, "--quick", "--json"])
     assert result.exit_code == 0, result.output
-    index, rpc, ingest, _, gateway, http = asked
-    assert {getattr(bench, "peer", None) for bench in (index, rpc, ingest)} == {"dynamo"}
-    assert getattr(gateway, "peers", None) == ("envoy", "smg")
-    assert getattr(http, "peers", None) == ("envoy",)
-    assert all(bench.quick for bench in asked)
+    index, rpc, ingest, _, gateway, http = started
+    assert {bench.peers for bench in (index, rpc, ingest)} == {("dynamo",)}
+    assert (gateway.peers, http.peers) == (("envoy", "smg"), ("envoy",))
+    assert all(bench.quick for bench in started)
     report = json.loads(result.stdout)
     assert set(report["parts"]) == {"index", "rpc", "ingest", "scheduler", "gateway", "http"}
     assert report["parts"]["index"]["rows"][0]["workload"] == ROW.workload
@@ -93,38 +92,38 @@ def test_a_run_of_everything_hands_each_part_its_peers_and_reports_as_json(asked
         ("http", HttpBench),
     ],
 )
-def test_every_subcommand_measures_its_own(asked: list[Bench], name: str, bench: type[IngestBench]) -> None:
+def test_every_subcommand_measures_its_own(started: list[Bench], name: str, bench: type[IngestBench]) -> None:
     result = CliRunner().invoke(main, ["bench", name, "--rounds", "2", "--quick"])
     assert result.exit_code == 0, result.output
-    assert asked == [bench(rounds=2, quick=True)]
+    assert started == [bench(rounds=2, quick=True)]
 
 
-def test_options_reach_the_benchmark(asked: list[Bench]) -> None:
+def test_options_reach_the_benchmark(started: list[Bench]) -> None:
     arguments = ["--peer", "dynamo", "--rounds", "2", "--only", "hot/", "--only", "large/", "--quick"]
     result = CliRunner().invoke(main, ["bench", "index", *arguments])
     assert result.exit_code == 0, result.output
-    assert asked == [IndexBench(peer="dynamo", rounds=2, only=("hot/", "large/"), quick=True)]
+    assert started == [IndexBench(peers=("dynamo",), rounds=2, only=("hot/", "large/"), quick=True)]
 
 
-def test_several_peers_are_measured_in_one_run(asked: list[Bench]) -> None:
+def test_several_peers_are_measured_in_one_run(started: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench", "gateway", "--peer", "envoy", "--peer", "grpcio"])
     assert result.exit_code == 0, result.output
-    assert asked == [GatewayBench(peers=("envoy", "grpcio"))]
+    assert started == [GatewayBench(peers=("envoy", "grpcio"))]
 
 
-def test_json_is_one_object_a_line_and_nothing_else(asked: list[Bench]) -> None:
+def test_json_is_one_object_a_line_and_nothing_else(started: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench", "index", "--json"])
     lines = result.stdout.splitlines()
     assert [json.loads(line)["workload"] for line in lines] == ["native/hot/find_hashes"]
-    assert len(asked) == 1
+    assert len(started) == 1
 
 
-def test_the_table_names_the_workload_its_goal_and_the_machine(asked: list[Bench]) -> None:
+def test_the_table_names_the_workload_its_goal_and_the_machine(started: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench", "index"])
     assert "a find" in result.stdout
     assert "2.00×" in result.stdout
     assert "a cpu, 2 cores" in result.stdout
-    assert len(asked) == 1
+    assert len(started) == 1
 
 
 def test_a_workload_that_is_not_there_is_wrong_usage() -> None:

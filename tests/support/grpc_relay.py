@@ -1,6 +1,6 @@
-"""A relay in front of a real scheduler: passes calls on, counts them, and holds their answers when it is told to.
+"""A relay in front of a real scheduler: passes calls on, counts them, and holds their answers on request.
 
-What comes over a Lifecycle stream is counted and held operation by operation, under the name of the unary rpc that does
+Operations of a Lifecycle stream are counted and held one by one, under the name of the unary rpc that does
 the same.
 """
 
@@ -30,9 +30,8 @@ RPCS = {
 class Relay(grpc.GenericRpcHandler):
     """One relay; `address` is where to call it."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, streams: bool) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
-        self._streams = streams
         self.address = ""
         self.calls: Counter[str] = Counter()
         """Calls that came, by the rpc's name."""
@@ -40,25 +39,25 @@ class Relay(grpc.GenericRpcHandler):
         self._gates: dict[str, asyncio.Event] = {}
 
     def hold(self, rpc: str) -> None:
-        """Keeps the answers to an rpc back; the service has done what was asked by then."""
+        """Hold the answers to an rpc back; the service has carried it out by then."""
         self._gates[rpc] = asyncio.Event()
 
     def release(self, rpc: str) -> None:
-        """Lets them go."""
+        """Release the answers to an rpc."""
         self._gates.pop(rpc).set()
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """A handler for any unary rpc, and for Lifecycle."""
+        """Return a handler for any unary rpc, and for Lifecycle."""
         method: str = details.method
         name = method.rpartition("/")[2]
         if name == "Lifecycle":
-            return grpc.stream_stream_rpc_method_handler(self._lifecycle) if self._streams else None
+            return grpc.stream_stream_rpc_method_handler(self._lifecycle)
         onward: Any = self._channel.unary_unary(method)
 
         async def relay(request: bytes, context: Any) -> bytes:
             self.calls[name] += 1
             self.requests.append((name, request))
-            # Not bound to this call: what the service was asked it does, even if the caller goes away.
+            # Not bound to this call: the service carries it out even if the caller goes away.
             call = asyncio.ensure_future(self._finish(onward, request))
             try:
                 answer = await asyncio.shield(call)
@@ -122,10 +121,10 @@ class Relay(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def relaying(address: str, *, streams: bool = True) -> AsyncIterator[Relay]:
-    """A relay to the service at an address; without streams it is a scheduler that has no Lifecycle."""
+async def relaying(address: str) -> AsyncIterator[Relay]:
+    """Relay calls to the service at an address."""
     channel = grpc.aio.insecure_channel(address)
-    relay = Relay(channel, streams=streams)
+    relay = Relay(channel)
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((relay,))
     relay.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -6,20 +6,20 @@ use std::time::Duration;
 use kvscout_bench_driver::Failure;
 use kvscout_bench_driver::command::Command;
 use kvscout_bench_driver::measure::{Clock, Times};
-use kvscout_native::load::{ActiveLoad, Allocation, Lane, Overlaps, Question};
+use kvscout_native::load::{ActiveLoad, Allocation, Overlaps, PoolKey, Question};
 use kvscout_native::protobuf::Writer;
 use kvscout_native::table::mix;
 use serde_json::{Value, json};
 
-const LANE: Lane = Lane { block_size: 16, eagle: false };
-/// Different prompts that are asked for.
+const POOL_KEY: PoolKey = PoolKey { block_size: 16, eagle: false };
+/// Number of different prompts.
 const PROMPTS: u64 = 64;
 /// Leading blocks that all prompts of a group share, and groups.
 const SHARED_BLOCKS: u64 = 8;
 const GROUPS: u64 = 4;
 
 /// One prompt and the message that says where it is cached.
-struct Asked {
+struct Request {
     hashes: Vec<u64>,
     overlaps: Vec<u8>,
 }
@@ -27,46 +27,46 @@ struct Asked {
 /// A pool in which some requests are active.
 struct Pool {
     load: ActiveLoad,
-    asked: Vec<Asked>,
+    requests: Vec<Request>,
     next: usize,
 }
 
 impl Pool {
-    /// So many workers, each of which has a part of every prompt and one active request.
+    /// Makes workers, each of which holds a part of every prompt and one active request.
     fn new(workers: u32, blocks: u64, shuffled: bool) -> Self {
         let mut load = ActiveLoad::new(true);
         let names: Vec<String> = (0..workers).map(|worker| format!("worker-{worker:04}")).collect();
         load.arrange(names.iter().zip(0..).map(|(name, slot)| (&**name, 0, slot)));
-        let asked: Vec<Asked> =
-            (0..PROMPTS).map(|prompt| Asked::new(prompt, blocks, &names, shuffled)).collect();
+        let requests: Vec<Request> =
+            (0..PROMPTS).map(|prompt| Request::new(prompt, blocks, &names, shuffled)).collect();
         for slot in 0..workers {
-            let hashes = &asked[slot as usize % asked.len()].hashes;
-            load.add(slot, LANE, hashes, 1, i64::from(slot % 7) * 16);
+            let hashes = &requests[slot as usize % requests.len()].hashes;
+            load.add(slot, POOL_KEY, hashes, 1, i64::from(slot % 7) * 16);
         }
-        Self { load, asked, next: 0 }
+        Self { load, requests, next: 0 }
     }
 
     /// Selects, reserves and frees, from the bytes of the overlaps; the worker's slot.
     fn select_and_free(&mut self) -> u32 {
-        let Asked { hashes, overlaps } = &self.asked[self.next % self.asked.len()];
+        let Request { hashes, overlaps } = &self.requests[self.next % self.requests.len()];
         self.next += 1;
         let overlaps = Overlaps::parse(overlaps).expect("a message");
         let scores = self.load.score(None, &question(hashes, &overlaps));
         let slot = self.load.costs_with(&scores, hashes).least()[0] as u32;
         let uncached = (hashes.len() as i64) * 16 - scores.effective_blocks[slot as usize] as i64 * 16;
-        let mut allocation: Allocation = self.load.add(slot, LANE, hashes, 0, uncached);
+        let mut allocation: Allocation = self.load.add(slot, POOL_KEY, hashes, 0, uncached);
         self.load.remove(&mut allocation);
         slot
     }
 
     /// Scores all workers.
-    fn score(&self, asked: &Asked, overlaps: &Overlaps) -> usize {
-        let scores = self.load.score(None, &question(&asked.hashes, overlaps));
-        self.load.costs_with(&scores, &asked.hashes).least().len()
+    fn score(&self, request: &Request, overlaps: &Overlaps) -> usize {
+        let scores = self.load.score(None, &question(&request.hashes, overlaps));
+        self.load.costs_with(&scores, &request.hashes).least().len()
     }
 }
 
-impl Asked {
+impl Request {
     fn new(prompt: u64, blocks: u64, names: &[String], shuffled: bool) -> Self {
         let hash = |block: u64| match block {
             0..SHARED_BLOCKS => mix(prompt % GROUPS, block),
@@ -85,7 +85,7 @@ impl Asked {
 
 fn question<'a>(hashes: &[u64], overlaps: &'a Overlaps) -> Question<'a> {
     Question {
-        lane: LANE,
+        pool_key: POOL_KEY,
         overlaps: Some(overlaps),
         isl_tokens: hashes.len() as u32 * 16,
         overlap_score_weight: 1.0,
@@ -109,10 +109,10 @@ fn run(command: &Command) -> Result<Value, Failure> {
             }
         }
         "score" => {
-            let asked = &pool.asked[0];
-            let overlaps = Overlaps::parse(&asked.overlaps).expect("a message");
+            let request = &pool.requests[0];
+            let overlaps = Overlaps::parse(&request.overlaps).expect("a message");
             while times.go_on() {
-                times.add(clock.time(|| pool.score(asked, &overlaps)), u64::from(workers));
+                times.add(clock.time(|| pool.score(request, &overlaps)), u64::from(workers));
             }
         }
         _ => return Ok(json!({"unsupported": workload})),
