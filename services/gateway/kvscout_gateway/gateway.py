@@ -45,7 +45,7 @@ from kvscout_gateway.upstreams.failover import Member
 from kvscout_gateway.upstreams.indexer.remote import RemoteIndexer
 from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler
 from kvscout_gateway.values.booking import draw_attempt
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -251,17 +251,17 @@ class Gateway:
     def _resync(self, member: Member[Any]) -> asyncio.Future[float]:
         return self.membership.resync(member)
 
-    def _report_failure(self, tenant: str, placement: Placement, error: EngineFailed, ejection_seconds: float) -> None:
+    def _report_failure(self, tenant: str, decision: Decision, error: EngineFailed, ejection_seconds: float) -> None:
         """A worker failed; that it is left out for it concerns the other gateways, too."""
-        who = f"{placement.worker.worker_id}/{placement.worker.dp_rank}"
-        self._warnings.warning((tenant, placement.worker), "worker %s failed: %s", who, error)
+        who = f"{decision.worker.worker_id}/{decision.worker.dp_rank}"
+        self._warnings.warning((tenant, decision.worker), "worker %s failed: %s", who, error)
         if not ejection_seconds:
             return
         log.warning("worker %s is in cool-down for %g s", who, ejection_seconds)
         self.scheduler.report_failure(
             scheduler_pb2.ReportFailureRequest(
                 tenant=tenant,
-                worker=rank_to_proto(placement.worker),
+                worker=rank_to_proto(decision.worker),
                 reason=str(error),
                 cooldown_seconds=ejection_seconds,
             )

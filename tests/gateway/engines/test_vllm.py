@@ -25,8 +25,8 @@ from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.engines.timeouts import EngineTimeouts, Liveness
 from kvscout_gateway.engines.vllm import TOKENS_A_TURN, VllmAdapter
-from kvscout_gateway.values.placement import Placement
-from kvscout_gateway.values.prompt import Prompt
+from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.prompt import Geometry, Prompt
 from kvscout_gateway.values.request import NO_FIELDS, Request, TokenBody
 
 
@@ -55,9 +55,10 @@ async def engines(timeouts: EngineTimeouts | None = None) -> AsyncIterator[Engin
         await calling.close()
 
 
-def placed(endpoint: str, dp_rank: int | None = None) -> Placement:
+def placed(endpoint: str, dp_rank: int | None = None) -> Decision:
     spec = WorkerSpec(worker_id="w", model="m", block_size=16, dp_size=1 if dp_rank is None else 8)
-    return Placement(WorkerRank("w", dp_rank or 0), endpoint, spec, "m", 0, 16)
+    pool = Geometry(16, eagle=False)
+    return Decision("default", "m", WorkerRank("w", dp_rank or 0), pool, b"", endpoint=endpoint, spec=spec)
 
 
 def asked(token_ids: Iterable[int], parameters: dict[str, Any]) -> Request:

@@ -38,8 +38,8 @@ from kvscout_gateway.request.exchange import Exchange, Exchanges
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan import Aggregated, Plan
 from kvscout_gateway.values.booking import Booking
-from kvscout_gateway.values.placement import Placement
-from kvscout_gateway.values.prompt import Prompt
+from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.prompt import Geometry, Prompt
 from kvscout_gateway.values.request import Request, RequestBody, TokenBody
 
 REQUEST = Request(model="m", tenant="default", prompt=Prompt(isl_tokens=2, token_ids=bytes(8)), request_id="r")
@@ -62,7 +62,7 @@ class Upstreams:
     def spec(self, index: int) -> WorkerSpec:
         return WorkerSpec(worker_id=f"w{index}", model="m", block_size=16, http_endpoint=self.urls[index])
 
-    async def place(self, request: Request) -> Placement:
+    async def place(self, request: Request) -> Decision:
         for index in range(len(self.urls)):
             if f"w{index}" not in request.excluded:
                 break
@@ -71,13 +71,14 @@ class Upstreams:
         await asyncio.sleep(0)
         ref = scheduler_pb2.RequestRef(request_id=request.request_id, attempt_id=request.attempt_id)
         self.log.append(f"book {request.role} w{index}")
-        return Placement(
-            worker=WorkerRank(f"w{index}", 0),
+        return Decision(
+            "default",
+            "m",
+            WorkerRank(f"w{index}", 0),
+            Geometry(16, eagle=False),
+            b"",
             endpoint=self.urls[index],
             spec=self.spec(index),
-            engine_model="m",
-            num_blocks=0,
-            block_size=16,
             booking=Booking(ref),
         )
 
@@ -87,11 +88,11 @@ class Upstreams:
     def candidates(self, request: Request) -> list[WorkerSpec]:
         return [self.spec(index) for index in range(len(self.urls))]
 
-    def dispatched(self, placement: Placement) -> None:
-        self.log.append(f"send {placement.worker.worker_id}")
+    def dispatched(self, decision: Decision) -> None:
+        self.log.append(f"send {decision.worker.worker_id}")
 
-    def failed(self, placement: Placement) -> None:
-        self.log.append(f"withdraw {placement.worker.worker_id}")
+    def failed(self, decision: Decision) -> None:
+        self.log.append(f"withdraw {decision.worker.worker_id}")
 
     def hold(self, booking: Booking) -> None:
         self.open.add(booking.ref.attempt_id)
@@ -108,12 +109,12 @@ class Client:
     """A reply that keeps what it is given."""
 
     def __init__(self, gone_after: int | None = None) -> None:
-        self.placements: list[str] = []
+        self.decisions: list[str] = []
         self.bodies: list[bytes] = []
         self._gone_after = gone_after
 
-    async def placed(self, placement: Placement) -> None:
-        self.placements.append(placement.worker.worker_id)
+    async def placed(self, decision: Decision) -> None:
+        self.decisions.append(decision.worker.worker_id)
 
     async def begin(self, answer: HttpAnswer) -> Sink:
         return self
@@ -148,8 +149,8 @@ class World:
         self.exchanges = Exchanges(
             self.context,
             plan=lambda request: self.plan,
-            report_failure=lambda tenant, placement, error, seconds: self.reported.append(
-                (placement.worker.worker_id, error.fault)
+            report_failure=lambda tenant, decision, error, seconds: self.reported.append(
+                (decision.worker.worker_id, error.fault)
             ),
             draw_attempt=lambda: 256,
             migration_limit=1,
@@ -211,7 +212,7 @@ async def test_a_leg_is_booked_sent_told_of_its_first_token_and_freed(world: Wor
 async def test_what_fails_before_the_client_has_a_byte_is_tried_elsewhere(world: World, serve: Any) -> None:
     await serve(drop, answer)
     client = await world.run()
-    assert (client.placements, client.token_ids) == (["w0", "w1"], [1, 2])
+    assert (client.decisions, client.token_ids) == (["w0", "w1"], [1, 2])
     assert world.upstreams.log[:3] == ["book aggregated w0", "send w0", "withdraw w0"]
     assert world.reported == [("w0", Fault.WORKER)]
 
@@ -229,7 +230,7 @@ async def test_workers_that_die_in_turns_cost_no_request_as_long_as_one_lives(wo
     for lives in (1, 0, 1, 0):
         for _ in range(8):
             client = await world.run()
-            assert (client.token_ids, client.placements[-1]) == ([1, 2], f"w{lives}")
+            assert (client.token_ids, client.decisions[-1]) == ([1, 2], f"w{lives}")
 
 
 async def test_what_was_asked_is_kept_until_the_client_has_output_and_no_longer(world: World, serve: Any) -> None:
@@ -237,7 +238,7 @@ async def test_what_was_asked_is_kept_until_the_client_has_output_and_no_longer(
     prompt = replace(REQUEST.prompt)
 
     class Looks(Client):
-        async def placed(self, placement: Placement) -> None:
+        async def placed(self, decision: Decision) -> None:
             kept.append(prompt.token_ids)
 
         async def write(self, data: bytes) -> None:
@@ -254,7 +255,7 @@ async def test_what_fails_after_that_is_not(world: World, serve: Any) -> None:
     client = Client()
     with pytest.raises(InternalError, match="after its first token") as failed:
         await world.run(client)
-    assert client.placements == ["w0"]
+    assert client.decisions == ["w0"]
     behind = failure_behind(failed.value)
     assert behind is not None
     assert behind.fault is Fault.WORKER
@@ -291,7 +292,7 @@ async def test_an_answer_that_comes_at_once_can_break_off_and_be_had_elsewhere(w
 
     await serve(half, whole)
     client = await world.run(body_sent=replace(body(), whole_answer=True))
-    assert client.placements == ["w0", "w1"]
+    assert client.decisions == ["w0", "w1"]
     assert len(client.bodies) == 1
     assert world.context.observations.of("default", WorkerRank("w1", 0)).reports.cached_tokens == 1
 
@@ -304,7 +305,7 @@ async def test_an_answer_that_takes_too_long_as_a_whole_ends_there_and_is_nobody
     client = Client()
     with pytest.raises(DeadlineExceeded, match="not complete after"):
         await world.run(client, body_sent=replace(body(), whole_answer=True))
-    assert client.placements == ["w0"], "another engine needs as long"
+    assert client.decisions == ["w0"], "another engine needs as long"
     assert not world.reported
     assert world.context.observations.of("default", WorkerRank("w0", 0)).failures == 0
 
@@ -324,7 +325,7 @@ async def test_what_waits_for_an_engine_that_is_lost_is_had_elsewhere(
 
     await serve(lost, whole)
     client = await world.run(body_sent=replace(body(), whole_answer=whole_answer))
-    assert client.placements == ["w0", "w1"]
+    assert client.decisions == ["w0", "w1"]
     assert world.reported == [("w0", Fault.WORKER)]
 
 
@@ -343,7 +344,7 @@ async def test_a_front_that_sends_a_leg_itself_tells_what_happens(world: World, 
         again.sent()
         exchange.failed(again, EngineFailed("gone"))
     assert world.upstreams.log.count("prefilled") == 1
-    assert (world.reported, again.placement.worker.worker_id) == ([("w1", Fault.WORKER)], "w1")
+    assert (world.reported, again.decision.worker.worker_id) == ([("w1", Fault.WORKER)], "w1")
 
 
 class PrefillFirst:

@@ -7,7 +7,7 @@ import pytest
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvscout_common.worker import Adapter, Role, WorkerSpec
-from kvscout_gateway.members.catalog import NOBODY, Serving, Target
+from kvscout_gateway.members.catalog import NOBODY, Serving
 from kvscout_gateway.request.round_robin import RoundRobin
 from kvscout_gateway.values.prompt import Prompt
 from kvscout_gateway.values.request import Request
@@ -18,8 +18,8 @@ SERVING = Serving((A, B))
 
 
 def take(turns: RoundRobin, serving: Serving = SERVING, *, lora: str = "", **fields: Any) -> tuple[str, int]:
-    request = Request(**{"model": "m", "tenant": "default", "prompt": Prompt(1), **fields})
-    _, rank = turns.take(request, Target(request.model, lora), serving)
+    request = Request(**{"model": "m", "tenant": "default", "prompt": Prompt(1), "lora_name": lora, **fields})
+    _, rank = turns.take(request, serving.specs)
     return rank.worker_id, rank.dp_rank
 
 

@@ -12,13 +12,16 @@ from kvscout_common.errors import FailedPrecondition
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.request.sglang_handover import SglangHandover
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.prompt import Geometry
+
+POOL = Geometry(16, eagle=False)
 
 
-def placed(rank: int, **fields: object) -> Placement:
+def placed(rank: int, **fields: object) -> Decision:
     known = {"worker_id": "p", "model": "m", "block_size": 16, "role": Role.PREFILL, "engine": EngineKind.SGLANG}
     spec = WorkerSpec(**known | fields)  # type: ignore[arg-type]
-    return Placement(WorkerRank("p", rank), "http://10.0.0.7:30000", spec, "m", 1, 16)
+    return Decision("default", "m", WorkerRank("p", rank), POOL, bytes(8), endpoint="http://10.0.0.7:30000", spec=spec)
 
 
 @pytest.mark.parametrize(("dp_size", "start"), [(1, 0), (3, 0), (8, 8)])
@@ -42,14 +45,16 @@ def test_a_worker_is_met_at_its_bootstrap_server_or_where_it_serves() -> None:
 
 def test_a_worker_of_which_nothing_is_known_cannot_be_met() -> None:
     with pytest.raises(FailedPrecondition, match="bootstrap"):
-        SglangHandover().meeting(Placement(WorkerRank("p", 0), "http://10.0.0.7:1", None, "m", 1, 16))
+        SglangHandover().meeting(
+            Decision("default", "m", WorkerRank("p", 0), POOL, bytes(8), endpoint="http://10.0.0.7:1")
+        )
 
 
 class Prefill:
     """An attempt whose engine has not answered when the other one is done."""
 
     dialect = None
-    placement = placed(0)
+    decision = placed(0)
 
     def __init__(self) -> None:
         self.told: list[Usage | None] = []
@@ -64,7 +69,7 @@ class Prefill:
 class Decode:
     """An attempt that ends at once."""
 
-    placement = placed(0)
+    decision = placed(0)
     passed = False
     usage = Usage(40, 16, 500)
 

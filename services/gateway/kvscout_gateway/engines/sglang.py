@@ -7,7 +7,7 @@ from typing import Any
 
 from kvscout_common.http.http import Dialect, HttpRequest
 from kvscout_gateway.engines.vllm import body_of, common_headers, without_none
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import Request
 
 _SAMPLING = {
@@ -40,7 +40,7 @@ class SglangAdapter:
     dialect = Dialect.SGLANG
 
     async def completion(
-        self, to: Placement, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]
+        self, to: Decision, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]
     ) -> HttpRequest:
         """See `EngineAdapter`."""
         known = {*_SAMPLING, "cache_salt", "logprobs"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvscout_common.http.http import Dialect, HttpRequest
 from kvscout_common.http.json_scan import write_tokens
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import Request
 
 TOKENS_A_TURN = 16_384
@@ -23,7 +23,7 @@ class VllmAdapter:
     dialect = Dialect.OPENAI
 
     async def completion(
-        self, to: Placement, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]
+        self, to: Decision, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]
     ) -> HttpRequest:
         """See `EngineAdapter`."""
         # Or log probabilities would name tokens by their texts, which are not unique.
@@ -36,7 +36,7 @@ class VllmAdapter:
         )
 
 
-def common_headers(to: Placement, request_id: str) -> list[tuple[str, str]]:
+def common_headers(to: Decision, request_id: str) -> list[tuple[str, str]]:
     """Return the headers of a request to an engine of any kind, whatever its body is."""
     headers = [("Content-Type", "application/json"), ("X-Request-Id", request_id)]
     if to.rank_header is not None:

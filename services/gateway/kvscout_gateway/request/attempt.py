@@ -15,7 +15,7 @@ from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.faults import reported
 from kvscout_gateway.engines.observation import Observations, computes_a_block, predicted_cached_tokens
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import NO_FIELDS, EngineAdapter, Request
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 class Reply(Protocol):
     """The client's side of an exchange, as a front has it."""
 
-    async def placed(self, placement: Placement) -> None:
+    async def placed(self, decision: Decision) -> None:
         """Told where the request runs before it is sent there; again if it has to move."""
 
     async def begin(self, answer: HttpAnswer) -> Sink:
@@ -68,7 +68,7 @@ class Attempt:
         self,
         context: AttemptContext,
         request: Request,
-        placement: Placement,
+        decision: Decision,
         *,
         started: float,
         on_output: Callable[[], None],
@@ -84,8 +84,8 @@ class Attempt:
         """
         self._context = context
         self.request = request
-        self.placement = placement
-        self.key: Key = (request.tenant, placement.worker)
+        self.decision = decision
+        self.key: Key = (request.tenant, decision.worker)
         self.seen = context.observations.of(*self.key)
         self._metrics = context.metrics.of(request.tenant, request.model)
         self._on_output = on_output
@@ -102,8 +102,8 @@ class Attempt:
         self._generated = 0
         self.usage: Usage | None = None
         """What its engine said of the prompt, at the end of its answer."""
-        if placement.booking is not None:
-            context.scheduler.hold(placement.booking)
+        if decision.booking is not None:
+            context.scheduler.hold(decision.booking)
         context.health.sent(self.key)
 
     @property
@@ -114,7 +114,7 @@ class Attempt:
     @property
     def adapter(self) -> EngineAdapter:
         """That of its engine."""
-        return self._context.adapter_of(self.placement.spec)
+        return self._context.adapter_of(self.decision.spec)
 
     @property
     def dialect(self) -> Dialect:
@@ -126,7 +126,7 @@ class Attempt:
         self.seen.requests += 1
         self.seen.prompt_tokens += self.request.prompt.isl_tokens
         self._sent_at = self._context.clock()
-        self._context.routing.dispatched(self.placement)
+        self._context.routing.dispatched(self.decision)
 
     async def send(self, fields: Mapping[str, Any] = NO_FIELDS, *, whole_answer: bool | None = None) -> HttpAnswer:
         """Send it to its engine; return when an answer begins.
@@ -140,20 +140,18 @@ class Attempt:
             FailedPrecondition: The worker has no HTTP endpoint.
         """
         self._end_call()  # of another try with the same worker
-        placement, body = self.placement, self.request.body
-        if not placement.endpoint:
+        decision, body = self.decision, self.request.body
+        if not decision.endpoint:
             raise FailedPrecondition(
-                f"worker {placement.worker.worker_id!r} has no HTTP endpoint: Route places requests on it, "
+                f"worker {decision.worker.worker_id!r} has no HTTP endpoint: Route places requests on it, "
                 "Generate cannot run them"
             )
-        written = await body.write(self.adapter, placement, self.request, fields)
+        written = await body.write(self.adapter, decision, self.request, fields)
         self.sent()
         self._call = self._context.engines.call(
-            placement.endpoint,
+            decision.endpoint,
             # What is computed elsewhere is waited for here, or computed here after all.
-            uncached_tokens=self.request.prompt.isl_tokens
-            if self.request.remote_prefill
-            else placement.uncached_tokens,
+            uncached_tokens=self.request.prompt.isl_tokens if self.request.remote_prefill else decision.uncached_tokens,
             liveness=self.seen.liveness,
             whole_answer=body.whole_answer if whole_answer is None else whole_answer,
             clients_key=body.with_key,
@@ -223,8 +221,8 @@ class Attempt:
         self._context.health.ran(self.key)
         self._on_output()
         self._metrics.first_token(self._context.clock() - self._started)
-        if not whole_answer and self.placement.booking is not None:
-            self._context.scheduler.prefill_complete(self.placement.booking)
+        if not whole_answer and self.decision.booking is not None:
+            self._context.scheduler.prefill_complete(self.decision.booking)
 
     def prefilled(self, usage: Usage | None) -> None:
         """The engine has computed the prompt, which was all that it was asked for.
@@ -253,7 +251,7 @@ class Attempt:
             if cached is not None:
                 self._call.span.record(cached_tokens=cached)
         isl_tokens = self.request.prompt.isl_tokens if usage is None else usage.prompt_tokens
-        if computes_a_block(isl_tokens, cached or 0, self.placement.block_size):
+        if computes_a_block(isl_tokens, cached or 0, self.decision.block_size):
             self.seen.eventful.append(self._sent_at)
 
     def generated(self, output_tokens: int) -> None:
@@ -269,8 +267,8 @@ class Attempt:
         self._end_call()
         if self._relayed is not None and (report := self._relayed.report).outputs > 1:
             self._observe_itl(report)
-        if self.placement.booking is not None:
-            self._context.scheduler.free(self.placement.booking, self._output_tokens)
+        if self.decision.booking is not None:
+            self._context.scheduler.free(self.decision.booking, self._output_tokens)
 
     @property
     def _output_tokens(self) -> int:
@@ -301,15 +299,15 @@ class Attempt:
         return document
 
     def _check(self, usage: Usage) -> None:
-        placement, prompt, isl_tokens = self.placement, self.request.prompt, usage.prompt_tokens
+        decision, prompt, isl_tokens = self.decision, self.request.prompt, usage.prompt_tokens
         # Only what events confirm is checked: a prediction is allowed to fail. Nor is one of other tokens.
         known = not prompt.unknown and not prompt.further_tokens and prompt.isl_tokens == isl_tokens
-        checked = placement.confirmed_blocks is not None and known
+        checked = decision.confirmed_blocks is not None and known
         self._context.observations.reported(
             *self.key,
             isl_tokens=isl_tokens,
             cached=usage.cached_tokens,
-            predicted=predicted_cached_tokens(placement.confirmed_blocks or 0, isl_tokens, placement.block_size)
+            predicted=predicted_cached_tokens(decision.confirmed_blocks or 0, isl_tokens, decision.block_size)
             if checked
             else None,
         )

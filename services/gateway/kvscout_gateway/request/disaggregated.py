@@ -146,7 +146,7 @@ class Disaggregated:
 
     async def _run(self, exchange: Exchange, reply: Reply) -> Path:
         async def alone(attempt: Attempt) -> None:
-            await reply.placed(attempt.placement)
+            await reply.placed(attempt.decision)
             await attempt.relay(await attempt.send(), reply)
 
         if await self._stays(exchange):
@@ -158,7 +158,7 @@ class Disaggregated:
 
         async def decode(attempt: Attempt) -> None:
             decoding.append(attempt)
-            handover = self._handovers(attempt.placement.spec)
+            handover = self._handovers(attempt.decision.spec)
             await handover.run(exchange, self._prefill_request(exchange.request, attempt), attempt, reply)
 
         try:
@@ -219,7 +219,7 @@ class Disaggregated:
     def _prefill_request(self, request: Request, decode: Attempt) -> Request:
         """Return the request for the prefill worker: one whose engine can hand over to the decode worker's, in its
         transfer domain if there is one. An allow-list that names no prefill worker is about the worker that answers."""
-        spec, workers = decode.placement.spec, self._prefillers(request)
+        spec, workers = decode.decision.spec, self._prefillers(request)
         strangers = [other.worker_id for other in workers if not _same_family(other, spec)]
         domain = spec.labels.get(TRANSFER_DOMAIN) if spec is not None else None
         near = [other.worker_id for other in workers if domain and other.labels.get(TRANSFER_DOMAIN) == domain]

@@ -33,13 +33,13 @@ from kvscout_common.identity.tenant_limits import Limit, TenantLimits
 from kvscout_gateway.engines.faults import Ejection, EngineFailed, failed_everywhere
 from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
 from kvscout_gateway.request.plan import Plan
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import Request, new_request_id
 
 Tried: TypeAlias = list[tuple[Attempt, EngineFailed]]
 """Attempts that failed, and how."""
 Use: TypeAlias = Callable[[Attempt], Awaitable[None]]
-ReportFailure: TypeAlias = Callable[[str, Placement, EngineFailed, float], object]
+ReportFailure: TypeAlias = Callable[[str, Decision, EngineFailed, float], object]
 
 
 class Exchanges:
@@ -201,7 +201,7 @@ class Exchange:
         request = request or self.request
         return await self._open(request, (*request.excluded, *self._ejected(request)), lambda: None)
 
-    async def probe(self, request: Request) -> Placement:
+    async def probe(self, request: Request) -> Decision:
         """Return where a request would go: nothing is booked.
 
         Args:
@@ -236,7 +236,7 @@ class Exchange:
         unroutable = self._context.routing.unroutable(request)
         tried: Tried = []
         while len(tried) <= self._all.migration_limit:
-            been_at = [attempt.placement.worker.worker_id for attempt, _ in tried]
+            been_at = [attempt.decision.worker.worker_id for attempt, _ in tried]
             excluded = (*request.excluded, *unroutable, *self._ejected(request, been_at), *been_at)
             try:
                 attempt = await self._open(request, excluded, lambda: self._judge(request, tried, ran=True))
@@ -265,12 +265,12 @@ class Exchange:
         request = replace(request, attempt_id=attempt_id, owned=True, lease_seconds=self._all.lease_seconds)
         # Who is left out now is nothing that the client asked for: the attempt does not keep it.
         placed = replace(request, excluded=excluded) if excluded else request
-        placement = await self._nearest(placed) or await self._context.routing.place(placed)
-        attempt = Attempt(self._context, request, placement, started=self._started, on_output=on_output)
+        decision = await self._nearest(placed) or await self._context.routing.place(placed)
+        attempt = Attempt(self._context, request, decision, started=self._started, on_output=on_output)
         self._attempts.append(attempt)
         return attempt
 
-    async def _nearest(self, request: Request) -> Placement | None:
+    async def _nearest(self, request: Request) -> Decision | None:
         """A place among the workers that are preferred; None = none of them takes it."""
         preferred = tuple(
             worker_id
@@ -292,7 +292,7 @@ class Exchange:
     def _charge(self, request: Request, attempt: Attempt, failure: EngineFailed) -> None:
         """Have a worker pay for a failure, as far as it is the worker's."""
         if not attempt.passed:
-            self._context.routing.failed(attempt.placement)
+            self._context.routing.failed(attempt.decision)
         match failure.rule.ejection:
             case Ejection.BACKOFF:
                 self._context.health.overloaded(attempt.key, failure.retry_after_seconds)
@@ -311,7 +311,7 @@ class Exchange:
     def _count(self, request: Request, attempt: Attempt, failure: EngineFailed) -> None:
         attempt.seen.failures += 1
         ejection_seconds = self._context.health.failed(attempt.key, self._context.routing.candidates(request))
-        self._all.report_failure(request.tenant, attempt.placement, failure, ejection_seconds)
+        self._all.report_failure(request.tenant, attempt.decision, failure, ejection_seconds)
 
 
 def _given_up(tried: Tried, suffix: str = "") -> KvscoutError:

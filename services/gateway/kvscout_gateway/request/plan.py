@@ -41,7 +41,7 @@ class Aggregated:
         """See `Plan`."""
 
         async def on(attempt: Attempt) -> None:
-            await reply.placed(attempt.placement)
+            await reply.placed(attempt.decision)
             await attempt.relay(await attempt.send(), reply)
 
         await exchange.run_attempts(exchange.request, on)

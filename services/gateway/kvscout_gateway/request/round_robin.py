@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from kvscout_common.errors import (
     FailedPrecondition,
@@ -12,10 +13,9 @@ from kvscout_common.errors import (
     Unavailable,
 )
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
-from kvscout_gateway.members.catalog import Serving, Target
 from kvscout_gateway.values.request import Request
 
-Seat = tuple[WorkerSpec, WorkerRank]
+Slot: TypeAlias = tuple[WorkerSpec, WorkerRank]
 
 
 class RoundRobin:
@@ -24,8 +24,12 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next: dict[tuple[str, str, Role], int] = {}
 
-    def take(self, request: Request, target: Target, serving: Serving) -> Seat:
-        """The next worker rank that may take a request.
+    def take(self, request: Request, specs: Sequence[WorkerSpec]) -> Slot:
+        """Return the next worker rank that may take a request.
+
+        Args:
+            request: By the name of its base model.
+            specs: Workers of the model.
 
         Raises:
             InvalidArgument: The pin is outside the allow-list.
@@ -33,57 +37,62 @@ class RoundRobin:
             FailedPrecondition: No worker has the labels, or the adapter loaded.
             Unavailable: Those that could take it drain, or were excluded.
         """
-        if not serving.specs:
+        if not specs:
             raise NotFound(f"no worker of model {request.model!r} is registered", field="model")
         if request.pinned and request.allowed and request.pinned not in request.allowed:
             raise InvalidArgument(f"{request.pinned!r} is not among the allowed workers", field="worker_id")
-        seats = _seats(request, serving)
-        for keeps, error in _filters(request, target):
-            seats = [seat for seat in seats if keeps(seat)]
-            if not seats:
+        slots = _slots(request, specs)
+        for keeps, error in _filters(request):
+            slots = [slot for slot in slots if keeps(slot)]
+            if not slots:
                 raise error
-        key = (request.tenant, target.model, request.role)
-        turn = self._next[key] = self._next.get(key, -1) + 1
-        return seats[turn % len(seats)]
+        key = (request.tenant, request.model, request.role)
+        count = self._next[key] = self._next.get(key, -1) + 1
+        return slots[count % len(slots)]
 
 
-def eligible(request: Request, target: Target, serving: Serving) -> list[WorkerSpec]:
-    """The workers that may take a request; whatever their load is."""
-    seats = _seats(request, serving)
-    for keeps, _ in _filters(request, target):
-        seats = [seat for seat in seats if keeps(seat)]
-    return list({spec.worker_id: spec for spec, _ in seats}.values())
+def eligible(request: Request, specs: Iterable[WorkerSpec]) -> list[WorkerSpec]:
+    """Return the workers that may take a request, whatever their load is.
+
+    Args:
+        request: By the name of its base model.
+        specs: Workers of the model.
+    """
+    slots = _slots(request, specs)
+    for keeps, _ in _filters(request):
+        slots = [slot for slot in slots if keeps(slot)]
+    return list({spec.worker_id: spec for spec, _ in slots}.values())
 
 
-def _seats(request: Request, serving: Serving) -> list[Seat]:
-    return [(spec, rank) for spec in serving.specs if spec.role is request.role for rank in spec.ranks]
+def _slots(request: Request, specs: Iterable[WorkerSpec]) -> list[Slot]:
+    return [(spec, rank) for spec in specs if spec.role is request.role for rank in spec.ranks]
 
 
-def _filters(request: Request, target: Target) -> list[tuple[Callable[[Seat], bool], KvscoutError]]:
-    """In the scheduler's order of eligibility."""
+def _filters(request: Request) -> list[tuple[Callable[[Slot], bool], KvscoutError]]:
+    """Return the rules of eligibility, in the scheduler's order, each with the error of a request that none passes."""
     return [
         (
-            lambda seat: not request.allowed or seat[0].worker_id in request.allowed,
+            lambda slot: not request.allowed or slot[0].worker_id in request.allowed,
             Unavailable("none of the allowed workers is registered for this model and role"),
         ),
         (
-            lambda seat: seat[0].worker_id not in request.excluded,
+            lambda slot: slot[0].worker_id not in request.excluded,
             Unavailable("all workers that could take the request are excluded", retry_after_seconds=1.0),
         ),
         (
-            lambda seat: request.pinned in ("", seat[0].worker_id) and request.pinned_rank in (None, seat[1].dp_rank),
+            lambda slot: request.pinned in ("", slot[0].worker_id) and request.pinned_rank in (None, slot[1].dp_rank),
             NotFound(f"pinned worker {request.pinned!r} is not registered for this model and role"),
         ),
         (
-            lambda seat: request.required_labels.items() <= seat[0].labels.items(),
+            lambda slot: request.required_labels.items() <= slot[0].labels.items(),
             FailedPrecondition(f"no worker has the labels {dict(request.required_labels)}"),
         ),
         (
-            lambda seat: not target.lora_name or any(a.name == target.lora_name for a in seat[0].adapters),
-            FailedPrecondition(f"no worker has the adapter {target.lora_name!r} loaded"),
+            lambda slot: not request.lora_name or any(a.name == request.lora_name for a in slot[0].adapters),
+            FailedPrecondition(f"no worker has the adapter {request.lora_name!r} loaded"),
         ),
         (
-            lambda seat: not seat[0].draining,
+            lambda slot: not slot[0].draining,
             Unavailable("all workers that could take the request are draining", retry_after_seconds=1.0),
         ),
     ]

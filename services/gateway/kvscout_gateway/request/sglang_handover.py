@@ -17,7 +17,7 @@ from kvscout_gateway.engines.faults import Ejection, EngineFailed
 from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.attempt import Attempt, Reply
 from kvscout_gateway.request.plan import PrefillFailed
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import Request
 
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class SglangHandover:
     async def run(self, exchange: Exchange, prefill: Request, decode: Attempt, reply: Reply) -> None:
         """See `Handover`."""
         tries = 0
-        await reply.placed(decode.placement)
+        await reply.placed(decode.decision)
 
         async def both(attempt: Attempt) -> None:
             nonlocal tries
-            meeting = self.meeting(attempt.placement)
+            meeting = self.meeting(attempt.decision)
             # An engine refuses an id of which it has not heard the end.
             again: Mapping[str, Any] = {"rid": f"{exchange.request_id}-{tries}"} if tries else {}
             tries += 1
@@ -94,17 +94,17 @@ class SglangHandover:
         except KvscoutError as error:
             raise PrefillFailed(error) from error
 
-    def meeting(self, placement: Placement) -> Mapping[str, Any]:
+    def meeting(self, decision: Decision) -> Mapping[str, Any]:
         """Return where the attempts meet: a room whose number says which rank of the prefill worker it is on.
 
         Raises:
             FailedPrecondition: Nobody knows where the prefill worker can be met.
         """
-        spec = placement.spec
-        host = (spec.bootstrap_host if spec is not None else "") or urlsplit(placement.endpoint).hostname
+        spec = decision.spec
+        host = (spec.bootstrap_host if spec is not None else "") or urlsplit(decision.endpoint).hostname
         if spec is None or not host:
-            raise FailedPrecondition(f"worker {placement.worker.worker_id!r} has no bootstrap host")
-        room = self._draw(ROOMS // spec.dp_size) * spec.dp_size + placement.worker.dp_rank - spec.dp_start_rank
+            raise FailedPrecondition(f"worker {decision.worker.worker_id!r} has no bootstrap host")
+        room = self._draw(ROOMS // spec.dp_size) * spec.dp_size + decision.worker.dp_rank - spec.dp_start_rank
         return {
             "bootstrap_host": host,
             "bootstrap_port": spec.bootstrap_port or DEFAULT_BOOTSTRAP_PORT,

@@ -52,7 +52,7 @@ class VllmHandover:
             attempt.prefilled(usage_of_answer(attempt.dialect, document))
             transfer = document.get("kv_transfer_params")
             if not transfer:
-                worker = attempt.placement.worker.worker_id
+                worker = attempt.decision.worker.worker_id
                 self.warnings.warning(worker, "%s answers without kv_transfer_params: decode computes anew", worker)
 
         try:
@@ -65,6 +65,6 @@ class VllmHandover:
             self.warnings.warning("refused", "prefill refuses a request that demands a tool call: %s", error)
         except KvscoutError as error:
             raise PrefillFailed(error) from error
-        await reply.placed(decode.placement)
+        await reply.placed(decode.decision)
         # Without an object the decode engine computes the prompt, as it does for any other request.
         await decode.relay(await decode.send({"kv_transfer_params": transfer or None}), reply)

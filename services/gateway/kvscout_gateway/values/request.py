@@ -18,8 +18,8 @@ from kvscout.v1 import types_pb2
 from kvscout_common.http.http import Dialect, Form, HttpRequest
 from kvscout_common.observability import tracing
 from kvscout_common.worker import Role
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.output import UNKNOWN, Output
-from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.prompt import Prompt
 
 NO_FIELDS: Final[Mapping[str, Any]] = {}
@@ -32,7 +32,7 @@ class EngineAdapter(Protocol):
     """That of its answer to a `completion`."""
 
     async def completion(
-        self, to: Placement, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]
+        self, to: Decision, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]
     ) -> HttpRequest:
         """Write a request for the prompt's token ids to be continued, as a stream.
 
@@ -71,7 +71,7 @@ class RequestBody(Protocol):
         """Return the dialect of the engine's answer."""
 
     async def write(
-        self, adapter: EngineAdapter, to: Placement, request: Request, fields: Mapping[str, Any]
+        self, adapter: EngineAdapter, to: Decision, request: Request, fields: Mapping[str, Any]
     ) -> HttpRequest:
         """Write the request of an attempt. Long ones are written in slices, between which other tasks run."""
 
@@ -100,7 +100,7 @@ class TokenBody:
         return adapter.dialect
 
     async def write(
-        self, adapter: EngineAdapter, to: Placement, request: Request, fields: Mapping[str, Any]
+        self, adapter: EngineAdapter, to: Decision, request: Request, fields: Mapping[str, Any]
     ) -> HttpRequest:
         """See `RequestBody`."""
         return await adapter.completion(to, request, self.parameters, fields)

@@ -25,10 +25,10 @@ from kvscout_gateway.fronts.endpoint_picker.asked import Asked
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
 from kvscout_gateway.gateway import Gateway
-from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND
-from kvscout_gateway.upstreams.scheduler.remote import Chosen, Selection
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.output import Output
+from kvscout_gateway.values.overlaps import Overlaps
+from kvscout_gateway.values.request import Request
 
 PICKS = 40
 
@@ -136,19 +136,20 @@ async def test_of_what_is_left_to_its_proxy_nobody_claims_to_have_seen_a_first_t
 
 async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> None:
     async with picker(worker(1), worker(2)) as (one, gateway):
-        asked: list[tuple[scheduler_pb2.RequestRef, scheduler_pb2.SelectRequest]] = []
+        reserved: list[tuple[Request, Booking | None]] = []
 
-        async def chosen(ref: scheduler_pb2.RequestRef, selection: Selection, **_: Any) -> Chosen:
-            request = scheduler_pb2.SelectRequest.FromString(selection.fields)
-            asked.append((ref, request))
-            worker_id = request.pinned_worker_id or "w1"
+        async def chosen(
+            request: Request, overlaps: Overlaps, booking: Booking | None, **_: Any
+        ) -> tuple[scheduler_pb2.SelectResponse, Overlaps]:
+            reserved.append((request, booking))
+            worker_id = request.pinned or "w1"
             answer = scheduler_pb2.SelectResponse(
                 worker=types_pb2.WorkerRank(worker_id=worker_id),
                 http_endpoint=f"http://{address(int(worker_id[1:]))}",
                 uncached_tokens=24,
                 block_size=16,
             )
-            return Chosen(answer, NOTHING_FOUND, Booking(ref) if ref.request_id else None)
+            return answer, overlaps
 
         gateway.scheduler.reserve = chosen  # type: ignore[method-assign]
         pick = await one.pick(generation(stream=True))
@@ -160,16 +161,16 @@ async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> Non
             return [one.worker for one in gateway.scheduler.bookings.in_flight()] == [WorkerRank("w2", 0)]
 
         await eventually(moved, what="a booking where it runs")
-        (_, wanted), (ref, found) = asked
-        assert wanted.request_id
-        assert (found.pinned_worker_id, found.request_id, ref.request_id) == ("w2", "", ""), "a place is only looked up"
+        (_, wanted), (request, found) = reserved
+        assert wanted is not None
+        assert (request.pinned, found) == ("w2", None), "a place is only looked up"
         again = booked(gateway)
         # No scheduler has it: it is booked there as what `attachment` finds running.
         assert again.scheduler is None
-        request = again.reserve_request()
-        assert (request.request_id, request.running, request.prefill_complete) == (first.ref.request_id, True, True)
-        assert request.attempt_id != first.ref.attempt_id
-        assert (request.isl_tokens, request.cached_tokens, request.max_output_tokens) == (40, 16, 4096)
+        message = again.reserve_request()
+        assert (message.request_id, message.running, message.prefill_complete) == (first.ref.request_id, True, True)
+        assert message.attempt_id != first.ref.attempt_id
+        assert (message.isl_tokens, message.cached_tokens, message.max_output_tokens) == (40, 16, 4096)
         pick.ended({})
         assert not gateway.scheduler.bookings.in_flight()
 

@@ -43,9 +43,10 @@ from kvscout_common.worker import Adapter, Role
 from kvscout_gateway.engines.health import MISSED_CHECKS
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.upstreams.failover import UpstreamDown
-from kvscout_gateway.upstreams.scheduler.remote import Selection
+from kvscout_gateway.upstreams.scheduler.select_request import select_request
 from kvscout_gateway.values.booking import Booking
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.overlaps import Overlaps
 from kvscout_gateway.values.request import Request
 
 ANSWER = b'{ "id": "chatcmpl-1", "choices": [], "usage": {"prompt_tokens": 7}, "odd":1.0e3 }'
@@ -622,7 +623,7 @@ async def test_all_prompts_and_outputs_of_a_request_are_booked(
         requests = []
         place = served.gateway.routing.place
 
-        async def noted(request: Request) -> Placement:
+        async def noted(request: Request) -> Decision:
             requests.append(request)
             return await place(request)
 
@@ -642,8 +643,8 @@ async def test_a_scheduler_is_told_what_is_known_of_an_output_and_again_when_it_
         kept: list[scheduler_pb2.ReserveRequest] = []
         scheduler: Any = served.gateway.scheduler
 
-        async def nobody(ref: Any, selection: Selection, **_: Any) -> Any:
-            asked.append(scheduler_pb2.SelectRequest.FromString(selection.fields))
+        async def nobody(request: Request, overlaps: Overlaps, booking: Booking | None, **_: Any) -> Any:
+            asked.append(scheduler_pb2.SelectRequest.FromString(select_request(request, overlaps, booking)))
             raise UpstreamDown("away")
 
         free = scheduler.free

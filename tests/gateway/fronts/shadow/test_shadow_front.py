@@ -34,7 +34,7 @@ from kvscout_common.transport import Transport
 from kvscout_gateway.fronts.shadow import score
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
 from kvscout_gateway.values.booking import UNBOOKED_ATTEMPT, Booking
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import Request
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -259,13 +259,13 @@ async def test_what_is_placed_after_its_first_token_is_booked_as_what_runs(trans
     ):
         place = one.gateway.routing.place
 
-        async def late(request: Request) -> Placement:
+        async def late(request: Request) -> Decision:
             await goes_on.wait()
             await asyncio.sleep(0.05)  # the chunk is on its way
-            placement = await place(request)
-            assert placement.booking is not None
-            placement.booking.ref.attempt_id &= ~UNBOOKED_ATTEMPT  # as if a scheduler had booked it
-            return placement
+            decision = await place(request)
+            assert decision.booking is not None
+            decision.booking.ref.attempt_id &= ~UNBOOKED_ATTEMPT  # as if a scheduler had booked it
+            return decision
 
         one.gateway.routing.place = late  # type: ignore[method-assign]
         await one.post("/v1/completions", {"model": MODEL, "prompt": [1, 2, 3, 4], "stream": True})

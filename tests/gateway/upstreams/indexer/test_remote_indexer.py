@@ -77,7 +77,7 @@ async def test_every_shard_is_asked_and_the_rows_are_united_for_each_geometry() 
         other = Geometry(32, eagle=True)
         found = await indexer.match("m", "default", {POOL: TWO, other: TWO[:8], Geometry(64, eagle=False): b""})
         assert not found.problems
-        assert {pool: columns(rows) for pool, rows in found.overlaps.items()} == {
+        assert {pool: columns(rows) for pool, rows in found.rows.items()} == {
             POOL: {"worker_ids": ["of 0", "of 1", "of 2"], "device_blocks": [2, 2, 2]},
             other: {"worker_ids": ["of 0", "of 1", "of 2"], "device_blocks": [1, 1, 1]},
         }
@@ -88,8 +88,8 @@ async def test_a_shard_that_hangs_or_fails_costs_its_own_rows_only() -> None:
         servicers[0].hangs = True
         servicers[2].known = False
         found = await indexer.match("m", "default", {POOL: TWO})
-        assert columns(found.overlaps[POOL]) == {"worker_ids": ["of 1"], "device_blocks": [2]}
+        assert columns(found.rows[POOL]) == {"worker_ids": ["of 1"], "device_blocks": [2]}
         assert set(found.problems) == {"indexer 0/3", "indexer 2/3"}
         assert found.problems["indexer 2/3"] == "indexer 2/3: model was never registered"
         servicers[1].hangs = True
-        assert not (await indexer.match("m", "default", {POOL: TWO})).overlaps
+        assert not (await indexer.match("m", "default", {POOL: TWO})).rows

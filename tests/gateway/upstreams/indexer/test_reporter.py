@@ -26,7 +26,7 @@ from kvscout_gateway.upstreams.indexer.reporter import (
     DecisionQueue,
     ReplicaReports,
 )
-from kvscout_gateway.values.placement import Decision
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.prompt import Geometry
 
 POOL = Geometry(16, eagle=False)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from support.processes import eventually
@@ -18,13 +19,15 @@ from kvscout_common import errors
 from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.upstreams.failover import Member, UpstreamDown
-from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND
 from kvscout_gateway.upstreams.scheduler import attachment, remote
 from kvscout_gateway.upstreams.scheduler.attachment import Attachment
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.link import SchedulerLink, SchedulerMember, Schedulers
-from kvscout_gateway.upstreams.scheduler.remote import Chosen, RemoteScheduler, Selection, WaitedTooLong
+from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler, WaitedTooLong
 from kvscout_gateway.values.booking import Booking
+from kvscout_gateway.values.overlaps import Overlaps
+from kvscout_gateway.values.prompt import Prompt
+from kvscout_gateway.values.request import Request
 
 
 @dataclass
@@ -110,24 +113,29 @@ async def until(condition: Callable[[], object], what: str = "condition") -> Non
     await eventually(asked, what=what)
 
 
+class Reserved(NamedTuple):
+    """A scheduler's answer, and what was booked; None for a query."""
+
+    response: scheduler_pb2.SelectResponse
+    booking: Booking | None
+
+
 async def ask(
     world: World, request_id: str, *, model: str = "m", wait: float | None = None, owned: bool = True
-) -> Chosen:
+) -> Reserved:
     """Has a request booked."""
-    request = scheduler_pb2.SelectRequest(model=model, request_id=request_id)
-    selection = Selection(request.SerializeToString(), NOTHING_FOUND)
+    request = Request(model, "default", Prompt(1), request_id=request_id, owned=owned, queue_wait_seconds=wait)
+    booking = Booking(scheduler_pb2.RequestRef(model=model, request_id=request_id)) if request_id else None
 
-    async def refresh() -> Selection:
-        return selection
+    async def refresh() -> Overlaps:
+        return Overlaps()
 
-    ref = scheduler_pb2.RequestRef(model=model, request_id=request_id)
-    return await world.remote.reserve(
-        ref, selection, owned=owned, knows_workers=True, queue_wait_seconds=wait, refresh=refresh
-    )
+    answer, _ = await world.remote.reserve(request, Overlaps(), booking, knows_workers=True, refresh=refresh)
+    return Reserved(answer, booking)
 
 
-def chosen(decision: Chosen) -> str:
-    return decision.response.worker.worker_id
+def chosen(reserved: Reserved) -> str:
+    return reserved.response.worker.worker_id
 
 
 async def test_what_a_scheduler_does_not_know_is_booked_there_again_with_its_phase() -> None:

@@ -40,10 +40,11 @@ from kvscout_gateway.fronts.endpoint_picker.addresses import address_of, reachab
 from kvscout_gateway.fronts.endpoint_picker.asked import Asked
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.json_request import request_of, tokens_of
-from kvscout_gateway.members.catalog import Serving, TenantView
+from kvscout_gateway.members.catalog import TenantView
 from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.exchange import Exchange
 from kvscout_gateway.request.round_robin import eligible
+from kvscout_gateway.request.routing import resolve
 from kvscout_gateway.tokens.engine_comparison import Compared
 from kvscout_gateway.tokens.prompt_tokens import PromptTokens
 from kvscout_gateway.values.request import Request
@@ -154,8 +155,8 @@ class ExchangePicker:
             if prefill is not None:
                 headers[wire.PREFILLER] = _address_of(prefill)
                 prefill.sent()
-            if attempt.placement.rank_header is not None:
-                headers[wire.RANK] = str(attempt.placement.rank_header)
+            if attempt.decision.rank_header is not None:
+                headers[wire.RANK] = str(attempt.decision.rank_header)
             attempt.sent()
             compared = self._gateway.tokens.comparison.begin((request.tenant, request.model), tokens)
             return ExchangePick(
@@ -171,11 +172,11 @@ class ExchangePicker:
     def compare(self, compared: Compared, attempt: Attempt, prompt_tokens: object) -> None:
         """Compare the number of a prompt's tokens with what its engine says it is."""
         told = prompt_tokens if isinstance(prompt_tokens, int) else None
-        self._gateway.tokens.comparison.end(compared, attempt.placement.endpoint, prompt_tokens=told)
+        self._gateway.tokens.comparison.end(compared, attempt.decision.endpoint, prompt_tokens=told)
 
     def prefill_seconds(self, attempt: Attempt) -> float:
         """Return how long a prompt is taken to be computed that nobody shows the end of."""
-        return attempt.placement.uncached_tokens / self._gateway.config.timeouts.prefill_tokens_per_second
+        return attempt.decision.uncached_tokens / self._gateway.config.timeouts.prefill_tokens_per_second
 
     def worker_at(self, request: Request, address: str) -> str:
         """The id of the worker of a request's model that has an address; "" = there is none."""
@@ -256,10 +257,10 @@ class ExchangePicker:
         """The addresses of some other workers that could take a request, those that are left out at the end: not all
         are looked at, there may be a thousand."""
         wanted = self._config.fallbacks
-        target = view.resolve(request.model, request.lora_name)
-        specs = view.serving(target.model).specs
+        request = resolve(request, view)
+        specs = view.serving(request.model).specs
         some = self._draw.sample(specs, min(len(specs), 1 + LOOKED_AT * wanted))
-        fit = eligible(request, target, Serving(tuple(some)))
+        fit = eligible(request, some)
         fit = self._exchanges.context.health.well_first(request.tenant, fit, specs)
         others = dict.fromkeys(address_of(spec.http_endpoint) for spec in fit)
         return [address for address in others if address not in ("", first)][:wanted]
@@ -402,9 +403,9 @@ class ExchangePick:
 
 
 def _address_of(attempt: Attempt) -> str:
-    address = address_of(attempt.placement.endpoint)
+    address = address_of(attempt.decision.endpoint)
     if not address:
         raise FailedPrecondition(
-            f"worker {attempt.placement.worker.worker_id!r} has no HTTP endpoint with an IP address"
+            f"worker {attempt.decision.worker.worker_id!r} has no HTTP endpoint with an IP address"
         )
     return address

@@ -12,7 +12,7 @@ from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
 from kvscout_gateway.request.attempt import AttemptContext
 from kvscout_gateway.request.exchange import Exchanges
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import Request
 
 
@@ -43,12 +43,12 @@ class _Client:
         self._request_id = request_id
         self._sink = PrefixedSink(context, b"")
 
-    async def placed(self, placement: Placement) -> None:
+    async def placed(self, decision: Decision) -> None:
         """See `Reply`."""
         if self._sink.first:
             await self._context.write(self._sink.first)
         self._sink.first = gateway_pb2.GenerateResponse(
-            route=translate.route_response(placement, in_full=self._in_full), request_id=self._request_id
+            route=translate.route_response(decision, in_full=self._in_full), request_id=self._request_id
         ).SerializeToString()
 
     async def begin(self, answer: HttpAnswer) -> Sink:
@@ -65,10 +65,10 @@ class _WithLogprobs:
         self._body = request.body
         self._dialect = Dialect.OPENAI
 
-    async def placed(self, placement: Placement) -> None:
+    async def placed(self, decision: Decision) -> None:
         """See `Reply`."""
-        self._dialect = self._body.dialect(self._context.adapter_of(placement.spec))
-        await self._client.placed(placement)
+        self._dialect = self._body.dialect(self._context.adapter_of(decision.spec))
+        await self._client.placed(decision)
 
     async def begin(self, answer: HttpAnswer) -> Sink:
         """See `Reply`."""

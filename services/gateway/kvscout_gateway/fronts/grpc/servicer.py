@@ -88,8 +88,8 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
             self._gateway.require_deciding()
         limit = self._gateway.config.max_prompt_tokens
         routed = translate.route_request(request, limit, max_priority=current_identity().max_priority)
-        placement = await self._gateway.routing.place_for_caller(routed)
-        return translate.route_response(placement, in_full=current_identity().role is AccessRole.ADMIN)
+        decision = await self._gateway.routing.place_for_caller(routed)
+        return translate.route_response(decision, in_full=current_identity().role is AccessRole.ADMIN)
 
     def Generate(  # type: ignore[override]  # writes bytes to the context instead of yielding messages
         self, request: gateway_pb2.GenerateRequest, context: Any

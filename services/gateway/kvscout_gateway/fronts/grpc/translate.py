@@ -16,8 +16,8 @@ from kvscout_common.registry.worker_proto import rank_to_proto, role_from_proto
 from kvscout_common.transport.wire_fields import bytes_of_field
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_gateway.fronts.reserved import reserved_in
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.output import Output, check_class
-from kvscout_gateway.values.placement import Placement
 from kvscout_gateway.values.prompt import Prompt, PromptTooLong
 from kvscout_gateway.values.request import Request, TokenBody
 
@@ -297,19 +297,19 @@ def loads_request(request: gateway_pb2.GatewayGetPotentialLoadsRequest, max_prom
     )
 
 
-def route_response(placement: Placement, *, in_full: bool) -> gateway_pb2.RouteResponse:
+def route_response(decision: Decision, *, in_full: bool) -> gateway_pb2.RouteResponse:
     """A placement as the answer of Route; `in_full`: with the addresses of who did not help."""
     return gateway_pb2.RouteResponse(
-        worker=rank_to_proto(placement.worker),
-        overlap_blocks=placement.overlap_blocks,
-        confirmed_overlap_blocks=placement.confirmed_blocks or 0,
-        effective_overlap_blocks=placement.effective_overlap_blocks,
-        http_endpoint=placement.endpoint,
-        num_blocks=placement.num_blocks,
-        block_size=placement.block_size,
-        cost=placement.cost,
-        degraded=bool(placement.degraded),
-        degraded_reasons=placement.degraded_for(in_full=in_full) or None,
-        explanation=placement.explanation,
-        booked=placement.booking is not None and placement.booking.scheduler is not None,
+        worker=rank_to_proto(decision.worker),
+        overlap_blocks=decision.overlap_blocks,
+        confirmed_overlap_blocks=decision.confirmed_blocks or 0,
+        effective_overlap_blocks=decision.effective_overlap_blocks,
+        http_endpoint=decision.endpoint,
+        num_blocks=decision.blocks,
+        block_size=decision.block_size,
+        cost=decision.cost,
+        degraded=bool(decision.degraded),
+        degraded_reasons=decision.degraded_for(in_full=in_full) or None,
+        explanation=decision.explanation,
+        booked=decision.booking is not None and decision.booking.scheduler is not None,
     )

@@ -21,7 +21,7 @@ from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
 from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import EngineAdapter, Request, new_request_id
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ClientJson:
         return Dialect.OPENAI
 
     async def write(
-        self, adapter: EngineAdapter, to: Placement, request: Request, fields: Mapping[str, Any]
+        self, adapter: EngineAdapter, to: Decision, request: Request, fields: Mapping[str, Any]
     ) -> HttpRequest:
         """See `RequestBody`."""
         own = dict(self._own)
@@ -93,13 +93,13 @@ class Client:
         self._answer: HttpAnswer | None = None
         self._answered = False
         self.request_id = ""
-        self.placement: Placement | None = None
+        self.decision: Decision | None = None
         self.usage: dict[str, Any] = {}
         """What the engine said of tokens."""
 
-    async def placed(self, placement: Placement) -> None:
+    async def placed(self, decision: Decision) -> None:
         """See `Reply`."""
-        self.placement = placement
+        self.decision = decision
 
     async def begin(self, answer: HttpAnswer) -> Sink:
         """See `Reply`."""
@@ -137,8 +137,8 @@ class Client:
 
     def _headers(self, answer: HttpAnswer) -> list[tuple[str, str]]:
         headers = proxied.to_client(answer.headers)
-        if self.placement is not None and self.placement.degraded:
-            reasons = self.placement.degraded_for(in_full=self._in_full)
+        if self.decision is not None and self.decision.degraded:
+            reasons = self.decision.degraded_for(in_full=self._in_full)
             headers.append((DEGRADED_HEADER, proxied.as_value("; ".join(reasons))))
         return headers if header(headers, REQUEST_ID_HEADER.lower()) else [*headers, *self._named()]
 
@@ -199,10 +199,10 @@ class Generation:
                 tracing.current().failed(error)
                 await client.fail(error)
                 return
-        if compared is not None and client.placement is not None:
+        if compared is not None and client.decision is not None:
             told = client.usage.get("prompt_tokens")
             gateway.tokens.comparison.end(
-                compared, client.placement.endpoint, prompt_tokens=told if isinstance(told, int) else None
+                compared, client.decision.endpoint, prompt_tokens=told if isinstance(told, int) else None
             )
 
     async def _run(self, request: Request, session: str, client: Client) -> None:

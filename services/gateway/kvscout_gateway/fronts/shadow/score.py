@@ -21,7 +21,7 @@ from kvscout_gateway.fronts.body import JsonBody
 from kvscout_gateway.fronts.json_request import request_of, tokens_of
 from kvscout_gateway.fronts.shadow.report import Comparison, LeftOut, ShadowReport
 from kvscout_gateway.values.booking import Booking
-from kvscout_gateway.values.placement import Placement
+from kvscout_gateway.values.decision import Decision
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -121,7 +121,7 @@ class Score:
         try:
             placed = await self._place()
             await self._over.wait()
-            outcome = self._compared(placed) if isinstance(placed, Placement) else placed
+            outcome = self._compared(placed) if isinstance(placed, Decision) else placed
         except Exception as error:
             if not isinstance(error, KvscoutError):
                 _defects.warning(type(error).__name__, "a request could not be scored: %r", error, error=error)
@@ -135,7 +135,7 @@ class Score:
                 self._gateway.scheduler.free(self._booking, self._usage.output_tokens if self._usage is not None else 0)
         self._count(LeftOut.FAILED if self._failed else outcome)
 
-    async def _place(self) -> Placement | LeftOut:
+    async def _place(self) -> Decision | LeftOut:
         gateway, asked = self._gateway, self.asked
         fields = asked.body.fields
         tokens = await tokens_of(
@@ -147,7 +147,7 @@ class Score:
         request = request_of(gateway, asked.path, fields, tokens, tenant=asked.tenant, model=asked.model)
         view = gateway.catalog.tenant(asked.tenant)
         roles = view.serving(view.resolve(asked.model, "").model).routable_roles
-        placement = await gateway.routing.place(
+        decision = await gateway.routing.place(
             replace(
                 request,
                 # Where prefill and decode are apart, a prompt is found or computed by the former.
@@ -157,14 +157,14 @@ class Score:
                 lease_seconds=gateway.config.lease_seconds,
             )
         )
-        if placement.booking is not None:
-            self._booking = placement.booking
-            gateway.scheduler.hold(placement.booking)
+        if decision.booking is not None:
+            self._booking = decision.booking
+            gateway.scheduler.hold(decision.booking)
         if self._prefilled:
             # What it found cached may be what this very request has left there meanwhile.
             self._book_as_running()
             return LeftOut.LATE
-        return LeftOut.HELPERS if placement.degraded else placement
+        return LeftOut.HELPERS if decision.degraded else decision
 
     def _book_as_running(self) -> None:
         """Its first token was out before it was booked: from how long that took afterwards nothing is to be learned."""
@@ -174,7 +174,7 @@ class Score:
             self._booking = booking.again()
             self._gateway.scheduler.hold(self._booking)
 
-    def _compared(self, placement: Placement) -> Comparison | LeftOut:
+    def _compared(self, decision: Decision) -> Comparison | LeftOut:
         if self._usage is None:
             return LeftOut.USAGE
         prompt = self._usage.prompt_tokens
@@ -183,8 +183,8 @@ class Score:
         return Comparison(
             prompt=prompt,
             cached=self._usage.cached_tokens,
-            policy=predicted_cached_tokens(placement.overlap_blocks, prompt, placement.block_size),
-            same=placement.worker.worker_id == self._served_by if self._served_by else None,
+            policy=predicted_cached_tokens(decision.overlap_blocks, prompt, decision.block_size),
+            same=decision.worker.worker_id == self._served_by if self._served_by else None,
         )
 
     def _count(self, outcome: Comparison | LeftOut) -> None:

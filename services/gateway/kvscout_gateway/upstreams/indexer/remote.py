@@ -30,9 +30,10 @@ from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown, i
 from kvscout_gateway.upstreams.indexer.blindness import Served
 from kvscout_gateway.upstreams.indexer.check import IndexerCheck
 from kvscout_gateway.upstreams.indexer.link import IndexerLink, IndexerMember, Replicas
-from kvscout_gateway.upstreams.indexer.overlaps import NOTHING_FOUND, Found, unite
+from kvscout_gateway.upstreams.indexer.overlaps import unite
 from kvscout_gateway.upstreams.indexer.reporter import ReplicaReports
-from kvscout_gateway.values.placement import Decision
+from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.overlaps import Overlaps
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
 
 
@@ -41,7 +42,7 @@ class Indexer(Protocol):
 
     async def match(
         self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0
-    ) -> Found:
+    ) -> Overlaps:
         """Return the overlaps of a prompt with every cache."""
 
     def routed(self, decision: Decision) -> None:
@@ -111,7 +112,7 @@ class RemoteIndexer(Collector):
 
     async def match(
         self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0
-    ) -> Found:
+    ) -> Overlaps:
         """Return the overlaps of a prompt with every cache; nothing is asked for a prompt without a complete block.
 
         Args:
@@ -123,7 +124,7 @@ class RemoteIndexer(Collector):
         pools = [pool for pool in hashes if hashes[pool]]
         shards = self.shards
         if not pools or not shards:
-            return NOTHING_FOUND
+            return Overlaps(hashes)
         problems: dict[str, str] = {}
         requests = [
             indexer_pb2.FindMatchesRequest(
@@ -145,8 +146,8 @@ class RemoteIndexer(Collector):
             pool: tuple(answered[start : start + len(shards)])
             for pool, start in zip(pools, range(0, len(answered), len(shards)), strict=True)
         }
-        overlaps = {pool: unite(a.overlaps for a in of if a is not None) for pool, of in answers.items() if any(of)}
-        return Found(overlaps, problems, answers)
+        rows = {pool: unite(a.overlaps for a in of if a is not None) for pool, of in answers.items() if any(of)}
+        return Overlaps(hashes, rows, problems, answers)
 
     def routed(self, decision: Decision) -> None:
         """Report that a prompt goes to its worker, to every replica that has the worker; in the background."""

@@ -23,7 +23,7 @@ from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.transport.wire_fields import bytes_field
 from kvscout_gateway.upstreams.failover import Member, is_member_fault
 from kvscout_gateway.upstreams.indexer.link import IndexerMember
-from kvscout_gateway.values.placement import Decision
+from kvscout_gateway.values.decision import Decision
 
 log = logging.getLogger("kvscout.gateway")
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,16 +33,17 @@ from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.observability import tracing
 from kvscout_common.rpc.channel import to_error
 from kvscout_common.rpc.request_names import free_request
-from kvscout_common.transport.wire_fields import number_field
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown, is_member_fault
-from kvscout_gateway.upstreams.indexer.overlaps import Found
 from kvscout_gateway.upstreams.scheduler.attachment import Attachment
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, body_of
 from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS, SchedulerLink, SchedulerMember, Schedulers, error_of
 from kvscout_gateway.upstreams.scheduler.rpcs import Answer, Rpc, SchedulerRpcs
+from kvscout_gateway.upstreams.scheduler.select_request import select_request
 from kvscout_gateway.values.booking import Booking, draw_attempt
+from kvscout_gateway.values.overlaps import Overlaps
+from kvscout_gateway.values.request import Request
 
 MAX_STREAMS = 4
 """Streams that may end under one request that does not wait in line."""
@@ -66,37 +67,19 @@ class WaitedTooLong(ResourceExhausted):
     """A request stood in line until its time was over."""
 
 
-class Selection(NamedTuple):
-    """A request that wants a worker, with the overlaps that are known of it."""
-
-    fields: bytes
-    """A serialised `SelectRequest` without its attempt."""
-    found: Found
-    """The overlaps in it."""
-
-
-class Chosen(NamedTuple):
-    """A scheduler's decision."""
-
-    response: scheduler_pb2.SelectResponse
-    found: Found
-    """The overlaps on which it was decided."""
-    booking: Booking | None
-    """None for a query."""
-
-
 @dataclass(slots=True, eq=False)
 class PendingReservation:
     """A request that wants a worker, from scheduler to scheduler."""
 
-    selection: Selection
-    """As it was sent last."""
-    ref: scheduler_pb2.RequestRef
-    """Its name, and the attempt that is made now."""
+    request: Request
+    booking: Booking | None
+    """Its name, and the attempt that is made now; None for a query."""
+    overlaps: Overlaps
+    """Overlaps that were sent last."""
     ends_at: float
-    """On the monotonic clock: it is not left in line for longer."""
-    refresh: Callable[[], Awaitable[Selection]]
-    """The same with overlaps of now."""
+    """Monotonic seconds: it is not left in line for longer."""
+    refresh: Callable[[], Awaitable[Overlaps]]
+    """Gives the overlaps of now."""
     given_up: list[scheduler_pb2.RequestRef] = field(default_factory=list)
     """Attempts at other schedulers, of which the next one may have heard: freed first."""
 
@@ -107,17 +90,15 @@ class PendingReservation:
 
     def message(self) -> bytes:
         """Serialise the `SelectRequest`."""
-        attempt = scheduler_pb2.SelectRequest.ATTEMPT_ID_FIELD_NUMBER
-        return self.selection.fields + number_field(attempt, self.ref.attempt_id)
+        return select_request(self.request, self.overlaps, self.booking)
 
-    def give_up_attempt(self) -> scheduler_pb2.RequestRef:
-        """Begin another attempt: what is booked of the one before, by a scheduler that only hung, cannot be meant."""
-        self.given_up.append(self.ref)
+    def give_up_attempt(self, booking: Booking) -> None:
+        """Begin another attempt: a booking of the one before, by a scheduler that only hung, cannot be meant."""
+        self.given_up.append(booking.ref)
         another = scheduler_pb2.RequestRef()
-        another.CopyFrom(self.ref)
+        another.CopyFrom(booking.ref)
         another.attempt_id = draw_attempt()
-        self.ref = another
-        return another
+        booking.ref = another
 
 
 class Scheduler(Protocol):
@@ -128,15 +109,14 @@ class Scheduler(Protocol):
 
     async def reserve(
         self,
-        ref: scheduler_pb2.RequestRef,
-        selection: Selection,
+        request: Request,
+        overlaps: Overlaps,
+        booking: Booking | None,
         *,
-        owned: bool,
         knows_workers: bool,
-        queue_wait_seconds: float | None,
-        refresh: Callable[[], Awaitable[Selection]],
-    ) -> Chosen:
-        """Have a worker chosen, and the request booked on it if it has an id."""
+        refresh: Callable[[], Awaitable[Overlaps]],
+    ) -> tuple[scheduler_pb2.SelectResponse, Overlaps]:
+        """Have a worker chosen, and the request booked on it unless it is a query."""
 
     def hold(self, booking: Booking) -> None:
         """Take over a booking."""
@@ -255,40 +235,43 @@ class RemoteScheduler(SchedulerRpcs, Collector):
 
     async def reserve(
         self,
-        ref: scheduler_pb2.RequestRef,
-        selection: Selection,
+        request: Request,
+        overlaps: Overlaps,
+        booking: Booking | None,
         *,
-        owned: bool,
         knows_workers: bool,
-        queue_wait_seconds: float | None,
-        refresh: Callable[[], Awaitable[Selection]],
-    ) -> Chosen:
-        """Have a worker chosen, and the request booked on it if it has an id.
+        refresh: Callable[[], Awaitable[Overlaps]],
+    ) -> tuple[scheduler_pb2.SelectResponse, Overlaps]:
+        """Have a worker chosen, and the request booked on it; return the choice, and the overlaps that it is based on.
 
         Args:
-            ref: Its name, and its first attempt.
-            selection: The request.
-            owned: This gateway runs it, and holds the booking; else its caller does, who has a lease.
+            request: The request, by the name of its base model.
+            overlaps: Overlaps of its prompt.
+            booking: What is booked, with the request's own attempt: the booking has that which succeeded. None for a
+                query.
             knows_workers: This gateway knows workers that can take it; a scheduler that does not is brought up to date.
-            queue_wait_seconds: Longest wait in line for this one; None = as for all.
-            refresh: Gives the request with overlaps of now.
+            refresh: Gives the overlaps of now.
 
         Raises:
             UpstreamDown: No scheduler answers.
             WaitedTooLong: No worker had room in time.
             KvscoutError: As a scheduler answers.
         """
-        booking = Booking(ref) if ref.request_id else None
-        ends_at = time.monotonic() + (self._queue_wait if queue_wait_seconds is None else queue_wait_seconds)
-        pending = PendingReservation(selection, ref, ends_at, refresh)
-        ask = self._select if booking is None else self._book if owned else self._lease
-        with self.bookings.reserving(booking) if booking is not None and owned else nullcontext():
+        queue_wait = self._queue_wait if request.queue_wait_seconds is None else request.queue_wait_seconds
+        pending = PendingReservation(request, booking, overlaps, time.monotonic() + queue_wait, refresh)
+        owned = booking if request.owned else None
+        with self.bookings.reserving(owned) if owned is not None else nullcontext():
             for _ in range(MAX_STREAMS):
                 member, stream = await self.attachment.attached()
                 member.calls += 1
                 began = time.monotonic()
                 try:
-                    response = await ask(member, stream, pending)
+                    if booking is None:
+                        response = await self._select(stream, pending)
+                    elif owned is not None:
+                        response = await self._book(member, stream, pending, booking.ref)
+                    else:
+                        response = await self._lease(member, stream, pending, booking.ref)
                 except KvscoutError as error:
                     if isinstance(error, NotFound) and knows_workers and await self._lacked_workers(member, began):
                         continue
@@ -302,11 +285,11 @@ class RemoteScheduler(SchedulerRpcs, Collector):
                     member.works()
                     if booking is not None:
                         booking.scheduler = member
-                    return Chosen(response, pending.selection.found, booking)
-                if booking is not None and owned:
-                    booking.ref = pending.give_up_attempt()
+                    return response, pending.overlaps
+                if owned is not None:
+                    pending.give_up_attempt(owned)
                 if time.monotonic() - began > REFRESH_SECONDS:
-                    pending.selection = await refresh()
+                    pending.overlaps = await refresh()
         raise UpstreamDown("no scheduler stays", retry_after_seconds=RETRY_SECONDS)
 
     async def _lacked_workers(self, member: SchedulerMember, since: float) -> bool:
@@ -324,16 +307,20 @@ class RemoteScheduler(SchedulerRpcs, Collector):
             raise UpstreamDown(f"{member.name}: {error}", retry_after_seconds=RETRY_SECONDS) from error
 
     async def _select(
-        self, member: SchedulerMember, stream: LifecycleStream, pending: PendingReservation
+        self, stream: LifecycleStream, pending: PendingReservation
     ) -> scheduler_pb2.SelectResponse | None:
         result = await stream.ask(body_of("select", pending.message()), self._timeout)
         return _checked(result, stream).select if result is not None else None
 
     async def _book(
-        self, member: SchedulerMember, stream: LifecycleStream, pending: PendingReservation
+        self,
+        member: SchedulerMember,
+        stream: LifecycleStream,
+        pending: PendingReservation,
+        ref: scheduler_pb2.RequestRef,
     ) -> scheduler_pb2.SelectResponse | None:
-        for ref in pending.given_up:
-            stream.send("free", ref, awaited=False)
+        for given_up in pending.given_up:
+            stream.send("free", given_up, awaited=False)
         operation = stream.send("select_and_reserve", pending.message())
         pause = REFRESH_SECONDS
         in_line = False
@@ -351,20 +338,24 @@ class RemoteScheduler(SchedulerRpcs, Collector):
                     fresh = await pending.refresh()
                     if not operation.answer.done():
                         stream.drop(operation)
-                        pending.selection = fresh
+                        pending.overlaps = fresh
                         operation = stream.send("select_and_reserve", pending.message())
                 pause = min(2 * pause, MAX_REFRESH_SECONDS)
             result = operation.answer.result()
             return _checked(result, stream).select if result is not None else None
         except (asyncio.CancelledError, WaitedTooLong, UpstreamDown):
             stream.drop(operation)
-            stream.send("free", pending.ref, awaited=False)
+            stream.send("free", ref, awaited=False)
             raise
         finally:
             stream.drop(operation)
 
     async def _lease(
-        self, member: SchedulerMember, stream: LifecycleStream, pending: PendingReservation
+        self,
+        member: SchedulerMember,
+        stream: LifecycleStream,
+        pending: PendingReservation,
+        ref: scheduler_pb2.RequestRef,
     ) -> scheduler_pb2.SelectResponse | None:
         """Book by a unary call, which is cancelled where the stream ends before it."""
         calling: Any = member.stub.select_and_reserve(
@@ -381,7 +372,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
             return response
         except asyncio.CancelledError:
             if not stream.closed.done():
-                self._in_background(self._undo(member, pending.ref))
+                self._in_background(self._undo(member, ref))
                 raise
             return None
         except grpc.aio.AioRpcError as error:

@@ -1,0 +1,74 @@
+"""Where a prompt goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvscout.v1 import scheduler_pb2
+from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_gateway.values.booking import Booking
+from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
+
+
+@dataclass(slots=True, eq=False)
+class Decision:
+    """A prompt that goes to a worker rank."""
+
+    tenant: str
+    model: str
+    """Base model."""
+    worker: WorkerRank
+    pool: Geometry
+    """The worker's geometry."""
+    block_hashes: bytes
+    """Local hashes of the prompt's complete blocks, in the worker's own geometry: little-endian u64s."""
+    lora_name: str = ""
+    """Adapter; "" = none."""
+    endpoint: str = ""
+    """URL of the worker's HTTP API."""
+    spec: WorkerSpec | None = None
+    """The worker's registration; None if this gateway does not know it (yet)."""
+    overlap_blocks: int = 0
+    """Confirmed or predicted, whichever reaches further."""
+    confirmed_blocks: int | None = None
+    """Overlap that the worker's events confirm; None = no indexer knows, or what it knows is incomplete."""
+    effective_overlap_blocks: float = 0.0
+    uncached_tokens: int = 0
+    """Tokens of the prompt that the worker has to compute, as far as is known."""
+    cost: float = 0.0
+    degraded: tuple[str, ...] = ()
+    """Why less was known than usual, with the addresses of upstreams."""
+    explanation: scheduler_pb2.Explanation | None = None
+    booking: Booking | None = None
+    """None for a query; its scheduler is None where none answered."""
+    withdrawn: bool = False
+    """Not reported to the indexers, or not any more: prefix caches are ignored, or the worker failed before it had
+    anything to cache."""
+
+    @property
+    def blocks(self) -> int:
+        """Complete blocks of the prompt."""
+        return len(self.block_hashes) // HASH_BYTES
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self.pool.block_size
+
+    @property
+    def engine_model(self) -> str:
+        """The name under which the engine serves what was asked for: the adapter's, or the model's."""
+        return self.lora_name or self.model
+
+    @property
+    def rank_header(self) -> int | None:
+        """The rank that the engine must be told; None for an engine that is known to have one only."""
+        return None if self.spec is not None and self.spec.dp_size == 1 else self.worker.dp_rank
+
+    def degraded_for(self, *, in_full: bool) -> tuple[str, ...]:
+        """Return why less was known than usual: in full, with addresses, or only which upstream is missed."""
+        return self.degraded if in_full else tuple(dict.fromkeys(map(_upstream_in, self.degraded)))
+
+
+def _upstream_in(reason: str) -> str:
+    return next((name for name in ("scheduler", "indexer", "tokenizer") if name in reason), "time")
