@@ -80,8 +80,8 @@ class GatewayHttp:
         answers: dict[str, Answer] = {
             COMPLETIONS: generation.answer,
             CHAT: generation.answer,
-            MODELS: Models(gateway).answer,
-            THRESHOLDS: Thresholds(gateway).answer,
+            MODELS: Models(gateway.catalog, gateway.engines).answer,
+            THRESHOLDS: Thresholds(gateway.scheduler, gateway.charge).answer,
             EVENTS: dashboard.watch if dashboard is not None else _no_dashboard,
             METRICS: metrics_page(self._metrics),
         }

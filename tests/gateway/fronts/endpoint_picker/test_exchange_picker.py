@@ -21,9 +21,9 @@ from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.engines.health import MIN_FAILURES
 from kvscout_gateway.fronts.endpoint_picker import wire
-from kvscout_gateway.fronts.endpoint_picker.asked import Asked
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
+from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.output import Output
@@ -51,7 +51,7 @@ async def picker(*workers: WorkerSpec, fallbacks: int = 2) -> AsyncIterator[tupl
 
 async def picked(one: ExchangePicker, subset: tuple[str, ...] | None = None) -> list[str]:
     """The endpoints that a request without a model gets, in order of preference."""
-    pick = await one.pick(Asked("", "/v1/models", subset=subset))
+    pick = await one.pick(PickRequest("", "/v1/models", subset=subset))
     return pick.headers[wire.DESTINATION].split(",")
 
 
@@ -90,11 +90,11 @@ async def test_a_worker_s_address_is_named_once_and_no_more_than_are_wanted() ->
             assert len(endpoints) == len(set(endpoints)) == 2
 
 
-def generation(*, stream: bool, shows_output: bool = True) -> Asked:
+def generation(*, stream: bool, shows_output: bool = True) -> PickRequest:
     """A completion, as a proxy shows it."""
     body = {"model": MODEL, "prompt": [1] * 40, "max_tokens": 4096, "stream": stream}
     fields = Fields.scanned(json.dumps(body).encode())
-    return Asked(MODEL, "/v1/completions", fields, size=100, shows_output=shows_output)
+    return PickRequest(MODEL, "/v1/completions", fields, size=100, shows_output=shows_output)
 
 
 def booked(gateway: Gateway) -> Booking:
@@ -179,7 +179,7 @@ async def test_an_embedding_ends_with_what_would_be_its_first_token() -> None:
     async with picker(worker(1)) as (one, gateway):
         for account, output_tokens in (({"prompt_tokens": 3, "total_tokens": 3}, 1), ({}, 0), (None, 0)):
             fields = Fields.scanned(json.dumps({"model": MODEL, "input": "hello"}).encode())
-            pick = await one.pick(Asked(MODEL, "/v1/embeddings", fields, size=100))
+            pick = await one.pick(PickRequest(MODEL, "/v1/embeddings", fields, size=100))
             booking = booked(gateway)
             assert booking.output == Output(1, 1, "embeddings", unseen=True)
             pick.ended(account)
@@ -201,7 +201,7 @@ async def test_the_length_of_an_output_is_told_whatever_is_known_of_its_prompt(
 ) -> None:
     async with picker(worker(1)) as (one, gateway):
         fields = Fields.scanned(json.dumps({"model": MODEL, "input": "hello", "max_output_tokens": 50}).encode())
-        pick = await one.pick(Asked(MODEL, "/v1/responses", fields, size=100))
+        pick = await one.pick(PickRequest(MODEL, "/v1/responses", fields, size=100))
         booking = booked(gateway)
         assert booking.output == Output(0, 50, "responses", unseen=True)
         pick.ended(account)

@@ -42,7 +42,7 @@ from kvscout_common.hashing import native_available
 from kvscout_common.rpc.guard import Guard
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.fronts.endpoint_picker import process, wire
-from kvscout_gateway.fronts.endpoint_picker.asked import Asked
+from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 from kvscout_gateway.fronts.endpoint_picker.process import ExternalProcessor, Limits
 from kvscout_gateway.fronts.endpoint_picker.stream import Follow
 
@@ -79,7 +79,7 @@ class Bench:
 
     def __init__(self, follow: Follow, limits: Limits) -> None:
         self.told: list[Any] = []
-        self.asked: list[Asked] = []
+        self.asked: list[PickRequest] = []
         self.error: Exception | None = None
         self.hangs = False
         self.manages_alone = False
@@ -91,7 +91,7 @@ class Bench:
     def _count(self, outcome: str) -> None:
         self.outcomes[outcome] += 1
 
-    async def pick(self, asked: Asked, *, without_upstreams: bool = False) -> Noted:
+    async def pick(self, asked: PickRequest, *, without_upstreams: bool = False) -> Noted:
         self.asked.append(asked)
         if self.hangs and not (without_upstreams and self.manages_alone):
             try:

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvscout.ext_proc.v3 import ext_proc_pb2 as pb
 from kvscout_gateway.fronts.endpoint_picker import wire
-from kvscout_gateway.fronts.endpoint_picker.asked import Asked
+from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 
 SELECTION: Final = "test-epp-endpoint-selection"
 """Of a request: endpoints with commas, ip:port or ip."""
@@ -22,7 +22,7 @@ SELECTED: Final = "x-conformance-test-selected-endpoint"
 UNTOLD: Final = "fail: missing destination endpoint served metadata"
 
 
-def steered(asked: Asked, headers: Mapping[str, str]) -> Asked:
+def steered(asked: PickRequest, headers: Mapping[str, str]) -> PickRequest:
     """A request as its test wants it placed: at one of the endpoints it names, whatever model runs there."""
     named = wire.endpoints_in(headers.get(SELECTION, ""))
     return asked._replace(model="", size=0, subset=named) if named else asked

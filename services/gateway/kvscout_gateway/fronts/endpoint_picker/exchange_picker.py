@@ -37,8 +37,8 @@ from kvscout_gateway.fronts.answering import spread_answering
 from kvscout_gateway.fronts.endpoint_picker import wire
 from kvscout_gateway.fronts.endpoint_picker.access_log import Over
 from kvscout_gateway.fronts.endpoint_picker.addresses import address_of, reachable
-from kvscout_gateway.fronts.endpoint_picker.asked import Asked
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
+from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 from kvscout_gateway.fronts.json_request import request_of, tokens_of
 from kvscout_gateway.members.catalog import TenantView
 from kvscout_gateway.request.attempt import Attempt
@@ -120,12 +120,12 @@ class ExchangePicker:
         """Return how long one of those lasts."""
         return self._config.lease_seconds
 
-    async def pick(self, asked: Asked, *, without_upstreams: bool = False) -> ExchangePick:
+    async def pick(self, asked: PickRequest, *, without_upstreams: bool = False) -> ExchangePick:
         """See `Picker`."""
         with tracing.span("pick", tracing.Kind.SERVER, parent=asked.traceparent):
             return await self._pick(asked, without_upstreams=without_upstreams)
 
-    async def _pick(self, asked: Asked, *, without_upstreams: bool) -> ExchangePick:
+    async def _pick(self, asked: PickRequest, *, without_upstreams: bool) -> ExchangePick:
         tenant = self._tenant()
         view = self._catalog.tenant(tenant)
         if not asked.model and asked.size and len(view.models) == 1:
@@ -227,7 +227,7 @@ class ExchangePicker:
         limit = current_identity().max_priority
         return priority if limit is None else min(priority, limit)
 
-    async def _request_of(self, asked: Asked, tenant: str, view: TenantView) -> tuple[Request, PromptTokens]:
+    async def _request_of(self, asked: PickRequest, tenant: str, view: TenantView) -> tuple[Request, PromptTokens]:
         specs = view.serving(view.resolve(asked.model, "").model).specs
         # A worker that only schedulers know is found out about when it was picked.
         allowed = reachable(specs, asked.subset)
@@ -241,7 +241,7 @@ class ExchangePicker:
             return request, tokens
         return replace(request, allowed=tuple(spec.worker_id for spec in allowed)), tokens
 
-    def _any(self, tenant: str, view: TenantView, asked: Asked) -> ExchangePick:
+    def _any(self, tenant: str, view: TenantView, asked: PickRequest) -> ExchangePick:
         everybody = tuple(view.specs.values())
         some = reachable(everybody, asked.subset)
         specs = spread_answering(self._gateway.health, tenant, some, everybody, draw=self._draw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from kvscout_gateway.fronts.endpoint_picker.asked import Asked
+from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 
 
 class Pick(Protocol):
@@ -54,7 +54,7 @@ class Pick(Protocol):
 class Picker(Protocol):
     """Picks endpoints."""
 
-    async def pick(self, asked: Asked, *, without_upstreams: bool = False) -> Pick:
+    async def pick(self, asked: PickRequest, *, without_upstreams: bool = False) -> Pick:
         """Pick for one request. Cancelled, it has booked nothing.
 
         Args:

@@ -19,7 +19,7 @@ from kvscout_common.rpc.answering import read_unanswered
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.fronts.endpoint_picker import conformance, wire
 from kvscout_gateway.fronts.endpoint_picker.account import last_account
-from kvscout_gateway.fronts.endpoint_picker.asked import Asked, asked_of, require_path
+from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest, read_request, require_path
 from kvscout_gateway.fronts.endpoint_picker.picking import Pick, Picker
 from kvscout_gateway.fronts.endpoint_picker.stream import (
     Answering,
@@ -128,7 +128,7 @@ class ExternalProcessor:
             identity = current_identity()
             if not self._limits.conformance:
                 require_path(wanted.headers, self._limits.client_paths)
-            asked = await asked_of(wanted.headers, wanted.body, wanted.subset, max_priority=identity.max_priority)
+            asked = await read_request(wanted.headers, wanted.body, wanted.subset, max_priority=identity.max_priority)
             if self._limits.conformance:
                 asked = conformance.steered(asked, wanted.headers)
             call.pick = await self._picked(asked._replace(shows_output=wanted.shows_output))
@@ -143,7 +143,7 @@ class ExternalProcessor:
         self._count(type(error).__name__)
         return call.stream.refused(_refused(error))
 
-    async def _picked(self, asked: Asked) -> Pick:
+    async def _picked(self, asked: PickRequest) -> Pick:
         """In time; and where whoever is asked for it hangs, or this process had no time itself, by what is known here.
 
         Raises:

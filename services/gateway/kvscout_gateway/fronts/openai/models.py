@@ -7,19 +7,17 @@ import random
 import time
 import uuid
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvscout_common.errors import NotFound
 from kvscout_common.http.http import HttpCall, HttpFailed, HttpRequest
 from kvscout_common.http.json_scan import load_json
 from kvscout_common.worker import WorkerSpec
+from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.fronts.access import Caller
 from kvscout_gateway.fronts.body import respond_json
 from kvscout_gateway.fronts.client_paths import model_named
-from kvscout_gateway.members.catalog import TenantView
-
-if TYPE_CHECKING:
-    from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.members.catalog import Catalog, TenantView
 
 ASK_SECONDS: Final = 1.0
 KEPT_SECONDS: Final = 30.0
@@ -32,10 +30,11 @@ MAX_TENANTS: Final = 256
 
 
 class Models:
-    """Tells which models there are."""
+    """Lists the models that are served."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, catalog: Catalog, engines: Engines) -> None:
+        self._catalog = catalog
+        self._engines = engines
         self._kept: dict[str, tuple[float, TenantView, list[dict[str, Any]]]] = {}
 
     async def answer(self, call: HttpCall, caller: Caller) -> None:
@@ -51,7 +50,7 @@ class Models:
 
     async def cards(self, tenant: str) -> list[dict[str, Any]]:
         """One card a model and adapter, base models first."""
-        view, now = self._gateway.catalog.tenant(tenant), time.monotonic()
+        view, now = self._catalog.tenant(tenant), time.monotonic()
         kept = self._kept.get(tenant)
         if kept is not None and kept[1] is view and now < kept[0]:
             return kept[2]
@@ -68,14 +67,12 @@ class Models:
         return cards
 
     async def _ask(self, spec: WorkerSpec) -> list[dict[str, Any]]:
-        gateway = self._gateway
-        headers = (("X-Request-Id", f"models-{uuid.uuid4().hex}"), *gateway.engine_key.headers)
+        engines = self._engines
+        headers = (("X-Request-Id", f"models-{uuid.uuid4().hex}"), *engines.own_headers())
         request = HttpRequest(f"{spec.http_endpoint}/v1/models", method="GET", headers=headers)
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                answer = await gateway.engines.client.send(
-                    request, connect_seconds=gateway.config.timeouts.connect_seconds
-                )
+                answer = await engines.client.send(request, connect_seconds=engines.timeouts.connect_seconds)
                 try:
                     page = await answer.read(MAX_PAGE_BYTES)
                 finally:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.http.http import HttpCall
+from kvscout_common.http.http import Charge, HttpCall
 from kvscout_gateway.fronts.access import Caller
 from kvscout_gateway.fronts.body import JsonBody, json_of, model_of, respond_json
-
-if TYPE_CHECKING:
-    from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler
 
 FIELDS: Final = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
 MAX_VALUE: Final = 1 << 64
@@ -20,9 +19,15 @@ MAX_VALUE: Final = 1 << 64
 class Thresholds:
     """Answers requests for /busy_threshold."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._scheduler = gateway.scheduler
-        self._charge = gateway.charge
+    def __init__(self, scheduler: RemoteScheduler, charge: Callable[[str], Charge]) -> None:
+        """Answer requests.
+
+        Args:
+            scheduler: Has the thresholds.
+            charge: Returns what is charged for a body, by tenant.
+        """
+        self._scheduler = scheduler
+        self._charge = charge
 
     async def answer(self, call: HttpCall, caller: Caller) -> None:
         """Answer one request."""

@@ -11,7 +11,12 @@ import pytest
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.http import HttpRefused
 from kvscout_common.http.json_fields import INLINE_BYTES, Fields
-from kvscout_gateway.fronts.endpoint_picker.asked import OBJECTIVE_HEADERS, REWRITE_HEADERS, Asked, asked_of
+from kvscout_gateway.fronts.endpoint_picker.pick_request import (
+    OBJECTIVE_HEADERS,
+    REWRITE_HEADERS,
+    PickRequest,
+    read_request,
+)
 
 JSON = {"content-type": "application/json"}
 FORM = "multipart/form-data; boundary=b"
@@ -24,16 +29,16 @@ def form(**fields: bytes) -> bytes:
 
 async def test_a_body_is_read_and_the_path_without_its_query() -> None:
     body = b'{"model": "m", "prompt": [1, 2, 70000], "max_tokens": 8}'
-    asked = await asked_of({**JSON, ":path": "/v1/completions?a=b"}, body, ("10.0.0.1:80",))
+    asked = await read_request({**JSON, ":path": "/v1/completions?a=b"}, body, ("10.0.0.1:80",))
     fields = {"model": "m", "prompt": array("I", [1, 2, 70000]).tobytes(), "max_tokens": 8}
     assert asked.fields == fields
-    assert asked._replace(fields=Fields()) == Asked("m", "/v1/completions", Fields(), len(body), ("10.0.0.1:80",))
+    assert asked._replace(fields=Fields()) == PickRequest("m", "/v1/completions", Fields(), len(body), ("10.0.0.1:80",))
 
 
 async def test_the_trace_that_a_proxy_names_is_read_with_and_without_a_body() -> None:
     named = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     for headers, body in ((named, b""), ({**named, **JSON}, b'{"model": "m"}')):
-        assert (await asked_of(headers, body, None)).traceparent == named["traceparent"]
+        assert (await read_request(headers, body, None)).traceparent == named["traceparent"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions?x=1"])
@@ -45,7 +50,7 @@ async def test_a_completion_that_is_no_json_or_whose_model_is_no_name_is_refused
     path: str, body: bytes, field: str
 ) -> None:
     with pytest.raises(InvalidArgument) as raised:
-        await asked_of({**JSON, ":path": path}, body, None)
+        await read_request({**JSON, ":path": path}, body, None)
     assert raised.value.field == field
 
 
@@ -54,7 +59,7 @@ async def test_a_completion_that_is_no_json_or_whose_model_is_no_name_is_refused
 async def test_what_cannot_be_read_is_refused_on_every_path(body: bytes, kind: str) -> None:
     for headers in ({":path": "/v1/embeddings"}, {":path": "/upload", "x-gateway-model-name": "m"}):
         with pytest.raises(InvalidArgument) as raised:
-            await asked_of({**headers, "content-type": kind}, body, None)
+            await read_request({**headers, "content-type": kind}, body, None)
         assert raised.value.field == "body"
 
 
@@ -62,10 +67,10 @@ async def test_what_cannot_be_read_is_refused_on_every_path(body: bytes, kind: s
 async def test_a_form_names_its_model_and_goes_on_as_it_came(length: int) -> None:
     body = form(model=b"whisper", file=b"x" * length)
     headers = {":path": "/v1/audio/transcriptions", "content-type": FORM}
-    asked = await asked_of(headers, body, None)
+    asked = await read_request(headers, body, None)
     assert (asked.model, asked.size, asked.changed) == ("whisper", len(body), None)
-    assert (await asked_of({**headers, "x-gateway-model-name": "m"}, body, None)).model == "m"
-    assert (await asked_of(headers, form(file=b"x"), None)).model == ""
+    assert (await read_request({**headers, "x-gateway-model-name": "m"}, body, None)).model == "m"
+    assert (await read_request(headers, form(file=b"x"), None)).model == ""
 
 
 @pytest.mark.parametrize("field", ["kv_transfer_params", "bootstrap_host", "rid"])
@@ -74,7 +79,7 @@ async def test_a_form_names_its_model_and_goes_on_as_it_came(length: int) -> Non
 async def test_a_form_that_says_where_it_runs_is_refused(field: str, kind: str, further: dict[str, str]) -> None:
     headers = {":path": "/v1/audio/transcriptions", "content-type": kind, **further}
     with pytest.raises(InvalidArgument) as raised:
-        await asked_of(headers, form(**{"model": b"whisper", field: b"x"}), None)
+        await read_request(headers, form(**{"model": b"whisper", field: b"x"}), None)
     assert raised.value.field == field
 
 
@@ -82,7 +87,7 @@ async def test_a_form_that_says_where_it_runs_is_refused(field: str, kind: str, 
 async def test_a_compressed_body_is_refused(path: str) -> None:
     packed = gzip.compress(b'{"model": "m", "kv_transfer_params": {}}')
     with pytest.raises(HttpRefused) as raised:
-        await asked_of({**JSON, ":path": path, "content-encoding": "gzip"}, packed, None)
+        await read_request({**JSON, ":path": path, "content-encoding": "gzip"}, packed, None)
     assert raised.value.status == 415
 
 
@@ -93,47 +98,47 @@ async def test_what_an_engine_may_read_as_an_object_is_passed_on_only_if_it_was_
     kind: str, text: str, encoding: str
 ) -> None:
     with pytest.raises(InvalidArgument):
-        await asked_of({":path": "/v1/responses", "content-type": kind}, text.encode(encoding), None)
+        await read_request({":path": "/v1/responses", "content-type": kind}, text.encode(encoding), None)
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"model": null}'])
 async def test_a_body_may_name_no_model(body: bytes) -> None:
-    asked = await asked_of({**JSON, ":path": "/v1/completions"}, body, None)
+    asked = await read_request({**JSON, ":path": "/v1/completions"}, body, None)
     assert (asked.model, asked.size) == ("", len(body))
 
 
 async def test_without_a_body_or_with_a_form_the_header_names_the_model() -> None:
     named = {"x-gateway-model-name": "m"}
-    assert (await asked_of(named, b"", None)).model == "m"
-    assert (await asked_of({**named, "content-type": FORM}, form(file=b"x"), None)).model == "m"
-    assert (await asked_of({**named, **JSON}, b"{}", None)).model == "m"
-    assert (await asked_of({}, b"", None)).model == ""
+    assert (await read_request(named, b"", None)).model == "m"
+    assert (await read_request({**named, "content-type": FORM}, form(file=b"x"), None)).model == "m"
+    assert (await read_request({**named, **JSON}, b"{}", None)).model == "m"
+    assert (await read_request({}, b"", None)).model == ""
 
 
 @pytest.mark.parametrize("name", REWRITE_HEADERS)
 async def test_a_model_that_a_header_names_takes_the_place_of_the_body_s_and_goes_to_the_engine(name: str) -> None:
     headers = {**JSON, ":path": "/v1/completions", name: "m-v2"}
-    asked = await asked_of(headers, b'{"model": "m", "prompt": [1]}', None)
+    asked = await read_request(headers, b'{"model": "m", "prompt": [1]}', None)
     assert asked.model == "m-v2"
     assert json.loads(asked.changed or b"") == {"model": "m-v2", "prompt": [1]}
-    without = await asked_of(headers, b'{"prompt": [1]}', None)
+    without = await read_request(headers, b'{"prompt": [1]}', None)
     assert (without.model, json.loads(without.changed or b"")) == ("m-v2", {"prompt": [1], "model": "m-v2"})
     # What cannot be changed goes where the engine knows its name.
-    shown_none = await asked_of({"x-gateway-model-name": "m", name: "m-v2"}, b"", None)
+    shown_none = await read_request({"x-gateway-model-name": "m", name: "m-v2"}, b"", None)
     assert (shown_none.model, shown_none.changed) == ("m", None)
 
 
 async def test_what_is_not_a_client_s_to_say_is_taken_out_of_a_body_and_else_it_stays_as_it_came() -> None:
     headers = {**JSON, ":path": "/v1/completions"}
     body = b'{"model": "m", "kv_transfer_params": {"remote_host": "10.9.9.9"}, "vllm_xargs": {"rid": "x", "a": 1}}'
-    changed = (await asked_of(headers, body, None)).changed
+    changed = (await read_request(headers, body, None)).changed
     assert json.loads(changed or b"") == {"model": "m", "vllm_xargs": {"a": 1}}
-    assert (await asked_of(headers, b'{"model": "m", "priority": 7}', None)).changed is None
-    limited = await asked_of(headers, b'{"model": "m", "priority": 7}', None, max_priority=3)
+    assert (await read_request(headers, b'{"model": "m", "priority": 7}', None)).changed is None
+    limited = await read_request(headers, b'{"model": "m", "priority": 7}', None, max_priority=3)
     assert json.loads(limited.changed or b"") == {"model": "m", "priority": 3}
 
 
 async def test_an_objective_is_named_by_a_header_with_or_without_a_body() -> None:
     for name in OBJECTIVE_HEADERS:
-        assert (await asked_of({name: "batch"}, b"", None)).objective == "batch"
-        assert (await asked_of({**JSON, name: "batch"}, b'{"model": "m"}', None)).objective == "batch"
+        assert (await read_request({name: "batch"}, b"", None)).objective == "batch"
+        assert (await read_request({**JSON, name: "batch"}, b'{"model": "m"}', None)).objective == "batch"

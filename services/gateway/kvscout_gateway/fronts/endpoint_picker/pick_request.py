@@ -1,4 +1,4 @@
-"""What a request asks for, as far as its headers and body tell. Pure."""
+"""A request that an endpoint is picked for, read from its headers and body. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-
 """The name of an objective, which has a priority."""
 
 
-class Asked(NamedTuple):
+class PickRequest(NamedTuple):
     """A request, before it is placed."""
 
     model: str
@@ -60,9 +60,9 @@ def require_path(headers: Mapping[str, str], paths: ClientPaths) -> None:
         paths.require(path, is_admin=None)
 
 
-async def asked_of(
+async def read_request(
     headers: Mapping[str, str], body: bytes, subset: tuple[str, ...] | None, *, max_priority: int | None = None
-) -> Asked:
+) -> PickRequest:
     """Read a request.
 
     Args:
@@ -77,7 +77,7 @@ async def asked_of(
         HttpRefused: It is compressed.
     """
     named, path = headers.get(MODEL_HEADER, ""), _path_of(headers)
-    asked = Asked(
+    asked = PickRequest(
         named,
         path,
         size=len(body),
