@@ -29,7 +29,7 @@ from kvscout_gateway.fronts.client_body import read_body
 from kvscout_gateway.fronts.client_paths import CHAT, COMPLETIONS
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
-from kvscout_gateway.fronts.shadow.score import Asked, Score, Scores
+from kvscout_gateway.fronts.shadow.score import Generation, Score, Scores
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -79,25 +79,25 @@ class ShadowFront:
     async def _run(self, call: HttpCall, caller: Caller) -> None:
         charge = self._gateway.charge(caller.tenant)
         body = await call.body(charge)
-        asked = await _generation(call, caller.tenant, body, charge)
+        generation = await _generation_of(call, caller.tenant, body, charge)
         max_priority = caller.identity.max_priority
-        if asked is None:
+        if generation is None:
             if call.path in self._gateway.config.client_paths:
                 body = (await read_body(call.headers, body, max_priority=max_priority, charge=charge)).data
             await _Passing(self._gateway, self._config, call).run(self._request(call, body))
             return
-        form, own = with_usage(asked.body)
-        changes = {**changes_of(asked.body.fields, max_priority=max_priority), **own}
-        passing = _Passing(self._gateway, self._config, call, self.scores.begin(asked), form)
+        form, own = with_usage(generation.body)
+        changes = {**changes_of(generation.body.fields, max_priority=max_priority), **own}
+        passing = _Passing(self._gateway, self._config, call, self.scores.begin(generation), form)
         failed: BaseException | None = None
         try:
-            await passing.run(self._request(call, asked.body.changed(changes)))
+            await passing.run(self._request(call, generation.body.changed(changes)))
             failed = passing.failure
         except BaseException as error:
             failed = error
             raise
         finally:
-            self._gateway.exchanges.over(asked.tenant, asked.model, failed)
+            self._gateway.exchanges.over(generation.tenant, generation.model, failed)
             passing.end(failed=failed is not None)
 
     def _request(self, call: HttpCall, body: bytes) -> HttpRequest:
@@ -181,7 +181,7 @@ class _Passing:
         """It is over, and counted."""
         assert self._score is not None
         answered = self._answer is not None and 200 <= self._answer.status < 300
-        tenant = self._score.asked.tenant
+        tenant = self._score.generation.tenant
         worker_id = self._served_by(tenant)
         if self._usage is not None and answered:
             spec = self._gateway.catalog.tenant(tenant).specs.get(worker_id)
@@ -213,7 +213,7 @@ class _Passing:
             if report.outputs > 1:
                 waited_for = report.tokens * (report.outputs - 1) / report.outputs
                 seconds = (report.last_output_at - report.first_output_at) / waited_for
-                self._gateway.metrics.of(score.asked.tenant, score.asked.model).between_tokens(seconds)
+                self._gateway.metrics.of(score.generation.tenant, score.generation.model).between_tokens(seconds)
         if report.error:
             self.failure = InternalError("an engine reported an error in its stream")
             if not report.passed:
@@ -233,7 +233,7 @@ class _Passing:
 
     def _first_output(self, score: Score, *, whole_answer: bool = False) -> None:
         seconds = time.perf_counter() - self._started
-        self._gateway.metrics.of(score.asked.tenant, score.asked.model).first_token(seconds)
+        self._gateway.metrics.of(score.generation.tenant, score.generation.model).first_token(seconds)
         score.first_output(whole_answer=whole_answer)
 
     def _served_by(self, tenant: str) -> str:
@@ -249,13 +249,13 @@ class _Passing:
         return next(found, "")
 
 
-async def _generation(call: HttpCall, tenant: str, body: bytes, charge: Charge) -> Asked | None:
+async def _generation_of(call: HttpCall, tenant: str, body: bytes, charge: Charge) -> Generation | None:
     """Return what is to be scored; None = nothing of this is: it is passed on all the same."""
     if call.method != "POST" or call.path not in (COMPLETIONS, CHAT):
         return None
     try:
         read = await parsed(body, charge)
-        return Asked(call.path, read, tenant, model_of(read.fields))
+        return Generation(call.path, read, tenant, model_of(read.fields))
     except InvalidArgument:
         return None
 

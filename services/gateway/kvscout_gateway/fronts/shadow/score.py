@@ -36,8 +36,8 @@ LATE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A generation, as its client asks for it."""
+class Generation:
+    """A completion or chat completion of a client."""
 
     path: str
     body: JsonBody
@@ -53,9 +53,9 @@ class Scores:
         self._report = report
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, asked: Asked) -> Score:
+    def begin(self, generation: Generation) -> Score:
         """A request goes to the balancer now."""
-        score = Score(self._gateway, self._report, asked)
+        score = Score(self._gateway, self._report, generation)
         if len(self._tasks) < MAX_SCORES:
             score.task = asyncio.get_running_loop().create_task(score.run())
             self._tasks.add(score.task)
@@ -71,10 +71,10 @@ class Scores:
 class Score:
     """One request; `end` it."""
 
-    def __init__(self, gateway: Gateway, report: ShadowReport, asked: Asked) -> None:
+    def __init__(self, gateway: Gateway, report: ShadowReport, generation: Generation) -> None:
         self._gateway = gateway
         self._report = report
-        self.asked = asked
+        self.generation = generation
         self._at = time.time()
         self._isl_tokens = 0
         self._booking: Booking | None = None
@@ -136,17 +136,22 @@ class Score:
         self._count(LeftOut.FAILED if self._failed else outcome)
 
     async def _place(self) -> Decision | LeftOut:
-        gateway, asked = self._gateway, self.asked
-        fields = asked.body.fields
+        gateway, generation = self._gateway, self.generation
+        fields = generation.body.fields
         tokens = await tokens_of(
-            gateway, asked.path, fields, size=asked.body.size, tenant=asked.tenant, model=asked.model
+            gateway,
+            generation.path,
+            fields,
+            size=generation.body.size,
+            tenant=generation.tenant,
+            model=generation.model,
         )
         if not len(tokens):
             return LeftOut.TOKENS
         self._isl_tokens = len(tokens)
-        request = request_of(gateway, asked.path, fields, tokens, tenant=asked.tenant, model=asked.model)
-        view = gateway.catalog.tenant(asked.tenant)
-        roles = view.serving(view.resolve(asked.model, "").model).routable_roles
+        request = request_of(gateway, generation.path, fields, tokens, tenant=generation.tenant, model=generation.model)
+        view = gateway.catalog.tenant(generation.tenant)
+        roles = view.serving(view.resolve(generation.model, "").model).routable_roles
         decision = await gateway.routing.place(
             replace(
                 request,
@@ -188,8 +193,8 @@ class Score:
         )
 
     def _count(self, outcome: Comparison | LeftOut) -> None:
-        view = self._gateway.catalog.tenant(self.asked.tenant)
-        model = view.resolve(self.asked.model, "").model
+        view = self._gateway.catalog.tenant(self.generation.tenant)
+        model = view.resolve(self.generation.model, "").model
         # A name that no worker serves is the client's invention: it gets no hours of its own.
         known = model in view.models
-        self._report.add(self._at, self.asked.tenant if known else "", model if known else "", outcome)
+        self._report.add(self._at, self.generation.tenant if known else "", model if known else "", outcome)
