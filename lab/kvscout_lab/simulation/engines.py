@@ -35,7 +35,7 @@ class Engines(ABC):
         self._index = LateIndex(total, late, cluster.lost_events, cluster.seed)
         self._workers = [Worker(cluster.engine, *cluster.speeds_of(number)) for number in range(total)]
         self._wakes = [0] * total
-        """Which planned wake-up of each worker holds; those before it are void."""
+        """Number of the planned wake-up of each worker that holds; those before it are void."""
         self._batch_since = [0] * total
         self._run.workers = [WorkerRecord() for _ in range(total)]
 

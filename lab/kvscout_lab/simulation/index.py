@@ -8,7 +8,7 @@ from random import Random
 
 
 class LateIndex:
-    """Which worker holds which node, by events that arrive late.
+    """Nodes that each worker holds, by events that arrive late.
 
     One bit a worker and node: a prompt's holders are an intersection as long as it lasts.
 

@@ -23,9 +23,9 @@ class Record:
     prompt_tokens: int
     output_tokens: int
     worker: int = -1
-    """Which computed its prompt."""
+    """Worker that computed its prompt."""
     decode_worker: int = -1
-    """Which generated its output, where that is another one."""
+    """Worker that generated its output, where that is another one."""
     placed: int = -1
     """Time at which the scheduler booked it."""
     first_token: int = -1

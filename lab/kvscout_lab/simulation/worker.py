@@ -120,7 +120,7 @@ class Gap(NamedTuple):
     """By which each is longer than the one before it."""
     steps: int
     requests: int
-    """Which got a token in each."""
+    """Requests that got a token in each."""
 
 
 class Worker:

@@ -150,7 +150,7 @@ class MemberSync:
         self._listed_at: float | None = None
         self._list_due = 0.0
         self._resynced: asyncio.Future[float] | None = None
-        """What the callers of `resync` wait for; None = nobody does."""
+        """Future that callers of `resync` wait for; None = there are none."""
         self._syncing = False
         self._registered_at = -math.inf
         self._new = True

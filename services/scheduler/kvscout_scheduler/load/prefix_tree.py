@@ -1,4 +1,4 @@
-"""Which active requests share which blocks, on which workers: a radix tree over packed local hashes.
+"""Blocks that active requests share, by worker: a radix tree over packed local hashes.
 
 ::
 

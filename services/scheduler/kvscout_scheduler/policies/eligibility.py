@@ -1,4 +1,4 @@
-"""Which workers may take a request: a chain of filters, each with its own error for when it leaves nobody.
+"""Workers that may take a request: a chain of filters, each with its own error if it leaves no worker.
 
 allow-list (and exclusions) → pin → required labels → LoRA adapter → not draining → not cooling down → not busy
 → with room, while there is a line and anyone has room

@@ -100,7 +100,7 @@ class Attachment:
         self._health: defaultdict[SchedulerMember, _Health] = defaultdict(_Health)
         self._closing: set[asyncio.Task[None]] = set()
         self._opened_at = 0
-        """Of the newest stream."""
+        """When the newest stream was opened, microseconds since the Unix epoch."""
         self._rebooked_at = 0.0
         self._checked_at = 0.0
         self._down = "no scheduler is attached"
