@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from json.decoder import scanstring
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from kvscout_common.http.token_json_reference import read_tokens, write_tokens
@@ -64,12 +63,12 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"is no JSON object: {text} is no number of JSON")
 
 
-def _decoder(**options: Callable[[str], float]) -> json.JSONDecoder:
-    return json.JSONDecoder(object_pairs_hook=_Members, parse_int=_integer, **options)
-
-
-_STRICT: Final = _decoder(parse_float=_finite, parse_constant=_no_constant)
-_LENIENT: Final = _decoder(parse_float=lambda text: float(_bounded(text)))
+_STRICT: Final = json.JSONDecoder(
+    object_pairs_hook=_Members, parse_int=_integer, parse_float=_finite, parse_constant=_no_constant
+)
+_LENIENT: Final = json.JSONDecoder(
+    object_pairs_hook=_Members, parse_int=_integer, parse_float=lambda text: float(_bounded(text))
+)
 
 
 def scan_object(
@@ -98,7 +97,8 @@ def _scan(
     more = not text.startswith("}", at)
     while more:
         begin = at
-        _, at = scanstring(text, _past(text, at, '"'))
+        _require(text, at, '"')
+        _, at = decoder.raw_decode(text, at)
         # Half of a surrogate pair is no text, and becomes a question mark.
         name = json.loads(data[begin:at]).encode("utf-8", "replace").decode()
         at = value_at = _after(text, at, ":")
@@ -189,12 +189,13 @@ def _space(text: str, at: int) -> int:
     return at if found is None else found.end()
 
 
-def _past(text: str, at: int, mark: str) -> int:
+def _require(text: str, at: int, mark: str) -> None:
     if not text.startswith(mark, at):
         raise json.JSONDecodeError("", text, at)
-    return at + 1
 
 
 def _after(text: str, at: int, mark: str) -> int:
     """Return the place behind a mark and the spaces around it."""
-    return _space(text, _past(text, _space(text, at), mark))
+    at = _space(text, at)
+    _require(text, at, mark)
+    return _space(text, at + 1)

@@ -9,7 +9,6 @@ import base64
 import binascii
 import os
 import ssl
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, Final
 from kvscout_common.endpoints import bracketed, url_problem
 from kvscout_common.errors import ConfigError
 from kvscout_common.identity.client_security import MAX_TOKEN_BYTES, TokenFile
-from kvscout_common.identity.pem import MAX_PEM_BYTES
+from kvscout_common.identity.pem import MAX_PEM_BYTES, load_chain
 from kvscout_common.process.followed_file import POLL_SECONDS, FollowedFile, read_file, read_yaml
 
 FLAG: Final = "kubeconfig"
@@ -92,7 +91,7 @@ class FollowedTls:
             if self._trust_anybody:
                 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             if self._own is not None:
-                _load(context, *map(_content, self._own))
+                load_chain(context, *map(_content, self._own))
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(f"no certificate or key in PEM: {error}", field=FLAG) from error
         return context
@@ -195,11 +194,3 @@ def _checked(server: str) -> str:
 
 def _content(part: Path | bytes) -> bytes:
     return part if isinstance(part, bytes) else read_file(part, flag=FLAG, max_bytes=MAX_PEM_BYTES)
-
-
-def _load(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
-    # Python's ssl reads them from a file only; what a temporary file holds is gone with it.
-    with tempfile.NamedTemporaryFile(prefix="kvscout-") as file:
-        file.write(certificate + b"\n" + key)
-        file.flush()
-        context.load_cert_chain(file.name)
