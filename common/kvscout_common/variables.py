@@ -75,9 +75,8 @@ def _variables(command: click.Command) -> Iterator[str]:
     if isinstance(command, click.Group):
         context = click.Context(command)
         for name in command.list_commands(context):
-            inner = command.get_command(context, name)
-            assert inner is not None
-            yield from _variables(inner)
+            if (inner := command.get_command(context, name)) is not None:
+                yield from _variables(inner)
     for parameter in command.params:
         names: str | Iterable[str] = parameter.envvar or ()
         yield from (names,) if isinstance(names, str) else names

@@ -30,7 +30,7 @@ from kvscout_common.http.http import (
 )
 from kvscout_common.http.native_http import ANSWER, CHUNK, ENDED, FIRST, FULL, HttpCore, ServerCall, shared
 from kvscout_common.transport.native_core import ClientTls, MessageStream
-from kvscout_common.transport.waiting import Inbox
+from kvscout_common.transport.waiting import Inbox, Notice
 
 _OWN_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _SYSTEM_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -142,8 +142,8 @@ class NativeAnswer:
         """The body, where it comes chunk by chunk; notified of head and end, too."""
         self._ended: tuple[Any, ...] | None = None
         self._begins: Callable[[], None] | None = None
-        self._context: MessageStream | None = None
-        """The gRPC call that it goes to."""
+        self._room = Notice(core.loop)
+        """Raised when the gRPC call that it goes to has room again."""
         self._last_report: StreamReport | None = None
         self.status = 0
         self.headers: Headers = ()
@@ -161,7 +161,7 @@ class NativeAnswer:
                 self._begins()
             return
         if kind == FULL:
-            self._wait_for_room()
+            self._room.next().add_done_callback(lambda _: self._resume())
             return
         if kind == ANSWER:
             self.status, self.headers = event[2], event[3]
@@ -225,7 +225,7 @@ class NativeAnswer:
             if isinstance(to, ServerCall) and to.core is core:
                 core.http.pass_to_call(number, to.number, *how)
             elif form is Form.MESSAGES and isinstance(to, MessageStream) and to.takes_messages:
-                self._context = to
+                self._room = to.room
                 core.rpc_cores[to.core.rpc] = to.core
                 core.http.pass_to_messages(number, to.core.rpc, to.number, *how)
             else:
@@ -284,10 +284,6 @@ class NativeAnswer:
     def _resume(self) -> None:
         self._core.http.resume(self._number)
         self._core.flush()
-
-    def _wait_for_room(self) -> None:
-        assert self._context is not None
-        self._context.room.next().add_done_callback(lambda _: self._resume())
 
     async def _end(self) -> tuple[Any, ...]:
         while self._ended is None:

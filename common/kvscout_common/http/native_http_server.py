@@ -73,8 +73,8 @@ class NativeHttpServer:
 
     def renew(self, pem: Pem) -> None:
         """See `http.HttpServer.renew`."""
-        assert self._listener is not None
-        self._core.http.set_tls(self._listener, _tls(pem))
+        if self._listener is not None:
+            self._core.http.set_tls(self._listener, _tls(pem))
 
     async def stop(self, grace: float) -> None:
         """See `http.HttpServer.stop`."""

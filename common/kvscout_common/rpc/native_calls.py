@@ -78,7 +78,7 @@ class NativeCall:
         """There is none."""
         self._received: Callable[[bytes], object] | None = None
         """Called with messages as they come."""
-        self._misheard: Exception | None = None
+        self._receive_error: Exception | None = None
         """What that raised."""
         self._status: tuple[grpc.StatusCode, str, Any] | None = None
         self._headers: Any = None
@@ -117,23 +117,22 @@ class NativeCall:
         self._received = received
         try:
             while (message := self._inbox.take()) is not None:
-                self._hear(message)
-            while self._status is None and self._misheard is None:
+                self._receive(message, received)
+            while self._status is None and self._receive_error is None:
                 await self._news.wait()
         finally:
             self._received = None
-        if self._misheard is not None:
-            raise self._misheard
+        if self._receive_error is not None:
+            raise self._receive_error
         self._raise_for_status()
 
-    def _hear(self, message: bytes) -> None:
-        assert self._received is not None
+    def _receive(self, message: bytes, received: Callable[[bytes], object]) -> None:
         self._consumed(message)
-        if self._misheard is None:
+        if self._receive_error is None:
             try:
-                self._received(message)
+                received(message)
             except Exception as error:
-                self._misheard = error
+                self._receive_error = error
                 self._news.notify()
 
     def _consumed(self, message: bytes) -> None:
@@ -162,7 +161,7 @@ class NativeCall:
             self._unsent.append(self._bytes(request))
             await self._room.wait()
             return
-        self._send(request)
+        self._send(self._number, request)
         self._core.flush()
         if self._is_full:
             await self._room.wait()
@@ -173,14 +172,19 @@ class NativeCall:
         return self._number is not None and not self._is_full
 
     def send_now(self, request: Any) -> None:
-        """Send a request, for which there is room; to be called from a callback of the loop."""
-        self._send(request)
+        """Send a request, for which there is room; to be called from a callback of the loop.
+
+        Raises:
+            asyncio.InvalidStateError: The call has not begun, or is over.
+        """
+        if self._number is None:
+            raise asyncio.InvalidStateError("the call has not begun, or is over")
+        self._send(self._number, request)
         self._core.flush_now()
 
-    def _send(self, request: Any) -> None:
-        assert self._number is not None
+    def _send(self, number: int, request: Any) -> None:
         self._again = None
-        self._is_full = not self._core.rpc.send(self._number, self._bytes(request))
+        self._is_full = not self._core.rpc.send(number, self._bytes(request))
 
     async def done_writing(self) -> None:
         """Say that no more requests come."""
@@ -266,7 +270,7 @@ class NativeCall:
         if self._received is None:
             self._inbox.put(message)
         else:
-            self._hear(message)
+            self._receive(message, self._received)
 
     def _over(self, code: grpc.StatusCode, details: str, trailers: Any) -> None:
         if self._number is not None:

@@ -108,6 +108,10 @@ class MessageStream:
     """Raised when there is room again for messages, after the extension reported that there was none."""
 
 
+def _not_listening(*_: object) -> None:
+    raise RuntimeError("connections come to a core that does not listen")
+
+
 class NativeCore:
     """One epoll of its own, read by the running loop.
 
@@ -130,9 +134,9 @@ class NativeCore:
         max_connections: int = MAX_CONNECTIONS,
         max_age_seconds: float | None = None,
         budget: Any = None,
-        opened: Callable[[tuple[Any, ...]], None] | None = None,
-        failed: Callable[[str], None] | None = None,
-        crowded: Callable[[], None] | None = None,
+        opened: Callable[[tuple[Any, ...]], None] = _not_listening,
+        failed: Callable[[str], None] = _not_listening,
+        crowded: Callable[[], None] = _not_listening,
     ) -> None:
         self.rpc = Rpc(
             max_message_bytes=max_message_bytes,
@@ -214,13 +218,10 @@ class NativeCore:
         for event in self.rpc.poll():
             kind = event[0]
             if kind in _BEGINNINGS:
-                assert self._opened is not None
                 self._opened(event)
             elif kind == ACCEPT_FAILED:
-                assert self._failed is not None
                 self._failed(event[2])
             elif kind == CROWDED:
-                assert self._crowded is not None
                 self._crowded()
             else:
                 handlers = self.connections if kind in _OF_CONNECTIONS else self.calls
