@@ -31,6 +31,7 @@ from kvscout_gateway.engines.health_checks import HealthChecks
 from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
+from kvscout_gateway.fronts.json_request import RequestContext
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.members.membership import Membership
@@ -153,6 +154,7 @@ class Gateway:
             timeout_seconds=config.tokenize_timeout_seconds,
             connect_seconds=config.timeouts.connect_seconds,
         )
+        self.request_context = RequestContext(self.catalog, self.tokens.prompts, self.metrics, config.max_prompt_tokens)
         metrics.register(self.observations)
         in_flight = Gauge("kvscout_requests_in_flight", "Requests running", registry=metrics)
         in_flight.set_function(lambda: self.exchanges.in_flight)

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.fronts.body import text_of
 from kvscout_gateway.fronts.client_paths import CHAT
 from kvscout_gateway.fronts.outputs import output_of
-from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, PromptTokens, Source
+from kvscout_gateway.members.catalog import Catalog
+from kvscout_gateway.request.metrics import GatewayMetrics
+from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, PromptTokenizer, PromptTokens, Source
 from kvscout_gateway.values.prompt import Prompt, PromptTooLong
 from kvscout_gateway.values.request import Request, new_request_id
 
-if TYPE_CHECKING:
-    from kvscout_gateway.gateway import Gateway
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What requests in OpenAI's form are read with: one for a gateway."""
+
+    catalog: Catalog
+    tokenizer: PromptTokenizer
+    metrics: GatewayMetrics
+    max_prompt_tokens: int
 
 
-async def tokens_of(gateway: Gateway, path: str, fields: Fields, *, size: int, tenant: str, model: str) -> PromptTokens:
-    """The tokens of a request's prompt, where they can be had in time.
+async def tokens_of(
+    context: RequestContext, path: str, fields: Fields, *, size: int, tenant: str, model: str
+) -> PromptTokens:
+    """Return the tokens of a request's prompt, where they can be had in time.
 
     Args:
-        gateway: Where it came.
+        context: What it is read with.
         path: Of its URL.
         fields: Of its body.
         size: Bytes of its body.
         tenant: Whose it is.
         model: As it names it.
     """
-    view = gateway.catalog.tenant(tenant)
+    view = context.catalog.tenant(tenant)
     target = view.resolve(model, "")
     if target.model not in view.models:
         return PromptTokens(b"", Source.NONE, "the model is not known here")
-    prompts = gateway.tokens.prompts
+    prompts = context.tokenizer
     if path == CHAT:
         kinds = {spec.engine for spec in view.serving(target.model).specs}
         # Where engines of one model differ, most clients' prompts have neither tools nor parts, and are alike.
@@ -41,17 +52,17 @@ async def tokens_of(gateway: Gateway, path: str, fields: Fields, *, size: int, t
     else:
         found = await prompts.of_completion(fields, model=target.model, tenant=tenant)
     if found.source is Source.NONE:
-        gateway.metrics.degraded("tokenizer")
+        context.metrics.degraded("tokenizer")
     return found
 
 
 def request_of(
-    gateway: Gateway, path: str, fields: Fields, tokens: PromptTokens, *, tenant: str, model: str
+    context: RequestContext, path: str, fields: Fields, tokens: PromptTokens, *, tenant: str, model: str
 ) -> Request:
     """Return what is asked of a worker.
 
     Args:
-        gateway: Where it came.
+        context: What it is read with.
         path: Of its URL.
         fields: Of its body.
         tokens: Of its prompt.
@@ -61,7 +72,7 @@ def request_of(
     Raises:
         InvalidArgument: The prompt is too long, or what tells prompts apart is no text.
     """
-    limit = gateway.config.max_prompt_tokens
+    limit = context.max_prompt_tokens
     field = "prompt" if "prompt" in fields else "messages"
     if len(tokens) > limit:
         raise PromptTooLong(len(tokens), limit, field=field)
@@ -69,7 +80,7 @@ def request_of(
     length, further = len(tokens), tokens.further_tokens
     if not length:
         further = 0  # the estimate is of all prompts
-        longest = gateway.catalog.tenant(tenant).serving(model).longest_prompt
+        longest = context.catalog.tenant(tenant).serving(model).longest_prompt
         length = max(1, min(fields.characters // CHARACTERS_A_TOKEN, limit, longest or limit))
     return Request(
         model=model,

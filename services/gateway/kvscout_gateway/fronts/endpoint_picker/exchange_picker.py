@@ -235,8 +235,10 @@ class ExchangePicker:
             why = "that the proxy allows" if asked.subset is not None else "with an IP address in its HTTP endpoint"
             raise Unavailable(f"there is no worker of model {asked.model!r} {why}", retry_after_seconds=1.0)
         gateway, fields, model = self._gateway, asked.fields, asked.model
-        tokens = await tokens_of(gateway, asked.path, fields, size=asked.size, tenant=tenant, model=model)
-        request = request_of(gateway, asked.path, fields, tokens, tenant=tenant, model=model)
+        tokens = await tokens_of(
+            gateway.request_context, asked.path, fields, size=asked.size, tenant=tenant, model=model
+        )
+        request = request_of(gateway.request_context, asked.path, fields, tokens, tenant=tenant, model=model)
         if len(allowed) == len(specs):
             return request, tokens
         return replace(request, allowed=tuple(spec.worker_id for spec in allowed)), tokens

@@ -179,8 +179,10 @@ class Generation:
 
     async def _answer(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
         gateway, tenant, model = self._gateway, caller.tenant, model_of(body.fields)
-        tokens = await tokens_of(gateway, call.path, body.fields, size=body.size, tenant=tenant, model=model)
-        request = request_of(gateway, call.path, body.fields, tokens, tenant=tenant, model=model)
+        tokens = await tokens_of(
+            gateway.request_context, call.path, body.fields, size=body.size, tenant=tenant, model=model
+        )
+        request = request_of(gateway.request_context, call.path, body.fields, tokens, tenant=tenant, model=model)
         compared = gateway.tokens.comparison.begin(
             (tenant, model), tokens, lambda: (chat_body if call.path == CHAT else completion_body)(body.fields)
         )

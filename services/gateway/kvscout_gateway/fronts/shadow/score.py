@@ -139,7 +139,7 @@ class Score:
         gateway, generation = self._gateway, self.generation
         fields = generation.body.fields
         tokens = await tokens_of(
-            gateway,
+            gateway.request_context,
             generation.path,
             fields,
             size=generation.body.size,
@@ -149,7 +149,9 @@ class Score:
         if not len(tokens):
             return LeftOut.TOKENS
         self._isl_tokens = len(tokens)
-        request = request_of(gateway, generation.path, fields, tokens, tenant=generation.tenant, model=generation.model)
+        request = request_of(
+            gateway.request_context, generation.path, fields, tokens, tenant=generation.tenant, model=generation.model
+        )
         view = gateway.catalog.tenant(generation.tenant)
         roles = view.serving(view.resolve(generation.model, "").model).routable_roles
         decision = await gateway.routing.place(
