@@ -1,6 +1,6 @@
 """The process that listens at a port, for errors about ports that are taken.
 
-Linux tells, in /proc, as far as we may look: the processes of other users stay unknown, and so do all elsewhere.
+Linux lists them in /proc, as far as we may look: the processes of other users stay unknown, and so do all elsewhere.
 """
 
 from __future__ import annotations

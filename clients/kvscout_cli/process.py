@@ -17,7 +17,7 @@ from kvscout_common.errors import Unavailable
 
 TAIL_LINES = 60
 MAX_LINE_CHARACTERS = 2000
-"""Longer lines are cut: a log is kept to be read by a person."""
+"""Longer lines are cut: a log is for a person to read."""
 
 _CHILD = Path(__file__).with_name("child.py")
 
@@ -34,7 +34,7 @@ class Program:
 
 
 class ProcessFailed(Unavailable):
-    """A process ended, or did not become ready, without being asked to stop."""
+    """A process ended, or did not become ready, without a request to stop."""
 
     def __init__(self, message: str, tail: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -100,7 +100,7 @@ class ManagedProcess:
         raise ProcessFailed(f"{self.program.name} was not ready in time", tuple(self._tail))
 
     def failure(self) -> ProcessFailed:
-        """Return the error that a process stands for that ended unasked."""
+        """Return the error of a process that ended without a request to stop."""
         when = "unasked" if self._ready.done() else "before it was ready"
         code = self._process.returncode
         if code is not None and code < 0:
@@ -110,9 +110,9 @@ class ManagedProcess:
         return ProcessFailed(f"{self.program.name} {how} {when}", tuple(self._tail))
 
     async def stop(self, grace_seconds: float) -> None:
-        """SIGTERM, then SIGKILL to its whole group when the grace is over; returns when it has ended.
+        """Send SIGTERM, then SIGKILL to its whole group when the grace is over; return when it has ended.
 
-        When cancelled, the grace is over at once.
+        When cancelled, the grace is over immediately.
         """
         if self.ended.done():
             return
@@ -132,11 +132,9 @@ class ManagedProcess:
                 pass  # it ended between the check and the call
 
     async def _watch(self) -> int:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._read(self._process.stdout))
-            group.create_task(self._read(self._process.stderr))
+            for stream in filter(None, (self._process.stdout, self._process.stderr)):
+                group.create_task(self._read(stream))
         return await self._process.wait()
 
     async def _read(self, stream: asyncio.StreamReader) -> None:

@@ -7,7 +7,7 @@ Environment variables need no relay: the processes inherit them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -26,6 +26,8 @@ _OWNED = frozenset({"indexer", "no_indexer", "scheduler", "tls_ca", "tls_client_
 class RelayedFlag:
     """A flag and the services that have it."""
 
+    name: str
+    """Name of the command's parameter."""
     option: SectionedOption
     services: tuple[str, ...]
 
@@ -47,13 +49,13 @@ def relayed_flags() -> list[RelayedFlag]:
         for option in main.params:
             if not isinstance(option, SectionedOption) or option.section == SERVER or option.name in _OWNED:
                 continue
-            assert option.name is not None
-            if option.name in found:
-                known = found[option.name]
-                found[option.name] = RelayedFlag(known.option, (*known.services, service))
+            name = option.human_readable_name
+            if name in found:
+                known = found[name]
+                found[name] = replace(known, services=(*known.services, service))
             else:
                 section = f"{service.capitalize()} {option.section.lower()}"
-                found[option.name] = RelayedFlag(_copy(option, section), (service,))
+                found[name] = RelayedFlag(name, _copy(option, section), (service,))
     return list(found.values())
 
 
@@ -72,10 +74,9 @@ def given_words(context: click.Context, flags: Iterable[RelayedFlag], service: s
     """Return the flags of a service that the user gave, as its command line; defaults stay with the service."""
     words: list[str] = []
     for flag in flags:
-        assert flag.option.name is not None
-        given = context.get_parameter_source(flag.option.name) is ParameterSource.COMMANDLINE
+        given = context.get_parameter_source(flag.name) is ParameterSource.COMMANDLINE
         if service in flag.services and given:
-            words.extend(flag.words(context.params[flag.option.name]))
+            words.extend(flag.words(context.params[flag.name]))
     return tuple(words)
 
 
@@ -85,10 +86,9 @@ def _word(value: Any) -> str:
 
 
 def _copy(option: SectionedOption, section: str) -> SectionedOption:
-    assert option.name is not None
     names = "/".join([*option.opts, *option.secondary_opts])
     return SectionedOption(
-        [option.name, names],
+        [option.human_readable_name, names],
         type=None if option.is_flag else option.type,
         is_flag=option.is_flag or None,
         multiple=option.multiple,

@@ -95,10 +95,10 @@ class Stack:
             task.cancel()
             await asyncio.wait({task})
             if not task.cancelled():
-                task.exception()  # retrieved: if the work failed, too, the process that ended is the reason to tell
+                task.exception()  # retrieved: if the work failed, too, the process that ended is the reason to report
 
     async def stop(self) -> None:
-        """Stop everything, the last stage first; what has ended stays ended. Cancelling it kills at once."""
+        """Stop everything, the last stage first; what has ended stays ended. Cancelling it kills immediately."""
         interrupted: asyncio.CancelledError | None = None
         grace = self._grace_seconds
         for stage in reversed(self._stages):

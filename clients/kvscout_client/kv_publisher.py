@@ -1,4 +1,4 @@
-"""KV events of an engine of one's own, told to kvscout: what is in its cache, and what no longer is.
+"""KV events of an engine of one's own, sent to kvscout: blocks stored in its cache, and blocks removed.
 
 ::
 
@@ -211,8 +211,9 @@ class KvEventPublisher:
         self._outlet: _Outlet | None = None
         self._opened = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._broken: asyncio.Future[None] | None = None
-        """Ends with what ended one of our tasks."""
+        self._failure: BaseException | None = None
+        """Error that ended one of our tasks."""
+        self._failed = asyncio.Event()
 
     async def open(self) -> KvEventPublisher:
         """Begin to publish; connections are made in the background. `async with` does it.
@@ -238,7 +239,6 @@ class KvEventPublisher:
                 self._rank, self._indexers, lease_seconds=self._lease_seconds, security=self._security
             )
         loop = asyncio.get_running_loop()
-        self._broken = loop.create_future()
         for name, make in self._outlet.tasks().items():
             task = loop.create_task(make(), name=name)
             task.add_done_callback(self._on_task_done)
@@ -264,7 +264,7 @@ class KvEventPublisher:
         mm_items: Sequence[Sequence[str]] = (),
         event_id: int | None = None,
     ) -> int | None:
-        """Tell that blocks were stored; a short one and what follows it are left out.
+        """Publish that blocks were stored; a short one and the ones after it are left out.
 
         Args:
             token_ids: Tokens of all blocks, u32. Empty, and `num_block_tokens` too: the blocks are known already and
@@ -276,8 +276,8 @@ class KvEventPublisher:
             medium: Where they lie, such as "CPU"; None = the device.
             cache_salt: Salt of the prompt.
             mm_items: Ids of the multimodal items in each block; empty = no block has any.
-            event_id: The engine's number of this event, one above the one before, from 0; more tells readers that
-                events are missing. None = the next one.
+            event_id: The engine's number of this event, one above the one before, from 0; a larger one means that events
+                are missing. None = the next one.
 
         Returns:
             Number of the last event; None if there was none.
@@ -319,7 +319,7 @@ class KvEventPublisher:
         self._rank.restart(self._open_outlet(), epoch)
 
     def publish(self, events: Sequence[Event], event_id: int | None = None) -> int | None:
-        """Publish events that were made elsewhere: what `publish_stored` and the others end in."""
+        """Publish ready-made events; `publish_stored` and the others call it."""
         return self._rank.publish(self._open_outlet(), events, event_id)
 
     async def flush(self, timeout: float | None = None) -> bool:
@@ -335,27 +335,28 @@ class KvEventPublisher:
             FailedPrecondition: Somebody removed the worker from the registry in NATS: nobody reads what is published.
             KvscoutError: The connection was refused permanently.
         """
-        outlet, broken = self._open_outlet(), self._broken
-        assert broken is not None
-        drained = asyncio.get_running_loop().create_task(outlet.drained(), name="flush")
+        loop = asyncio.get_running_loop()
+        drained = loop.create_task(self._open_outlet().drained(), name="flush")
+        failed = loop.create_task(self._failed.wait(), name="flush failure")
         try:
-            await asyncio.wait({drained, broken}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if broken.done():
-                broken.result()
+            await asyncio.wait({drained, failed}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
             if drained.done():
                 drained.result()
             return drained.done()
         finally:
             drained.cancel()
+            failed.cancel()
 
     @property
     def status(self) -> PublisherStatus:
-        """Return how it is."""
+        """Return the state of the connection, the buffer and the rank."""
         outlet, rank = self._outlet, self._rank
         buffered, buffered_bytes = outlet.buffered if outlet is not None else (0, 0)
-        broken = self._broken.exception() if self._broken is not None and self._broken.done() else None
+        failure = self._failure
         return PublisherStatus(
-            connected=outlet is not None and outlet.connected and broken is None,
+            connected=outlet is not None and outlet.connected and failure is None,
             buffered=buffered,
             buffered_bytes=buffered_bytes,
             dropped=outlet.dropped if outlet is not None else 0,
@@ -363,11 +364,11 @@ class KvEventPublisher:
             last_event_id=rank.last_event_id,
             epoch=rank.epoch,
             history_incomplete=rank.history_incomplete,
-            problem=str(broken) if broken is not None else outlet.problem if outlet is not None else "not open",
+            problem=str(failure) if failure is not None else outlet.problem if outlet is not None else "not open",
         )
 
     async def close(self, *, timeout: float = CLOSE_SECONDS) -> None:
-        """Send what waits, for `timeout` seconds at most, and ends; a worker of one rank is deregistered.
+        """Send buffered events, for `timeout` seconds at most, and end; a worker of one rank is deregistered.
 
         Of several ranks the others may go on: then the registration ends with its lease.
         """
@@ -408,7 +409,6 @@ class KvEventPublisher:
 
     def _end(self, error: BaseException) -> None:
         """Report to every waiter, present and later, why nothing arrives any more."""
-        if self._broken is not None and not self._broken.done():
-            self._broken.set_exception(error)
-            # Who never asks is not to be told at exit.
-            self._broken.exception()
+        if self._failure is None:
+            self._failure = error
+            self._failed.set()

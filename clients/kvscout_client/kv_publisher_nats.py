@@ -136,5 +136,5 @@ class NatsOutlet:
     async def _answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:
         if self._rank.is_known:
             return await self._rank.local.answer(request)
-        # Who is told that there is nothing goes on at once; who is told nothing asks again and again.
+        # A reader that gets an empty answer continues immediately; without an answer it requests again and again.
         return iter((bridge_pb2.RecoverResponse(outcome=bridge_pb2.RECOVER_OUTCOME_TOO_NEW, last=True),))

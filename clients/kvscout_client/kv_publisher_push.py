@@ -278,7 +278,7 @@ class PushTarget:
             for message in messages:
                 await call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            # The stream is over; why, its answers tell.
+            # The stream is over; its answers have the reason.
             await answers
             raise Unavailable("the indexer ended the stream") from error
 

@@ -131,10 +131,10 @@ class PublishedRank:
     Args:
         spec: The worker.
         rank: Which of its ranks.
-        has_state: Whether a state is kept beside the ring.
+        has_state: A state is retained beside the ring.
         epoch: First incarnation; None = from the clock.
-        ring_batches: Messages kept.
-        ring_bytes: Messages kept.
+        ring_batches: Messages retained.
+        ring_bytes: Size of the messages retained.
         clock: Monotonic seconds.
         wall_clock: Seconds since the Unix epoch.
     """
@@ -178,7 +178,7 @@ class PublishedRank:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the local index tells the state: who keeps none knows it as long as nothing has happened."""
+        """Return whether the state is known: from the local index or, without one, while nothing has happened."""
         return self.has_state or self.last_event_id is None
 
     def publish(self, outlet: Outlet, events: Sequence[Event], event_id: int | None) -> int | None:
@@ -187,7 +187,7 @@ class PublishedRank:
         Args:
             outlet: What takes them.
             events: Each becomes a batch.
-            event_id: The engine's number of the only event, which is taken even where nothing of it is told; None =
+            event_id: The engine's number of the only event, which is used even if none of its events is sent; None =
                 the next ones.
 
         Returns:

@@ -23,7 +23,7 @@ REMOVE_SECONDS: Final = 1.0
 class RpcRegistration:
     """Registers a worker, renews its lease, and registers it again where it is not known any more.
 
-    Draining, which operators set, is kept where this process registers a worker that is there already.
+    Draining, which operators set, is retained where this process registers a worker that is there already.
 
     Args:
         stub: Of a service with the worker rpcs.

@@ -21,7 +21,7 @@ class LoopThread:
         """
         self._name = name
         self._lock = threading.Lock()
-        """Of its life: a call and the end exclude one another only at their beginning."""
+        """Guards the thread's state: a call and the end exclude one another only at their beginning."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ended = False

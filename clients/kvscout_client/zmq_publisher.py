@@ -78,10 +78,10 @@ class ZmqKvEventPublisher:
         endpoint: Where to publish. As in vLLM it is bound if it contains "*" or "::" or is ipc or inproc, else
             connected to; rank r adds r to the port.
         block_size: Tokens a block.
-        replay_endpoint: Where past batches can be asked for; None = nowhere, and lost events stay lost.
+        replay_endpoint: Endpoint of requests for past batches; None = none, and lost events stay lost.
         topic: First frame of every message.
         dp_rank: Data-parallel rank.
-        buffer_steps: Batches kept for replay.
+        buffer_steps: Batches retained for replay.
         high_water_mark: Messages a slow subscriber may lag behind before ZMQ drops for it.
 
     Raises:

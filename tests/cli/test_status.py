@@ -189,4 +189,4 @@ async def test_nobody_at_the_gateways_address_is_a_row_and_not_a_crash() -> None
 
 async def test_shadow_says_so_where_no_gateway_shadows(stack: Stack) -> None:
     code, out, err = await kvscout("shadow", "--gateway", stack.gateway.address)
-    assert (code, out, err) == (1, "", "no gateway that was asked runs with --shadow\n")
+    assert (code, out, err) == (1, "", "no gateway that answered runs with --shadow\n")

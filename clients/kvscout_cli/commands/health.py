@@ -39,13 +39,13 @@ WAIT_POLL_SECONDS = 0.2
     section=CONNECTION,
     default=0.0,
     type=click.FloatRange(min=0),
-    help="Ask again for so many seconds until all serve.",
+    help="Repeat the check for up to this many seconds until all serve.",
 )
 @flag(
     "--tls-server-name",
     section=CONNECTION,
     default="",
-    help="Name in the server's certificate, where it is asked at another address.",
+    help="Name in the server's certificate, where it is reached at another address.",
 )
 @client_tls_flags(CONNECTION)
 def command(
@@ -62,7 +62,7 @@ def command(
     """Ask services whether they serve; exit with 1 if one does not, with 3 if one does not answer.
 
     ADDRESS is host:port of a server of grpc.health.v1, or the URL of an HTTP health check, such as an engine's. Without
-    one, whatever listens on this machine's default ports is asked. No token is needed.
+    one, every service on this machine's default ports is checked. No token is needed.
 
     \b
         kvscout health
@@ -139,7 +139,7 @@ def _refusal(address: str, service: str, timeout: float, error: Any) -> str:
 
 
 def _http_state(url: str, timeout: float) -> str:
-    # An engine is asked directly: what a proxy of the environment says is not its health.
+    # An engine is called directly: a proxy of the environment does not report its health.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=timeout) as answer:

@@ -14,7 +14,7 @@ from kvscout_common.settings.flags import SectionedCommand
 @click.command(name="requests", cls=SectionedCommand)
 @option("--model", default="", help="Only of this model.")
 @option("--worker-id", default="", help="Only on this worker.")
-@option("--limit", default=1_000, show_default=True, type=click.IntRange(min=1), help="At most so many.")
+@option("--limit", default=1_000, show_default=True, type=click.IntRange(min=1), help="Largest number of requests.")
 @json_flag
 @connection_flags
 def command(connection: Connection, model: str, worker_id: str, limit: int, as_json: bool) -> None:

@@ -38,7 +38,7 @@ def command(services: Services, *, as_json: bool) -> None:
         _print(found)
     if not found.balancers:
         if not as_json:
-            stderr().print(Text("no gateway that was asked runs with --shadow"))
+            stderr().print(Text("no gateway that answered runs with --shadow"))
         raise SystemExit(1)
 
 

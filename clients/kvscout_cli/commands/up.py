@@ -1,4 +1,4 @@
-"""`kvscout up`: a whole kvscout on this machine, kept until stopped."""
+"""`kvscout up`: a whole kvscout on this machine, running until stopped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ state_dir_flag = flag(
     default=0,
     show_default=True,
     type=click.IntRange(0, 63),
-    help="Of them, so many compute prompts for the others, which continue them.",
+    help="Engines of these that compute prompts for the others, which continue them.",
 )
 @option("--blocks", default=4096, show_default=True, type=click.IntRange(min=2), help="KV blocks of each of them.")
 @option(

@@ -32,7 +32,7 @@ def command() -> None:
 @json_flag
 @connection_flags
 def list_workers(connection: Connection, model: str, as_json: bool) -> None:
-    """List the registered workers, and the state of their events where an indexer tells it."""
+    """List the registered workers, and the state of their events where an indexer reports it."""
 
     async def fetch() -> tuple[list[WorkerRecord], Overview]:
         async with connection.router() as router:
@@ -173,7 +173,7 @@ def drain(connection: Connection, worker_ids: tuple[str, ...], undo: bool, as_js
 def clear_cooldowns(schedulers: Schedulers, worker_id: str, model: str, tenant: str, as_json: bool) -> None:
     """End cool-downs of workers that clients reported as failed; without a worker id, of all of the tenant.
 
-    Replicas of one scheduler tell each other; of schedulers that do not, name each.
+    Replicas of one scheduler replicate to each other; of schedulers that do not, name each.
     """
     request = scheduler_pb2.ClearCooldownsRequest(tenant=tenant, worker_id=worker_id, model=model)
     answers: dict[str, scheduler_pb2.ClearCooldownsResponse] = run(schedulers.call("ClearCooldowns", request))

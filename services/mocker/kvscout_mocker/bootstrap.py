@@ -11,7 +11,7 @@ The room's number picks the prefill rank (room mod ranks). Neither side can serv
 `bootstrap_timeout_seconds` at the prefill and `waiting_timeout_seconds` at the decode engine.
 
 Kinder than SGLang: a room that is open already is refused (SGLang 0.5's schedulers crash), and the bootstrap server
-hands the rooms' news on itself, so that who waits learns of an end at once.
+forwards the rooms' changes itself, so that a waiter learns of an end immediately.
 """
 
 from __future__ import annotations

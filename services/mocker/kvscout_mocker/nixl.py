@@ -12,7 +12,7 @@ another prompt than the one that was computed fail the transfer: the decode engi
 as vLLM does by default (`kv_load_failure_policy: fail`), ends the request with an error.
 
 Kinder than vLLM: an object with fields missing makes the decode engine recompute (vLLM's request waits for ever), and
-what a transfer failed at is known at once.
+the cause of a failed transfer is known immediately.
 """
 
 from __future__ import annotations

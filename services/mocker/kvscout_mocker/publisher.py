@@ -61,7 +61,7 @@ class EventPublisher:
             replay_port: Port of the ROUTER socket; 0: any free one.
             topic: First frame of each message.
             event_format: `array` engines answer replays without the topic frame.
-            buffer_steps: Batches kept for replay; the oldest make room.
+            buffer_steps: Batches retained for replay; the oldest make room.
             faults: Faults of the batches.
             first_rank: This rank's batches count for faults that come after a number of batches.
 
@@ -107,7 +107,7 @@ class EventPublisher:
             self._faults.published(self._next_seq)
 
     async def serve_replay(self) -> None:
-        """Answer replay requests until cancelled; returns at once if there is no replay socket."""
+        """Answer replay requests until cancelled; return immediately if there is no replay socket."""
         replay = self._replay
         while replay is not None:
             frames: list[bytes] = await replay.recv_multipart()

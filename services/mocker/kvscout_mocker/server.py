@@ -58,7 +58,7 @@ async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamR
     try:
         return await handler(request)
     except ConnectionResetError:
-        # The client went while it was being written to: nobody is there to be told, and nothing has failed.
+        # The client disconnected during a write: there is nobody to report to, and nothing has failed.
         raise asyncio.CancelledError from None
     except web.HTTPException as error:
         kind = error.reason.replace(" ", "") + "Error"

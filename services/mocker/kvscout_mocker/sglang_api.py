@@ -1,6 +1,6 @@
 """SGLang's own API: `/generate`, and the server's reports on itself.
 
-A stream's events repeat everything so far (`text`, `output_ids`), as SGLang's do unless told to be incremental.
+A stream's events repeat everything so far (`text`, `output_ids`), as SGLang's do unless set to be incremental.
 A request that fails says so as 500; once its stream has begun, the connection breaks off. Kinder than SGLang: KV events
 are vLLM's, and a decode engine keeps a prefix cache.
 """
