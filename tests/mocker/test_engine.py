@@ -8,6 +8,7 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from support.mocker_invariants import check_blocks, free_blocks
 
 from kvscout_common.errors import ResourceExhausted
 from kvscout_mocker.config import EngineConfig, StepCost
@@ -55,7 +56,7 @@ def test_a_prompt_within_the_budget_answers_after_one_step() -> None:
     assert [len(output) for output in outputs] == [1, 1, 1]
     assert [output[0].finish for output in outputs] == [None, None, "length"]
     assert asked.state is RequestState.FINISHED
-    assert engine.blocks.free_blocks == engine.blocks.capacity
+    assert free_blocks(engine.blocks) == engine.blocks.capacity
     assert engine.begin_step() is None
 
 
@@ -170,7 +171,7 @@ def test_the_youngest_request_is_preempted_and_recomputed_when_blocks_run_out() 
     drain(alone)
     assert young.sequence.tokens == again.sequence.tokens
     assert young.cached_tokens == 0
-    engine.blocks.check_invariants()
+    check_blocks(engine.blocks)
 
 
 def test_an_abort_in_the_middle_of_a_step_frees_the_blocks_and_gives_no_token() -> None:
@@ -184,7 +185,7 @@ def test_an_abort_in_the_middle_of_a_step_frees_the_blocks_and_gives_no_token() 
     engine.abort(waiting)
     engine.abort(waiting)
     assert engine.finish_step(scheduled) == []
-    assert engine.blocks.free_blocks == engine.blocks.capacity
+    assert free_blocks(engine.blocks) == engine.blocks.capacity
     assert (engine.num_running, engine.num_waiting, engine.counters.aborted) == (0, 0, 2)
 
 
@@ -213,7 +214,7 @@ def test_a_received_prompt_costs_no_prefill_and_its_blocks_are_known_when_it_is_
     [pull] = engine.take_pulls()
     assert (pull.request, pull.tokens, asked.state) == (asked, 18, RequestState.RECEIVING)
     assert (engine.num_waiting, engine.take_events(), engine.blocks.cached_copies()) == (1, [], {})
-    assert engine.blocks.free_blocks == engine.blocks.capacity - 5
+    assert free_blocks(engine.blocks) == engine.blocks.capacity - 5
     engine.received(pull)
     scheduled = engine.begin_step()
     assert scheduled is not None
@@ -228,7 +229,7 @@ def test_a_received_prompt_costs_no_prefill_and_its_blocks_are_known_when_it_is_
     drain(alone)
     assert asked.sequence.tokens == computed.sequence.tokens
     assert (engine.counters.expected_tokens, engine.counters.received_tokens) == (18, 18)
-    assert engine.blocks.free_blocks == engine.blocks.capacity
+    assert free_blocks(engine.blocks) == engine.blocks.capacity
 
 
 def test_only_what_is_not_cached_is_received_and_others_run_meanwhile() -> None:
@@ -268,14 +269,14 @@ def test_an_aborted_request_keeps_its_blocks_until_nothing_is_written_into_them(
     assert engine.begin_step() is None
     [pull] = engine.take_pulls()
     engine.abort(asked)
-    assert engine.blocks.free_blocks == engine.blocks.capacity - 5
+    assert free_blocks(engine.blocks) == engine.blocks.capacity - 5
     if arrives:
         engine.received(pull)
     else:
         assert not engine.lost(pull, recompute=False)
     assert (engine.begin_step(), engine.take_events(), engine.num_waiting) == (None, [], 0)
-    assert engine.blocks.free_blocks == engine.blocks.capacity
-    engine.blocks.check_invariants()
+    assert free_blocks(engine.blocks) == engine.blocks.capacity
+    check_blocks(engine.blocks)
 
 
 def test_a_request_for_another_engine_keeps_its_blocks_until_they_are_released() -> None:
@@ -290,7 +291,7 @@ def test_a_request_for_another_engine_keeps_its_blocks_until_they_are_released()
     engine.release(asked)
     engine.release(asked)
     assert len(drain(engine)) == 1
-    assert engine.blocks.free_blocks == engine.blocks.capacity
+    assert free_blocks(engine.blocks) == engine.blocks.capacity
 
 
 def test_random_load_finishes_every_request_and_leaves_nothing_referenced() -> None:
@@ -306,6 +307,6 @@ def test_random_load_finishes_every_request_and_leaves_nothing_referenced() -> N
         if rng.random() < 0.1:
             engine.abort(rng.choice(live))
         engine.finish_step(scheduled)
-        engine.blocks.check_invariants()
+        check_blocks(engine.blocks)
     assert engine.counters.finished + engine.counters.aborted == 80, where
-    assert engine.blocks.free_blocks == engine.blocks.capacity, where
+    assert free_blocks(engine.blocks) == engine.blocks.capacity, where

@@ -7,6 +7,7 @@ import random
 from array import array
 
 import pytest
+from support.mocker_invariants import check_blocks
 
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
@@ -70,7 +71,7 @@ def test_an_index_predicts_what_a_hybrid_engine_hits(world: int) -> None:
         events = served.take_events()
         if events:
             index.apply_payload(WORKER, ENCODER.encode(events, 0.0), event_id=number)
-        served.blocks.check_invariants()
+        check_blocks(served.blocks)
     index.check_invariants()
     assert hits > 0
 
@@ -93,5 +94,5 @@ def test_a_reset_forgets_both_groups() -> None:
     served = engine(8)
     serve(served, list(range(20)), 1)
     assert served.reset_prefix_cache()
-    served.blocks.check_invariants()
+    check_blocks(served.blocks)
     assert serve(served, list(range(20)), 1).cached_tokens == 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from support.mocker_invariants import check_blocks
 
 from kvscout_mocker.config import EngineConfig, StepCost
 from kvscout_mocker.engine import Engine, Request
@@ -134,7 +135,7 @@ class Replay:
                     self._step()
             while self._step():
                 pass
-            self.engine.blocks.check_invariants()
+            check_blocks(self.engine.blocks)
             self.cached |= {number: request.cached_tokens for number, request in requests.items()}
 
     def _step(self) -> bool:

@@ -41,12 +41,12 @@ class BlockTable:
         self.registered = 0
         """Leading blocks that are registered under their hash."""
         self.tokens = 0
-        """That have slots; of a hybrid model, as what follows."""
+        """Tokens that have slots; only hybrid models set it and the fields below."""
         self.window_ids: list[int] = []
         """Blocks of the window group; 0 = no longer needed."""
         self.window_registered = 0
         self.window_ends: tuple[int, ...] = ()
-        """Before these blocks windows are cached."""
+        """Ends of the prefixes before which the window is cached, in blocks."""
 
 
 class BlockManager:
@@ -76,13 +76,8 @@ class BlockManager:
         return self.num_blocks - 1
 
     @property
-    def free_blocks(self) -> int:
-        """Return blocks that no request references, cached or not."""
-        return len(self._free)
-
-    @property
     def usage(self) -> float:
-        """Share of the capacity that requests reference, 0 to 1."""
+        """Return the share of the capacity that requests reference, 0 to 1."""
         return 1.0 - len(self._free) / self.capacity
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
@@ -179,23 +174,12 @@ class BlockManager:
 
     @property
     def pending_events(self) -> int:
-        """Events that were not taken yet."""
+        """Return the number of events that were not taken yet."""
         return len(self._events)
 
     def cached_copies(self) -> dict[int, int]:
-        """Physical copies by hash."""
+        """Return the number of physical copies by hash."""
         return {block_hash: len(blocks) for block_hash, blocks in self._copies.items()}
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError if the structure contradicts itself; O(blocks)."""
-        assert 0 not in self._free
-        assert self._references[0] == 0
-        for block in range(1, self.num_blocks):
-            assert (block in self._free) == (self._references[block] == 0), f"block {block}"
-        held = {block: block_hash for block_hash, blocks in self._copies.items() for block in blocks}
-        assert held == {block: h for block, h in enumerate(self._hashes) if h is not None}
-        assert sum(map(len, self._copies.values())) == len(held), "a block is listed twice"
-        assert all(self._copies.values()), "a hash without a copy"
 
     def _reference(self, blocks: Seq[int]) -> None:
         """Add a request's reference to blocks that it hits."""
@@ -230,7 +214,7 @@ class BlockManager:
 
 
 def stored_event(sequence: Sequence, first: int, end: int, group: int) -> BlockStored:
-    """That the blocks first..end-1 of a sequence are cached in a group."""
+    """Return the event that blocks first..end-1 of a sequence are cached in a group."""
     scope = sequence.scope
     return BlockStored(
         block_hashes=sequence.block_hashes[first:end],

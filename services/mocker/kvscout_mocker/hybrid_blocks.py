@@ -152,14 +152,6 @@ class HybridBlockManager(BlockManager):
         self._window_copies.clear()
         return True
 
-    def check_invariants(self) -> None:
-        """See `BlockManager.check_invariants`."""
-        super().check_invariants()
-        held = {block: block_hash for block_hash, blocks in self._window_copies.items() for block in blocks}
-        assert held == self._window_hashes
-        assert all(self._window_copies.values()), "a hash without a copy"
-        assert all(self._hashes[block] is None for block in held), "a block is of one group"
-
     def _skipped(self, tokens: int) -> int:
         """Return the number of blocks that no token after `tokens` sees."""
         return max(0, tokens - self._window + 1) // self.block_size
