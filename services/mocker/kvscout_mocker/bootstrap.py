@@ -17,7 +17,6 @@ forwards the rooms' changes itself, so that a waiter learns of an end immediatel
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,10 +28,8 @@ from kvscout_mocker.config import TransferConfig
 from kvscout_mocker.engine import Request
 from kvscout_mocker.fields import integer, json_object
 from kvscout_mocker.generation import Bootstrap
-from kvscout_mocker.kv_transfer import BlockHolder, KvSource, KvTransfer, TransferFailed
+from kvscout_mocker.kv_transfer import BlockHolder, KvTransfer, TransferFailed
 from kvscout_mocker.server import Document, json_body
-
-_log = logging.getLogger(__name__)
 
 ROOM_PATH = "/mock/rooms"
 
@@ -91,7 +88,7 @@ class BootstrapServer:
         return _PrefillTransfer(room, room.number % self._dp_size, self._config, lambda: self._closed(room))
 
     async def entered(self, http: web.Request) -> web.StreamResponse:
-        """Return a decode engine waits in a room: answered when the blocks are across, or will not come."""
+        """Let a decode engine wait in a room; answer when its blocks are across, or will not come."""
         fields = json_object(await json_body(http))
         room = self._room(integer(fields, "room", -1, minimum=0))
         if room.decode_came.is_set():
@@ -204,22 +201,17 @@ class RoomClient:
 
 
 class _DecodeTransfer(KvTransfer):
-    def __init__(self, bootstrap: Bootstrap, client: RoomClient) -> None:
-        self._entry = _Entry(bootstrap, client)
-        self.source: KvSource | None = self._entry
-
-    def cached_tokens(self, request: Request) -> int:
-        return self._entry.cached_tokens
-
-
-class _Entry:
     recomputes = False
 
     def __init__(self, bootstrap: Bootstrap, client: RoomClient) -> None:
-        self.cached_tokens = 0
-        """Cached tokens of the prefill engine."""
+        self.source = self
         self._bootstrap = bootstrap
         self._client = client
+        self._cached_tokens = 0
+        """Cached tokens of the prefill engine."""
 
     async def fetch(self, request: Request, tokens: int) -> None:
-        self.cached_tokens = await self._client.enter(self._bootstrap, request, tokens)
+        self._cached_tokens = await self._client.enter(self._bootstrap, request, tokens)
+
+    def cached_tokens(self, request: Request) -> int:
+        return self._cached_tokens

@@ -22,7 +22,7 @@ import logging
 import socket
 import uuid
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -31,7 +31,7 @@ from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_mocker.config import TransferConfig
 from kvscout_mocker.engine import Request
 from kvscout_mocker.fields import Fields, integer, json_object
-from kvscout_mocker.kv_transfer import BlockHolder, KvSource, KvTransfer, TransferFailed
+from kvscout_mocker.kv_transfer import BlockHolder, KvTransfer, TransferFailed
 from kvscout_mocker.server import Document, json_body
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Nixl:
         if params is None:
             return KvTransfer()
         if params.get("do_remote_prefill"):
-            return _DecodeTransfer(params, self)
+            return _DecodeTransfer(params, self, recomputes=self._config.recomputes)
         return _PrefillTransfer(self) if params.get("do_remote_decode") else KvTransfer()
 
     def hold(self, rank: BlockHolder, request: Request) -> Document:
@@ -148,11 +148,6 @@ class Nixl:
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise TransferFailed(f"{host}:{port}: {str(error) or type(error).__name__}") from None
 
-    @property
-    def recomputes(self) -> bool:
-        """Return True if a failed transfer makes the decode engine compute the prompt."""
-        return self._config.recomputes
-
     def _expire(self, transfer_id: str) -> None:
         _log.warning("nobody came for the blocks of %s in %g s", transfer_id, self._config.lease_seconds)
         self._free(transfer_id, expired=True)
@@ -175,23 +170,18 @@ class _PrefillTransfer(KvTransfer):
 
 
 class _DecodeTransfer(KvTransfer):
-    def __init__(self, params: Fields, nixl: Nixl) -> None:
-        self._params: dict[str, Any] = dict(params)
-        self.source: KvSource | None = _Remote(self._params, nixl)
-
-    def cached_tokens(self, request: Request) -> int:
-        cached = self._params.get("remote_prefill_cached_tokens")
-        return cached if isinstance(cached, int) else super().cached_tokens(request)
-
-
-class _Remote:
-    def __init__(self, params: Fields, nixl: Nixl) -> None:
-        self.recomputes = nixl.recomputes
+    def __init__(self, params: Fields, nixl: Nixl, *, recomputes: bool) -> None:
+        self.source = self
+        self.recomputes = recomputes
         self._params = params
         self._nixl = nixl
 
     async def fetch(self, request: Request, tokens: int) -> None:
         await self._nixl.pull(self._params, request, tokens)
+
+    def cached_tokens(self, request: Request) -> int:
+        cached = self._params.get("remote_prefill_cached_tokens")
+        return cached if isinstance(cached, int) else super().cached_tokens(request)
 
 
 def reachable_host(host: str) -> str:

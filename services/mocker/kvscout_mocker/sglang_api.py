@@ -149,7 +149,7 @@ class SglangRoutes:
         return web.json_response({"model_path": self._config.model, "is_generation": True})
 
     async def health(self, _: web.Request) -> web.StreamResponse:
-        """200 while the engines step."""
+        """Return 200 while the engines step."""
         return web.Response()
 
     async def flush_cache(self, _: web.Request) -> web.StreamResponse:
@@ -210,7 +210,7 @@ class _Answer:
             self._finish_reason = delta.finish_reason
 
     def document(self) -> Document:
-        """Return the answer, or what a stream's next event says."""
+        """Return the answer, or the next event of a stream."""
         finish = self._finish_reason
         meta: Document = {
             "id": self._rid,
@@ -248,7 +248,7 @@ async def _streamed(http: web.Request, answer: _Answer, admitted: Admitted) -> w
 def _sglang_errors(
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Errors as `/generate` says them: a message, no type."""
+    """Answer errors in the form of `/generate`: a message, no type."""
 
     async def handle(http: web.Request) -> web.StreamResponse:
         try:
