@@ -43,12 +43,12 @@ class Sent:
 
 
 async def at_rate(send: Send, *, per_second: float, seconds: float, first: int = 0) -> Sent:
-    """Send for so long; return when all are over.
+    """Send requests at a rate; return when all are over.
 
     Args:
-        send: Sends one.
-        per_second: One after the other, equally far apart.
-        seconds: For how long requests begin.
+        send: Sends one request.
+        per_second: Rate of requests, equally far apart.
+        seconds: Time in which requests begin.
         first: Number of the first one.
 
     Raises:
@@ -189,5 +189,5 @@ class CompletionClient:
 
 
 def random_tokens(count: int, seed: int) -> Sequence[int]:
-    """So many token ids below 2^15."""
+    """Return token ids below 2^15."""
     return Random(seed).choices(range(1 << 15), k=count)

@@ -169,7 +169,7 @@ def print_json(value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, named tuples and enums as JSON values."""
+    """Return dataclasses, named tuples and enums as JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Enum):

@@ -25,7 +25,7 @@ READY_SECONDS = 60.0
 """Longest start of one process: generous, because a loaded machine imports slowly."""
 
 GRACE_SECONDS = 5.0
-"""From SIGTERM to SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 
 
 class Stack:

@@ -1,4 +1,4 @@
-"""Which processes make up a kvscout on one machine, and how they find each other."""
+"""The processes of a kvscout on one machine, and the addresses at which they find each other."""
 
 from __future__ import annotations
 

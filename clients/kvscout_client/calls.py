@@ -19,7 +19,7 @@ T = TypeVar("T")
 RETRIES = 2
 """Further tries of a call that can be repeated, by default."""
 PAUSE_SECONDS = 0.1
-"""Before the second try; doubles from try to try."""
+"""Pause before the second try; it doubles from try to try."""
 
 
 class NotSecured(Unavailable):

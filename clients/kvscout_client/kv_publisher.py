@@ -57,7 +57,7 @@ class PublisherStatus:
     """Batches that were not sent as they are, because too many waited or one was too large: readers got the state
     instead, or without a local index see a gap."""
     states: int
-    """Return the number of states sent."""
+    """States sent."""
     last_event_id: int | None
     """None = nothing was published in this incarnation."""
     epoch: int
@@ -110,13 +110,13 @@ class KvEventPublisher:
         security: TLS and token, for "grpc".
         enable_local_indexer: Keep an index of what is published, so that readers that missed events, or come late, get
             the whole state. Without it they keep what they have and say that it is a lower bound.
-        max_buffered_bytes: What may wait to be sent.
+        max_buffered_bytes: Largest size of the events that wait to be sent.
         register: Register the worker, and keep its lease; if not, somebody else does, with the same transport.
-        lease_seconds: The registration ends so long after the process; at least 1.
+        lease_seconds: Time from the end of the process to that of the registration; at least 1.
         total_kv_blocks: KV blocks of one rank's device cache; 0 = unknown.
         copies: "count" if a block that is stored twice must be removed twice, "set" if once.
         http_endpoint: Base URL of the engine, for the registration; "" = none.
-        labels: Of the worker, for the registration.
+        labels: Labels of the worker, for the registration.
         epoch: Number of this incarnation of the engine, above those before; None = wall clock in milliseconds.
 
     Raises:
@@ -273,11 +273,11 @@ class KvEventPublisher:
             block_hashes: The engine's own hash of each block: any 64 bits that name it until it is removed.
             parent_hash: Hash of the block before the first one; None = the first one begins a prompt.
             lora_name: Adapter that computed them; None = the base model.
-            medium: Where they lie, such as "CPU"; None = the device.
+            medium: Medium that holds them, such as "CPU"; None = the device.
             cache_salt: Salt of the prompt.
             mm_items: Ids of the multimodal items in each block; empty = no block has any.
-            event_id: The engine's number of this event, one above the one before, from 0; a larger one means that events
-                are missing. None = the next one.
+            event_id: The engine's number of this event, one above the one before, from 0; a larger one means that
+                events are missing. None = the next one.
 
         Returns:
             Number of the last event; None if there was none.

@@ -27,11 +27,11 @@ class NatsOutlet:
     """`Outlet` over NATS core or JetStream.
 
     Args:
-        rank: What is published.
+        rank: The rank that is published.
         config: The connection.
-        max_buffered_bytes: What may wait; more, and the state stands for it, or it is lost.
-        lease_seconds: Of the registration; None = it is somebody else's.
-        stream_max_age_seconds: Of a stream that is not there yet.
+        max_buffered_bytes: Largest size of waiting batches; beyond it the state replaces them, or they are lost.
+        lease_seconds: Lease of the registration; None = another process registers the worker.
+        stream_max_age_seconds: Retention of a stream that has to be created.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class NatsOutlet:
         self._rank = rank
         self._link = NatsLink(config, f"kvscout-publisher {spec.worker_id}")
         self._service: RecoveryService | None = None
-        # Before anything is sent: who misses something can ask.
+        # Before anything is sent: a reader that misses something can recover it.
         self._link.on_connected(self._serve)
         way: Way = CoreWay(self._link)
         if spec.transport is Transport.JETSTREAM:

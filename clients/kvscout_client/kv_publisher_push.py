@@ -35,21 +35,21 @@ log = logging.getLogger("kvscout.publisher")
 FIRST_RETRY_SECONDS: Final = 0.1
 MAX_RETRY_SECONDS: Final = 1.0
 OUTDATED_SECONDS: Final = 10.0
-"""Before it is tried again to publish what an indexer takes for the events of a former life."""
+"""Pause before the next try at an indexer that knows a newer incarnation."""
 
 
 class PushPosition:
     """Position of one indexer, and the messages to send it next. Pure.
 
     Args:
-        rank: What is published.
+        rank: The rank that is published.
     """
 
     def __init__(self, rank: PublishedRank) -> None:
         self.dropped = 0
         """Batches that left the ring before they were sent."""
         self.states = 0
-        """Return the number of states sent."""
+        """States sent."""
         self.outdated = False
         """True if it knows a newer incarnation, and takes nothing of ours."""
         self.malformed = 0
@@ -63,7 +63,7 @@ class PushPosition:
         self._next: int | None = None
         """Event that is sent next; None = the state comes first."""
         self._resend: tuple[int, int] | None = None
-        """From where it wants to have events again, and the number of that request."""
+        """First event that it requests again, and the number of that request."""
 
     def begin(self) -> None:
         """Begin a stream; the indexer's position is unknown before it answers."""
@@ -151,13 +151,13 @@ class PushPosition:
 
 
 class PushTarget:
-    """One indexer: connects again for ever, and brings it up to date.
+    """Connection to one indexer, made again until it ends, that brings it up to date.
 
     Args:
         address: host:port.
-        rank: What is published.
-        security: How it is called.
-        lease_seconds: Of the registration there; None = it is somebody else's.
+        rank: The rank that is published.
+        security: TLS and token.
+        lease_seconds: Lease of the registration there; None = another process registers the worker.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class PushTarget:
     @property
     def up_to_date(self) -> bool:
         """Return whether it has everything, of a worker that it knows."""
-        # Who is not connected may have forgotten the worker, and with it what it said it has.
+        # An indexer that is not connected may have lost the worker, and the events that it acknowledged.
         return self.connected and self.position.caught_up
 
     def wake(self) -> None:
@@ -221,7 +221,7 @@ class PushTarget:
                 "stream", "events do not reach the indexer at %s: %s; trying again", self.address, self._problem
             )
             if self.position.outdated:
-                # Each try ends the stream of whoever is right.
+                # Each try ends the stream of the newer incarnation.
                 self._delay = OUTDATED_SECONDS
             await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))
             self._delay = min(2 * self._delay, MAX_RETRY_SECONDS)
@@ -287,10 +287,10 @@ class PushOutlet:
     """`Outlet` over gRPC.
 
     Args:
-        rank: What is published.
+        rank: The rank that is published.
         indexers: Their addresses, host:port.
-        security: How they are called.
-        lease_seconds: Of the registrations there; None = they are somebody else's.
+        security: TLS and token.
+        lease_seconds: Lease of the registrations there; None = another process registers the worker.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ class PublishedRank:
 
     Args:
         spec: The worker.
-        rank: Which of its ranks.
+        rank: Its rank.
         has_state: A state is retained beside the ring.
         epoch: First incarnation; None = from the clock.
         ring_batches: Messages retained.
@@ -185,7 +185,7 @@ class PublishedRank:
         """Number events, apply and publish them.
 
         Args:
-            outlet: What takes them.
+            outlet: Outlet that takes them.
             events: Each becomes a batch.
             event_id: The engine's number of the only event, which is used even if none of its events is sent; None =
                 the next ones.

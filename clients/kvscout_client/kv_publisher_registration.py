@@ -26,7 +26,7 @@ class RpcRegistration:
     Draining, which operators set, is retained where this process registers a worker that is there already.
 
     Args:
-        stub: Of a service with the worker rpcs.
+        stub: Stub of a service with the worker rpcs.
         address: Its address, for people.
         spec: The worker.
         lease_seconds: The registration is gone this long after the process.
@@ -34,7 +34,7 @@ class RpcRegistration:
 
     def __init__(self, stub: Any, address: str, spec: WorkerSpec, *, lease_seconds: int) -> None:
         self.registered = asyncio.Event()
-        """Set while it is, as far as is known."""
+        """Set while the worker is registered, as far as is known."""
         self.problem = "not registered yet"
         """Reason for which it is not registered, or not renewed; "" = it is."""
         self._stub = stub

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ThreadedKvEventPublisher:
-    """`KvEventPublisher` for any thread; made by its `in_thread`. What the methods do, and their arguments: see there.
+    """`KvEventPublisher` for any thread; made by its `in_thread`; methods and arguments are the same.
 
     Args:
         publisher: Not open; it is not used otherwise from now on.
@@ -94,7 +94,7 @@ class ThreadedKvEventPublisher:
 
     @property
     def status(self) -> PublisherStatus:
-        """Return how it is."""
+        """See `KvEventPublisher.status`."""
 
         async def status() -> PublisherStatus:
             return self._publisher.status

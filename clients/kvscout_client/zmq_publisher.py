@@ -24,7 +24,7 @@ log = logging.getLogger("kvscout.publisher")
 
 END_OF_REPLAY = b"\xff" * 8
 REPLAY_SECONDS = 10.0
-"""A client that takes none of a replay for so long is given up."""
+"""Time after which a client that takes none of a replay is given up."""
 
 
 class StoredBlocks(NamedTuple):
@@ -75,8 +75,8 @@ class ZmqKvEventPublisher:
     """PUB socket for live batches, ROUTER socket that repeats the last ones; one a rank. Thread-safe.
 
     Args:
-        endpoint: Where to publish. As in vLLM it is bound if it contains "*" or "::" or is ipc or inproc, else
-            connected to; rank r adds r to the port.
+        endpoint: Endpoint of the PUB socket. As in vLLM it is bound if it contains "*" or "::" or is ipc or inproc,
+            else connected to; rank r adds r to the port.
         block_size: Tokens a block.
         replay_endpoint: Endpoint of requests for past batches; None = none, and lost events stay lost.
         topic: First frame of every message.
@@ -143,7 +143,7 @@ class ZmqKvEventPublisher:
         lora_name: str | None = None,
         medium: str | None = None,
     ) -> int | None:
-        """Tell that blocks were stored; short ones are left out.
+        """Publish that blocks were stored; short ones are left out.
 
         Args:
             token_ids: Tokens of all blocks, u32.
@@ -151,7 +151,7 @@ class ZmqKvEventPublisher:
             block_hashes: The engine's own hash of each block: any 64 bits that name it until it is removed.
             parent_hash: Hash of the block before the first one; None = the first one begins a prompt.
             lora_name: Adapter that computed them; None = the base model.
-            medium: Where they lie, such as "CPU"; None = the device.
+            medium: Medium that holds them, such as "CPU"; None = the device.
 
         Returns:
             The batch's number; None if there was no full block.

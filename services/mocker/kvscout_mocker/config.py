@@ -107,13 +107,13 @@ class TransferConfig:
     recomputes: bool
     """A vLLM decode engine computes what does not come; else the request fails."""
     lease_seconds: float
-    """A vLLM prefill engine keeps blocks so long for a decode engine."""
+    """Time for which a vLLM prefill engine keeps blocks for a decode engine."""
     timeout_seconds: float
-    """A vLLM decode engine waits so much longer than a transfer takes."""
+    """Time that a vLLM decode engine waits beyond the duration of a transfer."""
     bootstrap_timeout_seconds: float
-    """A SGLang prefill engine waits so long for the decode engine."""
+    """Longest wait of a SGLang prefill engine for the decode engine."""
     waiting_timeout_seconds: float
-    """A SGLang decode engine waits so long for the blocks."""
+    """Longest wait of a SGLang decode engine for the blocks."""
 
     def seconds(self, tokens: int) -> float:
         """Return the duration of a transfer of `tokens` tokens."""

@@ -102,7 +102,7 @@ class Pull(NamedTuple):
 
     request: Request
     tokens: int
-    """Those of its prompt that are not cached here."""
+    """Tokens of its prompt that are not cached here."""
 
 
 class Step(NamedTuple):

@@ -1,4 +1,4 @@
-"""From a validated request to the engine of a rank: one way in for every API of the process."""
+"""Admission of validated requests to the engine of a rank, for every API of the process."""
 
 from __future__ import annotations
 

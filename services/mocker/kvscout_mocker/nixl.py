@@ -11,8 +11,8 @@ that takes as long as the transfer. A lease that ends, an engine that is gone, h
 another prompt than the one that was computed fail the transfer: the decode engine then computes the prompt itself or,
 as vLLM does by default (`kv_load_failure_policy: fail`), ends the request with an error.
 
-Kinder than vLLM: an object with fields missing makes the decode engine recompute (vLLM's request waits for ever), and
-the cause of a failed transfer is known immediately.
+Kinder than vLLM: an object with fields missing makes the decode engine recompute (vLLM's request waits without end),
+and the cause of a failed transfer is known immediately.
 """
 
 from __future__ import annotations
