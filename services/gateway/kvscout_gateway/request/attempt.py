@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
 from kvscout_common.http.http import Dialect, HttpAnswer, Sink, SinkGone, SinkStalled, StreamReport
@@ -62,7 +62,7 @@ class AttemptContext:
 
 
 class Attempt:
-    """A request on one worker, from when it is placed; `free` it."""
+    """A request on one worker; its booking is freed when it is left."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class Attempt:
         started: float,
         on_output: Callable[[], None],
     ) -> None:
-        """Hold what was booked, from now on.
+        """Renew the lease of the booking from now on.
 
         Args:
-            context: What attempts are run with.
-            request: What was asked of the worker.
-            placement: Where it goes.
-            started: When the client asked.
-            on_output: Told of its first output.
+            context: Collaborators of every attempt.
+            request: Request to the worker.
+            decision: Worker and booking.
+            started: Time of the client's request, on the context's clock.
+            on_output: Called at the first output.
         """
         self._context = context
         self.request = request
@@ -105,6 +105,12 @@ class Attempt:
         if decision.booking is not None:
             context.scheduler.hold(decision.booking)
         context.health.sent(self.key)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
 
     @property
     def passed(self) -> bool:
@@ -225,14 +231,15 @@ class Attempt:
             self._context.scheduler.prefill_complete(self.decision.booking)
 
     def prefilled(self, usage: Usage | None) -> None:
-        """The engine has computed the prompt, which was all that it was asked for.
+        """End an attempt that only had to compute the prompt.
 
         Args:
-            usage: What is said of the prompt; None = nothing.
+            usage: Usage that the engine reports; None = nothing.
         """
         self._context.health.ran(self.key)
         self._on_output()
         self.ended(usage)
+        self.free()
 
     def ended(self, usage: Usage | None) -> None:
         """The engine has sent everything.
@@ -259,7 +266,7 @@ class Attempt:
         self._generated = output_tokens
 
     def free(self) -> None:
-        """It is over: nothing is held for it any more. A second call does nothing."""
+        """Free the booking, and abort an answer that is not at its end. A second call does nothing."""
         if self._freed:
             return
         self._freed = True

@@ -6,16 +6,15 @@
                        │                       └── failed, and nothing passed on: once more, elsewhere
                        └── place: an attempt that the front sends itself, and tells of first output, end, failure
 
-A worker that fails before the client has a byte costs one more try elsewhere; after that nothing is retried. Whatever
-happens (end, error, cancellation), each booking is freed exactly once, at the latest when the exchange is left. Who
-pays for a failure, the request or the worker, is told by `engines.faults`.
+A worker that fails before the client has a byte costs one more try elsewhere; after that nothing is retried. Who pays
+for a failure, the request or the worker, is in the table of `engines.faults`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import TypeAlias
@@ -153,7 +152,9 @@ class Exchange:
         self.request = request
         self._started = self._context.clock()
         self._next_attempt = all_of_them.draw_attempt()
-        self._attempts: list[Attempt] = []
+        self._all_passed = False
+        """The client has all of the answer."""
+        self._stack = ExitStack()
 
     @property
     def request_id(self) -> str:
@@ -161,19 +162,15 @@ class Exchange:
         return self.request.request_id
 
     def __enter__(self) -> Exchange:
-        self._admitted.__enter__()
+        self._stack.enter_context(self._admitted)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for attempt in self._attempts:
-            attempt.free()
-        left = isinstance(error, SinkGone | asyncio.CancelledError) and any(
-            attempt.all_passed for attempt in self._attempts
-        )
-        self._all.over(self.request.tenant, self.request.model, None if left else error)
-        self._admitted.__exit__(None, None, None)
+        served = self._all_passed and isinstance(error, SinkGone | asyncio.CancelledError)
+        self._all.over(self.request.tenant, self.request.model, None if served else error)
+        self._stack.close()
 
     async def run(self, reply: Reply) -> None:
         """Run the request to its end, by the plan that suits it.
@@ -192,6 +189,8 @@ class Exchange:
     async def place(self, request: Request | None = None) -> Attempt:
         """Book the request on a worker, for a front that has others send it and reports what happens to the attempt.
 
+        It is freed with the exchange, unless the front frees it earlier.
+
         Args:
             request: What is asked; None = the client's.
 
@@ -199,7 +198,8 @@ class Exchange:
             KvscoutError: As `RoutingFlow.place`.
         """
         request = request or self.request
-        return await self._open(request, (*request.excluded, *self._ejected(request)), lambda: None)
+        attempt = await self._open(request, (*request.excluded, *self._ejected(request)), lambda: None)
+        return self._stack.enter_context(attempt)
 
     async def probe(self, request: Request) -> Decision:
         """Return where a request would go: nothing is booked.
@@ -223,19 +223,18 @@ class Exchange:
         self._charge(self.request, attempt, error)
 
     async def run_attempts(self, request: Request, use: Use) -> None:
-        """Has an attempt run: on one worker, and on another one if that fails before the client has a byte.
+        """Run a request on one worker, and on another one if that fails before the client has a byte.
 
         Args:
-            request: What is asked of the worker.
-            use: Sends the attempt to its engine, to its end; raises EngineFailed if the engine fails it. What
-                was booked for it is freed when it returns.
+            request: Request to the worker.
+            use: Sends an attempt to its engine, to its end; raises EngineFailed if the engine fails it.
 
         Raises:
             KvscoutError: As `run`.
         """
         unroutable = self._context.routing.unroutable(request)
         tried: Tried = []
-        while len(tried) <= self._all.migration_limit:
+        for _ in range(1 if request.pinned else 1 + self._all.migration_limit):
             been_at = [attempt.decision.worker.worker_id for attempt, _ in tried]
             excluded = (*request.excluded, *unroutable, *self._ejected(request, been_at), *been_at)
             try:
@@ -243,22 +242,18 @@ class Exchange:
             except KvscoutError as error:
                 if not tried:
                     raise
-                self._judge(request, tried, ran=False)
-                raise _given_up(tried, f"; not tried elsewhere: {error}") from tried[-1][1]
-            try:
-                await use(attempt)
-                return
-            except EngineFailed as failure:
-                self._charge(request, attempt, failure)
-                if (final := failure.final_error(passed=attempt.passed)) is not None:
-                    raise final from failure
-                tried.append((attempt, failure))
-            finally:
-                attempt.free()
-            if request.pinned:
-                break
-        self._judge(request, tried, ran=False)
-        raise _given_up(tried) from tried[-1][1]
+                raise self._given_up(request, tried, f"; not tried elsewhere: {error}") from tried[-1][1]
+            with attempt:
+                try:
+                    return await use(attempt)
+                except EngineFailed as failure:
+                    self._charge(request, attempt, failure)
+                    if (final := failure.final_error(passed=attempt.passed)) is not None:
+                        raise final from failure
+                    tried.append((attempt, failure))
+                finally:
+                    self._all_passed |= attempt.all_passed
+        raise self._given_up(request, tried) from tried[-1][1]
 
     async def _open(self, request: Request, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Attempt:
         attempt_id, self._next_attempt = self._next_attempt, self._next_attempt + 1
@@ -266,9 +261,7 @@ class Exchange:
         # Who is left out now is nothing that the client asked for: the attempt does not keep it.
         placed = replace(request, excluded=excluded) if excluded else request
         decision = await self._nearest(placed) or await self._context.routing.place(placed)
-        attempt = Attempt(self._context, request, decision, started=self._started, on_output=on_output)
-        self._attempts.append(attempt)
-        return attempt
+        return Attempt(self._context, request, decision, started=self._started, on_output=on_output)
 
     async def _nearest(self, request: Request) -> Decision | None:
         """A place among the workers that are preferred; None = none of them takes it."""
@@ -308,11 +301,11 @@ class Exchange:
                 if failure.rule.ejection is Ejection.COUNTS_IF_OTHERS_RUN_IT:
                     self._count(request, attempt, failure)
 
+    def _given_up(self, request: Request, tried: Tried, suffix: str = "") -> KvscoutError:
+        self._judge(request, tried, ran=False)
+        return failed_everywhere([failure for _, failure in tried], suffix)
+
     def _count(self, request: Request, attempt: Attempt, failure: EngineFailed) -> None:
         attempt.seen.failures += 1
         ejection_seconds = self._context.health.failed(attempt.key, self._context.routing.candidates(request))
         self._all.report_failure(request.tenant, attempt.decision, failure, ejection_seconds)
-
-
-def _given_up(tried: Tried, suffix: str = "") -> KvscoutError:
-    return failed_everywhere([failure for _, failure in tried], suffix)

@@ -72,7 +72,6 @@ class SglangHandover:
                 document = await attempt.read(await attempt.send({**meeting, **_UNSTREAMED}, whole_answer=False))
                 answered = True
                 attempt.prefilled(usage_of_answer(attempt.dialect, document))
-                attempt.free()
 
             async def generate() -> None:
                 await decode.relay(await decode.send({**meeting, **again}), reply)
