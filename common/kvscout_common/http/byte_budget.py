@@ -156,10 +156,14 @@ class BudgetCollector(Collector):
         budget = self._budget
         yield GaugeMetricFamily(
             "kvscout_request_memory_bytes",
-            "Bytes charged for requests that came, see --request-memory-bytes",
+            "Bytes charged for received requests, see --request-memory-bytes",
             budget.held,
         )
-        yield GaugeMetricFamily("kvscout_request_memory_limit_bytes", "How many may be", budget.limit)
+        yield GaugeMetricFamily(
+            "kvscout_request_memory_limit_bytes",
+            "Limit of the bytes charged for requests, see --request-memory-bytes",
+            budget.limit,
+        )
         refused = CounterMetricFamily(
             "kvscout_request_memory_refusals", "Requests refused because there was no room for them", labels=["full"]
         )

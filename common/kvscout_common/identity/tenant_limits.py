@@ -125,8 +125,8 @@ class TenantLimits(Collector):
     def collect(self) -> Iterable[Metric]:
         """Limits, what is used of them, and what was refused."""
         labels = ["tenant", "limit"]
-        limits = GaugeMetricFamily("kvscout_tenant_limit", "What a tenant may have at once", labels=labels)
-        used = GaugeMetricFamily("kvscout_tenant_used", "What it has of that", labels=labels)
+        limits = GaugeMetricFamily("kvscout_tenant_limit", "Limit of what a tenant may use at once", labels=labels)
+        used = GaugeMetricFamily("kvscout_tenant_used", "Current use of a limited resource by a tenant", labels=labels)
         refused = CounterMetricFamily("kvscout_tenant_refusals", "Calls refused for a tenant's limit", labels=labels)
         for limit, use in self.use.items():
             now = use()

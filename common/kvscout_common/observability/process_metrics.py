@@ -27,7 +27,7 @@ class _Held(Collector):
         # Read off the allocator's pools, in microseconds: nobody need walk over the objects.
         yield GaugeMetricFamily(
             "kvscout_python_allocations",
-            "Pieces of memory that Python objects hold",
+            "Allocated memory blocks of Python objects",
             value=sys.getallocatedblocks(),
         )
 

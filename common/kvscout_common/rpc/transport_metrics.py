@@ -41,13 +41,17 @@ class TransportCollector(Collector):
             counts = self._http.stats()
             help_text = "Connections of clients that are open"
             yield GaugeMetricFamily("kvscout_http_connections", help_text, value=counts["connections"])
-            yield _refused("kvscout_http_refused", "What was closed because there was no room", _CONNECTIONS, [counts])
+            yield _refused(
+                "kvscout_http_refused", "HTTP connections closed at the connection limit", _CONNECTIONS, [counts]
+            )
         stats = [server.stats() for server in self._servers if hasattr(server, "stats")]
         if not stats:
             return
         for field, (name, help_text) in _GAUGES.items():
             yield GaugeMetricFamily(name, help_text, value=sum(one[field] for one in stats))
-        yield _refused("kvscout_rpc_refused", "What was refused because it did harm", _REFUSED, stats)
+        yield _refused(
+            "kvscout_rpc_refused", "Calls and connections refused at a limit of the transport", _REFUSED, stats
+        )
 
 
 def _refused(name: str, help_text: str, kinds: Mapping[str, str], stats: Sequence[Mapping[str, int]]) -> Metric:
