@@ -16,7 +16,7 @@ RULES = ROOT / "deploy/prometheus/kvscout.rules.yaml"
 NAME = re.compile(r"\b(?:kvscout|grpc_server)_[a-z_]+\b")
 SUFFIXES = ("_total", "_bucket", "_count", "_sum")
 MADE = re.compile(
-    r"\b(?:(?:Counter|Gauge|Histogram)(?:Metric(?:Family)?)?|RankFamily|_refused)\(\s*f?\"((?:kvscout|grpc_server)_[a-z_]+)",
+    r"\b(?:(?:Counter|Gauge|Histogram)(?:Metric(?:Family)?)?|RankFamily|_refused)[(,]\s*f?\"((?:kvscout|grpc_server)_[a-z_]+)",
     re.DOTALL,
 )
 TABLED = re.compile(r'^\s*(?:"\w+": \()?"(kvscout_[a-z_]+)"(?:: \(|, ")', re.MULTILINE)

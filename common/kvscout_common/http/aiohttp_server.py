@@ -16,7 +16,6 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.http.http import (
-    FULL,
     VANISHED_SECONDS,
     Charge,
     Headers,
@@ -129,7 +128,7 @@ class _BoundedServer(web.Server):
         self.open += 1
         if self.open > self._limit:
             self.refused += 1
-            self._log.warning("full", FULL, self._limit)
+            self._log.warning("full", "%d connections are open, the maximum: new ones are closed", self._limit)
             transport.abort()
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:

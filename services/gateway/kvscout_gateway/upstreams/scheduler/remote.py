@@ -136,32 +136,37 @@ _STREAM_METRICS: tuple[
 ] = (
     (
         GaugeMetricFamily,
-        "scheduler_stream_connected",
+        "kvscout_scheduler_stream_connected",
         "1 = the Lifecycle stream to this scheduler is open",
         lambda link: float(link.stream is not None),
     ),
     (
         CounterMetricFamily,
-        "scheduler_stream_connects",
+        "kvscout_scheduler_stream_connects",
         "Times that the stream was opened",
         lambda link: link.connects,
     ),
     (
         CounterMetricFamily,
-        "scheduler_stream_operations",
+        "kvscout_scheduler_stream_operations",
         "Operations sent over the stream",
         lambda link: link.operations,
     ),
-    (CounterMetricFamily, "scheduler_stream_messages", "Messages in which they went", lambda link: link.messages),
     (
         CounterMetricFamily,
-        "rebooked_requests",
+        "kvscout_scheduler_stream_messages",
+        "Messages in which they went",
+        lambda link: link.messages,
+    ),
+    (
+        CounterMetricFamily,
+        "kvscout_rebooked_requests",
         "Running requests booked anew at a scheduler that did not know them",
         lambda link: link.rebooked,
     ),
     (
         GaugeMetricFamily,
-        "requests_waiting_in_line",
+        "kvscout_requests_waiting_in_line",
         "Requests that wait at the scheduler for a worker with room",
         lambda link: link.waiting,
     ),
@@ -430,7 +435,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
     def collect(self) -> Iterator[Metric]:
         """Return samples of the streams."""
         for kind, name, documentation, value in _STREAM_METRICS:
-            family = kind(f"kvscout_{name}", documentation, labels=["scheduler"])
+            family = kind(name, documentation, labels=["scheduler"])
             for member in self.peers.members:
                 family.add_metric([member.address], value(member.stub))
             yield family
