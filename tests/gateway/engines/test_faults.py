@@ -75,6 +75,7 @@ def test_every_fault_has_a_row_and_every_front_a_status_for_it() -> None:
         Fault.WORKER: ("worker", True, "counts", "UNAVAILABLE", 503),
         Fault.TIME: ("nobody", False, "never", "DEADLINE_EXCEEDED", 504),
         Fault.GATEWAY: ("gateway", False, "never", "RESOURCE_EXHAUSTED", 429),
+        Fault.BALANCER: ("nobody", False, "never", "UNAVAILABLE", 503),
     }
     assert set(rows) == set(Fault)
 

@@ -55,6 +55,8 @@ class Fault(Enum):
     """The answer takes longer than it may, and nothing says that the engine is at fault: another one needs as long."""
     GATEWAY = "gateway"
     """This process has no resources left to ask with: file descriptors, memory."""
+    BALANCER = "balancer"
+    """The load balancer that is shadowed cannot be reached, or breaks off: there is no other one."""
 
 
 class Payer(Enum):
@@ -96,6 +98,7 @@ RULES: Final[Mapping[Fault, Rule]] = {
     Fault.WORKER: Rule(Payer.WORKER, True, Ejection.COUNTS, Unavailable),
     Fault.TIME: Rule(Payer.NOBODY, False, Ejection.NEVER, DeadlineExceeded),
     Fault.GATEWAY: Rule(Payer.GATEWAY, False, Ejection.NEVER, ResourceExhausted),
+    Fault.BALANCER: Rule(Payer.NOBODY, False, Ejection.NEVER, Unavailable),
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
-from kvscout_common.http.http import Dialect, HttpAnswer, Sink, SinkGone, SinkStalled, StreamReport
+from kvscout_common.http.http import Dialect, HttpAnswer, Sink, SinkGone, SinkStalled
 from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.answer import account_read, answer_read
 from kvscout_gateway.engines.faults import reported
@@ -272,8 +272,8 @@ class Attempt:
         self._freed = True
         self._context.health.withdrawn(self.key)
         self._end_call()
-        if self._relayed is not None and (report := self._relayed.report).outputs > 1:
-            self._observe_itl(report)
+        if self._relayed is not None:
+            self._metrics.between_tokens(self._relayed.report)
         if self.decision.booking is not None:
             self._context.scheduler.free(self.decision.booking, self._output_tokens)
 
@@ -318,8 +318,3 @@ class Attempt:
             if checked
             else None,
         )
-
-    def _observe_itl(self, report: StreamReport) -> None:
-        """The mean time between tokens; those that came with the first output were not waited for."""
-        waited_for = report.tokens * (report.outputs - 1) / report.outputs
-        self._metrics.between_tokens((report.last_output_at - report.first_output_at) / waited_for)

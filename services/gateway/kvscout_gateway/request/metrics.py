@@ -11,6 +11,7 @@ from prometheus_client import Counter as CounterMetric
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvscout_common.http.http import StreamReport
 from kvscout_common.observability.latencies import Latencies
 from kvscout_gateway.values.tally import Tally
 
@@ -41,8 +42,12 @@ class ModelMetrics:
         self.ttft.observe(seconds)
         self.all_ttft.observe(seconds)
 
-    def between_tokens(self, seconds: float) -> None:
-        """The tokens of a request came so far apart, on average."""
+    def between_tokens(self, report: StreamReport) -> None:
+        """Observe the mean ITL of a stream; tokens of its first output were not waited for."""
+        if report.outputs < 2:
+            return
+        waited_for = report.tokens * (report.outputs - 1) / report.outputs
+        seconds = (report.last_output_at - report.first_output_at) / waited_for
         self.itl.observe(seconds)
         self.all_itl.observe(seconds)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
@@ -21,6 +20,7 @@ from kvscout_common.http.http import (
 )
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.engines.answer import account_read, answer_read
+from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
@@ -34,16 +34,8 @@ from kvscout_gateway.fronts.shadow.score import Generation, Score, Scores
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
 
-log = logging.getLogger("kvscout.gateway")
-
 MAX_READ_BYTES: Final = 1024 * 1024
 """Of an answer that comes as a whole: a longer one is passed on and not read for its usage."""
-
-
-class BalancerDown(Unavailable):
-    """The user's balancer does not answer."""
-
-    discreet = "the balancer does not answer"
 
 
 class ShadowFront:
@@ -163,13 +155,13 @@ class _Passing:
             if answer.status >= 500 or answer.status == 429:
                 self.failure = Unavailable(f"the balancer answered with {answer.status}")
         except HttpFailed as error:
-            failure = BalancerDown(f"the balancer {self._config.balancer} does not answer: {error}")
-            self._gateway.engines.warnings.warning("balancer", "%s", failure)
+            detail = f"{self._config.balancer}: {error}"
+            failed = EngineFailed("the balancer does not answer", detail=detail, fault=Fault.BALANCER)
+            self._gateway.engines.warnings.warning("balancer", "%s (%s)", failed.message, failed)
+            self.failure = failed.error()
             if not self._passed:
-                raise failure from error
-            # The client sees what happened: its connection breaks off, too.
-            log.debug("%s broke off its answer: %s", self._config.balancer, error)
-            self.failure = failure
+                raise self.failure from failed
+            # Else the client sees what happened: its connection breaks off, too.
         except SinkStalled as error:
             self.failure = DeadlineExceeded(str(error))
             raise
@@ -210,10 +202,7 @@ class _Passing:
             report = answer.report
             self._passed = bool(report.passed)
             self._usage = usage_of_stream(Dialect.OPENAI, account_read(report.usage))
-            if report.outputs > 1:
-                waited_for = report.tokens * (report.outputs - 1) / report.outputs
-                seconds = (report.last_output_at - report.first_output_at) / waited_for
-                self._gateway.metrics.of(score.generation.tenant, score.generation.model).between_tokens(seconds)
+            self._gateway.metrics.of(score.generation.tenant, score.generation.model).between_tokens(report)
         if report.error:
             self.failure = InternalError("an engine reported an error in its stream")
             if not report.passed:
