@@ -21,7 +21,7 @@ from kvscout_common.rpc.service_info import text_of
 from kvscout_gateway.tokens import engine_tokenize
 from kvscout_gateway.tokens.engine_tokenize import EngineTokenize, Tokenizing
 from kvscout_gateway.tokens.parity import ParityCheck
-from kvscout_gateway.tokens.prompt_tokens import ANY_MODEL, PromptTokenizer, Source
+from kvscout_gateway.tokens.prompt_tokens import ANY_MODEL, PromptTokenizer
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
 
@@ -47,8 +47,8 @@ def here(tmp_path: Path) -> PromptTokenizer:
 async def test_tokens_of_the_request_are_taken_as_they_are(here: PromptTokenizer) -> None:
     for prompt in ([1, 2, 3], Prompts(array("I", [1, 2, 3]).tobytes(), 1, 0), array("I", [1, 2, 3]).tobytes()):
         found = await here.of_completion({"prompt": prompt}, model="m", tenant="a")
-        assert (ids(found.token_ids), found.source, found.further_tokens) == ([1, 2, 3], Source.REQUEST, 0)
-        assert len(found) == 3
+        assert (ids(found.token_ids), found.tokenized_here, found.further_tokens) == ([1, 2, 3], False, 0)
+        assert found.own_tokens == 3
 
 
 async def test_of_several_prompts_the_first_is_taken_and_the_others_are_counted(here: PromptTokenizer) -> None:
@@ -56,13 +56,14 @@ async def test_of_several_prompts_the_first_is_taken_and_the_others_are_counted(
     assert (ids(found.token_ids), found.further_tokens) == ([1], 3)
     found = await here.of_completion({"prompt": Prompts("hello", 3, 101)}, model="m", tenant="a")
     assert (ids(found.token_ids), found.further_tokens) == (byte_level().encode("hello").ids, 25)
+    assert not found.tokenized_here  # not all that the engine counts
     assert (await here.of_completion({"prompt": Prompts("a", 9, 8)}, model="m", tenant="a")).further_tokens == 8
 
 
 async def test_a_model_has_its_own_tokenizer_or_that_of_all(here: PromptTokenizer) -> None:
     for model, build in (("m", byte_level), ("own", byte_level_prefixed)):
         found = await here.of_completion({"prompt": "hello dog"}, model=model, tenant="a")
-        assert (ids(found.token_ids), found.source) == (build().encode("hello dog").ids, Source.TOKENIZER)
+        assert (ids(found.token_ids), found.tokenized_here) == (build().encode("hello dog").ids, True)
     found = await here.of_completion({"prompt": "dog", "add_special_tokens": False}, model="own", tenant="a")
     assert ids(found.token_ids) == byte_level_prefixed().encode("dog", add_special_tokens=False).ids
 
@@ -73,22 +74,22 @@ async def test_a_model_has_its_own_tokenizer_or_that_of_all(here: PromptTokenize
 async def test_a_prompt_that_is_none_has_no_tokens_and_a_reason(here: PromptTokenizer, prompt: Any) -> None:
     found = await here.of_completion({"prompt": prompt}, model="m", tenant="a")
     assert found.token_ids == b""
-    assert prompt == [] or (found.problem and found.source is Source.NONE)
+    assert prompt == [] or (found.unknown and not found.isl_tokens)
 
 
 @pytest.mark.parametrize("field", ["truncate_prompt_tokens", "prompt_embeds"])
 async def test_a_prompt_that_the_engine_changes_has_no_tokens_here(here: PromptTokenizer, field: str) -> None:
-    assert not len(await here.of_completion({"prompt": "hello", field: "5"}, model="m", tenant="a"))
-    assert not len(await here.of_chat(CHAT | {field: 5}, size=1, model="m", tenant="a"))
+    assert (await here.of_completion({"prompt": "hello", field: "5"}, model="m", tenant="a")).unknown
+    assert (await here.of_chat(CHAT | {field: 5}, size=1, model="m", tenant="a")).unknown
 
 
 async def test_a_conversation_with_an_image_has_no_tokens(here: PromptTokenizer) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     request = {"messages": [{"role": "user", "content": [image]}]}
     found = await here.of_chat(request, size=1, model="m", tenant="a")
-    assert (found.token_ids, "image_url" in found.problem) == (b"", True)
+    assert (found.token_ids, "image_url" in found.unknown) == (b"", True)
     asking = PromptTokenizer({}, never)
-    assert not len(await asking.of_chat(request, size=1, model="m", tenant="a"))
+    assert (await asking.of_chat(request, size=1, model="m", tenant="a")).unknown
 
 
 async def test_without_a_tokenizer_the_engine_is_asked_what_the_client_asked() -> None:
@@ -101,8 +102,8 @@ async def test_without_a_tokenizer_the_engine_is_asked_what_the_client_asked() -
     tokens = PromptTokenizer({}, ask)
     request = CHAT | {"stream": True, "max_tokens": 4, "reasoning_effort": "low"}
     found = await tokens.of_chat(request, size=1, model="m", tenant="a")
-    assert (ids(found.token_ids), found.source) == ([1, 2], Source.ENGINE)
-    assert not len(await tokens.of_completion({"prompt": 5}, model="m", tenant="a"))
+    assert (ids(found.token_ids), found.tokenized_here) == ([1, 2], False)
+    assert (await tokens.of_completion({"prompt": 5}, model="m", tenant="a")).unknown
     await tokens.of_completion({"model": "m", "prompt": "text"}, model="m", tenant="a")
     variables = {"reasoning_effort": "low", "enable_thinking": True}
     assert asked == [
@@ -113,7 +114,7 @@ async def test_without_a_tokenizer_the_engine_is_asked_what_the_client_asked() -
 
 async def test_without_either_there_are_no_tokens_and_a_reason() -> None:
     found = await PromptTokenizer({}, None).of_completion({"prompt": "text"}, model="m", tenant="a")
-    assert (found.token_ids, found.source, found.problem) == (b"", Source.NONE, "there is no tokenizer of model 'm'")
+    assert (found.token_ids, found.unknown) == (b"", "tokenizer: there is no tokenizer of model 'm'")
 
 
 class Engine:

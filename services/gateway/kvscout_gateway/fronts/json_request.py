@@ -11,7 +11,7 @@ from kvscout_gateway.fronts.client_paths import CHAT
 from kvscout_gateway.fronts.outputs import output_of
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.request.metrics import GatewayMetrics
-from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, PromptTokenizer, PromptTokens, Source
+from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, PromptTokenizer, unknown_prompt
 from kvscout_gateway.values.prompt import Prompt, PromptTooLong
 from kvscout_gateway.values.request import Request, new_request_id
 
@@ -26,73 +26,49 @@ class RequestContext:
     max_prompt_tokens: int
 
 
-async def tokens_of(
+async def request_of(
     context: RequestContext, path: str, fields: Fields, *, size: int, tenant: str, model: str
-) -> PromptTokens:
-    """Return the tokens of a request's prompt, where they can be had in time.
-
-    Args:
-        context: What it is read with.
-        path: Of its URL.
-        fields: Of its body.
-        size: Bytes of its body.
-        tenant: Whose it is.
-        model: As it names it.
-    """
-    view = context.catalog.tenant(tenant)
-    target = view.resolve(model, "")
-    if target.model not in view.models:
-        return PromptTokens(b"", Source.NONE, "the model is not known here")
-    prompts = context.tokenizer
-    if path == CHAT:
-        kinds = {spec.engine for spec in view.serving(target.model).specs}
-        # Where engines of one model differ, most clients' prompts have neither tools nor parts, and are alike.
-        engine = EngineKind.SGLANG if kinds == {EngineKind.SGLANG} else EngineKind.VLLM
-        found = await prompts.of_chat(fields, size=size, model=target.model, tenant=tenant, engine=engine)
-    else:
-        found = await prompts.of_completion(fields, model=target.model, tenant=tenant)
-    if found.source is Source.NONE:
-        context.metrics.degraded("tokenizer")
-    return found
-
-
-def request_of(
-    context: RequestContext, path: str, fields: Fields, tokens: PromptTokens, *, tenant: str, model: str
 ) -> Request:
-    """Return what is asked of a worker.
+    """Return the request to a worker, with the tokens of its prompt where they can be had in time.
 
     Args:
-        context: What it is read with.
-        path: Of its URL.
-        fields: Of its body.
-        tokens: Of its prompt.
-        tenant: Whose it is.
-        model: As it names it.
+        context: Collaborators.
+        path: Path of its URL.
+        fields: Fields of its body.
+        size: Bytes of its body.
+        tenant: The caller's tenant.
+        model: Model or adapter, as the client names it.
 
     Raises:
         InvalidArgument: The prompt is too long, or what tells prompts apart is no text.
     """
-    limit = context.max_prompt_tokens
-    field = "prompt" if "prompt" in fields else "messages"
-    if len(tokens) > limit:
-        raise PromptTooLong(len(tokens), limit, field=field)
-    salt = fields.get("cache_salt")
-    length, further = len(tokens), tokens.further_tokens
-    if not length:
-        further = 0  # the estimate is of all prompts
+    prompt = await _prompt_of(context, path, fields, size, tenant, model)
+    limit, salt = context.max_prompt_tokens, fields.get("cache_salt")
+    prompt.field = "prompt" if "prompt" in fields else "messages"
+    if prompt.own_tokens > limit:
+        raise PromptTooLong(prompt.own_tokens, limit, field=prompt.field)
+    if isinstance(salt, str):
+        prompt.cache_salt = text_of(salt, "cache_salt")
+    if not prompt.token_ids:
+        prompt.unknown = prompt.unknown or "tokenizer: the prompt is empty"
+        prompt.further_tokens = 0  # the estimate is of all prompts
         longest = context.catalog.tenant(tenant).serving(model).longest_prompt
-        length = max(1, min(fields.characters // CHARACTERS_A_TOKEN, limit, longest or limit))
-    return Request(
-        model=model,
-        tenant=tenant,
-        prompt=Prompt(
-            isl_tokens=length + further,
-            token_ids=tokens.token_ids,
-            cache_salt=text_of(salt, "cache_salt") if isinstance(salt, str) else "",
-            further_tokens=further,
-            field=field,
-            unknown="" if len(tokens) else f"tokenizer: {tokens.problem or 'the prompt is empty'}",
-        ),
-        request_id=new_request_id(),
-        output=output_of(path, fields),
-    )
+        prompt.isl_tokens = max(1, min(fields.characters // CHARACTERS_A_TOKEN, limit, longest or limit))
+    return Request(model, tenant, prompt, request_id=new_request_id(), output=output_of(path, fields))
+
+
+async def _prompt_of(context: RequestContext, path: str, fields: Fields, size: int, tenant: str, model: str) -> Prompt:
+    view = context.catalog.tenant(tenant)
+    target = view.resolve(model, "")
+    if target.model not in view.models:
+        return unknown_prompt("the model is not known here")
+    if path == CHAT:
+        kinds = {spec.engine for spec in view.serving(target.model).specs}
+        # Where engines of one model differ, most clients' prompts have neither tools nor parts, and are alike.
+        engine = EngineKind.SGLANG if kinds == {EngineKind.SGLANG} else EngineKind.VLLM
+        prompt = await context.tokenizer.of_chat(fields, size=size, model=target.model, tenant=tenant, engine=engine)
+    else:
+        prompt = await context.tokenizer.of_completion(fields, model=target.model, tenant=tenant)
+    if prompt.unknown:
+        context.metrics.degraded("tokenizer")
+    return prompt

@@ -13,8 +13,7 @@ from kvscout_common.errors import KvscoutError
 from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.engine_tokenize import EngineTokenize, Tokenizing
 from kvscout_gateway.tokens.parity import ParityCheck
-from kvscout_gateway.tokens.prompt_tokens import PromptTokens, Source
-from kvscout_gateway.tokens.text_tokenizer import Judge
+from kvscout_gateway.values.prompt import Judge, Prompt
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -53,24 +52,24 @@ class EngineComparison:
         self._running: asyncio.Task[None] | None = None
 
     def begin(
-        self, model: tuple[str, str], tokens: PromptTokens, body: Callable[[], Mapping[str, Any]] | None = None
+        self, model: tuple[str, str], prompt: Prompt, body: Callable[[], Mapping[str, Any]] | None = None
     ) -> Compared | None:
         """Return what to compare once a request was answered; None = nothing, no tokenizer here made its tokens.
 
         Args:
             model: Tenant and model.
-            tokens: Ours.
+            prompt: With our tokens.
             body: What /tokenize is asked for the same; None = only their number is compared.
         """
-        if not _ours(tokens):
+        if not prompt.tokenized_here:
             return None
         all_of_them = None
         if body is not None and self._parity.due() and self._running is None:
             try:
-                all_of_them = tokens.token_ids, body()
+                all_of_them = prompt.token_ids, body()
             except (NotText, KvscoutError) as error:
                 log.debug("tokens of %s not compared: %s", model, error)
-        return Compared(model, len(tokens), all_of_them, tokens.judge)
+        return Compared(model, len(prompt.token_ids) // 4, all_of_them, prompt.judge)
 
     def end(self, compared: Compared, endpoint: str, *, prompt_tokens: int | None) -> None:
         """Compare. Returns at once.
@@ -108,8 +107,3 @@ class EngineComparison:
         self._running = None
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the tokens could not be compared", exc_info=error)
-
-
-def _ours(tokens: PromptTokens) -> bool:
-    """Tell whether they are a tokenizer's here, of all that the engine computes."""
-    return tokens.source is Source.TOKENIZER and not tokens.further_tokens

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.http.json_fields import Prompts
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.conversation import NotText, conversation, template_variables
-from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED, Conversation, Judge, TextTokenizer
+from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED, Conversation, TextTokenizer
+from kvscout_gateway.values.prompt import Judge, Prompt
 
 if TYPE_CHECKING:
     from kvscout_gateway.tokens.found_tokenizers import FoundTokenizers
@@ -27,33 +26,6 @@ ANY_MODEL: Final = ""
 
 AskEngine: TypeAlias = Callable[[Mapping[str, Any], str], Awaitable[bytes]]
 """Asks an engine to tokenize: a /tokenize body and the tenant → tokens, u32 each; KvscoutError if none does in time."""
-
-
-class Source(StrEnum):
-    """Where tokens came from."""
-
-    REQUEST = "request"
-    TOKENIZER = "tokenizer"
-    ENGINE = "engine"
-    NONE = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """The tokens of a prompt."""
-
-    token_ids: bytes
-    """u32 each; empty = unknown."""
-    source: Source
-    problem: str = ""
-    """Why they are unknown."""
-    further_tokens: int = 0
-    """Of the prompts that the request has beside this one, about."""
-    judge: Judge | None = None
-    """Wants to know whether the engine has counted as many; None = nobody learns from it."""
-
-    def __len__(self) -> int:
-        return len(self.token_ids) // 4
 
 
 class PromptTokenizer:
@@ -77,7 +49,7 @@ class PromptTokenizer:
         self._found = found
         self._ask_engine = ask_engine
 
-    async def of_completion(self, request: Mapping[str, Any], *, model: str, tenant: str) -> PromptTokens:
+    async def of_completion(self, request: Mapping[str, Any], *, model: str, tenant: str) -> Prompt:
         """The tokens of a completion request; unknown where they cannot be had in time.
 
         Args:
@@ -88,13 +60,13 @@ class PromptTokenizer:
         try:
             prompt, further = _first(request.get("prompt"))
         except InvalidArgument as error:
-            return PromptTokens(b"", Source.NONE, str(error))
+            return unknown_prompt(str(error))
         if isinstance(prompt, bytes):
-            return PromptTokens(prompt, Source.REQUEST, "", further)
+            return Prompt.of_tokens(prompt, further_tokens=further)
         if isinstance(prompt, list):
             return _given(prompt)
         if not isinstance(prompt, str):
-            return PromptTokens(b"", Source.NONE, "the prompt is neither text nor tokens")
+            return unknown_prompt("the prompt is neither text nor tokens")
         special = request.get("add_special_tokens", True) is not False
 
         async def body() -> Mapping[str, Any]:
@@ -113,7 +85,7 @@ class PromptTokenizer:
         model: str,
         tenant: str,
         engine: EngineKind = EngineKind.VLLM,
-    ) -> PromptTokens:
+    ) -> Prompt:
         """The tokens of a chat request; unknown where they cannot be had in time.
 
         Args:
@@ -141,9 +113,9 @@ class PromptTokenizer:
         body: Callable[[], Awaitable[Mapping[str, Any]]],
         *,
         further: int = 0,
-    ) -> PromptTokens:
+    ) -> Prompt:
         if _has(request, "truncate_prompt_tokens") or _has(request, "prompt_embeds"):
-            return PromptTokens(b"", Source.NONE, "the engine shortens the prompt, or adds to it", further)
+            return unknown_prompt("the engine shortens the prompt, or adds to it")
         tokenizer = self._tokenizers.get(model) or self._tokenizers.get(ANY_MODEL)
         guessed = None
         if tokenizer is None and self._found is not None:
@@ -154,16 +126,18 @@ class PromptTokenizer:
                     token_ids, judge = await here(tokenizer)
                 if guessed is not None:
                     judge = self._judging(model, judge)
-                return PromptTokens(token_ids, Source.TOKENIZER, "", further, judge)
+                prompt = Prompt.of_tokens(token_ids, further_tokens=further)
+                prompt.tokenized_here, prompt.judge = not further, judge
+                return prompt
             if self._ask_engine is not None:
-                return PromptTokens(await self._ask_engine(await body(), tenant), Source.ENGINE, "", further)
+                return Prompt.of_tokens(await self._ask_engine(await body(), tenant), further_tokens=further)
         except TimeoutError:
             problem = f"not tokenized within {LOCAL_SECONDS:g} s"
         except (NotText, KvscoutError) as error:
             problem = str(error)
         else:
             problem = f"there is no tokenizer of model {model!r}"
-        return PromptTokens(b"", Source.NONE, problem, further)
+        return unknown_prompt(problem)
 
     def _judging(self, model: str, also: Judge | None) -> Judge:
         """Return who learns whether a tokenizer that was found is the model's."""
@@ -175,6 +149,11 @@ class PromptTokenizer:
                 self._found.judge(model, matched)
 
         return judge
+
+
+def unknown_prompt(problem: str) -> Prompt:
+    """Return a prompt whose tokens and length are unknown, and why."""
+    return Prompt(0, unknown=f"tokenizer: {problem}")
 
 
 def _has(request: Mapping[str, Any], name: str) -> bool:
@@ -191,11 +170,11 @@ def _first(prompt: Any) -> tuple[Any, int]:
     return prompt, 0
 
 
-def _given(token_ids: list[Any]) -> PromptTokens:
+def _given(token_ids: list[Any]) -> Prompt:
     try:
-        return PromptTokens(array("I", token_ids).tobytes(), Source.REQUEST)
+        return Prompt.of_tokens(array("I", token_ids).tobytes())
     except (TypeError, OverflowError):
-        return PromptTokens(b"", Source.NONE, "the prompt is no list of token ids")
+        return unknown_prompt("the prompt is no list of token ids")
 
 
 def completion_body(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease
 from kvscout_gateway.tokens.threads import Threads
 from kvscout_gateway.tokens.tokenizer import LocalTokenizer
+from kvscout_gateway.values.prompt import Judge
 
 if TYPE_CHECKING:
     from kvscout_gateway.tokens.chat_template import ChatTemplate
@@ -28,10 +29,6 @@ INLINE_ENCODED: Final = 1024
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-Judge = Callable[[bool], None]
-"""Is told whether an engine counted as many tokens."""
 
 
 class Conversation(NamedTuple):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.worker import WorkerSpec
 
 HASH_BYTES = 8
+Judge: TypeAlias = Callable[[bool], None]
 
 
 class PromptTooLong(InvalidArgument):
@@ -53,9 +54,18 @@ class Prompt:
     unknown: str = ""
     """Why neither tokens nor hashes are known, and the length is an estimate: it is placed by load alone."""
     further_tokens: int = 0
-    """Of the prompts that the request has beside this one, of which only the length is of interest, about."""
+    """Estimated tokens of the request's further prompts, of which only the length counts."""
     field: str = "token_ids"
-    """Of the client's request, in which it is."""
+    """Field of the client's request that has the prompt."""
+    tokenized_here: bool = False
+    """A tokenizer of this gateway made the tokens, of all that the engine computes."""
+    judge: Judge | None = None
+    """Called with whether the engine counted as many tokens; None = nobody learns from it."""
+
+    @classmethod
+    def of_tokens(cls, token_ids: bytes, *, further_tokens: int = 0) -> Prompt:
+        """Return the prompt of some token ids, little-endian u32."""
+        return cls(len(token_ids) // 4 + further_tokens, token_ids, further_tokens=further_tokens)
 
     @property
     def own_tokens(self) -> int:

@@ -39,14 +39,13 @@ from kvscout_gateway.fronts.endpoint_picker.access_log import Over
 from kvscout_gateway.fronts.endpoint_picker.addresses import address_of, reachable
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
-from kvscout_gateway.fronts.json_request import request_of, tokens_of
+from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.members.catalog import TenantView
 from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.exchange import Exchange
 from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.request.routing import resolve
 from kvscout_gateway.tokens.engine_comparison import Compared
-from kvscout_gateway.tokens.prompt_tokens import PromptTokens
 from kvscout_gateway.values.request import Request
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class ExchangePicker:
             asked = asked._replace(model=next(iter(view.models)))
         if not asked.model:
             return self._any(tenant, view, asked)
-        request, tokens = await self._request_of(asked, tenant, view)
+        request = await self._request_of(asked, tenant, view)
         wait_seconds = QUEUE_SHARE * self._config.pick_seconds
         request = replace(
             request,
@@ -158,7 +157,7 @@ class ExchangePicker:
             if attempt.decision.rank_header is not None:
                 headers[wire.RANK] = str(attempt.decision.rank_header)
             attempt.sent()
-            compared = self._gateway.tokens.comparison.begin((request.tenant, request.model), tokens)
+            compared = self._gateway.tokens.comparison.begin((request.tenant, request.model), request.prompt)
             return ExchangePick(
                 self,
                 headers,
@@ -227,21 +226,19 @@ class ExchangePicker:
         limit = current_identity().max_priority
         return priority if limit is None else min(priority, limit)
 
-    async def _request_of(self, asked: PickRequest, tenant: str, view: TenantView) -> tuple[Request, PromptTokens]:
+    async def _request_of(self, asked: PickRequest, tenant: str, view: TenantView) -> Request:
         specs = view.serving(view.resolve(asked.model, "").model).specs
         # A worker that only schedulers know is found out about when it was picked.
         allowed = reachable(specs, asked.subset)
         if not allowed and (specs or asked.subset is not None):
             why = "that the proxy allows" if asked.subset is not None else "with an IP address in its HTTP endpoint"
             raise Unavailable(f"there is no worker of model {asked.model!r} {why}", retry_after_seconds=1.0)
-        gateway, fields, model = self._gateway, asked.fields, asked.model
-        tokens = await tokens_of(
-            gateway.request_context, asked.path, fields, size=asked.size, tenant=tenant, model=model
+        request = await request_of(
+            self._gateway.request_context, asked.path, asked.fields, size=asked.size, tenant=tenant, model=asked.model
         )
-        request = request_of(gateway.request_context, asked.path, fields, tokens, tenant=tenant, model=model)
         if len(allowed) == len(specs):
-            return request, tokens
-        return replace(request, allowed=tuple(spec.worker_id for spec in allowed)), tokens
+            return request
+        return replace(request, allowed=tuple(spec.worker_id for spec in allowed))
 
     def _any(self, tenant: str, view: TenantView, asked: PickRequest) -> ExchangePick:
         everybody = tuple(view.specs.values())

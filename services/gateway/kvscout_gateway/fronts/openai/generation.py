@@ -16,7 +16,7 @@ from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
 from kvscout_gateway.fronts.body import JsonBody, json_of, model_of, with_usage
 from kvscout_gateway.fronts.client_paths import CHAT
-from kvscout_gateway.fronts.json_request import request_of, tokens_of
+from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
 from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.reserved import changes_of
@@ -179,15 +179,12 @@ class Generation:
 
     async def _answer(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
         gateway, tenant, model = self._gateway, caller.tenant, model_of(body.fields)
-        tokens = await tokens_of(
+        request = await request_of(
             gateway.request_context, call.path, body.fields, size=body.size, tenant=tenant, model=model
         )
-        request = request_of(gateway.request_context, call.path, body.fields, tokens, tenant=tenant, model=model)
         compared = gateway.tokens.comparison.begin(
-            (tenant, model), tokens, lambda: (chat_body if call.path == CHAT else completion_body)(body.fields)
+            (tenant, model), request.prompt, lambda: (chat_body if call.path == CHAT else completion_body)(body.fields)
         )
-        # What is known of a prompt is much, and an answer may take minutes.
-        del tokens
         request.body = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
         client = Client(call, whole_answer=request.body.whole_answer, in_full=caller.is_admin)
         client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or request.request_id

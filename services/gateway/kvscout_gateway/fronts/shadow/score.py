@@ -18,7 +18,7 @@ from kvscout_common.worker import Role
 from kvscout_gateway.engines.observation import predicted_cached_tokens
 from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.fronts.body import JsonBody
-from kvscout_gateway.fronts.json_request import request_of, tokens_of
+from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.shadow.report import Comparison, LeftOut, ShadowReport
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Decision
@@ -137,21 +137,17 @@ class Score:
 
     async def _place(self) -> Decision | LeftOut:
         gateway, generation = self._gateway, self.generation
-        fields = generation.body.fields
-        tokens = await tokens_of(
+        request = await request_of(
             gateway.request_context,
             generation.path,
-            fields,
+            generation.body.fields,
             size=generation.body.size,
             tenant=generation.tenant,
             model=generation.model,
         )
-        if not len(tokens):
+        if request.prompt.unknown:
             return LeftOut.TOKENS
-        self._isl_tokens = len(tokens)
-        request = request_of(
-            gateway.request_context, generation.path, fields, tokens, tenant=generation.tenant, model=generation.model
-        )
+        self._isl_tokens = request.prompt.own_tokens
         view = gateway.catalog.tenant(generation.tenant)
         roles = view.serving(view.resolve(generation.model, "").model).routable_roles
         decision = await gateway.routing.place(
