@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvscout_blocks.bytes.events import Cleared, Event
+from kvscout_blocks.publish.history import RING_BATCHES, RING_BYTES
 from kvscout_blocks.publish.publication import MAX_BUFFERED_BYTES, MESSAGE_OVERHEAD_BYTES
-from kvscout_blocks.publish.recall import RING_BATCHES, RING_BYTES
 from kvscout_client.kv_publisher_push import PushOutlet
 from kvscout_client.kv_publisher_rank import Outlet, PublishedRank, removed_events, stored_events
 from kvscout_common.errors import Cancelled, KvscoutError

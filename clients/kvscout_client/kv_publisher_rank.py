@@ -4,7 +4,7 @@
 
     engine ── stored_events, removed_events ──▶ PublishedRank ──SequencedBatch──▶ Outlet: NATS or gRPC
               tokens become local hashes          │ event id, epoch
-                                                  └▶ index ─▶ Recall: state and ring, which the outlet fills
+                                                  └▶ index ─▶ PublishedHistory: state and ring, which the outlet fills
 
 Pure: no socket, and clocks are passed in.
 """
@@ -19,8 +19,8 @@ from kvscout_blocks.bytes.events import MEDIA, DecodedBatch, Event, EventBatch, 
 from kvscout_blocks.bytes.messages import VERSION
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.publish.history import RING_BATCHES, RING_BYTES, PublishedHistory
 from kvscout_blocks.publish.incarnation import next_epoch
-from kvscout_blocks.publish.recall import RING_BATCHES, RING_BYTES, Recall
 from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_client.zmq_publisher import full_blocks, u64
 from kvscout_common.hashing import MmItem, block_hashes
@@ -161,7 +161,7 @@ class PublishedRank:
         self._wall_clock = wall_clock
         self._index = make_index(spec.block_size)
         self._index.add_worker(rank, WorkerOptions.of(spec))
-        self.local = Recall(
+        self.local = PublishedHistory(
             rank,
             spec.pool,
             self._index,

@@ -12,8 +12,8 @@ from kvscout_blocks.bytes.events import Cleared, DecodedBatch, Event, EventBatch
 from kvscout_blocks.bytes.messages import parse_batch
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.publish.history import PublishedHistory
 from kvscout_blocks.publish.publication import Confirmed, Outbox, Outgoing, Publication
-from kvscout_blocks.publish.recall import Recall
 from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import SourceState
 from kvscout_blocks.source.published import PublishedReader
@@ -33,7 +33,7 @@ class Rank:
         self.rank = WorkerRank(name, 0)
         self.index = make_index(4)
         self.index.add_worker(self.rank, WorkerOptions())
-        self.local = Recall(self.rank, POOL, self.index, history_incomplete=lambda: False)
+        self.local = PublishedHistory(self.rank, POOL, self.index, history_incomplete=lambda: False)
         self.publication = Publication(
             self.rank, POOL, {}, self.local, outbox, max_message_bytes=max_message_bytes, has_state=has_state
         )

@@ -24,7 +24,7 @@ from kvscout_blocks.bytes.messages import parse_batch
 from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.publish.recall import Recall
+from kvscout_blocks.publish.history import PublishedHistory
 from kvscout_blocks.source.recovery import serve_recovery
 from kvscout_common.errors import KvscoutError
 from kvscout_common.nats.config import DEFAULT_NAMESPACE, NatsConfig
@@ -72,7 +72,9 @@ class ScriptedPublisher:
         self.next_id = 0
         self.index = make_index(block_size)
         self.index.add_worker(self.rank, WorkerOptions())
-        self.local = Recall(self.rank, self.pool, self.index, history_incomplete=lambda: False, max_batches=ring)
+        self.local = PublishedHistory(
+            self.rank, self.pool, self.index, history_incomplete=lambda: False, max_batches=ring
+        )
         self.local.restart(epoch)
         self._adapters = adapters or {}
 

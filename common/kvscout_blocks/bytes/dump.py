@@ -53,7 +53,7 @@ class DumpedWindowBlock(NamedTuple):
 
     engine_hash: int
     sequence_hash: int
-    """Of the prefix that ends with it."""
+    """Sequence hash of the prefix that ends with it."""
     copies: tuple[Copies, ...]
     """Sorted; not empty."""
 
@@ -78,10 +78,10 @@ class WorkerDump:
     orphans: tuple[DumpedOrphan, ...] = ()
     """Sorted by engine hash."""
     incompatible: str = ""
-    """Why the worker is not indexed; then it has no blocks. "": it is."""
+    """Reason for not indexing the worker, which then has no blocks; "" = it is indexed."""
     windows: tuple[WindowGroup, ...] = ()
-    """Which groups have a sliding window, sorted."""
+    """Groups with a sliding window, sorted."""
     window_blocks: tuple[DumpedWindowBlock, ...] = ()
-    """What they hold, sorted by engine hash."""
+    """Blocks of these groups, sorted by engine hash."""
     incomplete: bool = False
     """A limit of the index kept some of the worker's blocks out; in messages it is `history_incomplete`."""

@@ -56,9 +56,9 @@ class Stored:
     """Tokens a block, as the engine says."""
     tier: Tier = Tier.DEVICE
     group: int = 0
-    """KV cache group; 0 where the engine does not tell."""
+    """KV cache group; 0 where the engine does not say."""
     full_attention: bool = True
-    """Whether a prefix hit needs all of the group's blocks; see `wire.is_full_attention`."""
+    """True if a prefix hit needs all of the group's blocks; see `wire.is_full_attention`."""
     window: int = 0
     """Tokens that a token sees, in a group with a sliding window; 0: it has none."""
     lora_id: int = 0
@@ -115,9 +115,9 @@ class EventBatch:
 
     events: tuple[Event, ...]
     timestamp: float = 0.0
-    """Seconds since the Unix epoch, by the engine's clock; 0: not told."""
+    """Seconds since the Unix epoch, by the engine's clock; 0: not known."""
     dp_rank: int | None = None
-    """Data-parallel rank that the engine says it is; None: not told."""
+    """Data-parallel rank that the engine says it is; None: not known."""
     faults: tuple[Fault, ...] = ()
 
     @property

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.messages import MAX_CHUNK_BYTES
 from kvscout_blocks.index.backend import encode_batch
-from kvscout_blocks.publish.recall import Recall
+from kvscout_blocks.publish.history import PublishedHistory
 from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_common.errors import Unavailable
 from kvscout_common.worker import PoolKey, WorkerRank
@@ -57,7 +57,7 @@ class Confirmed(NamedTuple):
 
 
 class Outbox:
-    """Bounds what all ranks of a process have waiting, and tells who has something to send.
+    """Bounds what all ranks of a process have waiting, and lists those with something to send.
 
     Args:
         max_bytes: Of waiting batches, of all ranks together.
@@ -137,7 +137,7 @@ class Publication:
         rank: WorkerRank,
         pool: PoolKey,
         adapters: Mapping[int, str],
-        local: Recall,
+        local: PublishedHistory,
         outbox: Outbox,
         *,
         max_message_bytes: int = MAX_CHUNK_BYTES,
@@ -212,7 +212,6 @@ class Publication:
     def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
         """Queue a batch that the local index has applied."""
         local = self.local
-        assert local.epoch is not None
         encoded = encode_batch(
             self.rank, self.pool, self.adapters, batch.content, epoch=local.epoch, event_id=batch.event_id
         )
@@ -230,7 +229,7 @@ class Publication:
             if message is None or not follows:
                 self.lose()
                 return
-        # An incarnation tells itself by its first batch as well.
+        # An incarnation shows by its first batch as well.
         self._state_due = False
         if message is None:
             return

@@ -19,11 +19,11 @@ from kvscout_blocks.source.decisions import SequencedBatch
 
 
 class HistoryBroken(Exception):
-    """History ended before its end: the one asked fell silent, or said something that cannot be read."""
+    """History ended before its end: the source fell silent, or sent something that cannot be read."""
 
 
 class NoHistory(HistoryBroken):
-    """The one asked keeps none: asking again is of no use."""
+    """The source keeps none: another request is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Feed(Protocol):
         A state stands for everything up to its last event.
 
         Raises:
-            HistoryBroken: It cannot be had now; asking again may help.
+            HistoryBroken: It cannot be had now; another request may help.
             NoHistory: It can never be had.
         """
         ...

@@ -41,7 +41,7 @@ class Gate:
         self._waiting_bytes = 0
         self._work: asyncio.Task[None] | None = None
         self._passing: asyncio.Handle | None = None
-        """The next turn of what waited."""
+        """The next steps of what waited, as scheduled."""
         self._ended = False
         self._opened = asyncio.Event()
         self._opened.set()
@@ -115,7 +115,7 @@ class Gate:
         self._pass()
 
     def _pass(self) -> None:
-        """Do what waited, some steps a turn."""
+        """Do what waited, some steps an iteration of the event loop."""
         self._passing = None
         for _ in range(STEPS_PER_SLICE):
             if self._work is not None:

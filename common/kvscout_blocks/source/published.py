@@ -117,7 +117,7 @@ class PublishedReader:
 
 
 def with_last_digest(message: bytes, last_digest: int) -> bytes:
-    """Return a serialised state chunk that also tells the digest of the last batch contained."""
+    """Return a serialised state chunk that also has the digest of the last batch contained."""
     return message + events_pb2.KvEventBatch(last_digest=last_digest).SerializeToString()
 
 

@@ -86,7 +86,7 @@ async def recover(
     except TimeoutError as error:
         raise HistoryBroken(f"the publisher was silent for {idle_seconds:g} s") from error
     except (nats.errors.Error, OSError) as error:
-        raise HistoryBroken(f"asking the publisher failed: {error!r}") from error
+        raise HistoryBroken(f"the request to the publisher failed: {error!r}") from error
     finally:
         with contextlib.suppress(nats.errors.Error, OSError):
             await inbox.unsubscribe()

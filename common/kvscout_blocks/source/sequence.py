@@ -293,7 +293,7 @@ class SourceSequence(Generic[T]):
         return out
 
     def on_replay(self, attempt: int, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:  # noqa: C901, PLR0912  # one case after the other
-        """Return a reply of the replay came."""
+        """Take a reply of the replay."""
         out: list[Decision[T]] = []
         if not self._replay.answers(attempt) or self._refuse_rank(batch, out):
             return out
@@ -376,7 +376,7 @@ class SourceSequence(Generic[T]):
         return out
 
     def on_no_history(self, attempt: int, reason: str) -> list[Decision[T]]:
-        """Return the replay's answer is that there is none, and asking again is of no use; `reason` is for people."""
+        """Handle the answer that there is no history, so that another request is of no use; `reason` is for people."""
         out: list[Decision[T]] = []
         if not self._replay.answers(attempt):
             return out

@@ -44,10 +44,10 @@ YIELD_EVERY = 32
 RECOVERY_INTERVAL_SECONDS = 600.0
 """A worker whose counts are impossible is recovered at most this often."""
 CONNECT_SECONDS = 1.0
-"""Longest wait for the live channel before others are asked: what comes after their cut must not be lost."""
+"""Longest wait for the live channel before peers are requested: what comes after their cut must not be lost."""
 
 SMALL_STATE_BYTES = 16 * 1024
-"""A state of at most so many bytes is loaded at once: about 1,000 blocks."""
+"""Size up to which a state is loaded at once: about 1,000 blocks."""
 
 PeerLookup = Callable[[WorkerSpec, WorkerRank], Awaitable[SourceState | None]]
 """Requests a rank's state from peers; None = none has it. Raises nothing, and ends in bounded time."""

@@ -3,7 +3,7 @@
 Sockets are watched through their file descriptors by the event loop's epoll and drained in bursts, so that hundreds
 of silent engines cost nothing and a busy one does not starve the rest. What the process is too slow to read waits in
 the socket, up to `RECEIVE_LIMIT` batches; then in the connection, and at the engine up to its own mark. What that drops
-shows as a gap in the sequence, or as a hole in a replay, and is asked for again.
+shows as a gap in the sequence, or as a hole in a replay, and is requested again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECEIVE_LIMIT = 16
 """Batches that wait in a socket, so that even the largest ones take 256 MiB: ZMQ counts messages, not bytes. It is read
 empty a thousand times a second, which is more than engines need."""
 BURST = 64
-"""Batches read from one socket before the others, and the rpcs, get their turn."""
+"""Batches read from one socket before the others, and the rpcs, are served."""
 GIVEN_UP_SECONDS = 0.5
 """libzmq says at once that it will connect again; after a frame that it refuses it does not, and says nothing."""
 REPLAY_IDLE_SECONDS = 2.0
@@ -42,7 +42,7 @@ REPLAY_PAUSE_SECONDS = 0.5
 def open_sockets(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: EventEndpoint
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Return a SUB socket on an endpoint, and the monitor that tells of its connection.
+    """Return a SUB socket on an endpoint, and the monitor that reports its connection.
 
     Raises:
         zmq.ZMQError: The endpoint cannot be used; no socket is left open.
@@ -145,7 +145,7 @@ class Subscription:
         """Return None: nothing is lent."""
 
     def _drain(self) -> None:
-        """Read a burst. The descriptor only tells of news, so a socket left unread must be visited again."""
+        """Read a burst. The descriptor only signals news, so a socket left unread must be visited again."""
         # A handshake shows in the monitor before its first batch does in the socket.
         self._drain_monitor()
         for _ in range(BURST):
@@ -191,7 +191,7 @@ class Subscription:
                 self._report_unconnected(then)
 
     def _report_unconnected(self, event: int) -> None:
-        # Tries that fail one after the other are told of once.
+        # Tries that fail one after the other are reported once.
         if event != self._unconnected and not self._closed:
             self._unconnected = event
             self._goes_on()

@@ -34,7 +34,7 @@ Callback = Callable[[Msg], Awaitable[None]]
 
 CONNECT_SECONDS = 2
 FIRST_SECONDS = 5.0
-"""How long after the start calls wait for the first connection: a service answers before it has one."""
+"""Longest wait of calls for the first connection after the start: a service answers before it has one."""
 RECONNECT_SECONDS = 0.5
 PING_SECONDS = 5
 """A server that does not answer two pings in a row counts as gone."""
@@ -42,7 +42,7 @@ PENDING_BYTES = 8 * 1024 * 1024
 """Outbound bytes that the client holds, while it reconnects too; more are refused with `OutboundBufferLimitError`."""
 HOOK_RETRY_SECONDS = 1.0
 _TROUBLE = (nats.errors.Error, TimeoutError, OSError)
-"""What may happen to a connection."""
+"""Errors of a connection."""
 
 
 def end_if_cancelled() -> None:
@@ -118,7 +118,7 @@ class NatsLink:
         self._started_at: float | None = None
         self._warnings = RateLimitedLog(log)
         self._defect: BaseException | None = None
-        """What a callback raised that it should not."""
+        """Unexpected exception of a callback."""
         self._closed = False
         self._connecting = False
         """The client has begun to connect; it cannot be closed before."""

@@ -24,7 +24,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import WorkerRank
 
 MAX_NAME_BYTES = 255
-"""Of a model, worker or tenant: encoded they must fit into subjects, and stream names into file names."""
+"""Longest name of a model, worker or tenant: encoded they must fit into subjects, and stream names into file names."""
 
 
 def encode_name(name: str) -> str:

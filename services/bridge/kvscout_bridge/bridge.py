@@ -1,4 +1,4 @@
-"""The bridge's parts, put together: engines in, NATS out, and what is asked of it."""
+"""The bridge's parts, put together: engines in, NATS out, and answers to requests for lost events."""
 
 from __future__ import annotations
 

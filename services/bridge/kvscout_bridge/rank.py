@@ -11,9 +11,9 @@ from kvscout.v1 import bridge_pb2
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.publish.history import PublishedHistory
 from kvscout_blocks.publish.incarnation import Comparison, Record, Verdict, next_epoch
 from kvscout_blocks.publish.publication import Confirmed, Outbox, Publication
-from kvscout_blocks.publish.recall import Recall
 from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
@@ -84,7 +84,9 @@ class BridgedRank:
             failed=failed,
             observer=self,
         )
-        local = Recall(rank, spec.pool, self.index, history_incomplete=lambda: self.source.sequence.history_incomplete)
+        local = PublishedHistory(
+            rank, spec.pool, self.index, history_incomplete=lambda: self.source.sequence.history_incomplete
+        )
         self.publication = Publication(rank, spec.pool, options.adapters, local, outbox)
         self.publication.held_back = True
         self.written: Record | None = None
@@ -147,9 +149,8 @@ class BridgedRank:
             self._held_all = False
 
     def reset(self) -> None:
-        """See `SourceObserver.reset`: another incarnation, or the same one learnt anew, which readers need not tell."""
+        """See `SourceObserver.reset`: another incarnation, or the same one learnt anew."""
         if self._comparison is None:
-            assert self.publication.local.epoch is not None
             self._begin(next_epoch(self.publication.local.epoch, self._wall_clock()), None)
         else:
             self._comparison.restarted()
@@ -201,7 +202,7 @@ class BridgedRank:
     def unwritten(self) -> Record | None:
         """Return what must be on record, or should be; None: it is."""
         epoch = self.publication.local.epoch
-        if epoch is None:
+        if not epoch:
             return None
         confirmed = self.publication.confirmed
         record = Record(epoch, *confirmed) if confirmed is not None else Record(epoch)

@@ -47,7 +47,7 @@ def source_status(rank: BridgedRank) -> bridge_pb2.BridgeSource:
     confirmed = publication.confirmed
     return bridge_pb2.BridgeSource(
         worker=rank_to_proto(rank.rank),
-        epoch=publication.local.epoch or 0,
+        epoch=publication.local.epoch,
         last_event_id=confirmed.event_id if confirmed is not None else None,
         buffered_batches=publication.waiting,
         dropped_batches=publication.dropped,

@@ -41,7 +41,7 @@ TICK_SECONDS = 0.1
 MAINTAIN_BUDGET = 256
 """Dropped blocks freed, or predictions ended, in one iteration of the event loop: 0.1 and 0.7 ms."""
 TRIM_BLOCKS = 65_536
-"""After so many blocks were freed, their memory is given back to the system."""
+"""Freed blocks after which their memory is given back to the system."""
 TRIM_SECONDS = 1.0
 """From then on, so that what goes together goes at once."""
 WARM_SECONDS = 10.0
@@ -303,7 +303,7 @@ class Indexer:
         source.open()
 
     def _peer_lookup(self, spec: WorkerSpec, index: BlockIndex) -> PeerLookup | None:
-        """Return where states are looked for before a source is asked: among the peers, unless snapshots are better."""
+        """Return the lookup of states among peers, before the source; None where snapshots are better."""
         if not self._config.peers or spec.transport is Transport.JETSTREAM:
             return None
         return lambda spec, rank: self.peers.state_of(spec, rank, index)
@@ -331,7 +331,7 @@ class Indexer:
             source.tick()
 
     async def _maintain(self) -> None:
-        """Free what was dropped, a slice a turn, so that no query waits for it."""
+        """Free what was dropped, a slice an iteration of the event loop, so that no query waits for it."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             await self._maintain_all()

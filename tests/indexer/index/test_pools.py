@@ -93,9 +93,9 @@ def test_a_query_that_fits_no_index_or_several_says_what_there_is(pools: Pools) 
     pools.add(spec("c", block_size=32, eagle=True))
     with pytest.raises(FailedPrecondition, match=r"name one: 16, 32, 32 \(eagle\)"):
         pools.find("default", "m", None, None)
-    with pytest.raises(FailedPrecondition, match="block size 64 was asked for"):
+    with pytest.raises(FailedPrecondition, match="block size 64 was requested"):
         pools.find("default", "m", 64, None)
-    with pytest.raises(FailedPrecondition, match=r"block size 16 \(eagle\) was asked for"):
+    with pytest.raises(FailedPrecondition, match=r"block size 16 \(eagle\) was requested"):
         pools.find("default", "m", 16, True)
     found = pools.find("default", "m", 32, True)
     assert found is not None

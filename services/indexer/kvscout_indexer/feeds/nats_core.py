@@ -1,4 +1,4 @@
-"""Events over NATS core: fire and forget, so that what is lost is asked of the publisher.
+"""Events over NATS core: fire and forget, so that what is lost is requested from the publisher.
 
 ::
 
@@ -42,7 +42,7 @@ YIELD_EVERY = 32
 SUBSCRIBED_SECONDS = 5.0
 """Longest wait for the server to show that it has our subscription."""
 DROPPED_SECONDS = 0.25
-"""Between the first message dropped and asking for it: more follow it."""
+"""Between the first message dropped and the request for it: more follow."""
 
 
 class NatsCore:
@@ -152,7 +152,7 @@ class NatsCore:
             return
         self.dropped_messages += 1
         self._dropped.add(subject)
-        self._warnings.warning("slow", "events come faster than they are read; what NATS drops is asked for again")
+        self._warnings.warning("slow", "events come faster than they are read; what NATS drops is requested again")
         if self._look is None:
             self._look = asyncio.get_running_loop().call_later(DROPPED_SECONDS, self._request_dropped)
 

@@ -1,8 +1,8 @@
-"""Peers: other indexers that have followed the same workers, asked for a worker's state before its source is.
+"""Peers: other indexers that have followed the same workers, which have a worker's state before its source is read.
 
-A state is asked for a worker at a time, when its events begin to be read, so that a worker that is registered late, or
-anew after a restart, is found like any other. The first peer that has a complete state wins. None may be there, lag or
-be as new as we are: the source then does without, as it would have without peers.
+A state is requested for a worker at a time, when its events begin to be read, so that a worker that is registered late,
+or anew after a restart, is found like any other. The first peer that has a complete state wins. None may be there,
+lag or be as new as we are: the source then does without, as it would have without peers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MAX_DUMPS = 8
 ANSWER_SECONDS = 2.0
 """Longest wait for a peer's first message, and for each further one."""
 SEARCH_SECONDS = 10.0
-"""Longest search for one worker's state, waiting for its turn included."""
+"""Longest search for one worker's state, waiting in the queue included."""
 AVOID_SECONDS = 5.0
-"""A peer that could not be reached is not asked again for so long."""
+"""Seconds without a request to a peer that could not be reached."""
 
 
 class Peer:
@@ -89,7 +89,7 @@ class Peers:
     """Looks for states among peers.
 
     Args:
-        addresses: host:port of each, in the order in which they are asked.
+        addresses: host:port of each, in the order of requests.
         security: How they are called.
         clock: Monotonic seconds.
     """

@@ -1,4 +1,4 @@
-"""The feed of one rank whose publisher sends over NATS, and keeps a local index that can be asked for the past.
+"""The feed of one rank whose publisher sends over NATS, and keeps a local index that answers requests for the past.
 
 ::
 

@@ -142,5 +142,5 @@ class Pools:
         sizes = ", ".join(f"{key.block_size}{' (eagle)' if key.eagle else ''}" for key in sorted(candidates))
         if fitting:
             raise FailedPrecondition(f"the model's workers have several block sizes, name one: {sizes}")
-        asked = f"{block_size or 'any'}{' (eagle)' if eagle else ''}"
-        raise FailedPrecondition(f"block size {asked} was asked for, the model's workers have {sizes}")
+        requested = f"{block_size or 'any'}{' (eagle)' if eagle else ''}"
+        raise FailedPrecondition(f"block size {requested} was requested, the model's workers have {sizes}")

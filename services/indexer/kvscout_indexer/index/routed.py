@@ -4,7 +4,7 @@ Without events (`--no-kv-events`) this is all that is known of the workers; besi
 bridges the time until the first Stored, so that prompts which belong together go together. An event that names a
 predicted block ends its prediction; without one it ends with its time, which each further decision begins anew.
 
-A prompt without hashes predicts nothing. It tells that a worker has served a request that should have brought events,
+A prompt without hashes predicts nothing. It reports that a worker has served a request that should have brought events,
 and is taken whether there are predictions or not.
 """
 
@@ -34,7 +34,7 @@ class RoutedPrompt:
 
     worker: WorkerRank
     block_hashes: bytes
-    """Local hashes of its complete blocks, little-endian u64s; empty = it only tells that the worker served it."""
+    """Local hashes of its complete blocks, little-endian u64s; empty = it only reports that the worker served it."""
     block_size: int | None = None
     """None = whatever the worker's is."""
     eagle: bool | None = None

@@ -31,7 +31,7 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, PoolKey, WorkerRa
 from kvscout_indexer.index.routed import RoutedPrompt
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.rpc.status import NOTHING_HELD, index_status, source_status
-from kvscout_indexer.rpc.traces import tell, traced_stream
+from kvscout_indexer.rpc.traces import record_answer, traced_stream
 
 SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
 
@@ -83,7 +83,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         """Answer one `FindMatchesRequest`."""
         answer = self._find_matches(request)
         if tracing.enabled():
-            tell(
+            record_answer(
                 tracing.current(),
                 indexer_pb2.FindMatchesRequest.FromString(request),
                 indexer_pb2.FindMatchesResponse.FromString(answer),

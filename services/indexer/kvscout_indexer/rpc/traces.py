@@ -21,7 +21,7 @@ def traced_stream(message: bytes, answer: Callable[[bytes], bytes]) -> bytes:
         answer: Makes a serialised `StreamFindMatchesResponse` of it.
     """
     traced = {}
-    with suppress(DecodeError):  # that is told by whoever answers it
+    with suppress(DecodeError):  # the answer reports it
         for request in indexer_pb2.StreamFindMatchesRequest.FromString(message).requests:
             if request.traceparent:
                 span = tracing.span(RPC, tracing.Kind.SERVER, parent=request.traceparent)
@@ -38,14 +38,14 @@ def traced_stream(message: bytes, answer: Callable[[bytes], bytes]) -> bytes:
                 if result.id in traced:
                     request, span = traced[result.id]
                     span.record(code=result.code)
-                    tell(span, request, result.response)
+                    record_answer(span, request, result.response)
         return answers
     finally:
         for _, span in traced.values():
             span.end()
 
 
-def tell(
+def record_answer(
     span: tracing.Span, request: indexer_pb2.FindMatchesRequest, response: indexer_pb2.FindMatchesResponse
 ) -> None:
     """Record the attributes of an answer in its span."""

@@ -38,7 +38,7 @@ log = logging.getLogger("kvscout.jetstream")
 CHECK_SECONDS: Final = 1.0
 """Interval of comparing the stream with the position."""
 RETRY_SECONDS: Final = 0.5
-"""After the server could not be asked."""
+"""After the server could not be reached."""
 AGAIN_SECONDS: Final = 0.05
 """After a consumer was lost."""
 ACK_WAIT_SECONDS: Final = 60.0
@@ -161,7 +161,7 @@ class StreamReader:
         """Return the stream now; made if it is not there.
 
         Raises:
-            nats.errors.Error: The server cannot be asked.
+            nats.errors.Error: The server cannot be reached.
         """
         try:
             info = await self._js.stream_info(self.name)

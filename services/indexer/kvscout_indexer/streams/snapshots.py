@@ -1,6 +1,6 @@
 """The snapshots of a stream in its object store: immutable objects, read only if they are complete.
 
-An object's name tells all that is needed to choose among them: `snap-<S>-<incarnation>-<shard>of<shards>`. Its entry is
+An object's name has all that is needed to choose among them: `snap-<S>-<incarnation>-<shard>of<shards>`. Its entry is
 written after its content and has the content's SHA-256: an upload that was broken off has no entry, and what is left of
 it is swept up later. The object store's layout is NATS' own (ADR-20), so its tools show the snapshots.
 """
@@ -64,7 +64,7 @@ class Snapshots:
         """Return every snapshot whose upload was completed, by shard: those of now, and former ones that have any.
 
         Raises:
-            nats.errors.Error: The store cannot be asked.
+            nats.errors.Error: The store cannot be reached.
         """
         found: dict[Shard, list[SnapshotId]] = {Shard(i, self._shard.count): [] for i in range(self._shard.count)}
         prefix = f"$O.{self._bucket}.M."
@@ -80,7 +80,7 @@ class Snapshots:
 
         Raises:
             SnapshotBroken: It is not complete, or no longer there, or of a version that cannot be read.
-            nats.errors.Error: The store cannot be asked; trying again may help.
+            nats.errors.Error: The store cannot be reached; trying again may help.
         """
         name = _name(self._shard, snapshot)
         with _broken(name):
@@ -98,7 +98,7 @@ class Snapshots:
 
         Raises:
             SnapshotBroken: It is not complete, or no longer there, or of a version that cannot be read.
-            nats.errors.Error: The store cannot be asked; trying again may help.
+            nats.errors.Error: The store cannot be reached; trying again may help.
         """
         name = _name(self._shard, snapshot)
         with _broken(name):

@@ -57,7 +57,7 @@ class SnapshotLock:
         """Take the lock; return its revision, None if another replica has it.
 
         Raises:
-            nats.errors.Error: The server cannot be asked.
+            nats.errors.Error: The server cannot be reached.
         """
         store = await self._bucket_store()
         try:
@@ -72,7 +72,7 @@ class SnapshotLock:
         """Release the lock, unless another replica has it by now.
 
         Raises:
-            nats.errors.Error: The server cannot be asked; the lock ends by itself.
+            nats.errors.Error: The server cannot be reached; the lock ends by itself.
         """
         store = await self._bucket_store()
         try:
@@ -137,7 +137,7 @@ class Snapshotter:
         """Take one, if it is still due once we have the lock; False = another replica has it, or it cannot be now.
 
         Raises:
-            nats.errors.Error: The server cannot be asked.
+            nats.errors.Error: The server cannot be reached.
         """
         revision = await self._lock.acquire()
         if revision is None:
@@ -159,7 +159,7 @@ class Snapshotter:
         there = (await reader.snapshots.complete())[self._shard]
         newest = max((each.sequence for each in there if each.incarnation == stream.incarnation), default=0)
         if newest:
-            # When it was cut it does not tell; its messages were in no other before it was stored.
+            # It does not show when it was cut; its messages were in no other before it was stored.
             reader.schedule.on_snapshot(newest, time.time(), reader.position)
 
     async def _take(self) -> bool:
@@ -187,7 +187,7 @@ class Snapshotter:
         Snapshots of a former number of shards go once nothing of the stream follows them.
 
         Raises:
-            nats.errors.Error: The server cannot be asked.
+            nats.errors.Error: The server cannot be reached.
         """
         reader = self._reader
         stream = await reader.state()

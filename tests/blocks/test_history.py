@@ -13,7 +13,7 @@ from kvscout_blocks.bytes.messages import parse_batch
 from kvscout_blocks.index.backend import encode_batch, make_index
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
 from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.publish.recall import Outcome, Recall
+from kvscout_blocks.publish.history import Outcome, PublishedHistory
 from kvscout_blocks.source.recovery import recover_request
 from kvscout_common.errors import Unavailable
 from kvscout_common.hashing import native_available
@@ -32,14 +32,13 @@ class Local:
         self.index: BlockIndex = make_index(4)
         self.index.add_worker(RANK, WorkerOptions())
         self.incomplete = False
-        self.local = Recall(
+        self.local = PublishedHistory(
             RANK, POOL, self.index, history_incomplete=lambda: self.incomplete, max_batches=4, max_bytes=100_000
         )
 
     def publish(self, event_id: int, *, whole: bool = True) -> None:
         batch = EventBatch((Stored((event_id + 1,), event_id or None, (1, 2, 3, event_id), 4),))
         self.index.apply(RANK, batch, epoch=0, event_id=event_id)
-        assert self.local.epoch is not None
         message = encode_batch(RANK, POOL, {}, batch, epoch=self.local.epoch, event_id=event_id)
         self.local.add(event_id, message if whole else None)
 
@@ -137,7 +136,7 @@ def test_the_reference_answers_the_same(local: Local) -> None:
     dump = local.index.dump(RANK)
     assert dump is not None
     reference.load(dump)
-    other = Recall(RANK, POOL, reference, history_incomplete=lambda: False)
+    other = PublishedHistory(RANK, POOL, reference, history_incomplete=lambda: False)
     other.restart(7, 9)
     assert asyncio.run(other.recover(None, None)) == asyncio.run(local.local.recover(None, None))
 
@@ -181,7 +180,7 @@ async def test_the_state_of_a_large_rank_is_taken_and_encoded_beside_the_event_l
     for prompt in range(64):
         hashes = tuple(range(prompt * 2048 + 1, prompt * 2048 + 2049))
         index.apply(RANK, EventBatch((Stored(hashes, None, block_size=4, local_hashes=hashes),)))
-    local = Recall(RANK, POOL, index, history_incomplete=lambda: False)
+    local = PublishedHistory(RANK, POOL, index, history_incomplete=lambda: False)
     local.restart(7)
     of_loop, of_all = time.thread_time(), time.process_time()
     state = await local.state()

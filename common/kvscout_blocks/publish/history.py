@@ -2,7 +2,7 @@
 
 ::
 
-    asked for from..to, of what was published up to `last`:
+    request for from..to, of what was published up to `last`:
       from unset ─────────────▶ the state
       from older than the ring ▶ the state           the state's event id is the reader's new cursor
       to < from ──────────────▶ invalid range
@@ -40,8 +40,8 @@ class Recovered(NamedTuple):
     last_event_id: int | None
 
 
-class Recall:
-    """State and last batches of one rank.
+class PublishedHistory:
+    """State and last published batches of one rank.
 
     Args:
         rank: Whose.
@@ -62,8 +62,8 @@ class Recall:
         max_batches: int = RING_BATCHES,
         max_bytes: int = RING_BYTES,
     ) -> None:
-        self.epoch: int | None = None
-        """Incarnation of the engine; None = not known yet."""
+        self.epoch = 0
+        """Incarnation of the engine; 0 = not known yet."""
         self.last_event_id: int | None = None
         self._rank = rank
         self._pool = pool
@@ -126,7 +126,7 @@ class Recall:
             NotFound: The index does not know the rank.
         """
         epoch, last_event_id, incomplete = self.epoch, self.last_event_id, self._history_incomplete()
-        if epoch is None:
+        if not epoch:
             raise Unavailable("the engine's incarnation is not known yet: NATS was not reached")
         cut = self._index.cut(self._rank)
         if cut is None:
