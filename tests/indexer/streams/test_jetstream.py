@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import nats.errors
 import pytest
@@ -633,6 +634,37 @@ async def test_a_worker_that_registers_late_and_is_in_no_snapshot_is_asked_of_it
             await unknown.publish(stored([1, 2]))
             await until_overlap(client, 2, "unknown")
             assert (await client.status("unknown")).state == LIVE
+
+
+@pytest.mark.parametrize("step", ["_load", "_make_consumer", "state"])
+async def test_a_worker_that_registers_while_another_catches_up_is_caught_up_as_well(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    w, late = world.publisher(), world.publisher("late")
+    original = getattr(StreamReader, step)
+    registered = False
+    async with local_indexer(config(world)) as (client, indexer):
+        await register(client)
+        await w.grow(3)
+        await until_overlap(client, 3)
+        await snapshot(indexer)
+    await late.grow(4)
+    async with local_indexer(config(world)) as (client, indexer):
+
+        async def register_late(self: StreamReader, *args: Any, **kwargs: Any) -> Any:
+            nonlocal registered
+            result = await original(self, *args, **kwargs)
+            # A consumer of the past, and the state once that was read.
+            if not registered and (step == "_load" or "subjects" in kwargs or self._past is not None):
+                registered = True
+                await register(client, "late")
+            return result
+
+        monkeypatch.setattr(StreamReader, step, register_late)
+        await register(client)
+        await until_overlap(client, 3)
+        await until_overlap(client, 4, "late")
+        assert registered
 
 
 async def test_a_snapshot_that_is_not_complete_is_passed_over(world: World) -> None:

@@ -105,6 +105,8 @@ class StreamReader:
         self._connected = asyncio.Event()
         self._past: _Past | None = None
         """None = nothing is behind, or nothing of it is read yet."""
+        self._past_partial = False
+        """Not all that is behind is in it: it has to begin anew."""
         self._unreadable: dict[SnapshotId, int] = {}
         """Failed attempts by snapshot."""
 
@@ -126,8 +128,7 @@ class StreamReader:
         """Deliver the messages of a worker rank to its feed, from its past on."""
         self.sources.attach(subject, worker, feed)
         self.caught_up.clear()
-        if self._past is not None:
-            self._past.partial = True
+        self._past_partial = True
         self._arrived.set()
 
     async def run(self) -> None:
@@ -236,7 +237,7 @@ class StreamReader:
         if not self.sources.behind:
             await self._end_past()
             return False
-        if self._past is None or self._past.partial:
+        if self._past is None or self._past_partial:
             await self._end_past()
             self._past = await self._begin_past()
         past = self._past
@@ -244,14 +245,13 @@ class StreamReader:
         await self._deliver(messages, past=True)
         if messages:
             past.position, past.pending = messages[-1].sequence, messages[-1].pending
-        if past.pending or past.partial:
+        if past.pending or self._past_partial:
             return bool(messages)
         self.stream = await self.state()
         if past.position + 1 < self.stream.first and past.first < self.stream.first:
             # Purged meanwhile, maybe unread: a newer snapshot has it.
-            past.partial = True
-            return True
-        return self.sources.caught_up(past.position)
+            self._past_partial = True
+        return self._past_partial or self.sources.caught_up(past.position)
 
     async def _begin_past(self) -> _Past:
         """Load what is behind from snapshots, and begin to read what follows them.
@@ -259,10 +259,14 @@ class StreamReader:
         Raises:
             nats.errors.Error: The server is not there.
         """
-        stream = self.stream = await self.state()
-        for snapshot in to_load(stream, (await self.snapshots.complete())[self._shard]):
-            if self._unreadable.get(snapshot, 0) < READ_ATTEMPTS:
-                await self._load(snapshot, of_stream=fits(snapshot, stream))
+        self._past_partial = True
+        while self._past_partial:
+            # Again where a worker was registered meanwhile.
+            self._past_partial = False
+            stream = self.stream = await self.state()
+            for snapshot in to_load(stream, (await self.snapshots.complete())[self._shard]):
+                if self._unreadable.get(snapshot, 0) < READ_ATTEMPTS:
+                    await self._load(snapshot, of_stream=fits(snapshot, stream))
         self._unreadable.clear()
         start = self.sources.begin_past(stream)
         subjects = list(self.sources.behind)
@@ -384,5 +388,3 @@ class _Past:
     """Everything up to this stream sequence was read."""
     pending: int
     """Messages that are left; 0 = it is read."""
-    partial: bool = False
-    """Not all that is behind is in it: it has to begin anew."""
