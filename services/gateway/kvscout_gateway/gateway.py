@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -31,7 +31,7 @@ from kvscout_gateway.engines.health_checks import HealthChecks
 from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
-from kvscout_gateway.fronts.json_request import RequestContext
+from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.members.membership import Membership
@@ -147,14 +147,16 @@ class Gateway:
             self.engines,
             self.engine_key,
             metrics,
-            reachable=self.reachable,
+            reachable=self.health.reachable,
             tokenizers=config.tokenizers,
             finds_tokenizers=config.finds_tokenizers,
             cache_bytes=config.tokenizer_cache_bytes,
             timeout_seconds=config.tokenize_timeout_seconds,
             connect_seconds=config.timeouts.connect_seconds,
         )
-        self.request_context = RequestContext(self.catalog, self.tokens.prompts, self.metrics, config.max_prompt_tokens)
+        self.front_context = FrontContext(
+            self.catalog, self.tokens, self.exchanges, config.max_prompt_tokens, config.client_paths, self.charge
+        )
         metrics.register(self.observations)
         in_flight = Gauge("kvscout_requests_in_flight", "Requests running", registry=metrics)
         in_flight.set_function(lambda: self.exchanges.in_flight)
@@ -192,11 +194,6 @@ class Gateway:
         """Waits until workers and helpers have been heard of, in bounded time."""
         await self.backends.warm()
         await self.membership.read.wait()  # a lookup takes LOOKUP_SECONDS at most
-
-    def reachable(self, tenant: str, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
-        """Those of some workers that can be asked something over HTTP, and should be: none that fail or drain."""
-        out = self.health.ejected(tenant, lambda: workers)
-        return [w for w in workers if w.http_endpoint and not w.draining and w.worker_id not in out]
 
     def require_deciding(self) -> None:
         """Nothing, where this gateway decides where requests run.

@@ -49,7 +49,7 @@ async def build(config: GatewayConfig) -> App:
     if config.endpoint_picker is not None:
         from kvscout_gateway.fronts.endpoint_picker.front import endpoint_picker
 
-        side_ports.append(endpoint_picker(config.endpoint_picker, gateway, metrics))
+        side_ports.append(endpoint_picker(config.endpoint_picker, gateway.front_context, metrics, gateway.on_drain))
     http = GatewayHttp(gateway, metrics)
 
     async def close() -> None:

@@ -149,6 +149,11 @@ class WorkerHealth:
             return {worker_id for worker_id, reason in out.items() if reason is _Reason.BUSY}
         return set(out)
 
+    def reachable(self, tenant: str, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
+        """Return the workers that have an HTTP endpoint and are neither ejected nor draining."""
+        out = self.ejected(tenant, lambda: workers)
+        return [w for w in workers if w.http_endpoint and not w.draining and w.worker_id not in out]
+
     def well_first(self, tenant: str, some: Iterable[WorkerSpec], among: Sequence[WorkerSpec]) -> list[WorkerSpec]:
         """Workers in their order, but those that are left out at the end.
 

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.fronts.body import text_of
 from kvscout_gateway.fronts.client_paths import CHAT
+from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.outputs import output_of
-from kvscout_gateway.members.catalog import Catalog
-from kvscout_gateway.request.metrics import GatewayMetrics
-from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, PromptTokenizer, unknown_prompt
+from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, unknown_prompt
 from kvscout_gateway.values.prompt import Prompt, PromptTooLong
 from kvscout_gateway.values.request import Request, new_request_id
 
 
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """What requests in OpenAI's form are read with: one for a gateway."""
-
-    catalog: Catalog
-    tokenizer: PromptTokenizer
-    metrics: GatewayMetrics
-    max_prompt_tokens: int
-
-
 async def request_of(
-    context: RequestContext, path: str, fields: Fields, *, size: int, tenant: str, model: str
+    context: FrontContext, path: str, fields: Fields, *, size: int, tenant: str, model: str
 ) -> Request:
     """Return the request to a worker, with the tokens of its prompt where they can be had in time.
 
@@ -57,18 +44,19 @@ async def request_of(
     return Request(model, tenant, prompt, request_id=new_request_id(), output=output_of(path, fields))
 
 
-async def _prompt_of(context: RequestContext, path: str, fields: Fields, size: int, tenant: str, model: str) -> Prompt:
+async def _prompt_of(context: FrontContext, path: str, fields: Fields, size: int, tenant: str, model: str) -> Prompt:
     view = context.catalog.tenant(tenant)
     target = view.resolve(model, "")
     if target.model not in view.models:
         return unknown_prompt("the model is not known here")
+    prompts = context.tokens.prompts
     if path == CHAT:
         kinds = {spec.engine for spec in view.serving(target.model).specs}
         # Where engines of one model differ, most clients' prompts have neither tools nor parts, and are alike.
         engine = EngineKind.SGLANG if kinds == {EngineKind.SGLANG} else EngineKind.VLLM
-        prompt = await context.tokenizer.of_chat(fields, size=size, model=target.model, tenant=tenant, engine=engine)
+        prompt = await prompts.of_chat(fields, size=size, model=target.model, tenant=tenant, engine=engine)
     else:
-        prompt = await context.tokenizer.of_completion(fields, model=target.model, tenant=tenant)
+        prompt = await prompts.of_completion(fields, model=target.model, tenant=tenant)
     if prompt.unknown:
-        context.metrics.degraded("tokenizer")
+        context.exchanges.context.metrics.degraded("tokenizer")
     return prompt

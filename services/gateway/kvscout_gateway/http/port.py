@@ -69,14 +69,14 @@ class GatewayHttp:
         Args:
             tokens: Clients' API keys; None = everybody may do everything.
         """
-        gateway, config = self._gateway, self._gateway.config
+        gateway, config, context = self._gateway, self._gateway.config, self._gateway.front_context
 
         def passes_keys() -> bool:
             return tokens is None and not gateway.engine_key.headers
 
-        generation = Generation(gateway, self._affinity, passes_keys=passes_keys)
+        generation = Generation(context, self._affinity, passes_keys=passes_keys)
         dashboard = DashboardFront(self._dashboard) if self._dashboard is not None else None
-        passed_on: Answer = Passthrough(gateway, passes_keys=passes_keys).answer
+        passed_on: Answer = Passthrough(context, passes_keys=passes_keys).answer
         answers: dict[str, Answer] = {
             COMPLETIONS: generation.answer,
             CHAT: generation.answer,
@@ -86,7 +86,8 @@ class GatewayHttp:
             METRICS: metrics_page(self._metrics),
         }
         if config.shadow is not None:
-            passed_on = ShadowFront(gateway, config.shadow, passes_keys=passes_keys).answer
+            shadow = ShadowFront(context, config.shadow, gateway.shadow_report, passes_keys=passes_keys)
+            passed_on = shadow.answer
             answers |= dict.fromkeys((COMPLETIONS, CHAT, MODELS), passed_on)
         return Router(
             answers,

@@ -46,7 +46,7 @@ async def picker(*workers: WorkerSpec, fallbacks: int = 2) -> AsyncIterator[tupl
     config = EndpointPickerConfig(0, tenant=DEFAULT_TENANT, fallbacks=fallbacks)
     async with front(*workers) as served:
         counts = PickerMetrics(CollectorRegistry())
-        yield ExchangePicker(served.gateway, config, counts, draw=random.Random()), served.gateway
+        yield ExchangePicker(served.gateway.front_context, config, counts, draw=random.Random()), served.gateway
 
 
 async def picked(one: ExchangePicker, subset: tuple[str, ...] | None = None) -> list[str]:

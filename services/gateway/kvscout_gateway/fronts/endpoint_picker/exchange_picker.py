@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -34,6 +34,7 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.engines.faults import EngineFailed, fault_of_status
 from kvscout_gateway.engines.usage import output_tokens_of, usage_of_stream
 from kvscout_gateway.fronts.answering import spread_answering
+from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.endpoint_picker import wire
 from kvscout_gateway.fronts.endpoint_picker.access_log import Over
 from kvscout_gateway.fronts.endpoint_picker.addresses import address_of, reachable
@@ -47,9 +48,6 @@ from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.request.routing import resolve
 from kvscout_gateway.tokens.engine_comparison import Compared
 from kvscout_gateway.values.request import Request
-
-if TYPE_CHECKING:
-    from kvscout_gateway.gateway import Gateway
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -89,7 +87,7 @@ class ExchangePicker:
 
     def __init__(
         self,
-        gateway: Gateway,
+        context: FrontContext,
         config: EndpointPickerConfig,
         metrics: PickerMetrics,
         *,
@@ -98,14 +96,15 @@ class ExchangePicker:
         """Pick endpoints.
 
         Args:
-            gateway: Places the requests.
-            config: Of the front.
+            context: Collaborators of the fronts.
+            config: The front's flags.
             metrics: Where it counts.
             draw: Which fallbacks are named is left to chance, so that the load of a lost worker spreads.
         """
-        self._gateway = gateway
-        self._exchanges = gateway.exchanges
-        self._catalog = gateway.catalog
+        self._exchanges = context.exchanges
+        self._context = context
+        self._catalog = context.catalog
+        self._health = context.exchanges.context.health
         self._config = config
         self.metrics = metrics
         self._draw = draw
@@ -157,7 +156,7 @@ class ExchangePicker:
             if attempt.decision.rank_header is not None:
                 headers[wire.RANK] = str(attempt.decision.rank_header)
             attempt.sent()
-            compared = self._gateway.tokens.comparison.begin((request.tenant, request.model), request.prompt)
+            compared = self._context.tokens.comparison.begin((request.tenant, request.model), request.prompt)
             return ExchangePick(
                 self,
                 headers,
@@ -171,11 +170,11 @@ class ExchangePicker:
     def compare(self, compared: Compared, attempt: Attempt, prompt_tokens: object) -> None:
         """Compare the number of a prompt's tokens with what its engine says it is."""
         told = prompt_tokens if isinstance(prompt_tokens, int) else None
-        self._gateway.tokens.comparison.end(compared, attempt.decision.endpoint, prompt_tokens=told)
+        self._context.tokens.comparison.end(compared, attempt.decision.endpoint, prompt_tokens=told)
 
     def prefill_seconds(self, attempt: Attempt) -> float:
         """Return how long a prompt is taken to be computed that nobody shows the end of."""
-        return attempt.decision.uncached_tokens / self._gateway.config.timeouts.prefill_tokens_per_second
+        return attempt.decision.uncached_tokens / self._exchanges.context.engines.timeouts.prefill_tokens_per_second
 
     def worker_at(self, request: Request, address: str) -> str:
         """The id of the worker of a request's model that has an address; "" = there is none."""
@@ -234,7 +233,7 @@ class ExchangePicker:
             why = "that the proxy allows" if asked.subset is not None else "with an IP address in its HTTP endpoint"
             raise Unavailable(f"there is no worker of model {asked.model!r} {why}", retry_after_seconds=1.0)
         request = await request_of(
-            self._gateway.request_context, asked.path, asked.fields, size=asked.size, tenant=tenant, model=asked.model
+            self._context, asked.path, asked.fields, size=asked.size, tenant=tenant, model=asked.model
         )
         if len(allowed) == len(specs):
             return request
@@ -243,7 +242,7 @@ class ExchangePicker:
     def _any(self, tenant: str, view: TenantView, asked: PickRequest) -> ExchangePick:
         everybody = tuple(view.specs.values())
         some = reachable(everybody, asked.subset)
-        specs = spread_answering(self._gateway.health, tenant, some, everybody, draw=self._draw)
+        specs = spread_answering(self._health, tenant, some, everybody, draw=self._draw)
         if not specs:
             raise Unavailable(
                 "there is no worker that answers clients and that the request may go to", retry_after_seconds=1.0
@@ -260,7 +259,7 @@ class ExchangePicker:
         specs = view.serving(request.model).specs
         some = self._draw.sample(specs, min(len(specs), 1 + LOOKED_AT * wanted))
         fit = eligible(request, some)
-        fit = self._exchanges.context.health.well_first(request.tenant, fit, specs)
+        fit = self._health.well_first(request.tenant, fit, specs)
         others = dict.fromkeys(address_of(spec.http_endpoint) for spec in fit)
         return [address for address in others if address not in ("", first)][:wanted]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import logging
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
 from kvscout_common.rpc.serving import SidePort
 from kvscout_common.settings.flags import SHUTDOWN_DELAY_SECONDS
 from kvscout_common.transport import Transport, chosen
+from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.endpoint_picker import wire
 from kvscout_gateway.fronts.endpoint_picker.access_log import SERVICE, AccessLog
 from kvscout_gateway.fronts.endpoint_picker.certificate import self_signed
@@ -20,22 +21,25 @@ from kvscout_gateway.fronts.endpoint_picker.conformance import SELECTION
 from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
 from kvscout_gateway.fronts.endpoint_picker.process import ExternalProcessor, Limits
 
-if TYPE_CHECKING:
-    from kvscout_gateway.gateway import Gateway
-
 log = logging.getLogger("kvscout.gateway")
 
 LIVENESS, READINESS = "liveness", "readiness"
 """What health is asked for, by the protocol, beside the service's name."""
 
 
-def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: CollectorRegistry) -> SidePort:
-    """The port that proxies call.
+def endpoint_picker(
+    config: EndpointPickerConfig,
+    context: FrontContext,
+    metrics: CollectorRegistry,
+    on_drain: list[Callable[[], object]],
+) -> SidePort:
+    """Return the port that proxies call.
 
     Args:
-        config: What it was told.
-        gateway: Places the requests.
-        metrics: Where it counts.
+        config: The front's flags.
+        context: Collaborators of the fronts.
+        metrics: Registry of its metrics.
+        on_drain: Called when the gateway drains.
     """
     if config.conformance:
         log.warning(
@@ -43,8 +47,8 @@ def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: Col
             SELECTION,
         )
     counts = PickerMetrics(metrics)
-    picker = ExchangePicker(gateway, config, counts, draw=random.Random())
-    gateway.on_drain.append(picker.forget)
+    picker = ExchangePicker(context, config, counts, draw=random.Random())
+    on_drain.append(picker.forget)
     processor = ExternalProcessor(
         picker,
         config.follow(),
@@ -52,7 +56,7 @@ def endpoint_picker(config: EndpointPickerConfig, gateway: Gateway, metrics: Col
             config.pick_seconds,
             config.body_bytes,
             HELD_BODIES * config.body_bytes,
-            gateway.config.client_paths,
+            context.client_paths,
             ends_with_answers=chosen() is Transport.NATIVE,
             conformance=config.conformance,
         ),

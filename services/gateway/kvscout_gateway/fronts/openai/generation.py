@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvscout_common.errors import ResourceExhausted, Unavailable
 from kvscout_common.http.http import Dialect, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
@@ -16,6 +16,7 @@ from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
 from kvscout_gateway.fronts.body import JsonBody, json_of, model_of, with_usage
 from kvscout_gateway.fronts.client_paths import CHAT
+from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
 from kvscout_gateway.fronts.refusals import event_of, refusal_of
@@ -23,9 +24,6 @@ from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import EngineAdapter, Request, new_request_id
-
-if TYPE_CHECKING:
-    from kvscout_gateway.gateway import Gateway
 
 MAX_READ_BYTES: Final = 64 * 1024
 """Longer answers are not read for their usage once more."""
@@ -151,7 +149,7 @@ class Generation:
 
     def __init__(
         self,
-        gateway: Gateway,
+        context: FrontContext,
         affinity: Affinity,
         *,
         passes_keys: Callable[[], bool],
@@ -159,11 +157,11 @@ class Generation:
         """Run requests.
 
         Args:
-            gateway: Where.
-            affinity: Which session a request belongs to.
-            passes_keys: Whether clients' keys are the engines'.
+            context: Collaborators of the fronts.
+            affinity: Session of each request.
+            passes_keys: Tells whether clients' keys are the engines'.
         """
-        self._gateway = gateway
+        self._context = context
         self._affinity = affinity
         self._passes_keys = passes_keys
 
@@ -174,15 +172,13 @@ class Generation:
             KvscoutError: It is not admitted, or cannot be read.
             SinkGone: Its client has gone.
         """
-        with self._gateway.exchanges.admit(caller.tenant):
-            await self._answer(call, caller, await json_of(call, self._gateway.charge(caller.tenant)))
+        with self._context.exchanges.admit(caller.tenant):
+            await self._answer(call, caller, await json_of(call, self._context.charge(caller.tenant)))
 
     async def _answer(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
-        gateway, tenant, model = self._gateway, caller.tenant, model_of(body.fields)
-        request = await request_of(
-            gateway.request_context, call.path, body.fields, size=body.size, tenant=tenant, model=model
-        )
-        compared = gateway.tokens.comparison.begin(
+        tenant, model, comparison = caller.tenant, model_of(body.fields), self._context.tokens.comparison
+        request = await request_of(self._context, call.path, body.fields, size=body.size, tenant=tenant, model=model)
+        compared = comparison.begin(
             (tenant, model), request.prompt, lambda: (chat_body if call.path == CHAT else completion_body)(body.fields)
         )
         request.body = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
@@ -200,25 +196,24 @@ class Generation:
                 return
         if compared is not None and client.decision is not None:
             told = client.usage.get("prompt_tokens")
-            gateway.tokens.comparison.end(
-                compared, client.decision.endpoint, prompt_tokens=told if isinstance(told, int) else None
-            )
+            comparison.end(compared, client.decision.endpoint, prompt_tokens=told if isinstance(told, int) else None)
 
     async def _run(self, request: Request, session: str, client: Client) -> None:
         preferred = self._worker_of(session, request) if session else ""
         if preferred:
             try:
-                with self._gateway.exchanges.begin(replace(request, allowed=(preferred,)), admitted=True) as exchange:
+                with self._context.exchanges.begin(replace(request, allowed=(preferred,)), admitted=True) as exchange:
                     await exchange.run(client)
                 return
             except (ResourceExhausted, Unavailable):
                 # Both say that the client has nothing of an answer: any other worker may give it one.
                 request = replace(request, request_id=new_request_id())
-        with self._gateway.exchanges.begin(request, admitted=True) as exchange:
+        with self._context.exchanges.begin(request, admitted=True) as exchange:
             await exchange.run(client)
 
     def _worker_of(self, session: str, request: Request) -> str:
-        able = self._gateway.reachable(request.tenant, self._gateway.routing.candidates(request))
+        attempts = self._context.exchanges.context
+        able = attempts.health.reachable(request.tenant, attempts.routing.candidates(request))
         return worker_of(session, (spec.worker_id for spec in able))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvscout_common.errors import InvalidArgument, NotFound, Unavailable
 from kvscout_common.http.http import Charge, Headers, HttpAnswer, HttpCall, HttpRequest
@@ -17,9 +17,7 @@ from kvscout_gateway.fronts.access import Caller, header
 from kvscout_gateway.fronts.answering import spread_answering
 from kvscout_gateway.fronts.body import JsonBody
 from kvscout_gateway.fronts.client_body import ClientBody, read_body
-
-if TYPE_CHECKING:
-    from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.fronts.context import FrontContext
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -29,14 +27,16 @@ MAX_TRIES: Final = 2
 class Passthrough:
     """Passes requests on."""
 
-    def __init__(self, gateway: Gateway, *, passes_keys: Callable[[], bool]) -> None:
+    def __init__(self, context: FrontContext, *, passes_keys: Callable[[], bool]) -> None:
         """Pass requests on.
 
         Args:
-            gateway: Whose workers.
-            passes_keys: Whether clients' keys are the engines'.
+            context: Collaborators of the fronts.
+            passes_keys: Tells whether clients' keys are the engines'.
         """
-        self._gateway = gateway
+        self._context = context
+        attempts = context.exchanges.context
+        self._engines, self._health, self._observations = attempts.engines, attempts.health, attempts.observations
         self._passes_keys = passes_keys
 
     async def answer(self, call: HttpCall, caller: Caller) -> None:
@@ -48,12 +48,12 @@ class Passthrough:
             Unavailable: No worker answers.
             SinkGone: Its client has gone.
         """
-        with self._gateway.exchanges.admit(caller.tenant):
-            charge = self._gateway.charge(caller.tenant)
+        with self._context.exchanges.admit(caller.tenant):
+            charge = self._context.charge(caller.tenant)
             await self._answer(call, caller, await call.body(charge), charge)
 
     async def _answer(self, call: HttpCall, caller: Caller, body: bytes, charge: Charge) -> None:
-        if call.path in self._gateway.config.client_paths:
+        if call.path in self._context.client_paths:
             read = await read_body(call.headers, body, max_priority=caller.identity.max_priority, charge=charge)
         else:
             read = ClientBody(body, _model_of(call.headers, body))
@@ -66,16 +66,16 @@ class Passthrough:
                 again = error.rule.retried and error.unreachable  # else the engine may have begun with it
                 if tries >= min(MAX_TRIES, len(workers)) or not again:
                     if error.detail:
-                        self._gateway.engines.warnings.warning(spec.worker_id, "%s: %s", spec.worker_id, error)
+                        self._engines.warnings.warning(spec.worker_id, "%s: %s", spec.worker_id, error)
                     raise error.error() from error
 
     def _workers(self, tenant: str, model: str) -> Sequence[WorkerSpec]:
         """Return who may be asked, in an order that spreads requests; who fails what others run comes last."""
-        view = self._gateway.catalog.tenant(tenant)
+        view = self._context.catalog.tenant(tenant)
         specs = view.serving(view.resolve(model, "").model).specs if model else tuple(view.specs.values())
         if not specs:
             raise NotFound(f"no worker serves {model!r}" if model else "there are no workers", field="model")
-        able = spread_answering(self._gateway.health, tenant, specs, specs)
+        able = spread_answering(self._health, tenant, specs, specs)
         if not able:
             raise Unavailable(
                 f"no worker of {model!r} that answers clients can be reached now", retry_after_seconds=1.0
@@ -83,7 +83,7 @@ class Passthrough:
         return able
 
     async def _send(self, call: HttpCall, body: ClientBody, spec: WorkerSpec, tenant: str) -> None:
-        gateway, with_key = self._gateway, self._passes_keys()
+        with_key = self._passes_keys()
         request_id = header(call.headers, "x-request-id") or f"pass-{uuid.uuid4().hex}"
         target = f"{call.path}?{call.query}" if call.query else call.path
         request = HttpRequest(
@@ -92,8 +92,8 @@ class Passthrough:
             headers=proxied.to_engine(call.headers, (("X-Request-Id", request_id),), with_key=with_key),
             body=body.data,
         )
-        liveness = gateway.observations.of(tenant, WorkerRank(spec.worker_id, spec.dp_start_rank)).liveness
-        engine = gateway.engines.call(
+        liveness = self._observations.of(tenant, WorkerRank(spec.worker_id, spec.dp_start_rank)).liveness
+        engine = self._engines.call(
             spec.http_endpoint,
             uncached_tokens=0,
             liveness=liveness,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from kvscout_common.errors import DeadlineExceeded, InternalError, InvalidArgument, KvscoutError, Unavailable
@@ -27,12 +27,11 @@ from kvscout_gateway.fronts.access import Caller, header
 from kvscout_gateway.fronts.body import model_of, parsed, with_usage
 from kvscout_gateway.fronts.client_body import read_body
 from kvscout_gateway.fronts.client_paths import CHAT, COMPLETIONS
+from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
+from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.fronts.shadow.score import Generation, Score, Scores
-
-if TYPE_CHECKING:
-    from kvscout_gateway.gateway import Gateway
 
 MAX_READ_BYTES: Final = 1024 * 1024
 """Of an answer that comes as a whole: a longer one is passed on and not read for its usage."""
@@ -41,18 +40,26 @@ MAX_READ_BYTES: Final = 1024 * 1024
 class ShadowFront:
     """Answers what the balancer is to answer."""
 
-    def __init__(self, gateway: Gateway, config: ShadowConfig, *, passes_keys: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        context: FrontContext,
+        config: ShadowConfig,
+        report: ShadowReport,
+        *,
+        passes_keys: Callable[[], bool],
+    ) -> None:
         """Pass requests on.
 
         Args:
-            gateway: Scores them.
-            config: Where the balancer is.
-            passes_keys: Whether clients' keys are the engines'.
+            context: Collaborators of the fronts.
+            config: Address of the balancer.
+            report: Compares its choices with the policy's.
+            passes_keys: Tells whether clients' keys are the engines'.
         """
-        self._gateway = gateway
+        self._context = context
         self._config = config
         self._passes_keys = passes_keys
-        self.scores = Scores(gateway, gateway.shadow_report)
+        self.scores = Scores(context, report)
 
     async def answer(self, call: HttpCall, caller: Caller) -> None:
         """Answer one request.
@@ -65,22 +72,22 @@ class ShadowFront:
         if not call.path.startswith("/"):
             # What stands there instead could name another host.
             raise InvalidArgument("must begin with /", field="path")
-        with self._gateway.exchanges.admit(caller.tenant):
+        with self._context.exchanges.admit(caller.tenant):
             await self._run(call, caller)
 
     async def _run(self, call: HttpCall, caller: Caller) -> None:
-        charge = self._gateway.charge(caller.tenant)
+        charge = self._context.charge(caller.tenant)
         body = await call.body(charge)
         generation = await _generation_of(call, caller.tenant, body, charge)
         max_priority = caller.identity.max_priority
         if generation is None:
-            if call.path in self._gateway.config.client_paths:
+            if call.path in self._context.client_paths:
                 body = (await read_body(call.headers, body, max_priority=max_priority, charge=charge)).data
-            await _Passing(self._gateway, self._config, call).run(self._request(call, body))
+            await _Passing(self._context, self._config, call).run(self._request(call, body))
             return
         form, own = with_usage(generation.body)
         changes = {**changes_of(generation.body.fields, max_priority=max_priority), **own}
-        passing = _Passing(self._gateway, self._config, call, self.scores.begin(generation), form)
+        passing = _Passing(self._context, self._config, call, self.scores.begin(generation), form)
         failed: BaseException | None = None
         try:
             await passing.run(self._request(call, generation.body.changed(changes)))
@@ -89,7 +96,7 @@ class ShadowFront:
             failed = error
             raise
         finally:
-            self._gateway.exchanges.over(generation.tenant, generation.model, failed)
+            self._context.exchanges.over(generation.tenant, generation.model, failed)
             passing.end(failed=failed is not None)
 
     def _request(self, call: HttpCall, body: bytes) -> HttpRequest:
@@ -100,7 +107,7 @@ class ShadowFront:
         own = (
             ("X-Forwarded-For", f"{before}, {peer}" if before else peer),
             ("X-Forwarded-Host", header(call.headers, "x-forwarded-host") or header(call.headers, "host")),
-            *self._gateway.engine_key.headers,
+            *self._context.exchanges.context.engines.own_headers(),
         )
         return HttpRequest(
             f"{self._config.balancer}{target}",
@@ -115,13 +122,15 @@ class _Passing:
 
     def __init__(
         self,
-        gateway: Gateway,
+        context: FrontContext,
         config: ShadowConfig,
         call: HttpCall,
         score: Score | None = None,
         form: Form = Form.BYTES,
     ) -> None:
-        self._gateway = gateway
+        self._catalog = context.catalog
+        attempts = context.exchanges.context
+        self._engines, self._metrics, self._observations = attempts.engines, attempts.metrics, attempts.observations
         self._config = config
         self._call = call
         self._score = score
@@ -143,8 +152,8 @@ class _Passing:
             SinkGone: The client has gone.
         """
         try:
-            answer = self._answer = await self._gateway.engines.client.send(
-                request, connect_seconds=self._gateway.config.timeouts.connect_seconds
+            answer = self._answer = await self._engines.client.send(
+                request, connect_seconds=self._engines.timeouts.connect_seconds
             )
             await self._call.start(answer.status, proxied.from_balancer(answer.headers))
             if self._score is not None and _is_stream(answer):
@@ -157,7 +166,7 @@ class _Passing:
         except HttpFailed as error:
             detail = f"{self._config.balancer}: {error}"
             failed = EngineFailed("the balancer does not answer", detail=detail, fault=Fault.BALANCER)
-            self._gateway.engines.warnings.warning("balancer", "%s (%s)", failed.message, failed)
+            self._engines.warnings.warning("balancer", "%s (%s)", failed.message, failed)
             self.failure = failed.error()
             if not self._passed:
                 raise self.failure from failed
@@ -176,12 +185,12 @@ class _Passing:
         tenant = self._score.generation.tenant
         worker_id = self._served_by(tenant)
         if self._usage is not None and answered:
-            spec = self._gateway.catalog.tenant(tenant).specs.get(worker_id)
+            spec = self._catalog.tenant(tenant).specs.get(worker_id)
             rank = WorkerRank(worker_id, spec.dp_start_rank if spec is not None else 0)
-            seen = self._gateway.observations.of(tenant, rank)
+            seen = self._observations.of(tenant, rank)
             seen.requests += 1
             seen.prompt_tokens += self._usage.prompt_tokens
-            self._gateway.observations.reported(
+            self._observations.reported(
                 tenant,
                 rank,
                 isl_tokens=self._usage.prompt_tokens,
@@ -196,13 +205,13 @@ class _Passing:
                 self._call,
                 self._form,
                 on_first_output=lambda: self._first_output(score),
-                write_seconds=self._gateway.config.client_write_seconds,
+                write_seconds=self._engines.client_write_seconds,
             )
         finally:
             report = answer.report
             self._passed = bool(report.passed)
             self._usage = usage_of_stream(Dialect.OPENAI, account_read(report.usage))
-            self._gateway.metrics.of(score.generation.tenant, score.generation.model).between_tokens(report)
+            self._metrics.of(score.generation.tenant, score.generation.model).between_tokens(report)
         if report.error:
             self.failure = InternalError("an engine reported an error in its stream")
             if not report.passed:
@@ -222,7 +231,7 @@ class _Passing:
 
     def _first_output(self, score: Score, *, whole_answer: bool = False) -> None:
         seconds = time.perf_counter() - self._started
-        self._gateway.metrics.of(score.generation.tenant, score.generation.model).first_token(seconds)
+        self._metrics.of(score.generation.tenant, score.generation.model).first_token(seconds)
         score.first_output(whole_answer=whole_answer)
 
     def _served_by(self, tenant: str) -> str:
@@ -231,7 +240,7 @@ class _Passing:
             return ""
         # A balancer that tried several names them all, the last one served.
         named = header(self._answer.headers, self._config.served_by).rpartition(",")[2].strip()
-        specs = self._gateway.catalog.tenant(tenant).specs
+        specs = self._catalog.tenant(tenant).specs
         if named in specs:
             return named
         found = (one.worker_id for one in specs.values() if named and named in _addresses(one.http_endpoint))

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
@@ -18,13 +18,11 @@ from kvscout_common.worker import Role
 from kvscout_gateway.engines.observation import predicted_cached_tokens
 from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.fronts.body import JsonBody
+from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.shadow.report import Comparison, LeftOut, ShadowReport
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Decision
-
-if TYPE_CHECKING:
-    from kvscout_gateway.gateway import Gateway
 
 log = logging.getLogger("kvscout.gateway")
 _defects = RateLimitedLog(log, period_seconds=60.0)
@@ -48,14 +46,14 @@ class Generation:
 class Scores:
     """All that are being scored."""
 
-    def __init__(self, gateway: Gateway, report: ShadowReport) -> None:
-        self._gateway = gateway
+    def __init__(self, context: FrontContext, report: ShadowReport) -> None:
+        self._context = context
         self._report = report
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, generation: Generation) -> Score:
         """A request goes to the balancer now."""
-        score = Score(self._gateway, self._report, generation)
+        score = Score(self._context, self._report, generation)
         if len(self._tasks) < MAX_SCORES:
             score.task = asyncio.get_running_loop().create_task(score.run())
             self._tasks.add(score.task)
@@ -71,8 +69,9 @@ class Scores:
 class Score:
     """One request; `end` it."""
 
-    def __init__(self, gateway: Gateway, report: ShadowReport, generation: Generation) -> None:
-        self._gateway = gateway
+    def __init__(self, context: FrontContext, report: ShadowReport, generation: Generation) -> None:
+        self._context = context
+        self._scheduler = context.exchanges.context.scheduler
         self._report = report
         self.generation = generation
         self._at = time.time()
@@ -94,7 +93,7 @@ class Score:
         """
         self._prefilled = True
         if self._booking is not None and not whole_answer:
-            self._gateway.scheduler.prefill_complete(self._booking)
+            self._scheduler.prefill_complete(self._booking)
 
     def end(self, *, failed: bool, usage: Usage | None, served_by: str) -> None:
         """The request is over.
@@ -132,13 +131,13 @@ class Score:
                 raise  # the gateway ends
         finally:
             if self._booking is not None:
-                self._gateway.scheduler.free(self._booking, self._usage.output_tokens if self._usage is not None else 0)
+                self._scheduler.free(self._booking, self._usage.output_tokens if self._usage is not None else 0)
         self._count(LeftOut.FAILED if self._failed else outcome)
 
     async def _place(self) -> Decision | LeftOut:
-        gateway, generation = self._gateway, self.generation
+        generation = self.generation
         request = await request_of(
-            gateway.request_context,
+            self._context,
             generation.path,
             generation.body.fields,
             size=generation.body.size,
@@ -148,21 +147,21 @@ class Score:
         if request.prompt.unknown:
             return LeftOut.TOKENS
         self._isl_tokens = request.prompt.own_tokens
-        view = gateway.catalog.tenant(generation.tenant)
+        view = self._context.catalog.tenant(generation.tenant)
         roles = view.serving(view.resolve(generation.model, "").model).routable_roles
-        decision = await gateway.routing.place(
+        decision = await self._context.exchanges.context.routing.place(
             replace(
                 request,
                 # Where prefill and decode are apart, a prompt is found or computed by the former.
                 role=Role.PREFILL if Role.PREFILL in roles and Role.AGGREGATED not in roles else Role.AGGREGATED,
-                attempt_id=gateway.exchanges.draw_attempt(),
+                attempt_id=self._context.exchanges.draw_attempt(),
                 owned=True,
-                lease_seconds=gateway.config.lease_seconds,
+                lease_seconds=self._context.exchanges.lease_seconds,
             )
         )
         if decision.booking is not None:
             self._booking = decision.booking
-            gateway.scheduler.hold(decision.booking)
+            self._scheduler.hold(decision.booking)
         if self._prefilled:
             # What it found cached may be what this very request has left there meanwhile.
             self._book_as_running()
@@ -173,9 +172,9 @@ class Score:
         """Its first token was out before it was booked: from how long that took afterwards nothing is to be learned."""
         booking = self._booking
         if booking is not None:
-            self._gateway.scheduler.free(booking)
+            self._scheduler.free(booking)
             self._booking = booking.again()
-            self._gateway.scheduler.hold(self._booking)
+            self._scheduler.hold(self._booking)
 
     def _compared(self, decision: Decision) -> Comparison | LeftOut:
         if self._usage is None:
@@ -191,7 +190,7 @@ class Score:
         )
 
     def _count(self, outcome: Comparison | LeftOut) -> None:
-        view = self._gateway.catalog.tenant(self.generation.tenant)
+        view = self._context.catalog.tenant(self.generation.tenant)
         model = view.resolve(self.generation.model, "").model
         # A name that no worker serves is the client's invention: it gets no hours of its own.
         known = model in view.models

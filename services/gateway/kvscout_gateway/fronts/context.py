@@ -1,0 +1,27 @@
+"""Collaborators of the fronts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvscout_common.http.http import Charge
+    from kvscout_gateway.fronts.client_paths import ClientPaths
+    from kvscout_gateway.members.catalog import Catalog
+    from kvscout_gateway.request.exchange import Exchanges
+    from kvscout_gateway.tokens.sources import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class FrontContext:
+    """Collaborators that read requests and run them: one for a gateway."""
+
+    catalog: Catalog
+    tokens: Tokens
+    exchanges: Exchanges
+    max_prompt_tokens: int
+    client_paths: ClientPaths
+    charge: Callable[[str], Charge]
+    """Begins to charge a tenant for the memory of a request."""
