@@ -1,4 +1,4 @@
-"""What the gateway can be told."""
+"""Configuration of a gateway."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GatewayConfig:
     nats: NatsConfig | None = None
     """None = runs without NATS."""
     security: ClientSecurity = PLAINTEXT
-    """How it calls indexers and schedulers."""
+    """Transport security of calls to indexers and schedulers."""
     indexers: tuple[tuple[str, ...], ...] = (("127.0.0.1:7051",),)
     """Addresses of each shard's replicas in order of preference, mostly one shard; empty = routing on load alone.
     `dns://name:port` = whatever addresses the name has."""
@@ -58,25 +58,25 @@ class GatewayConfig:
     engine_ca: Path | None = None
     """Whom to trust where engines speak https; None = whom this machine trusts."""
     http_port: int = -1
-    """Of the OpenAI front; 0 = any free one, -1 = none."""
+    """Port of the OpenAI front; 0 = any free one, -1 = none."""
     dashboard: bool = True
     """At / of that port."""
     cors_origins: tuple[str, ...] = ()
     """Origins of pages of the web that may ask the OpenAI front; "*" = any."""
     client_paths: ClientPaths = field(default_factory=ClientPaths)
-    """What of engines' paths clients may ask for."""
+    """Paths of engines that clients may call."""
     shadow: ShadowConfig | None = None
     """The user's own balancer decides; None = this gateway does."""
     tokenizers: Mapping[str, Path] = field(default_factory=dict)
     """Folder of each model's tokenizer; "" = of all models that have none of their own."""
     finds_tokenizers: bool = False
-    """Whether those of other models are looked for on this machine."""
+    """Look for tokenizers of other models on this machine."""
     tokenizer_cache_bytes: int = 64 * 1024 * 1024
-    """Of texts and their tokens, for each tenant and model."""
+    """Bytes of the cache of texts and their tokens, for each tenant and model."""
     tokenize_timeout_seconds: float = 0.05
     """Longest wait for an engine that tokenizes a prompt, where there is no tokenizer here; 0 = none is asked."""
     session_affinity: str = ""
-    """Where the name of a session stands: "user" or "header:NAME"; "" = sessions are nothing here."""
+    """Location of the session's name: "user" or "header:NAME"; "" = no session affinity."""
     lease_seconds: int = 30
     """Lease of the gateway's own bookings at replicas of a scheduler that is gone."""
     endpoint_picker: EndpointPickerConfig | None = None

@@ -1,4 +1,4 @@
-"""What is read of an engine's words: few fields of an answer, however long it is, and accounts of a stream."""
+"""Readers of an engine's answer: a few fields of it, however long it is, and the usage of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import INLINE_BYTES, Fields
 
 MAX_WORDS_BYTES: Final = 64 * 1024
-"""Of an account, or an error, in a stream; longer ones are none."""
+"""Longest usage, or error, that is read in a stream, in bytes; a longer one counts as none."""
 _READ: Final = ("usage", "meta_info", "kv_transfer_params")
 _ERROR: Final = "error"
 

@@ -22,7 +22,7 @@ class EngineKey:
             ConfigError: The file cannot be read, or has no key in it.
         """
         self.headers: tuple[tuple[str, str], ...] = ()
-        """What every request to an engine carries."""
+        """Headers of every request to an engine."""
         self.file: FollowedFile[str] | None = None
         """To be watched."""
         if path is not None:

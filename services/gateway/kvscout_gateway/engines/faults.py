@@ -26,7 +26,7 @@ MAX_MESSAGE = 500
 _MISFITS = frozenset({401, 403, 404, 405, 407, 408})
 """Client errors that say nothing of the request: a key, a path or a model name that this engine does not have."""
 KEY_REFUSALS = frozenset({401, 403})
-"""What an engine says of the key that it is shown."""
+"""Statuses by which an engine refuses the API key."""
 _REPORTS = "the engine reports"
 _REQUEST_TYPES = frozenset({"BadRequestError", "invalid_request_error"})
 
@@ -40,7 +40,7 @@ _TRANSPORT_FAILURES = {
 
 
 class Fault(Enum):
-    """Whose fault a failure is."""
+    """Cause of a failure."""
 
     REQUEST = "request"
     """Every engine would refuse it: 400, 413, 422, also in a stream; 401 and 403 of a client's own key."""
@@ -60,7 +60,7 @@ class Fault(Enum):
 
 
 class Payer(Enum):
-    """Whose failure it is in the end."""
+    """Party that a failure is charged to."""
 
     CLIENT = "client"
     WORKER = "worker"
@@ -69,7 +69,7 @@ class Payer(Enum):
 
 
 class Ejection(Enum):
-    """What a failure does to its worker's standing with the outlier detector (`health`)."""
+    """Effect of a failure on the outlier detector (`health`)."""
 
     NEVER = "never"
     BACKOFF = "backoff"
@@ -80,14 +80,14 @@ class Ejection(Enum):
 
 
 class Rule(NamedTuple):
-    """What follows from a fault."""
+    """Consequences of a fault."""
 
     payer: Payer
     retried: bool
     """It is tried on another worker, as long as the client has nothing of an answer."""
     ejection: Ejection
     error: type[KvscoutError]
-    """What ends the request; `statuses` has its gRPC code, `refusals` its HTTP status, and the picker's."""
+    """Error that ends the request; `statuses` has its gRPC code, `refusals` its HTTP status, and the picker's."""
     field: str | None = None
 
 
@@ -179,7 +179,7 @@ def failure_behind(error: BaseException) -> EngineFailed | None:
 
 
 def fault_of_status(status: int, *, retry_after: bool, clients_key: bool = False) -> Fault:
-    """Whose fault an HTTP status other than 200 is.
+    """Return the fault of an HTTP status other than 200.
 
     Args:
         status: Of the answer, or the code of an error inside a stream.

@@ -31,20 +31,20 @@ WINDOW_SECONDS = 30.0
 """Failures this far apart have nothing to do with one another."""
 MIN_FAILURES = 3
 MIN_SHARE = 0.5
-"""Of the requests that it was given in the window."""
+"""Lowest share of failures among a worker's requests in the window that ejects it."""
 EJECTION_SECONDS = 10.0
 MAX_EJECTION_SECONDS = 60.0
 """A worker that lasted this long after it was out is out for `EJECTION_SECONDS` again the next time."""
 SLOW_START_SECONDS = 10.0
-"""How long a worker that is back gets fewer requests than the others: its caches are cold, and all would go to it."""
+"""Slow start after an ejection, in which a worker gets fewer requests: its caches are cold, and all would go to it."""
 SLOW_START_SHARE = 0.1
-"""Of the requests that may go to it, at first."""
+"""Share of its requests that it gets at first."""
 MISSED_CHECKS = 3
 """Health checks in a row that a worker that is well may miss, less one."""
 MAX_EJECTED_SHARE = 0.5
 """Share of the workers that are left out at most."""
 BUSY_SECONDS = 1.0
-"""How long a worker is left alone that is overloaded and does not say for how long."""
+"""Cool-down of a worker that is overloaded and does not say for how long."""
 MAX_BUSY_SECONDS = 30.0
 
 
@@ -69,7 +69,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Record:
-    """Of one worker rank that failed."""
+    """Failures of one worker rank."""
 
     now: _Counts
     """Half a window at most, as is the one before."""
@@ -77,7 +77,7 @@ class _Record:
     ejected_until: float | None = None
     """None = it is in."""
     ejection_seconds: float = 0.0
-    """How long it was out the last time."""
+    """Length of its last ejection."""
     back_since: float = 0.0
     probing: bool = False
     """A request is under way that was sent since it is out, and shows whether it is well again."""
@@ -114,7 +114,7 @@ class _Record:
 
 
 class WorkerHealth:
-    """Of the workers of one gateway, as its own requests show it."""
+    """Health of a gateway's workers, as its own requests show it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random) -> None:
         """Knows nothing of anybody.

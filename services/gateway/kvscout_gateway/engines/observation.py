@@ -1,4 +1,4 @@
-"""What the gateway sees of each worker: requests, failures, and whether cache predictions came true. Soft state."""
+"""Observations of each worker: requests, failures, accuracy of cache predictions. Soft state."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Reports:
     """Cached tokens as engines report them, and how they were predicted."""
 
     prompt_tokens: int = 0
-    """Of the requests that count here."""
+    """Prompt tokens of the requests that count here."""
     cached_tokens: int = 0
     checked: int = 0
     """Requests whose prediction was compared with the engine's report."""
     mispredicted: int = 0
     predicted_tokens: int = 0
-    """Of those, cached tokens as they were predicted."""
+    """Cached tokens that were predicted for the checked requests."""
     prediction_error_tokens: int = 0
 
     @property
@@ -70,7 +70,7 @@ class Observation:
     """Dispatched."""
     reports: Reports = field(default_factory=Reports)
     unproven: Reports = field(default_factory=Reports)
-    """Of requests whose usage says nothing of cached tokens, as if it had said 0."""
+    """Sums of requests whose usage has no cached tokens, counted as 0."""
     unreported: int = 0
     """Those of them of which a part was predicted to be cached."""
     eventful: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTFUL_KEPT))
@@ -112,7 +112,7 @@ class Observations(Collector):
         self._model_of = model_of
         self.by_rank: dict[tuple[str, WorkerRank], Observation] = {}
         self.total = Reports()
-        """Of all workers that ever were."""
+        """Sums of all workers since start."""
         self._reporting: set[tuple[str, str]] = set()
         """Tenant and id of the workers that report cached tokens."""
 

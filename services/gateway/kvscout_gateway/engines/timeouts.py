@@ -1,4 +1,4 @@
-"""How long an engine may be silent: as long as the prompts that it has explain.
+"""Timeouts of engines: an engine may be silent for as long as its prompts explain.
 
 Only output counts. Pings, comments and empty events come from an HTTP server in front of an engine that hangs, too.
 
@@ -19,12 +19,12 @@ from types import TracebackType
 from kvscout_common.http.http import StreamReport
 
 LOOK_SECONDS = 5.0
-"""How often it is looked whether an engine is heard that must not be silent for longer."""
+"""Seconds between two checks of a request whose timeout is over."""
 
 
 @dataclass(slots=True)
 class Liveness:
-    """Of one worker rank, as all requests of this gateway feel it."""
+    """Liveness of one worker rank, as all requests of this gateway observe it."""
 
     beat_at: float = float("-inf")
     """When it last put out something for a request that has ended, on the loop's clock."""
@@ -58,7 +58,7 @@ class EngineTimeouts:
     first_output_seconds: float = 30.0
     """Longest silence before a first token, beside the time that computing prompts takes."""
     prefill_tokens_per_second: float = 1000.0
-    """How fast an engine computes a prompt, at the slowest."""
+    """Lowest prefill speed of an engine."""
     idle_seconds: float = 30.0
     """Longest silence after it, beside that time."""
     queue_seconds: float = 300.0
@@ -96,7 +96,7 @@ class Watch:
         self.whole_answer = whole_answer
         """Its answer comes as a whole, and it is not complete."""
         self.lost = ""
-        """What is wrong with its engine, which will not answer; "" = nothing that is known."""
+        """Reason why its engine will not answer; "" = none is known."""
         self.on_lost: Callable[[], object] | None = None
         """Called when that becomes known."""
         self._noticed: Callable[[], StreamReport] | None = None

@@ -1,4 +1,4 @@
-"""What engines say of the tokens of a request, in each dialect. Pure."""
+"""Usage of a request as engines report it, in each dialect. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_OUTPUT_TOKENS = 2**31
 
 
 class Usage(NamedTuple):
-    """What an engine says of a request."""
+    """Token usage of a request, as its engine reports it."""
 
     prompt_tokens: int
     cached_tokens: int | None

@@ -13,7 +13,7 @@ from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import Request
 
 TOKENS_A_TURN = 16_384
-"""Of a prompt, written at a time: about a millisecond without the extension, after which others have their turn."""
+"""Tokens of a prompt that are written at once: about a millisecond without the extension, then other tasks run."""
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
 
 

@@ -1,1 +1,1 @@
-"""What clients speak to the gateway."""
+"""Protocols that clients speak to the gateway."""

@@ -1,4 +1,4 @@
-"""Who asks: a client's API key → its tenant and what it may do, by the tokens file that gRPC goes by, too."""
+"""Access control over HTTP: a client's API key → its tenant and role, by the same tokens file as gRPC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TENANT_HEADER: Final = "x-kvscout-tenant"
 
 
 class Caller(NamedTuple):
-    """Who asks, and for which tenant."""
+    """Identity of a caller, and the tenant of its request."""
 
     identity: Identity
     tenant: str

@@ -28,7 +28,7 @@ class JsonBody:
         """
         self._data = data = data.removeprefix(codecs.BOM_UTF8)
         self.charge: Charge | None = None
-        """What is charged for it; kept for as long as it is."""
+        """Memory charged for the body, released with it."""
         try:
             self.fields = Fields.scanned(data)
         except ValueError as error:

@@ -16,7 +16,7 @@ from kvscout_gateway.fronts.reserved import RESERVED_FIELDS, changes_of
 
 UNSUPPORTED_MEDIA_TYPE: Final = 415
 _OBJECT: Final = re.compile(rb"[\s\x00\xef\xbb\xbf\xfe\xff]*+\{")
-"""How a JSON object begins, in any encoding that an engine may read."""
+"""Beginning of a JSON object, in any encoding that an engine may read."""
 
 
 class ClientBody(NamedTuple):

@@ -25,7 +25,7 @@ CLIENT_PATHS: Final = (
     "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize",
     "/invocations", "/generate",
 )  # fmt: skip
-"""Of vLLM and SGLang, what runs a model for a client; `*` stands for one part of a path."""
+"""Paths of vLLM and SGLang that run a model for a client; `*` stands for one part of a path."""
 OPERATORS: Final = re.compile(
     r"/(?:v1/)?(?:sleep|wake_up|is_sleeping|pause|resume|is_paused|pause_generation|continue_generation|abort_requests?"
     r"|(?:un)?load_lora_adapter|(?:reset|flush|clear)_[a-z_]*cache|flush_cache|(?:start|stop)_profile|collective_rpc"

@@ -1,4 +1,4 @@
-"""What of a client's request goes to an engine beside its body, and of an engine's answer back. Pure."""
+"""Headers of a client's request that go to an engine, and of an engine's answer that go back. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_ONE_HOP: Final = frozenset(
      "transfer-encoding", "upgrade", "host", "content-length", "expect")
 )  # fmt: skip
 _NOT_FOR_ENGINES: Final = frozenset(("accept-encoding", "authorization", "cookie", "x-api-key"))
-"""What is packed cannot be read on its way; keys are the gateway's."""
+"""Compressed answers cannot be read on their way; keys are the gateway's."""
 _NOT_FOR_CLIENTS: Final = frozenset(("date", "server", "set-cookie"))
 _FOR_BROWSERS: Final = "access-control-"
 """Which pages may see an answer is the gateway's to say."""

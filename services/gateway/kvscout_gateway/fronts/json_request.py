@@ -1,4 +1,4 @@
-"""What a request in OpenAI's form asks of a worker: its model, the tokens of its prompt, the length of its output."""
+"""A request in OpenAI's form → the request to a worker: model, prompt tokens, output length."""
 
 from __future__ import annotations
 

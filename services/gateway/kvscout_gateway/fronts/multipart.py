@@ -15,11 +15,11 @@ MAX_BOUNDARY_BYTES: Final = 70
 """RFC 2046 allows no more."""
 DISPOSITION: Final = "content-disposition"
 MAX_VALUE_BYTES: Final = 1024
-"""Of the field that is read."""
+"""Longest field that is read, in bytes."""
 _SLICE_BYTES: Final = 256 * 1024
-"""Of one search: between two of them another thread may run."""
+"""Bytes of one search: between two of them another thread may run."""
 _KIND: Final = re.compile(r'[ \t]*+[^\s;"]++[ \t]*+')
-"""Of a header's value, what is before its parameters."""
+"""Media type of a header's value: the part before its parameters."""
 _PARAMETER: Final = re.compile(
     r';[ \t]*+([^\s=;"]++)[ \t]*+=[ \t]*+(?:"((?:[^"\\]|\\[^\\])*+)"|([^\s;"<>]*+))[ \t]*+', re.DOTALL
 )

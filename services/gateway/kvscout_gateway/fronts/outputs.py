@@ -1,4 +1,4 @@
-"""What a request in an engine's HTTP form tells of its output. Pure.
+"""Output of a request in an engine's HTTP form, as far as its fields tell. Pure.
 
 `max_tokens` is a bound: nearly every client sets one, few outputs reach it. How long outputs are schedulers learn, by
 class. A class is made of what a request asks for, from lists that stand here, and of nothing that its client wrote:
@@ -56,7 +56,7 @@ _LONG: Final = object()
 """A value that is there, and too long to be looked into."""
 
 Values: TypeAlias = Mapping[str, Any]
-"""What is read of a body; a field that is not there is not in it."""
+"""Fields of a body; an absent field is not in it."""
 
 
 def output_of(path: str, fields: Fields) -> Output:

@@ -1,4 +1,4 @@
-"""What went wrong, in OpenAI's shape; what an engine said of it is passed on in the engine's own words."""
+"""Errors in OpenAI's format; an engine's refusal is passed on as it is."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ STATUSES: Final[dict[type[KvscoutError], tuple[int, str, str | None]]] = {
 }
 """Status, OpenAI's type and code of each error; of a class that is not here, its nearest base counts."""
 _OURS_TO_SETTLE: Final = frozenset({401, 403, 407})
-"""What an engine says of our own key concerns no client: it would take it for its own."""
+"""Statuses about the gateway's own key: a client would take them for its own key's."""
 _KEPT: Final = frozenset({"content-type", "retry-after", "www-authenticate"})
 """Headers of an engine's refusal."""
 

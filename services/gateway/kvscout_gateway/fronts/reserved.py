@@ -1,4 +1,4 @@
-"""What of a request is not its client's to say: one list for every front. Pure.
+"""Fields and headers that a client may not set: one list for every front. Pure.
 
 Which engines run a request, where they fetch its KV blocks, on which rank, under which internal name: that is decided
 here, or by an operator. Engines believe whatever a request says of it. So these fields and headers never leave the
@@ -20,11 +20,11 @@ RESERVED_FIELDS: Final = frozenset(
         *("rid", "request_id"),  # of another request, its end would be that one's
     }
 )
-"""Of a body in JSON, or of a form."""
+"""Reserved fields of a body in JSON, or of a form."""
 NESTING_FIELDS: Final = frozenset({"vllm_xargs", "extra_args", "extra_body", "sampling_params"})
-"""Of a body: objects, or lists of objects, in which engines find further fields."""
+"""Fields of a body that are objects, or lists of objects, in which engines find further fields."""
 PRIORITY: Final = "priority"
-"""Of a body: in vLLM lower is earlier, in SGLang higher."""
+"""Priority field of a body: in vLLM lower is earlier, in SGLang higher."""
 RESERVED_HEADERS: Final = frozenset(
     {
         *("x-prefiller-host-port", "x-encoder-hosts-ports", "x-kv-cache-source-host-port"),
@@ -33,9 +33,9 @@ RESERVED_HEADERS: Final = frozenset(
 )
 """Those known by name: a proxy is told to remove them, whether it has shown them or not."""
 RESERVED_HEADER_PREFIXES: Final = ("x-data-parallel-", "x-gateway-", "x-kvscout-", "x-llm-d-", "x-smg-")
-"""Of the headers by which proxies, sidecars and engines send a request somewhere."""
+"""Prefixes of the headers by which proxies, sidecars and engines send a request somewhere."""
 _DEPTH: Final = 4
-"""Of objects within one another that are looked into; what is deeper goes."""
+"""Depth of nested objects that is searched; what is deeper is removed."""
 
 
 def is_reserved_header(name: str) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvscout_gateway.upstreams.scheduler.remote import Scheduler
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""Of an answer that is no stream of events."""
+"""Longest answer that is no stream of events."""
 
 
 class Reply(Protocol):
@@ -45,7 +45,7 @@ class Reply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttemptContext:
-    """What attempts are run with: one for a gateway."""
+    """Collaborators of every attempt: one for a gateway."""
 
     routing: RoutingFlow
     scheduler: Scheduler
@@ -57,7 +57,7 @@ class AttemptContext:
     clock: Callable[[], float] = time.perf_counter
 
     def adapter_of(self, spec: WorkerSpec | None) -> EngineAdapter:
-        """That of a worker's engine; vLLM's for a worker that this gateway does not know yet."""
+        """Return the adapter of a worker's engine; vLLM's for a worker that this gateway does not know yet."""
         return self.adapters.get(spec.engine if spec is not None else EngineKind.VLLM, self.adapters[EngineKind.VLLM])
 
 
@@ -93,7 +93,7 @@ class Attempt:
         self._sent_at = 0.0
         self._call: EngineCall | None = None
         self._answer: HttpAnswer | None = None
-        """Of which not all has been read."""
+        """Answer of which not all has been read."""
         self._relayed: HttpAnswer | None = None
         self._freed = False
         self.has_output = False
@@ -101,7 +101,7 @@ class Attempt:
         """The client has left with all of the answer."""
         self._generated = 0
         self.usage: Usage | None = None
-        """What its engine said of the prompt, at the end of its answer."""
+        """Usage that its engine reported at the end of its answer."""
         if decision.booking is not None:
             context.scheduler.hold(decision.booking)
         context.health.sent(self.key)
@@ -119,12 +119,12 @@ class Attempt:
 
     @property
     def adapter(self) -> EngineAdapter:
-        """That of its engine."""
+        """Return the adapter of its engine."""
         return self._context.adapter_of(self.decision.spec)
 
     @property
     def dialect(self) -> Dialect:
-        """That of its engine's answer."""
+        """Return the dialect of its engine's answer."""
         return self.request.body.dialect(self.adapter)
 
     def sent(self) -> None:

@@ -44,14 +44,14 @@ LOCAL_SHARE = 0.7
 
 _ON_LOAD_ALONE = types_pb2.RouterConfigOverride(overlap_score_weight=0.0)
 _NO_ONE: tuple[type[KvscoutError], ...] = (Unavailable, ResourceExhausted, NotFound, FailedPrecondition)
-"""What it is called that no worker of a role did its part; anything else is the client's trouble, or ours."""
+"""Errors by which no worker of a role did its part; any other is the client's or the gateway's."""
 
 
 Use: TypeAlias = Callable[[Attempt], Awaitable[None]]
 
 
 class Path(StrEnum):
-    """How a request of a model with prefill and decode workers was served."""
+    """Path of a request of a model with prefill and decode workers."""
 
     REMOTE = "remote"
     """Prefill on one worker, decode on another."""

@@ -27,15 +27,15 @@ _OTHERS = ("", "")
 
 @dataclass(frozen=True, slots=True)
 class ModelMetrics:
-    """What is counted of the requests of one model."""
+    """Metrics of one model's requests."""
 
     all_ttft: Tally
-    """Of all models together."""
+    """TTFT of all models together."""
     all_itl: Tally
     ttft: Latencies = field(default_factory=lambda: Latencies(_TTFT_BUCKETS))
     itl: Latencies = field(default_factory=lambda: Latencies(_ITL_BUCKETS))
     outcomes: Counter[str] = field(default_factory=Counter)
-    """How many requests ended in each way."""
+    """Number of requests by outcome."""
 
     def first_token(self, seconds: float) -> None:
         """A request had its first token after so long."""
@@ -57,7 +57,7 @@ class ModelMetrics:
 
 
 class GatewayMetrics(Collector):
-    """What the gateway counts as it happens."""
+    """Metrics of the gateway's requests."""
 
     def __init__(self, registry: CollectorRegistry, is_served: Callable[[str, str], bool] = lambda *_: True) -> None:
         """Count nothing yet.
@@ -72,7 +72,7 @@ class GatewayMetrics(Collector):
         self.degraded_counts: Counter[str] = Counter()
         """By the helper or shard that was missed."""
         self.ttft, self.itl = Tally(), Tally()
-        """Of all models."""
+        """TTFT and ITL of all models."""
         self._models: dict[tuple[str, str], ModelMetrics] = {}
         self._turned_away = 0
         """Requests of models that came when there were too many."""

@@ -64,7 +64,7 @@ class PrefillFailed(Exception):
 
 
 class Handover(Protocol):
-    """What passes between a prefill and a decode engine."""
+    """Handover of a prompt from a prefill to a decode engine."""
 
     async def run(self, exchange: Exchange, prefill: Request, decode: Attempt, reply: Reply) -> None:
         """Have the prompt computed by a prefill worker, and continued on the decode attempt, to its end.

@@ -33,7 +33,7 @@ PREFILL: Mapping[str, Any] = {
     "min_tokens": None,
     "n": None,
 }
-"""What makes a client's request one that only computes its prompt, and keeps it for another engine."""
+"""Fields that make a client's request compute its prompt only, and keep it for another engine."""
 
 
 @dataclass(slots=True)

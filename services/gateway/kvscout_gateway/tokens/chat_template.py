@@ -27,7 +27,7 @@ from kvscout_gateway.tokens.sglang_conversation import SglangPrompt, SglangRelea
 MAX_SECONDS: Final = 1.0
 MAX_CHARACTERS: Final = 8 * 1024 * 1024
 MAX_FILE_BYTES: Final = 8 * 1024 * 1024
-"""Of tokenizer_config.json: those of models with many added tokens have some hundred KiB."""
+"""Longest tokenizer_config.json: those of models with many added tokens have some hundred KiB."""
 _FINAL_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -9,9 +9,9 @@ import sys
 from collections import OrderedDict
 
 MAX_TENANTS = 256
-"""Of which chunks are kept; those of the tenant that asked longest ago go first."""
+"""Tenants whose chunks are cached; the least recently used tenant is evicted first."""
 ENTRY_BYTES = 150
-"""Of an entry beside its text and its tokens."""
+"""Bytes of an entry beside its text and its tokens."""
 
 
 class _Chunks:

@@ -1,4 +1,4 @@
-"""What a chat template is given: a request's messages and tools in the form that vLLM gives them. Pure.
+"""Input of a chat template: a request's messages and tools in the form that vLLM gives them. Pure.
 
 vLLM fills in what a client may leave out, parses the arguments of tool calls, and shows a template the content of
 messages as text or as a list of parts, whichever it is written for. A template that is given anything else renders

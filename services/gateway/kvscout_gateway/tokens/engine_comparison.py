@@ -23,7 +23,7 @@ SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Of a request that is being answered: what of its tokens is compared afterwards."""
+    """Tokens of a running request, to be compared with its engine's afterwards."""
 
     model: tuple[str, str]
     count: int

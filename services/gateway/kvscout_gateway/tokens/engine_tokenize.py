@@ -20,7 +20,7 @@ MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 MAX_ASKING: Final = 32
 """Prompts that engines tokenize at once for one gateway; a further one goes without."""
 REST_SECONDS: Final = 30.0
-"""How long an engine is not asked that says that it does not tokenize."""
+"""Back-off after an engine says that it does not tokenize."""
 LATE_REST_SECONDS: Final = 1.0
 """And one that is too slow: it has enough to do, and each request would wait for it."""
 
@@ -34,7 +34,7 @@ class Tokenizing(NamedTuple):
     endpoint: str
     """Base URL of its HTTP API."""
     headers: tuple[tuple[str, str], ...] = ()
-    """What it wants to see, such as its key."""
+    """Headers of a request to it, such as its key."""
 
 
 class EngineTokenize:

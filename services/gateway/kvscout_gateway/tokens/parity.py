@@ -1,4 +1,4 @@
-"""Whether our tokens are the engine's: where they are not, nothing that is cached is ever found, and nobody is told."""
+"""Parity of our tokens with the engine's: where they differ, nothing that is cached is found, and no error shows it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ log = logging.getLogger("kvscout.gateway")
 EVERY: Final = 256
 """One request in so many is compared token by token; of each that tells its usage, the number of tokens is."""
 MAX_MODELS: Final = 256
-"""Of which mismatches are remembered."""
+"""Models of which mismatches are remembered."""
 
 
 class Parity(StrEnum):
-    """What a comparison showed."""
+    """Result of a comparison."""
 
     MATCH = "match"
     MISMATCH = "mismatch"
@@ -41,7 +41,7 @@ class ParityCheck:
         self._every = every
         self._seen = 0
         self.differing: dict[tuple[str, str], str] = {}
-        """How the tokens of a tenant's model differed when they were last compared."""
+        """Difference in the last comparison, by tenant and model."""
         self._warnings = RateLimitedLog(log, period_seconds=60.0)
 
     def due(self) -> bool:

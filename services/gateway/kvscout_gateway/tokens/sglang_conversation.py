@@ -1,4 +1,4 @@
-"""What SGLang gives a chat template for a request; where it differs from vLLM, whose form `conversation` has. Pure.
+"""Input of a chat template in SGLang, where it differs from vLLM, whose form `conversation` has. Pure.
 
 By `serving_chat.py` and `protocol.py` of SGLang 0.5.10 to 0.5.23. A text content stays text, also where the template
 reads lists of parts; texts of parts are joined by spaces; fields without a value are left out; a final message of the
@@ -17,7 +17,7 @@ from kvscout_gateway.tokens.conversation import MAX_ARGUMENT_VALUES, NotText, ca
 
 TEXT_PARTS: Final = ("text", "input_text")
 _FIELDS: Final = ("tool_call_id", "name", "phase", "reasoning_content")
-"""Of a message beside role, content and tool calls, in the order in which a template finds them."""
+"""Fields of a message beside role, content and tool calls, in the order in which a template finds them."""
 
 
 class SglangRelease(StrEnum):
@@ -33,7 +33,7 @@ class SglangRelease(StrEnum):
 
 
 class SglangPrompt(NamedTuple):
-    """What a template is given."""
+    """Input of a template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None

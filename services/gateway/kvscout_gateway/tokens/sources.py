@@ -28,7 +28,7 @@ from kvscout_gateway.tokens.threads import Threads
 log = logging.getLogger("kvscout.gateway")
 
 _MODEL_PAGES: Final = ("/v1/models", "/get_model_info")
-"""Where vLLM and SGLang tell which folder they serve."""
+"""Pages of vLLM and SGLang that name the folder they serve."""
 ASK_SECONDS: Final = 2.0
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvscout_gateway.tokens.chat_template import ChatTemplate
 
 MAX_CHARACTERS: Final = 8 * 1024 * 1024
-"""Of a prompt."""
+"""Longest prompt that is tokenized here."""
 INLINE_RENDERED: Final = 32 * 1024
 """Bytes of a request whose text is put together on the event loop, and characters that are cut there: below half a
 millisecond."""

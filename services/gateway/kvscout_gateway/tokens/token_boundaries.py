@@ -1,4 +1,4 @@
-"""Where a text can be cut so that its chunks, tokenized alone, give the very tokens of the whole. Pure.
+"""Positions at which a text can be cut so that its chunks, tokenized alone, give the tokens of the whole. Pure.
 
 A tokenizer takes its *added tokens* out of a text before it does anything else: leftmost first, the longest of those
 that begin at one place. What lies between two of them is normalized, split and encoded by itself. So a text can be cut

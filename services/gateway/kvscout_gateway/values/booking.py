@@ -34,7 +34,7 @@ class Booking:
     scheduler: object | None = None
     """The scheduler that has it, as `upstreams` knows it; None = none has it (yet)."""
     worker: WorkerRank = UNPLACED
-    """Where it runs; with what follows, all that it takes to book it anew."""
+    """Worker rank that runs it; with the next fields, all that booking it anew takes."""
     block_hashes: bytes = b""
     """u64 as `array("Q")` packs them, eight bytes a block."""
     isl_tokens: int = 0
@@ -45,7 +45,7 @@ class Booking:
     prefill_reported: bool = False
     """And the scheduler knows."""
     output_tokens: int = 0
-    """That were generated until it was freed; 0 = unknown."""
+    """Tokens generated until it was freed; 0 = unknown."""
 
     def again(self) -> Booking:
         """Return the same, prefilled and without a scheduler: it will be booked as what runs."""

@@ -1,4 +1,4 @@
-"""Where a prompt goes."""
+"""Decision of the router: the worker of a prompt."""
 
 from __future__ import annotations
 

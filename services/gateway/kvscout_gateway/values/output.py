@@ -1,4 +1,4 @@
-"""What is known of a request's output before there is any: schedulers expect by it how long a worker will be busy."""
+"""Expected output of a request: schedulers estimate by it how long a worker will be busy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Output(NamedTuple):
 
 UNKNOWN: Final = Output()
 ONE_TOKEN: Final = Output(expected_tokens=1, max_tokens=1)
-"""Of an attempt that only computes the prompt: when that is done it is freed, which is as good as a first token."""
+"""Output of an attempt that only computes the prompt: it is freed when that is done, which implies a first token."""
 
 
 def check_class(name: str) -> None:

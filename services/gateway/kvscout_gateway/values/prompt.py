@@ -32,7 +32,7 @@ class PromptTooLong(InvalidArgument):
 
 
 class Geometry(NamedTuple):
-    """What a prompt's block hashes depend on besides the prompt."""
+    """Block size and EAGLE windows of a pool, on which a prompt's block hashes depend."""
 
     block_size: int
     eagle: bool
@@ -40,7 +40,7 @@ class Geometry(NamedTuple):
 
 @dataclass(slots=True)
 class Prompt:
-    """What is to be placed: token ids, the block hashes of one geometry, or only about how long it is."""
+    """Prompt of a request: token ids, the block hashes of one geometry, or only an estimate of its length."""
 
     isl_tokens: int
     """With those of further prompts."""

@@ -29,7 +29,7 @@ class EngineAdapter(Protocol):
     """One kind of engine."""
 
     dialect: Dialect
-    """That of its answer to a `completion`."""
+    """Dialect of its answer to a `completion`."""
 
     async def completion(
         self, to: Decision, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]
@@ -45,7 +45,7 @@ class EngineAdapter(Protocol):
 
 
 class RequestBody(Protocol):
-    """What a client wants run, as its front has it."""
+    """Body of a client's request, as its front has it."""
 
     @property
     def form(self) -> Form:
@@ -123,7 +123,7 @@ class Request:
     tenant: str
     prompt: Prompt
     body: RequestBody = field(default_factory=TokenBody)
-    """What is sent to an engine."""
+    """Body that is sent to an engine."""
     lora_name: str = ""
     role: Role = Role.AGGREGATED
     request_id: str = ""

@@ -38,7 +38,7 @@ DECISIONS: Final = 20
 
 
 class Dashboard:
-    """What one gateway shows of the kvscout that it is part of."""
+    """Dashboard of the installation, served by one of its gateways."""
 
     def __init__(
         self,

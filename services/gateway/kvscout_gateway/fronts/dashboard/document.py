@@ -1,4 +1,4 @@
-"""What the page is told, as JSON: a moment, the last decisions, what is wrong. Pure.
+"""Documents of the page, as JSON: state, last decisions, findings of doctor. Pure.
 
 Whatever comes from outside (names of workers and models, what engines say) is text here and on the page: cut, with
 nothing invisible in it, and never markup.
@@ -25,7 +25,7 @@ MAX_WORKERS: Final = 1_000
 MAX_SERVICES: Final = 200
 MAX_SHADOW_HOURS: Final = 48
 MAX_CANDIDATES: Final = 12
-"""Of a decision: the one that was chosen, and the cheapest of the others."""
+"""Candidates of a decision that are shown: the chosen one, and the cheapest of the others."""
 _DEAR: Final = float("inf")
 
 

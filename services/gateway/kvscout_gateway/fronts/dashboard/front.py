@@ -15,7 +15,7 @@ from kvscout_gateway.fronts.refusals import WrongMethod
 PAGE: Final = "/"
 EVENTS: Final = "/dashboard/events"
 METHOD: Final = "WatchDashboard"
-"""What roles are asked for."""
+"""RPC name by which roles allow the dashboard."""
 
 
 class DashboardFront:

@@ -1,4 +1,4 @@
-"""What went through this gateway in the last hour, in spans of ten seconds. Pure."""
+"""Requests of this gateway in the last hour, in spans of ten seconds. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ KEPT: Final = 360
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What was counted since start, at one time."""
+    """Counters since start, at one time."""
 
     at: float
     """Seconds since the Unix epoch."""
     requests: int
     failures: int
     prompt_tokens: int
-    """Of requests whose engine reports cached tokens."""
+    """Prompt tokens of requests whose engine reports cached tokens."""
     cached_tokens: int
     ttft: tuple[int, ...]
     """Counts of a `Tally`."""

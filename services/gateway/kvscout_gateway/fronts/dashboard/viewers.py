@@ -35,7 +35,7 @@ class Viewers:
         self._write_seconds = write_seconds
         self._events: dict[str, bytes] = {}
         self._news = asyncio.Event()
-        """Of now; set when there is something new, and replaced."""
+        """Set at the next event, and then replaced."""
         self.count = 0
         self.watched = asyncio.Event()
         """Set while there is a viewer."""

@@ -17,7 +17,7 @@ class Over(NamedTuple):
     """A request that is over, as the proxy's log says."""
 
     name: str
-    """Of its pick, by `wire.PICK`."""
+    """Name of its pick, from the header `wire.PICK`."""
     status: int
     """HTTP status; 0 = the client went before there was one."""
 

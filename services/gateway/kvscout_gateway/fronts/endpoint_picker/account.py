@@ -1,4 +1,4 @@
-"""What an engine says at the end of a response about the tokens it took. Pure."""
+"""Usage at the end of an engine's response. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 _USAGE = re.compile(r'(?<!\\)"usage"\s*:\s*(?={)')
 """Not within a string, where quotes are escaped; and not null, as it is before a stream's last event."""
 MAX_BYTES = 256 * 1024
-"""Of a response's end that are looked at."""
+"""Bytes at a response's end that are searched."""
 _DECODER = json.JSONDecoder()
 
 

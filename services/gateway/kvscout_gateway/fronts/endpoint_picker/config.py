@@ -1,4 +1,4 @@
-"""What the endpoint picker can be told."""
+"""Configuration of the endpoint picker."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 PORT = 9002
 """By the protocol."""
 MAX_PRIORITY = 2**31 - 1
-"""Of an objective."""
+"""Highest priority of an objective."""
 HELD_BODIES = 16
 """Bodies of the longest kind that may wait for their picks at once."""
 
 
 class Watch(StrEnum):
-    """What is done of responses once the pick is out."""
+    """Handling of responses after the pick."""
 
     OBSERVE = "observe"
     """Followed as the proxy passes them on; where it passes no bodies on, it is asked to for one in so many."""
@@ -43,7 +43,7 @@ class EndpointPickerConfig:
     """0 = any free one."""
     plaintext: bool = False
     tenant: str = ""
-    """Of all requests, whose proxy then needs no token; "" = that of the proxy's token."""
+    """Tenant of all requests, whose proxy then needs no token; "" = tenant of the proxy's token."""
     watch: Watch = Watch.OBSERVE
     sample_every: int = 32
     """0 = none is sampled."""

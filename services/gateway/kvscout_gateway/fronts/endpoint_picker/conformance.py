@@ -1,4 +1,4 @@
-"""What the conformance tests of the Gateway API Inference Extension need of a picker, beyond the protocol. Pure.
+"""Headers of the Gateway API Inference Extension's conformance tests, beyond the protocol. Pure.
 
 Their requests name the endpoints that they are to go to, and their answers tell where they went. Any client could send
 its requests where it likes by that: it is for test runs only (`--endpoint-picker-conformance`).
@@ -14,11 +14,11 @@ from kvscout_gateway.fronts.endpoint_picker import wire
 from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 
 SELECTION: Final = "test-epp-endpoint-selection"
-"""Of a request: endpoints with commas, ip:port or ip."""
+"""Request header: endpoints with commas, ip:port or ip."""
 SERVED: Final = "x-conformance-test-served-endpoint"
-"""Of a response: what the proxy says of who served it."""
+"""Response header: endpoint that served, as the proxy says."""
 SELECTED: Final = "x-conformance-test-selected-endpoint"
-"""Of a response: what was picked."""
+"""Response header: endpoint that was picked."""
 UNTOLD: Final = "fail: missing destination endpoint served metadata"
 
 

@@ -33,7 +33,6 @@ from kvscout_common.observability.log_lines import about_request
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.engines.faults import EngineFailed, fault_of_status
 from kvscout_gateway.engines.usage import output_tokens_of, usage_of_stream
-from kvscout_gateway.fronts.answering import spread_answering
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.endpoint_picker import wire
 from kvscout_gateway.fronts.endpoint_picker.access_log import Over
@@ -41,6 +40,7 @@ from kvscout_gateway.fronts.endpoint_picker.addresses import address_of, reachab
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 from kvscout_gateway.fronts.json_request import request_of
+from kvscout_gateway.fronts.random_workers import random_workers
 from kvscout_gateway.members.catalog import TenantView
 from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.exchange import Exchange
@@ -54,14 +54,14 @@ log = logging.getLogger("kvscout.gateway")
 NAME_BYTES = 16
 """Random ones of a pick's name."""
 QUEUE_SHARE = 0.75
-"""Of the time for a pick, what it may stand in line: who waited so long is refused, not sent where all are busy."""
+"""Share of the time for a pick that it may wait in a queue: then it is refused, not sent where all are busy."""
 NO_TIME = "there was no time left to ask a scheduler"
 LOOKED_AT = 3
 """Workers for each fallback that is wanted: some drain, or are left alone."""
 
 
 class PickerMetrics:
-    """What the picker counts."""
+    """Metrics of the picker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.picks = Counter(
@@ -220,7 +220,7 @@ class ExchangePicker:
         return DEFAULT_TENANT if identity.tenant == ALL_TENANTS else identity.tenant
 
     def _priority(self, objective: str) -> int:
-        """That of an objective, as far as the caller may go; of one that nobody has named, 0."""
+        """Return the priority of an objective, up to the caller's limit; 0 for an unknown one."""
         priority = self._config.objectives.get(objective, 0)
         limit = current_identity().max_priority
         return priority if limit is None else min(priority, limit)
@@ -242,7 +242,7 @@ class ExchangePicker:
     def _any(self, tenant: str, view: TenantView, asked: PickRequest) -> ExchangePick:
         everybody = tuple(view.specs.values())
         some = reachable(everybody, asked.subset)
-        specs = spread_answering(self._health, tenant, some, everybody, draw=self._draw)
+        specs = random_workers(self._health, tenant, some, everybody, draw=self._draw)
         if not specs:
             raise Unavailable(
                 "there is no worker that answers clients and that the request may go to", retry_after_seconds=1.0

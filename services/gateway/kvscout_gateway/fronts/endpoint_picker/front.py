@@ -24,7 +24,7 @@ from kvscout_gateway.fronts.endpoint_picker.process import ExternalProcessor, Li
 log = logging.getLogger("kvscout.gateway")
 
 LIVENESS, READINESS = "liveness", "readiness"
-"""What health is asked for, by the protocol, beside the service's name."""
+"""Names of health checks in the protocol, beside the service's name."""
 
 
 def endpoint_picker(

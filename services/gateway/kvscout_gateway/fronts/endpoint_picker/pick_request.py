@@ -12,7 +12,7 @@ from kvscout_gateway.fronts.client_paths import HEALTH, MODELS, ClientPaths, mod
 from kvscout_gateway.fronts.reserved import changes_of
 
 MODEL_HEADER: Final = "x-gateway-model-name"
-"""What Gateway API's body-based routing has read in the body, for pickers that get none."""
+"""Model that Gateway API's body-based routing has read in the body, for pickers that get no body."""
 REWRITE_HEADERS: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 """The model that is to run in place of the one that the body names; the first that is there counts."""
 OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
@@ -26,7 +26,7 @@ class PickRequest(NamedTuple):
     """"" = it does not say: any worker will do."""
     path: str = ""
     fields: Fields = Fields()
-    """Of its body."""
+    """Fields of its body."""
     size: int = 0
     """Bytes of the body."""
     subset: tuple[str, ...] | None = None

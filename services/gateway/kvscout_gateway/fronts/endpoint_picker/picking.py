@@ -1,4 +1,4 @@
-"""What the front needs of the gateway: a pick for a request, and somebody who hears what became of it."""
+"""Interface between the front and the gateway: a pick for a request, and reports of its outcome."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 
 
 class Pick(Protocol):
-    """Where one request goes, and what was booked for it.
+    """Endpoint of one request, and its booking.
 
     Exactly one of `ended`, `aborted` and `left` is called, once, after whatever else was; none of them waits.
     """
@@ -47,7 +47,7 @@ class Pick(Protocol):
         ...
 
     def left(self) -> None:
-        """What becomes of the request nobody will tell."""
+        """Record that the outcome of the request will not be reported."""
         ...
 
 

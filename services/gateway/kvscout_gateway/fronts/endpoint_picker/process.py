@@ -42,15 +42,15 @@ FALLBACK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one stream, and all of them, may take and ask for."""
+    """Limits of one stream, and of all together."""
 
     pick_seconds: float
     body_bytes: int
-    """Of one request's body."""
+    """Bytes of one request's body."""
     held_bytes: int
-    """Of all bodies that wait for their picks."""
+    """Bytes of all bodies that wait for their picks."""
     client_paths: ClientPaths
-    """What it may ask for."""
+    """Paths that clients may call."""
     ends_with_answers: bool = True
     """See `RequestStream`."""
     conformance: bool = False
@@ -75,7 +75,7 @@ class ExternalProcessor:
         self._limits = limits
         self._count = count
         self.held_bytes = 0
-        """Of bodies that wait for their picks."""
+        """Bytes of bodies that wait for their picks."""
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the rpc, under Envoy's own name."""

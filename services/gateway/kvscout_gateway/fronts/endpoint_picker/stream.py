@@ -41,10 +41,10 @@ TAIL_CHUNKS: Final = 4
 
 
 class Follow(Enum):
-    """What is done once the pick is out."""
+    """Handling of the stream after the pick."""
 
     PROXY = auto()
-    """What the proxy passes on of the response is looked at."""
+    """Watch the parts of the response that the proxy passes on."""
     MESSAGES = auto()
     """And where it would pass on no bodies, it is asked to."""
     LEAVE = auto()
@@ -78,7 +78,7 @@ class Answering:
     served: str
     """Its endpoint; "" = the proxy does not tell."""
     in_chunks: bool | None = None
-    """Whether its output comes as it is generated, so that the first chunk tells when the prompt was computed; None =
+    """True = its output comes as it is generated, so that the first chunk tells when the prompt was computed; None =
     it does not tell."""
 
     @property
@@ -104,7 +104,7 @@ Event: TypeAlias = PickWanted | BodyTooLong | Answering | FirstOutput | Ended
 
 
 class Step(NamedTuple):
-    """What follows from a message."""
+    """Result of a message."""
 
     answers: tuple[bytes, ...] = ()
     """To be sent, in order."""
@@ -119,7 +119,7 @@ _PASSED: Final = Step((wire.ANSWER_RESPONSE_CHUNK,))
 
 
 class Close(Enum):
-    """What it means that the stream ends now."""
+    """Meaning of a stream's end."""
 
     IDLE = auto()
     """Nothing: no pick is out, or the response was seen to its end."""
@@ -171,7 +171,7 @@ class RequestStream:
         self._headers_answered = False
         self._chunks: list[bytes] = []
         self.held_bytes = 0
-        """Of the request's body, until its pick is out."""
+        """Bytes of the request's body, until its pick is out."""
         self._is_whole = False
         self._trailers: list[bytes] = []
         """The answer to the request's trailers, if they came before the pick."""

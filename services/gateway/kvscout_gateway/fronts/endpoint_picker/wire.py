@@ -19,7 +19,7 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SERVED: Final = "x-gateway-destination-endpoint-served"
 PREFILLER: Final = "x-prefiller-host-port"
-"""What llm-d's sidecar at a decode worker reads: where the prompt is computed."""
+"""Address of the prefill worker, for llm-d's sidecar at a decode worker."""
 RANK: Final = "x-data-parallel-rank"
 PICK: Final = "x-kvscout-pick"
 """The name of the pick: what a proxy's access log is to say of the request."""
@@ -51,9 +51,9 @@ class Chunk(NamedTuple):
     """A chunk of a body, as it stands in its message."""
 
     fields: bytes
-    """Of HttpBody, and so of StreamedBodyResponse."""
+    """Encoded fields of HttpBody, and so of StreamedBodyResponse."""
     body_at: int
-    """Where in them the body's bytes begin; at their end if there are none."""
+    """Offset of the body's bytes in `fields`; its end if there are none."""
     body_bytes: int
     last: bool
 

@@ -20,7 +20,7 @@ from kvscout_gateway.engines.faults import EngineFailed
 MAX_VALUES = 500_000
 """In one event: SGLang's has those of all tokens until then."""
 _NAMED = "token_id:"
-"""How vLLM names tokens that it is to name by their numbers."""
+"""Prefix of a token's name where vLLM names tokens by their ids."""
 
 
 class LogprobSink:
@@ -37,7 +37,7 @@ class LogprobSink:
         self._chunks = EventRelay(Form.MESSAGES, dialect, max_tokens, StreamReport())
         self._read = _of_completion if dialect is Dialect.OPENAI else _SglangLogprobs()
         self._line: list[bytes] = []
-        """What has come of a line that has not ended; the transport bounds it."""
+        """Chunks of a line that has not ended; the transport bounds it."""
 
     async def write(self, data: bytes) -> None:
         """See `Sink`.

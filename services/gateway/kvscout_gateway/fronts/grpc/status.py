@@ -1,4 +1,4 @@
-"""What GetStatus tells of a gateway and of the workers that it has seen."""
+"""Status of a gateway and observations of its workers, for GetStatus."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _shadow_hour(hour: Hour, span: Span) -> gateway_pb2.ShadowHour:
 
 
 def _observations(gateway: Gateway, tenant: str, model: str) -> list[gateway_pb2.WorkerObservation]:
-    """Of the ranks to which requests went, and of those that get none because something is wrong."""
+    """Return observations of the ranks that got requests, and of those that get none because something is wrong."""
     # The clock of `Observation.eventful`.
     now, failing, silent = time.perf_counter(), gateway.health.failing(), gateway.health.silent()
     seen = gateway.observations.by_rank

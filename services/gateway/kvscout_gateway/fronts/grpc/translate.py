@@ -35,7 +35,7 @@ _OWN_FIELDS = frozenset(
         *(field.name for field in gateway_pb2.SamplingOptions.DESCRIPTOR.fields),
     }
 )
-"""Of engines' requests: those that say what other fields of the message say, or what the gateway itself has to."""
+"""Fields of engines' requests that the message has elsewhere, or that the gateway itself sets."""
 GENERATE = "generate"
 """The class of outputs of token ids that are continued as they are."""
 FLOAT_DIGITS = range(6, 10)

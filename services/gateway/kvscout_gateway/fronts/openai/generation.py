@@ -93,7 +93,7 @@ class Client:
         self.request_id = ""
         self.decision: Decision | None = None
         self.usage: dict[str, Any] = {}
-        """What the engine said of tokens."""
+        """Usage that the engine reported."""
 
     async def placed(self, decision: Decision) -> None:
         """See `Reply`."""

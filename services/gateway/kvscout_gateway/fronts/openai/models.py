@@ -21,7 +21,7 @@ from kvscout_gateway.members.catalog import Catalog, TenantView
 
 ASK_SECONDS: Final = 1.0
 KEPT_SECONDS: Final = 30.0
-"""How long an engine's words are repeated."""
+"""Seconds for which an engine's answer is cached."""
 MAX_ASKED: Final = 32
 """Engines at once; models beyond are told of in our own words."""
 MAX_PAGE_BYTES: Final = 1024 * 1024

@@ -14,10 +14,10 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
-from kvscout_gateway.fronts.answering import spread_answering
 from kvscout_gateway.fronts.body import JsonBody
 from kvscout_gateway.fronts.client_body import ClientBody, read_body
 from kvscout_gateway.fronts.context import FrontContext
+from kvscout_gateway.fronts.random_workers import random_workers
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -75,7 +75,7 @@ class Passthrough:
         specs = view.serving(view.resolve(model, "").model).specs if model else tuple(view.specs.values())
         if not specs:
             raise NotFound(f"no worker serves {model!r}" if model else "there are no workers", field="model")
-        able = spread_answering(self._health, tenant, specs, specs)
+        able = random_workers(self._health, tenant, specs, specs)
         if not able:
             raise Unavailable(
                 f"no worker of {model!r} that answers clients can be reached now", retry_after_seconds=1.0

@@ -21,7 +21,7 @@ USER: Final = "user"
 
 
 class Affinity:
-    """Where the name of a session stands in a request."""
+    """Location of the session's name in a request."""
 
     def __init__(self, source: str) -> None:
         """Take a flag.
@@ -44,7 +44,7 @@ class Affinity:
 
 
 def worker_of(session: str, worker_ids: Iterable[str]) -> str:
-    """Whose a session is; "" = nobody is there."""
+    """Return the worker of a session; "" = there is none."""
     return max(worker_ids, key=lambda worker_id: (_draw(session, worker_id), worker_id), default="")
 
 

@@ -1,4 +1,4 @@
-"""What shadow mode can be told."""
+"""Configuration of shadow mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVED_BY: Final = "x-served-by"
 
 @dataclass(frozen=True, slots=True)
 class ShadowConfig:
-    """Whose decisions are shadowed."""
+    """Load balancer whose decisions are shadowed."""
 
     balancer: str
     """http://host:port, or https."""

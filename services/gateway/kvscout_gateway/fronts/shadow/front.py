@@ -34,7 +34,7 @@ from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.fronts.shadow.score import Generation, Score, Scores
 
 MAX_READ_BYTES: Final = 1024 * 1024
-"""Of an answer that comes as a whole: a longer one is passed on and not read for its usage."""
+"""Bytes of an answer that comes as a whole: a longer one is passed on and not read for its usage."""
 
 
 class ShadowFront:
@@ -142,7 +142,7 @@ class _Passing:
         self._passed = False
         """The client has something of an answer."""
         self.failure: KvscoutError | None = None
-        """What went wrong after that."""
+        """Failure after that."""
 
     async def run(self, request: HttpRequest) -> None:
         """Pass it on, and its answer back.

@@ -1,4 +1,4 @@
-"""What was as it is, and as it would have been, by the hour. Pure."""
+"""Comparison of the balancer's choices with the policy's, by the hour. Pure."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ class Comparison(NamedTuple):
     cached: int | None
     """As its engine says; None = it says nothing of it."""
     policy: int
-    """That the worker of the policy's choice had cached."""
+    """Tokens that the worker of the policy's choice had cached."""
     same: bool | None
-    """That worker served it; None = nobody said who did."""
+    """True = the policy's worker served it; None = the balancer does not say who did."""
 
 
 @dataclass(slots=True)
 class Sums:
-    """Of the requests that were compared."""
+    """Sums of the requests that were compared."""
 
     compared: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     policy_cached_tokens: int = 0
     served_known: int = 0
-    """Of them, those of which the balancer said who served."""
+    """Compared requests of which the balancer said who served."""
     same_worker: int = 0
-    """Of these, those that the policy would have sent there, too."""
+    """Requests among these that the policy would have sent there, too."""
     same_worker_prompt_tokens: int = 0
     same_worker_error_tokens: int = 0
     """Σ |what was predicted to be cached − what was|: they ran where it was predicted, and tell how far to trust it."""
@@ -87,7 +87,7 @@ class Span:
     requests: int = 0
     sums: Sums = field(default_factory=Sums)
     unproven: Sums = field(default_factory=Sums)
-    """Of requests whose engine said nothing of cached tokens, as if it had said 0."""
+    """Sums of requests whose usage has no cached tokens, counted as 0."""
     left_out: Counter[LeftOut] = field(default_factory=Counter)
 
     def proven(self) -> None:

@@ -12,7 +12,7 @@ from kvscout_common.http.http import Headers
 
 
 class Page(NamedTuple):
-    """What a browser is given."""
+    """Response to a browser."""
 
     headers: Headers
     body: bytes

@@ -1,4 +1,4 @@
-"""Who may be asked what needs no placement by its prompt: one rule for every front."""
+"""Workers for requests that need no placement by their prompt, in random order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvscout_gateway.engines.health import WorkerHealth
 _random: Final = random.Random()
 
 
-def spread_answering(
+def random_workers(
     health: WorkerHealth,
     tenant: str,
     some: Sequence[WorkerSpec],
@@ -20,15 +20,14 @@ def spread_answering(
     *,
     draw: random.Random = _random,
 ) -> list[WorkerSpec]:
-    """Those workers that answer clients themselves, in an order that spreads requests; who fails what others run comes
-    last.
+    """Return the workers that answer clients themselves, in random order; ejected ones come last.
 
     Args:
-        health: Says who fails.
-        tenant: Whose request it is.
-        some: Those that it may go to.
-        among: All that could take it.
-        draw: The order is left to chance.
+        health: Ejections.
+        tenant: Tenant of the request.
+        some: Workers that it may go to.
+        among: All workers that could take it.
+        draw: Random generator.
     """
     able = [spec for spec in some if spec.http_endpoint and not spec.draining and spec.role is not Role.PREFILL]
     # A decode worker that computes no prompts is for what generates nothing, where there is no other.
