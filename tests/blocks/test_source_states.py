@@ -15,10 +15,11 @@ from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.reference import ReferenceIndex
-from kvscout_blocks.source import source as source_module
+from kvscout_blocks.source import peer_search
 from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import HistoryBroken, NoHistory, SourceInput, SourceState
-from kvscout_blocks.source.source import PeerLookup, Source
+from kvscout_blocks.source.peer_search import PeerLookup
+from kvscout_blocks.source.source import Source
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
@@ -113,7 +114,7 @@ class World:
         return self.source.cursor
 
     def searching(self) -> bool:
-        return self.source.searching
+        return self.source.peers.running
 
     def incomplete(self) -> bool:
         return self.source.incomplete
@@ -287,7 +288,7 @@ async def elsewhere_of(found: SourceState | None, go: asyncio.Event) -> SourceSt
 async def test_a_state_of_others_comes_first_and_the_source_confirms_it(
     monkeypatch: pytest.MonkeyPatch, *, can_replay: bool
 ) -> None:
-    monkeypatch.setattr(source_module, "CONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(peer_search, "CONNECT_SECONDS", 0.0)
     go = asyncio.Event()
     found = state(4, epoch=0, last_digest=batch(4).digest)
     feed = ScriptedFeed([batch(4, epoch=0), batch(5, epoch=0)], can_replay=can_replay)
@@ -298,7 +299,7 @@ async def test_a_state_of_others_comes_first_and_the_source_confirms_it(
     go.set()
     await world.settled()
     assert not world.searching()
-    assert world.source.searched.is_set()
+    assert world.source.peers.over.is_set()
     assert world.cursor() == (0, 6)
     assert feed.asked == ([4] if can_replay else [])
     # Without a replay batch 5 is lost, and what was held becomes a prediction.
@@ -307,7 +308,7 @@ async def test_a_state_of_others_comes_first_and_the_source_confirms_it(
 
 
 async def test_a_state_of_others_from_a_former_life_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "CONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(peer_search, "CONNECT_SECONDS", 0.0)
     go = asyncio.Event()
     go.set()
     found = state(4, epoch=0, last_digest=batch(4).digest)
@@ -321,7 +322,7 @@ async def test_a_state_of_others_from_a_former_life_is_dropped(monkeypatch: pyte
 
 
 async def test_a_reconnect_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "CONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(peer_search, "CONNECT_SECONDS", 0.0)
     go = asyncio.Event()
     asked = 0
 
@@ -346,7 +347,7 @@ async def test_a_reconnect_does_not_end_the_search(monkeypatch: pytest.MonkeyPat
 async def test_where_others_know_nothing_better_the_source_is_asked_from_the_start(
     monkeypatch: pytest.MonkeyPatch, found: str | None
 ) -> None:
-    monkeypatch.setattr(source_module, "CONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(peer_search, "CONNECT_SECONDS", 0.0)
     go = asyncio.Event()
     go.set()
     of_others = state(4, history_incomplete=True) if found else None
@@ -359,7 +360,7 @@ async def test_where_others_know_nothing_better_the_source_is_asked_from_the_sta
 
 
 async def test_a_reset_on_request_leaves_the_search_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "CONNECT_SECONDS", 0.0)
+    monkeypatch.setattr(peer_search, "CONNECT_SECONDS", 0.0)
     go = asyncio.Event()
     feed = ScriptedFeed(can_replay=False)
     world = World(feed, peer_lookup=lambda spec, rank: elsewhere_of(state(4, epoch=0), go))
@@ -377,5 +378,5 @@ async def test_a_source_that_is_closed_ends_its_search(monkeypatch: pytest.Monke
     task = world.source.close()
     assert task is not None
     await task
-    assert world.source.searched.is_set()
+    assert world.source.peers.over.is_set()
     assert not world.defects

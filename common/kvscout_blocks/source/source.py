@@ -10,16 +10,13 @@
 
 While a state is loaded, blocks are demoted or a cut is taken, of a rank with many blocks, the `Gate` is closed: what
 comes meanwhile waits there, in order, and nothing else does.
-
-A state that peers have of the source (`PeerLookup`) is the first part of the first replay: live batches wait for it as
-for any replay, what came since is asked of the source itself, and half a state is never loaded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +28,7 @@ from kvscout_blocks.index.block_index import Applied, BlockIndex, Loading
 from kvscout_blocks.source.decisions import Apply, Decision, Demote, RequestReplay, Reset, SequencedBatch
 from kvscout_blocks.source.feed import Bypass, Cursor, Feed, HistoryBroken, NoHistory, SourceCut, SourceState
 from kvscout_blocks.source.gate import Gate
+from kvscout_blocks.source.peer_search import PeerLookup, PeerSearch
 from kvscout_blocks.source.sequence import SourceSequence
 from kvscout_common.errors import KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
@@ -43,14 +41,8 @@ YIELD_EVERY = 32
 """Replayed batches between two iterations of the event loop."""
 RECOVERY_INTERVAL_SECONDS = 600.0
 """A worker whose counts are impossible is recovered at most this often."""
-CONNECT_SECONDS = 1.0
-"""Longest wait for the live channel before peers are requested: what comes after their cut must not be lost."""
-
 SMALL_STATE_BYTES = 16 * 1024
 """Size up to which a state is loaded at once: about 1,000 blocks."""
-
-PeerLookup = Callable[[WorkerSpec, WorkerRank], Awaitable[SourceState | None]]
-"""Requests a rank's state from peers; None = none has it. Raises nothing, and ends in bounded time."""
 
 
 class SourceObserver(Protocol):
@@ -84,7 +76,7 @@ class Source:
         incomplete: Called when the source's history becomes incomplete, and when it is complete again.
         failed: Called with a defect of this program; the process then ends.
         observer: Observes what was applied; None = nobody does.
-        peer_lookup: Requests a state from peers before the source is asked for one; None = there are none.
+        peer_lookup: Requests a state from peers before the source sends its history; None = there are none.
     """
 
     def __init__(
@@ -133,12 +125,8 @@ class Source:
         self._failed = failed
         self._observer = observer
         self._peer_lookup = peer_lookup
-        self._search: asyncio.Task[SourceState | None] | None = None
-        """Requests a state from peers; None = over, or never begun."""
+        self.peers = PeerSearch()
         self._gate = Gate(f"work on {rank.worker_id}/{rank.dp_rank}", failed=failed)
-        self._connected = asyncio.Event()
-        self.searched = asyncio.Event()
-        """Set once no state is requested from peers, and one that was found is loaded."""
         self._replay: asyncio.Task[None] | None = None
         self._over_capacity = False
         self._incompatible = False
@@ -147,21 +135,19 @@ class Source:
     def open(self) -> None:
         """Begin to read."""
         if self._peer_lookup is None:
-            self.searched.set()
+            self.peers.over.set()
         else:
-            name = f"state {self.rank.worker_id}/{self.rank.dp_rank}"
-            self._search = asyncio.get_running_loop().create_task(self._search_peers(self._peer_lookup), name=name)
+            self.peers.start(self._peer_lookup, self.spec, self.rank)
             self._carry_out(self.sequence.expect_state())
         self._bypass = self.feed.open(self)
 
     def close(self) -> asyncio.Task[None] | None:
         """End reading and a running replay; return the task to wait for, which closes its socket as it ends."""
         self._set_incomplete(False)
-        self.searched.set()
         self.feed.close()
-        begun = (self._search, self._replay, self._gate.end())
+        begun = (self.peers.end(), self._replay, self._gate.end())
         # A cancelled task keeps where it was, which is here: the index would live until the garbage collector comes.
-        self._search = self._replay = None
+        self._replay = None
         tasks = [task for task in begun if task is not None and not task.done()]
         for task in tasks:
             task.cancel()
@@ -173,11 +159,6 @@ class Source:
         if self._lent is not None:
             self._take_back(self._lent)
         return self._sequence
-
-    @property
-    def searching(self) -> bool:
-        """Return whether a state is requested from peers."""
-        return self._search is not None
 
     @property
     def cursor(self) -> Cursor:
@@ -236,18 +217,18 @@ class Source:
         """See `SourceInput.on_batch`."""
         now = self._clock()
         self.received_at = now
-        self._connected.set()
+        self.peers.connected.set()
         self._gate.do(lambda: self._carry_out(self.sequence.on_batch(batch, now)), batch.size_bytes)
 
     def on_state(self, state: SourceState) -> None:
         """See `SourceInput.on_state`."""
         self.received_at = self._clock()
-        self._connected.set()
+        self.peers.connected.set()
         self._gate.do(lambda: self._load_live(state), state.size_bytes)
 
     def on_reconnect(self, *, new_publisher: bool = False) -> None:
         """See `SourceInput.on_reconnect`."""
-        self._connected.set()
+        self.peers.connected.set()
         if new_publisher:
             self._unknown_before = self._unknown_removed()
         self._gate.do(lambda: self._carry_out(self.sequence.on_reconnect(new_publisher=new_publisher)))
@@ -316,11 +297,8 @@ class Source:
 
     def _restart(self) -> None:
         """Begin anew."""
-        if self._search is not None:
-            # What others have is of the life that has just ended.
-            self._search.cancel()
-            self._search = None
-            self.searched.set()
+        # What peers have is of the incarnation that has just ended.
+        self.peers.end()
         self._reset()
 
     def _carry_out(self, decisions: list[Decision[DecodedBatch]]) -> None:
@@ -455,7 +433,7 @@ class Source:
     ) -> None:
         """Replace the rank's blocks by a state that was loaded."""
         if not loading.commit():
-            # Not all of it was, since too much came meanwhile, or the rank is another by now: the next batch will tell.
+            # Not all of it was, since too much came meanwhile, or the rank is another by now: the next batch shows it.
             return
         self._over_capacity = False
         if self._observer is not None:
@@ -499,25 +477,13 @@ class Source:
         except BaseException as error:
             self._failed(error)
 
-    async def _search_peers(self, peer_lookup: PeerLookup) -> SourceState | None:
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await self._connected.wait()
-        except TimeoutError:
-            log.info("worker %s/%d is not reachable yet; requesting its state from peers", *self.rank)
-        return await peer_lookup(self.spec, self.rank)
-
     async def _load_from_peers(self, request: RequestReplay) -> None:
         """Load a peer's state as the first part of the first replay; a later request waits for the same search."""
-        if self._search is None:
-            return
-        # Shielded: a reconnect ends the replay, not the search.
-        state = await asyncio.shield(self._search)
-        self._search = None
+        state = await self.peers.result()
         # A source that has a replay may know better than those who know that something is missing.
         if state is not None and not (state.history_incomplete and self.feed.can_replay):
             await self._load(request.attempt, state, second_hand=True)
-        self.searched.set()
+        self.peers.over.set()
 
     async def _read_replay(self, request: RequestReplay) -> HistoryBroken | None:
         """Read a replay to its end, or to where it broke, or until a later request has taken over."""

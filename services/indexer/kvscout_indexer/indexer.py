@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from kvscout_blocks.index.backend import make_index, make_queries
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.feed import Feed, SourceCut
+from kvscout_blocks.source.peer_search import PeerLookup
 from kvscout_blocks.source.published import with_last_digest
-from kvscout_blocks.source.source import PeerLookup, Source
+from kvscout_blocks.source.source import Source
 from kvscout_common.errors import NotFound
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import Closing, FirstDefect
@@ -164,7 +165,7 @@ class Indexer:
         try:
             async with asyncio.timeout(WARM_SECONDS):
                 for source in list(self._sources.values()):
-                    await source.searched.wait()
+                    await source.peers.over.wait()
         except TimeoutError:
             log.warning("serving before peers have answered for every worker")
 

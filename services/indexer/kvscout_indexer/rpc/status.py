@@ -80,7 +80,7 @@ def source_state(
             lambda: _blindness(spec, source),
         ),
         (bool(source.feed.outage), indexer_pb2.SOURCE_STATE_DISCONNECTED, lambda: source.feed.outage),
-        (source.searching, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} batches wait for peers"),
+        (source.peers.running, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} batches wait for peers"),
         (sequence.replaying, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} live batches wait"),
         # Before what is missing: of a source that was never heard that says nothing new.
         (_is_blind(source), indexer_pb2.SOURCE_STATE_BLIND, lambda: _blindness(spec, source)),
