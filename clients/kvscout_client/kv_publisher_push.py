@@ -128,16 +128,16 @@ class PushPosition:
         return await self._batches(first_id)
 
     async def _batches(self, first_id: int) -> Sequence[bytes]:
-        last, oldest = self._local.last_event_id, self._local.oldest_event_id
-        if last is None or first_id > last:
+        end, oldest = self._local.next_event_id, self._local.oldest_event_id
+        if first_id >= end:
             return ()
-        available = oldest if oldest is not None else last + 1
+        available = oldest if oldest is not None else end
         if first_id < available:
             self.dropped += available - first_id
             if self._rank.has_state:
                 return await self._state()
             self._next = first_id = available
-            if first_id > last:
+            if first_id == end:
                 return ()
         messages = self._local.batches(first_id, max_bytes=BURST_BYTES)
         self._next = first_id + len(messages)
@@ -348,10 +348,10 @@ class PushOutlet:
         """Return the batches and bytes in the ring that not every indexer has acknowledged."""
         local = self._rank.local
         oldest = local.oldest_event_id
-        if oldest is None or local.last_event_id is None:
+        if oldest is None:
             return 0, 0
         first_id = max(oldest, min(target.position.missing_from for target in self.targets))
-        return max(0, local.last_event_id - first_id + 1), local.bytes_from(first_id)
+        return max(0, local.next_event_id - first_id), local.bytes_from(first_id)
 
     @property
     def dropped(self) -> int:

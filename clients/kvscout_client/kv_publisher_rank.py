@@ -19,7 +19,7 @@ from kvscout_blocks.bytes.events import MEDIA, DecodedBatch, Event, EventBatch, 
 from kvscout_blocks.bytes.messages import VERSION
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.publish.history import RING_BATCHES, RING_BYTES, PublishedHistory
+from kvscout_blocks.publish.history import DEMOTED_SECONDS, RING_BATCHES, RING_BYTES, PublishedHistory
 from kvscout_blocks.publish.incarnation import next_epoch
 from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_client.zmq_publisher import full_blocks, u64
@@ -28,8 +28,6 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 
 MAX_EVENT_BLOCKS: Final = 16_384
 """Blocks of one event: 256 KiB of hashes, half of what a message may have. More blocks become several events."""
-DEMOTED_SECONDS: Final = 120.0
-"""Seconds for which blocks whose history was lost can still be named as parents."""
 
 
 def tier_of(medium: str | None) -> Tier:
@@ -201,7 +199,7 @@ class PublishedRank:
             self._publish(outlet, tuple(events), event_id)
             return event_id
         for event in events:
-            self._publish(outlet, (event,), self._expected)
+            self._publish(outlet, (event,), self.local.next_event_id)
         return self.last_event_id if events else None
 
     def restart(self, outlet: Outlet, epoch: int | None) -> None:
@@ -231,22 +229,18 @@ class PublishedRank:
             resend_id=resend_id,
         ).SerializeToString()
 
-    @property
-    def _expected(self) -> int:
-        return 0 if self.last_event_id is None else self.last_event_id + 1
-
     def _check(self, event_id: int, events: Sequence[Event]) -> None:
-        if not self._expected <= event_id < 2**64:
+        if not self.local.next_event_id <= event_id < 2**64:
             raise ValueError(
-                f"event_id {event_id} must be at least {self._expected}: what was published before is repeated only "
-                "in a new incarnation, see restart()"
+                f"event_id {event_id} must be at least {self.local.next_event_id}: what was published before is "
+                "repeated only in a new incarnation, see restart()"
             )
         if len(events) > 1:
             raise ValueError(f"event_id {event_id} is one event, which has at most {MAX_EVENT_BLOCKS} blocks")
 
     def _publish(self, outlet: Outlet, events: tuple[Event, ...], event_id: int) -> None:
         batch = EventBatch(events, self._wall_clock(), self.rank.dp_rank)
-        gap = event_id > self._expected
+        gap = event_id > self.local.next_event_id
         now = self._clock()
         if gap and not batch.cleared and self.has_state:
             # What was missed may have removed anything.

@@ -362,7 +362,7 @@ class DumpReader:
         for block in chunk.window_blocks:
             copies = tuple(sorted(map(_copies_from_proto, block.copies)))
             self._window_blocks.append(DumpedWindowBlock(block.engine_hash, block.sequence_hash, copies))
-        return self._finish(chunk.history_incomplete) if chunk.last else None
+        return self._finish(batch, chunk.history_incomplete) if chunk.last else None
 
     def _read_run(self, run: events_pb2.StateRun) -> None:
         length = len(run.local_hashes)
@@ -378,16 +378,15 @@ class DumpReader:
             self._blocks.append(DumpedBlock(engine if copies else None, parent, local, held))
             parent = len(self._blocks) - 1
 
-    def _finish(self, history_incomplete: bool) -> Dumped:
-        assert self._header is not None
+    def _finish(self, header: events_pb2.KvEventBatch, history_incomplete: bool) -> Dumped:
         for position, further in self._further.items():
             if position >= len(self._blocks) or not self._blocks[position].copies:
                 raise InvalidArgument(f"no block at position {position}", field="state.further_copies")
             block = self._blocks[position]
             self._blocks[position] = block._replace(copies=tuple(sorted((*block.copies, *further))))
-        header = self._header
+        worker, pool = source_of(header)
         dump = WorkerDump(
-            worker=WorkerRank(header.worker_id, header.dp_rank),
+            worker=worker,
             epoch=header.epoch,
             last_event_id=header.event_id if header.HasField("event_id") else None,
             groups=self._groups,
@@ -397,7 +396,7 @@ class DumpReader:
             windows=tuple(self._windows),
             window_blocks=tuple(self._window_blocks),
         )
-        return Dumped(source_of(header)[1], dump, history_incomplete)
+        return Dumped(pool, dump, history_incomplete)
 
 
 def read_dump(messages: Sequence[bytes]) -> Dumped:

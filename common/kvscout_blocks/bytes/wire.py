@@ -185,11 +185,10 @@ def _fields(raw: Any, names: Sequence[str]) -> Mapping[str, Any] | None:
 
 
 def _required(raw: Any, names: Sequence[str], required: Sequence[str]) -> Mapping[str, Any]:
-    fields = _fields(raw, names)
+    fields = _fields(raw, names) or {}
     for name in required:
-        if fields is None or name not in fields:
+        if name not in fields:
             raise _BadEvent(f"{name} is missing")
-    assert fields is not None
     return fields
 
 

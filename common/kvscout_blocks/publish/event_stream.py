@@ -88,17 +88,12 @@ async def ensure_stream(
     return name
 
 
-def message_id(worker: WorkerRank, epoch: int, event_id: int) -> str:
-    """Return the `Nats-Msg-Id` of a batch of events, unique in the stream."""
-    return f"{encode_name(worker.worker_id)}.{worker.dp_rank}.{epoch}.{event_id}"
-
-
-def chunk_message_id(worker: WorkerRank, cut: str, index: int) -> str:
-    """Return the `Nats-Msg-Id` of a state chunk.
+def message_id(worker: WorkerRank, *parts: object) -> str:
+    """Return the `Nats-Msg-Id` of a message, unique in the stream.
 
     Args:
         worker: The source.
-        cut: What no other cut of this source is called.
-        index: Number of the chunk.
+        parts: What no other message of the source has: a batch's epoch and event id, or "state", the name of a cut and
+            the number of its chunk.
     """
-    return f"{encode_name(worker.worker_id)}.{worker.dp_rank}.state.{cut}.{index}"
+    return ".".join(map(str, (encode_name(worker.worker_id), worker.dp_rank, *parts)))

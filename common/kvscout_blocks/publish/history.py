@@ -27,6 +27,8 @@ from kvscout_common.worker import PoolKey, WorkerRank
 RING_BATCHES: Final = 1024
 RING_BYTES: Final = 64 * 1024 * 1024
 """Published batches kept; the oldest go first, and readers that need them get the state."""
+DEMOTED_SECONDS: Final = 120.0
+"""Seconds for which blocks whose history was lost can still be named as parents."""
 
 Outcome = bridge_pb2.RecoverOutcome
 
@@ -87,7 +89,7 @@ class PublishedHistory:
 
     def add(self, event_id: int, message: bytes | None) -> None:
         """Add the message of a batch that was applied; None = it cannot be sent as one message, only in the state."""
-        if message is None or (self.last_event_id is not None and event_id != self.last_event_id + 1):
+        if message is None or event_id != self.next_event_id:
             self._clear()
         self.last_event_id = event_id
         if message is None:
@@ -98,16 +100,21 @@ class PublishedHistory:
             self._ring_bytes -= len(self._ring.popleft())
 
     @property
+    def next_event_id(self) -> int:
+        """Return the number that continues the last batch."""
+        return 0 if self.last_event_id is None else self.last_event_id + 1
+
+    @property
     def oldest_event_id(self) -> int | None:
         """Return the number of the oldest batch in the ring; None = it is empty."""
-        return self.last_event_id - len(self._ring) + 1 if self._ring and self.last_event_id is not None else None
+        return self.next_event_id - len(self._ring) if self._ring else None
 
     def batches(self, first_id: int, *, max_bytes: int) -> list[bytes]:
         """Return messages of consecutive batches from one in the ring on: as many as fit, at least one."""
-        oldest, last = self.oldest_event_id, self.last_event_id
-        if oldest is None or last is None or not oldest <= first_id <= last:
+        oldest = self.oldest_event_id
+        if oldest is None or not oldest <= first_id < self.next_event_id:
             raise ValueError(f"batch {first_id} is not in the ring")
-        newest_first = list(islice(reversed(self._ring), last - first_id + 1))
+        newest_first = list(islice(reversed(self._ring), self.next_event_id - first_id))
         taken, size_bytes = [newest_first.pop()], 0
         while newest_first and (size_bytes := size_bytes + len(taken[-1])) + len(newest_first[-1]) <= max_bytes:
             taken.append(newest_first.pop())
@@ -115,8 +122,7 @@ class PublishedHistory:
 
     def bytes_from(self, first_id: int) -> int:
         """Return the size of the ring's messages from a batch on."""
-        number = max(0, self.last_event_id - first_id + 1) if self.last_event_id is not None else 0
-        return sum(map(len, islice(reversed(self._ring), number)))
+        return sum(map(len, islice(reversed(self._ring), max(0, self.next_event_id - first_id))))
 
     async def state(self) -> SourceState:
         """Return one consistent cut, as of the call; batches may be added meanwhile.
@@ -149,15 +155,15 @@ class PublishedHistory:
         last = self.last_event_id
         if first_id is not None and last_id is not None and last_id < first_id:
             return Recovered(Outcome.RECOVER_OUTCOME_INVALID_RANGE, [], last)
-        if first_id is not None and (last is None or first_id > last):
+        if first_id is not None and first_id >= self.next_event_id:
             return Recovered(Outcome.RECOVER_OUTCOME_TOO_NEW, [], last)
-        if first_id is None or last is None or first_id <= last - len(self._ring):
+        oldest = self.oldest_event_id
+        if first_id is None or oldest is None or first_id < oldest:
             state = await self.state()
             return Recovered(Outcome.RECOVER_OUTCOME_DUMP, state.messages, state.last_event_id)
-        oldest = last - len(self._ring) + 1
-        end = last if last_id is None else min(last_id, last)
+        end = self.next_event_id if last_id is None else last_id + 1
         # Not by index: a deque is a list of blocks, and the slice is most often at its end.
-        wanted = [message for number, message in enumerate(self._ring, oldest) if first_id <= number <= end]
+        wanted = [message for number, message in enumerate(self._ring, oldest) if first_id <= number < end]
         return Recovered(Outcome.RECOVER_OUTCOME_EVENTS, wanted, last)
 
     async def answer(self, request: bridge_pb2.RecoverRequest) -> Iterator[bridge_pb2.RecoverResponse]:

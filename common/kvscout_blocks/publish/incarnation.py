@@ -5,7 +5,7 @@ the digest of a batch that it has published. After a restart it compares what th
 
     the engine has batch n, with that digest ────▶ the same incarnation: the same epoch goes on
     it has n with another digest,                ┐
-    it has only older ones, or none,             ├▶ another, or it cannot be told: a higher epoch, beginning
+    it has only older ones, or none,             ├▶ another, or it is unknown: a higher epoch, beginning
     it has only newer ones: history is gone      ┘  with the engine's state
 """
 
@@ -91,7 +91,7 @@ class Comparison:
             replayed: The engine has sent all that it has of before now.
 
         Returns:
-            None: it cannot be told yet; more is to come.
+            None: not known yet; more is to come.
         """
         if record is None or record.event_id is None or record.digest is None or self._restarted:
             return Verdict.OTHER

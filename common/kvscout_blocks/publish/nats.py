@@ -24,7 +24,7 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
 
-from kvscout_blocks.publish.event_stream import MSG_ID, chunk_message_id, ensure_stream, message_id
+from kvscout_blocks.publish.event_stream import MSG_ID, ensure_stream, message_id
 from kvscout_blocks.publish.publication import Outbox, Outgoing, Publication
 from kvscout_common.nats.barrier import NatsBarrier
 from kvscout_common.nats.link import NatsLink, end_if_cancelled
@@ -146,12 +146,11 @@ class StreamWay:
 
     def _message_id(self, publication: Publication, outgoing: Outgoing) -> str:
         if outgoing.chunk is None:
-            assert outgoing.event_id is not None
             return message_id(publication.rank, outgoing.epoch, outgoing.event_id)
         if outgoing.chunk == 0:
             # A state that is sent again is cut anew, and must not be taken for the one before.
             self._cuts[id(publication)] = secrets.token_hex(8)
-        return chunk_message_id(publication.rank, self._cuts[id(publication)], outgoing.chunk)
+        return message_id(publication.rank, "state", self._cuts[id(publication)], outgoing.chunk)
 
 
 class Sender:

@@ -45,8 +45,6 @@ class Outgoing(NamedTuple):
     """Digest of the engine's payload; None = not known."""
     chunk: int | None = None
     """Number of the state chunk; None: it is a batch of events."""
-    last: bool = True
-    """True if its state, or batch, is complete with it."""
 
 
 class Confirmed(NamedTuple):
@@ -217,8 +215,7 @@ class Publication:
         )
         message = encoded if len(encoded) <= self._max_message_bytes else None
         self.oversized += message is None
-        expected = 0 if local.last_event_id is None else local.last_event_id + 1
-        follows = batch.event_id == expected or batch.cleared
+        follows = batch.event_id == local.next_event_id or batch.cleared
         local.add(batch.event_id, message)
         self._last_digest = batch.digest
         if self.confirmed is not None and batch.event_id <= self.confirmed.event_id:
@@ -283,9 +280,8 @@ class Publication:
             return []
         finally:
             self._state_begun = False
-        last = len(state.messages) - 1
         return [
-            Outgoing(state.epoch, state.last_event_id, message, digest, number, number == last)
+            Outgoing(state.epoch, state.last_event_id, message, digest, number)
             for number, message in enumerate(state.messages)
         ]
 

@@ -11,7 +11,7 @@ from kvscout.v1 import bridge_pb2
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
-from kvscout_blocks.publish.history import PublishedHistory
+from kvscout_blocks.publish.history import DEMOTED_SECONDS, PublishedHistory
 from kvscout_blocks.publish.incarnation import Comparison, Record, Verdict, next_epoch
 from kvscout_blocks.publish.publication import Confirmed, Outbox, Publication
 from kvscout_blocks.source.decisions import SequencedBatch
@@ -24,8 +24,6 @@ from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 
 HELD_BYTES: Final = 64 * 1024 * 1024
 """Batches held until it is known which incarnation they belong to; beyond, the state stands for them."""
-DEMOTED_SECONDS: Final = 120.0
-"""Seconds for which blocks whose history was lost can still be named as parents."""
 
 
 class BridgedRank:
