@@ -244,7 +244,7 @@ def encode_events(
     """Encode a batch as a message, with local hashes in place of tokens.
 
     A reader's index does with it what it would have done with the engine's own bytes: what cannot be indexed is sent
-    without its hashes, as it still teaches the kind of its group; full blocks of another size are told by that size.
+    without its hashes, as it still shows the kind of its group; full blocks of another size are known by that size.
 
     Args:
         pool: The index it belongs to.
@@ -283,13 +283,13 @@ def _event_to_proto(event: Event, pool: PoolKey, adapters: Mapping[int, str]) ->
 
 def _stored_to_proto(event: Stored, pool: PoolKey, adapters: Mapping[int, str]) -> events_pb2.BlocksStored:
     message = events_pb2.BlocksStored(group=event.group)
-    # Readers take group 0, and no other, for full attention where they are not told.
+    # Readers take group 0, and no other, for full attention where the kind is missing.
     if event.full_attention != (event.group == 0):
         message.attention_kind = (
             events_pb2.ATTENTION_KIND_FULL if event.full_attention else events_pb2.ATTENTION_KIND_OTHER
         )
     has_content = bool(event.tokens or event.local_hashes)
-    # Blocks that move often come without their size: then they do not tell what there is to know of their group.
+    # Blocks that move often come without their size: then they say nothing about their group.
     window = event.window if has_content or event.block_size else 0
     message.sliding_window = window
     verdict = judge_content(event, pool.block_size, pool.eagle, adapters) if has_content else None

@@ -75,7 +75,7 @@ class _BadEvent(Exception):
 
 
 def is_full_attention(kind: str | None, group: int) -> bool:
-    """Return whether a cache group decides prefix hits; engines that tell no kind have only group 0."""
+    """Return whether a cache group decides prefix hits; engines that send no kind have only group 0."""
     return kind in FULL_ATTENTION_KINDS if kind else group == 0
 
 
@@ -242,7 +242,7 @@ def _lookahead(values: Any, tokens: tuple[int, ...], block_size: int, blocks: in
     following = _u32s([value for value in values if value is not None])
     if not following:
         return None
-    # One token a block, or the tokens after the last block: the blocks' own tokens tell which.
+    # One token a block, or the tokens after the last block: the blocks' own tokens show which.
     starts = tokens[block_size::block_size] if block_size else ()
     one_a_block = len(following) == blocks and following[:-1] == starts[: blocks - 1]
     return following[-1] if one_a_block else following[0]

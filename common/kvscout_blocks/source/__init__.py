@@ -3,6 +3,6 @@
 ::
 
     engine ══ZMQ══▶ intake, subscriber ▶ ┐
-    publisher ══ NATS, gRPC ══ published ┴─▶ feed ─▶ source ── asks ──▶ sequence
+    publisher ══ NATS, gRPC ══ published ┴─▶ feed ─▶ source ── steps ─▶ sequence
                                                ▲        └── what was lost? ──▶ recovery, replay
 """

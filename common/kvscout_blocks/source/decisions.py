@@ -63,7 +63,7 @@ class Drop(NamedTuple):
 
 
 class RequestReplay(NamedTuple):
-    """Ask the source for all batches from `first_id` on; pass `attempt` back with each answer.
+    """Request all batches of the source from `first_id` on; pass `attempt` back with each answer.
 
     Answers to an earlier request may be thrown away.
     """

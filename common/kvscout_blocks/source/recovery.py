@@ -1,4 +1,4 @@
-"""Recovery over NATS: a reader that lost events asks their publisher, which answers from its local index.
+"""Recovery over NATS: a reader that lost events requests them from their publisher, which answers from its local index.
 
 ::
 
@@ -8,7 +8,7 @@
       │ ──── empty message ──▶ flow ─────────────────────────▶ │  at most WINDOW parts unread
       │ ◀── inbox ── ... part n, last ──────────────────────── │
 
-NATS core may lose a message: parts are numbered, so a loss ends the recovery, and the reader asks again. Both ends
+NATS core may lose a message: parts are numbered, so a loss ends the recovery, and the reader repeats it. Both ends
 give up on one another when nothing moves; neither holds more than `WINDOW` parts of at most 512 KiB on the way.
 """
 
@@ -71,7 +71,7 @@ async def recover(
     try:
         inbox = await client.subscribe(client.new_inbox())
     except (nats.errors.Error, OSError) as error:
-        raise HistoryBroken(f"cannot ask {subject}: {error!r}") from error
+        raise HistoryBroken(f"cannot send a request to {subject}: {error!r}") from error
     try:
         await client.publish(subject, request.SerializeToString(), reply=inbox.subject)
         expected = 0
@@ -161,7 +161,7 @@ class RecoveryService:
         except (TimeoutError, nats.errors.Error, OSError) as error:
             log.info("a recovery was cancelled because its reader is gone: %r", error)
         except Exception:
-            # A reader gets no answer and asks again; what happens is in the log each time.
+            # A reader gets no answer and repeats its request; what happens is in the log each time.
             log.exception("a recovery failed")
 
     async def _send(self, reply: str, parts: Iterable[bridge_pb2.RecoverResponse]) -> None:

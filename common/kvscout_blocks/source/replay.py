@@ -1,4 +1,4 @@
-"""State of the replay that a source is asked for: its rounds of replies, and the retries."""
+"""State of a requested replay: its rounds of replies, and the retries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Replay:
         self.failures = failures
         self.answered = self.healing = False
         self._begun_at = (epoch, last_id)
-        # With epochs a restart tells itself: a source that has nothing newer than `last_id` has lost nothing.
+        # With epochs a restart shows itself: a source that has nothing newer than `last_id` has lost nothing.
         self.verified = last_id is None or epoch > 0
 
     def end(self) -> None:

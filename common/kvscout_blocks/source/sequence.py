@@ -1,10 +1,10 @@
-"""The order of a source's event batches: what to apply, what to drop, when to ask for a replay.
+"""The order of a source's event batches: what to apply, what to drop, when to request a replay.
 
 ::
 
               ┌──────────── id = last+1: apply ───────────┐
               ▼                                           │
-                                                       ┌── hole, or no end, after progress: ask again
+                                                       ┌── hole, or no end, after progress: again
                                                        ▼       │
     WAITING ─────▶ LIVE ── gap, reconnect, restart ──▶ REPLAYING ── verified to the end ──▶ LIVE
                                                           │ history gone, no answer, overflow
@@ -20,10 +20,10 @@ compare its digest: an engine that restarted and has overtaken `last` meanwhile 
 caller reads what a socket still holds before it reports that socket's reconnect.
 
 Engines drop replies that outrun their socket, and the end marker with them, but never the first: so what a round of
-replies leaves out was lost on the way, and is asked for again from the last applied batch. Only a round whose *first*
-reply is above what was asked says that history is gone. A round that brought nothing new counts as a failed one.
+replies leaves out was lost on the way, and is requested again from the last applied batch. Only a round whose *first*
+reply is above what was requested says that history is gone. A round that brought nothing new counts as a failed one.
 
-With epochs a restart tells itself, an id is one batch however often it is encoded, and what is of a lower epoch than
+With epochs a restart shows itself, an id is one batch however often it is encoded, and what is of a lower epoch than
 what was seen is old, whoever sends it.
 
 A *state* (one consistent cut, such as a publisher's or a peer's dump) stands for everything up to its cursor. It comes
@@ -52,7 +52,7 @@ from kvscout_blocks.source.publishers import MIXED, PublisherCheck
 from kvscout_blocks.source.replay import Replay
 
 DIGESTS_KEPT: Final = 64
-"""Digests of the last applied batches, to tell duplicates from restarts."""
+"""Digests of the last applied batches, to distinguish duplicates from restarts."""
 
 OUTDATED_AFTER: Final = 100
 """Live batches of a lower epoch in a row, none of the present one among them: no remains of a former life."""
@@ -103,7 +103,7 @@ class SourceSequence(Generic[T]):
         self.unproven_start = False
         """True if the publisher is taken to have begun with batch 1 although nothing shows that it had no batch 0."""
         self._began_at_one = False
-        """A replay from 0 on began with 1: if one that is asked for later does, nothing was dropped before it."""
+        """A replay from 0 on began with 1: if one that is requested later does, nothing was dropped before it."""
 
     @property
     def replaying(self) -> bool:
@@ -177,8 +177,8 @@ class SourceSequence(Generic[T]):
             return False
         if epoch != self.epoch or self.last_id is None:
             return epoch >= self.epoch
-        # Without a cursor it is newer only if it comes by itself: who is asked for what came after `last_id`, and does
-        # not know where he is, knows less than we do.
+        # Without a cursor it is newer only if it comes by itself: whoever answers a request for what came after
+        # `last_id` without a cursor knows less than we do.
         return attempt is None if last_id is None else last_id >= self.last_id
 
     def on_state(
@@ -233,7 +233,7 @@ class SourceSequence(Generic[T]):
         return out
 
     def on_heal(self) -> list[Decision[T]]:
-        """Ask for everything once more: history is incomplete, and the source may have a whole state by now.
+        """Request everything once more: history is incomplete, and the source may have a whole state by now.
 
         A replay that fails changes nothing then, unless batch 0 has come: from there on it is one like any other.
         """
@@ -384,7 +384,7 @@ class SourceSequence(Generic[T]):
         if self._replay.healing:
             self._leave_as_it_is(out)
         elif self.last_id is None and not self._held:
-            # Nothing is known that could be wrong; whether anything is missing the first batch's id will tell.
+            # Nothing is known that could be wrong; whether anything is missing the first batch's id shows.
             self._end_replay()
         else:
             self._give_up(reason, out)
@@ -482,7 +482,7 @@ class SourceSequence(Generic[T]):
                 self._replay.attempt += 1
 
     def _fill_gap(self, out: list[Decision[T]]) -> None:
-        """Ask for what is missing before the first held batch, if any is held."""
+        """Request what is missing before the first held batch, if any is held."""
         if self._held and self._can_replay:
             self._request(out)
         elif self._held:
@@ -491,7 +491,7 @@ class SourceSequence(Generic[T]):
     def _restart(self, out: list[Decision[T]], *, epoch: int, cause: SequencedBatch[T] | None = None) -> None:
         """Forget everything after a restart of the engine, and learn its new incarnation from the beginning.
 
-        Batches held so far are in that replay if they belong to the new life: it is asked for after they came.
+        Batches held so far are in that replay if they belong to the new life: it is requested after they came.
         """
         self._drop_held(out)
         self._end_replay()
@@ -537,7 +537,7 @@ class SourceSequence(Generic[T]):
         return mixed
 
     def _request_start(self, out: list[Decision[T]]) -> None:
-        """Ask once more from 0 on, where a replay began with 1, now that more was published."""
+        """Request once more from 0 on, where a replay began with 1, now that more was published."""
         if self._began_at_one:
             self._request(out, everything=True)
             self._replay.healing = True

@@ -130,7 +130,7 @@ class NatsLink:
 
     def status(self) -> types_pb2.NatsStatus:
         """Return the status of the connection for GetStatus."""
-        # What the server said of itself when it was connected to; nats-py has no other way to ask.
+        # What the server said of itself when it was connected to; nats-py has no other way to find out.
         server: Mapping[str, Any] = self.client._server_info
         return types_pb2.NatsStatus(
             servers=[_without_user(url) for url in self.config.servers],

@@ -160,7 +160,7 @@ def worker_of(values: dict[str, Any]) -> WorkerSpec | None:
         if not values[name]:
             raise ConfigError("is needed with --worker-id", field=name)
     if not values["event_endpoint"] and not values["http_endpoint"]:
-        raise ConfigError("give it, or --http-endpoint, where the engine is asked for it", field="event_endpoint")
+        raise ConfigError("give it, or --http-endpoint, which reports it", field="event_endpoint")
     endpoints, replays, first = values["event_endpoint"], values["replay_endpoint"], values["dp_start_rank"]
     if replays and len(replays) != len(endpoints):
         raise ConfigError(f"{len(replays)} for {len(endpoints)} of --event-endpoint", field="replay_endpoint")

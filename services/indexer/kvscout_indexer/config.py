@@ -28,7 +28,7 @@ class IndexerConfig:
     reset_states: bool = False
     """Clear streams, snapshots and consumers of the namespace at start."""
     peers: tuple[str, ...] = ()
-    """host:port of other indexers, asked in this order for the state of a worker that is new here."""
+    """host:port of other indexers, called in this order for the state of a worker that is new here."""
     client: ClientSecurity = PLAINTEXT
     """Client security towards peers and bridges."""
     max_blocks: int = 0

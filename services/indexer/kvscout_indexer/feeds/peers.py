@@ -27,7 +27,7 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 log = logging.getLogger("kvscout.events")
 
 MAX_DUMPS = 8
-"""Asked for at once: each may be 200 MB."""
+"""Requested at once: each may be 200 MB."""
 ANSWER_SECONDS = 2.0
 """Longest wait for a peer's first message, and for each further one."""
 SEARCH_SECONDS = 10.0

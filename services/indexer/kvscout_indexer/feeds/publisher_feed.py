@@ -152,7 +152,7 @@ class PublisherFeed:
         self._unanswered = 0
 
     def _judge(self, broken: HistoryBroken, *, answered: bool) -> HistoryBroken:
-        """Return whether to ask again: a publisher that sends events and never answers keeps none of them."""
+        """Return whether to request again: a publisher that sends events and never answers keeps none of them."""
         if answered:
             self._unanswered = 0
         elif self._received > self._received_before:

@@ -40,7 +40,7 @@ ACK_MESSAGES: Final = 50
 ACK_SECONDS: Final = 0.02
 """An answer comes after a number of messages, or some time after the first that is not answered yet."""
 RESEND_SECONDS: Final = 5.0
-"""Longest wait for something that was asked for again."""
+"""Longest wait for something that was requested again."""
 
 
 Item = SequencedBatch[DecodedBatch] | SourceState
@@ -217,8 +217,8 @@ class PushFeed:
         source = self.source
         known = source.cursor.last_event_id is not None
         if source.replaying or (known and not source.cursor.epoch):
-            # What was asked of the former stream is asked of this one. And without epochs only the last batch, sent
-            # again, tells whether the source is still the same.
+            # What was requested over the former stream is requested over this one. And without epochs only the last
+            # batch, sent again, shows whether the source is still the same.
             source.on_reconnect()
         elif source.incomplete:
             # A publisher that comes back may have its whole state by now.
@@ -266,7 +266,7 @@ class Stream:
         self._request_due = False
         """True if the next answer carries the request."""
         self._reply: asyncio.Future[None] | None = None
-        """Done when the source has what it asked for, or the publisher has no more; None = nobody waits."""
+        """Done when the source has what it requested, or the publisher has no more; None = nobody waits."""
         self._silence: asyncio.Timeout | None = None
         """Ends the wait for the reply."""
         self._unanswered = 0

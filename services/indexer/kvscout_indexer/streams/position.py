@@ -56,7 +56,7 @@ def fits(snapshot: SnapshotId, stream: StreamState) -> bool:
 def to_load(stream: StreamState, snapshots: Iterable[SnapshotId]) -> list[SnapshotId]:
     """Return the snapshots in which the state of a source is looked for, best first.
 
-    Those of the stream; without any, the newest of a stream that is gone: old, but its cursors tell what is new, and
+    Those of the stream; without any, the newest of a stream that is gone: old, but its cursors show what is new, and
     publishers what was missed.
 
     Args:

@@ -1,6 +1,6 @@
-"""Messages pulled from a JetStream consumer: as many at a time as this side has asked for, in order.
+"""Messages pulled from a JetStream consumer: as many at a time as this side has requested, in order.
 
-Two requests are under way at most, so that one is being filled while the other is applied; what they ask for bounds the
+Two requests are under way at most, so that one is being filled while the other is applied; their size bounds the
 messages and the bytes that wait here. A consumer that is silent beyond its heartbeats, or whose numbers show a hole, is
 given up: the reader makes another one at its own position.
 """
@@ -80,7 +80,7 @@ class StreamPull:
         self._delivered = 0
         """Consumer sequence of the last message."""
         self._requested = 0
-        """Messages that were asked for and have not come."""
+        """Messages that were requested and have not come."""
         self._batch_bytes = BATCH_BYTES
         self._came_since_request = False
         self._received_at = clock()
@@ -103,7 +103,7 @@ class StreamPull:
                 await self._subscription.unsubscribe()
 
     async def take(self) -> list[StreamMessage]:
-        """Return what has come, in order; asks for more where little is left to come.
+        """Return what has come, in order; requests more where little is left to come.
 
         Raises:
             PullBroken: The consumer must be made again.
@@ -168,7 +168,7 @@ class StreamPull:
             if not self._came_since_request:
                 self._batch_bytes = min(2 * self._batch_bytes, MAX_BATCH_BYTES)
         elif status == "409" and "Batch Completed" in description:
-            # Where bytes were limited, too, the server says that all that a request asked for has come.
+            # Where bytes were limited, too, the server says that a request is fulfilled.
             self._requested -= int(headers.get("Nats-Pending-Messages", 0))
         else:
             self._broken = f"the server says {status} {description}".rstrip()

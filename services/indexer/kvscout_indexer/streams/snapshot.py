@@ -41,7 +41,7 @@ class SourceCut:
     messages: Sequence[bytes]
     """Serialised `KvEventBatch`es of its state chunks."""
     unverified: bool = False
-    """Events were missed and the publisher was not asked for them yet."""
+    """Events were missed and were not requested from the publisher yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,9 +79,9 @@ class Partition:
         self.passed = 0
         """Stream sequence of its last message that the tail left to the catch-up."""
         self.unverified = False
-        """Events may have been missed, and the publisher was not asked yet."""
+        """Events may have been missed, and the publisher got no request yet."""
         self.doubtful = False
-        """The publisher was asked, and the feed was not settled since."""
+        """The publisher got a request, and the feed was not settled since."""
 
     def cut_position(self, read_to: int) -> int:
         """Return the stream sequence up to which the index contains its messages, of which it had all to `read_to`."""
@@ -229,7 +229,7 @@ class StreamSources:
         self._receive(partition, message.data)
         partition.position = message.sequence
         if feed.settled:
-            # What continues the cursor proves that nothing was missed; what leaves a gap has its source ask by itself.
+            # What continues the cursor proves that nothing was missed; what leaves a gap makes its source request them.
             partition.unverified = partition.unverified or (unverified and feed.cursor == before)
             partition.contained, partition.doubtful = message.sequence, False
 
