@@ -167,22 +167,22 @@ class Gateway:
         self.registry.listen(self)
 
     def charge(self, tenant: str) -> Charge:
-        """What is charged for a request's body and what is made of it here; nothing yet."""
+        """Return the charge for a request's body and its copies; nothing yet."""
         return self.budget.charge(tenant, self.body_copies)
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """Nothing: observations are made when first needed."""
+        """Do nothing: observations are made when first needed."""
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """Nothing: what was seen of the worker stays true."""
+        """Do nothing: observations of the worker stay true."""
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """Forgets what was seen of it."""
+        """Forget the observations of a worker."""
         self.observations.forget(spec.tenant, spec.worker_id)
         self.health.forget(spec.tenant, spec.worker_id)
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """What runs beside the server, by name."""
+        """Return the tasks that run beside the server, by name."""
         return {
             "membership": self.membership.run,
             **({"health-checks": self.health_checks.run} if self.config.health_check_seconds else {}),
@@ -191,12 +191,12 @@ class Gateway:
         }
 
     async def warm(self) -> None:
-        """Waits until workers and helpers have been heard of, in bounded time."""
+        """Wait until workers and upstreams are known, in bounded time."""
         await self.backends.warm()
         await self.membership.read.wait()  # a lookup takes LOOKUP_SECONDS at most
 
     def require_deciding(self) -> None:
-        """Nothing, where this gateway decides where requests run.
+        """Raise unless this gateway decides where requests run.
 
         Raises:
             FailedPrecondition: It shadows another balancer.
@@ -207,7 +207,7 @@ class Gateway:
             )
 
     def leave(self) -> None:
-        """Says from now on that it is going to stop."""
+        """Report from now on that it is going to stop."""
         self.leaving = True
 
     async def drain(self) -> None:
@@ -219,7 +219,7 @@ class Gateway:
         await self.exchanges.idle.wait()
 
     async def close(self) -> None:
-        """Delivers what can be delivered still, and closes every connection."""
+        """Deliver what can still be delivered, and close every connection."""
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self.drain()
@@ -231,7 +231,7 @@ class Gateway:
         await self.scheduler.close()
 
     def info(self) -> types_pb2.ServiceInfo:
-        """What this process is, with what an operator should know."""
+        """Return what this process is, with warnings for operators."""
         members = [about(member.name, why) for member in self.registration.members if (why := problem(member))]
         return service_info(
             self.started,
@@ -251,7 +251,7 @@ class Gateway:
         return self.membership.resync(member)
 
     def _report_failure(self, tenant: str, decision: Decision, error: EngineFailed, ejection_seconds: float) -> None:
-        """A worker failed; that it is left out for it concerns the other gateways, too."""
+        """Log a worker's failure, and report an ejection to the other gateways."""
         who = f"{decision.worker.worker_id}/{decision.worker.dp_rank}"
         self._warnings.warning((tenant, decision.worker), "worker %s failed: %s", who, error)
         if not ejection_seconds:

@@ -34,7 +34,7 @@ def main(**values: Any) -> None:
 
 
 async def build(config: GatewayConfig) -> App:
-    """The gateway as an app to serve."""
+    """Return the gateway as an app to serve."""
     from prometheus_client import CollectorRegistry
 
     from kvscout_common.registry.backends import Backends

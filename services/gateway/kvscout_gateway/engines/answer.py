@@ -32,7 +32,7 @@ def words_read(text: bytes) -> Any:
 
 
 def account_read(text: bytes) -> dict[str, Any]:
-    """The account of tokens of a stream's report; empty = there is none."""
+    """Return the account of tokens of a stream's report; empty = there is none."""
     account = words_read(text)
     return account if isinstance(account, dict) else {}
 

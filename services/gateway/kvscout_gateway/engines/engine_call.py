@@ -68,7 +68,7 @@ class Engines:
         whole_answer: bool = False,
         clients_key: bool = False,
     ) -> EngineCall:
-        """A request to an engine begins; `end` it.
+        """Begin a request to an engine; `end` it.
 
         Args:
             endpoint: The engine, for people.
@@ -106,7 +106,7 @@ class EngineCall:
         """From when it is sent to its end."""
 
     def end(self) -> None:
-        """It is over. A second call does nothing."""
+        """End the request. A second call does nothing."""
         self._watch.end()
         self.span.end()
 
@@ -131,7 +131,7 @@ class EngineCall:
         return answer
 
     def _traced(self, request: HttpRequest) -> HttpRequest:
-        """The request as part of what runs now; what its client has said of a trace has led to that."""
+        """Return the request with the trace context of the current span, which replaces its client's."""
         parts = urlsplit(request.url)
         self.span = tracing.span(f"engine {request.method} {parts.path[:100]}", tracing.Kind.CLIENT).begun()
         self.span.record(engine=parts.netloc)
@@ -142,7 +142,7 @@ class EngineCall:
         return replace(request, headers=(*kept, (tracing.TRACEPARENT, told)))
 
     async def read(self, answer: HttpAnswer, limit: int) -> bytes:
-        """All of an answer.
+        """Read all of an answer.
 
         Raises:
             EngineFailed: It breaks off, or is longer than that many bytes.
@@ -152,7 +152,7 @@ class EngineCall:
         return body
 
     async def chunks(self, answer: HttpAnswer) -> AsyncIterator[bytes]:
-        """The body of an answer as it comes, whatever it is; leaving early aborts it.
+        """Yield the body of an answer as it comes; leaving early aborts it.
 
         Raises:
             EngineFailed: It breaks off, or falls silent: comments in a stream of events are silence, too.

@@ -137,7 +137,7 @@ class EngineFailed(Exception):
 
     @property
     def rule(self) -> Rule:
-        """The row of its fault."""
+        """Return the row of its fault."""
         return RULES[self.fault]
 
     def error(self, suffix: str = "") -> KvscoutError:
@@ -196,7 +196,7 @@ def fault_of_status(status: int, *, retry_after: bool, clients_key: bool = False
 
 
 def transport_failure(endpoint: str, error: HttpFailed) -> EngineFailed:
-    """There is no answer, or not all of it."""
+    """Return the failure of a connection: there is no answer, or not all of it."""
     # Ports are not among our own resources: they run out for one address at a time, and another worker has its own.
     fault = Fault.GATEWAY if error.kind is FailureKind.RESOURCES else Fault.WORKER
     return EngineFailed(
@@ -208,7 +208,7 @@ def transport_failure(endpoint: str, error: HttpFailed) -> EngineFailed:
 
 
 def refused(status: int, headers: Headers, body: bytes, *, clients_key: bool = False) -> EngineFailed:
-    """An answer that is no success; `clients_key` as in `fault_of_status`."""
+    """Return the failure of an answer that is no success; `clients_key` as in `fault_of_status`."""
     text = body.decode(errors="replace")
     try:
         document = json.loads(text)

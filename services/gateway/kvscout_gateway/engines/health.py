@@ -117,7 +117,7 @@ class WorkerHealth:
     """Health of a gateway's workers, as its own requests show it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, draw: Callable[[], float] = random.random) -> None:
-        """Knows nothing of anybody.
+        """Begin without observations.
 
         Args:
             clock: Seconds.
@@ -194,7 +194,7 @@ class WorkerHealth:
         return missed >= MISSED_CHECKS
 
     def checked(self, tenant: str, worker_id: str, problem: str = "") -> bool:
-        """A health check has ended.
+        """Record the result of a health check.
 
         Args:
             tenant: Whose worker.
@@ -213,19 +213,19 @@ class WorkerHealth:
         return missed + 1 == MISSED_CHECKS
 
     def sent(self, key: Key) -> None:
-        """A request goes to it."""
+        """Record a request to it."""
         record = self._records.get(key)
         if record is not None and record.ejected_until is not None:
             record.probing = True
 
     def withdrawn(self, key: Key) -> None:
-        """A request to it ended, and says nothing of it."""
+        """Record the end of a request that says nothing of its health."""
         record = self._records.get(key)
         if record is not None:
             record.probing = False
 
     def ran(self, key: Key) -> None:
-        """It put out a request's first token."""
+        """Record a request's first token."""
         record = self._records.get(key)
         if record is None:
             return
@@ -239,7 +239,7 @@ class WorkerHealth:
             del self._records[key]
 
     def failed(self, key: Key, candidates: Sequence[WorkerSpec]) -> float:
-        """It failed a request that others run, or cannot be talked to.
+        """Record a failure of a request that others run, or of its connection.
 
         Args:
             key: Tenant and worker rank.
@@ -273,7 +273,7 @@ class WorkerHealth:
         return record.ejection_seconds
 
     def overloaded(self, key: Key, seconds: float | None) -> None:
-        """It has too much to do.
+        """Record an overload.
 
         Args:
             key: Tenant and worker rank.
@@ -299,7 +299,7 @@ class WorkerHealth:
         return record
 
     def _reason(self, tenant: str, spec: WorkerSpec, now: float) -> _Reason | None:
-        """The weakest of its ranks': it may get what one of them may."""
+        """Return the weakest reason of its ranks: it may get what one of them may."""
         if self.is_silent(tenant, spec.worker_id):
             return _Reason.OUT
         weakest = _Reason.OUT

@@ -45,7 +45,7 @@ class Reports:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     def add(self, *, isl_tokens: int, cached: int, predicted: int | None) -> None:
-        """One request more; without a prediction nothing is compared."""
+        """Add one request; without a prediction nothing is compared."""
         self.prompt_tokens += isl_tokens
         self.cached_tokens += cached
         if predicted is not None:
@@ -55,7 +55,7 @@ class Reports:
             self.prediction_error_tokens += abs(predicted - cached)
 
     def merge(self, other: Reports) -> None:
-        """All of another's requests more."""
+        """Add all requests of another."""
         for each in fields(Reports):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
@@ -117,7 +117,7 @@ class Observations(Collector):
         """Tenant and id of the workers that report cached tokens."""
 
     def of(self, tenant: str, worker: WorkerRank) -> Observation:
-        """The totals of a worker rank; of one that is not registered, a record that nobody keeps."""
+        """Return the totals of a worker rank; for one that is not registered, a record that is not kept."""
         seen = self.by_rank.get((tenant, worker))
         if seen is None:
             seen = Observation()

@@ -38,7 +38,7 @@ class Liveness:
         return max([self.beat_at, *(watch.last_output_at for watch in self.decoding)])
 
     def lose(self, problem: str, asked_at: float) -> None:
-        """Its engine is lost: ends the waiting of all requests that it could have put out something for since then.
+        """End the waiting of all requests that the lost engine could have put out something for since then.
 
         Args:
             problem: What is wrong.
@@ -51,7 +51,7 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimeouts:
-    """With the engines of one gateway."""
+    """Timeouts of one gateway's engines."""
 
     connect_seconds: float = 2.0
     """Longest wait for a connection, its name's resolution included."""
@@ -79,7 +79,7 @@ class Watch:
         *,
         whole_answer: bool = False,
     ) -> None:
-        """Begins.
+        """Begin to watch.
 
         Args:
             timeouts: With its engine.
@@ -103,7 +103,7 @@ class Watch:
         liveness.prefilling[self] = uncached_tokens
 
     def end(self) -> None:
-        """The request is over. A second call does nothing."""
+        """End the watch. A second call does nothing."""
         liveness = self._liveness
         liveness.prefilling.pop(self, None)
         if self in liveness.decoding:
@@ -111,13 +111,13 @@ class Watch:
             liveness.beat_at = max(liveness.beat_at, self.last_output_at)
 
     def lose(self, problem: str) -> None:
-        """Its engine is lost: it is not waited for any more."""
+        """Stop waiting for a lost engine."""
         self.lost = problem
         if self.on_lost is not None:
             self.on_lost()
 
     def follow(self, noticed: Callable[[], StreamReport]) -> None:
-        """The answer begins: what a pump has noticed of it counts, too, whenever it is asked for."""
+        """Follow the report of an answer that begins: its output counts, too."""
         self._noticed = noticed
 
     def chunk(self, now: float) -> None:
@@ -125,7 +125,7 @@ class Watch:
         self._since = now
 
     def output(self, now: float) -> None:
-        """There was some."""
+        """Record output."""
         self.whole_answer = False
         self._since = now
         self._seconds, self._uncached = self._timeouts.idle_seconds, 0
@@ -144,7 +144,7 @@ class Watch:
 
     @property
     def seconds(self) -> float:
-        """The silence that is borne, as of now."""
+        """Return the longest silence that is allowed, as of now."""
         tokens = 0
         for watch, uncached in self._liveness.prefilling.items():
             tokens += uncached

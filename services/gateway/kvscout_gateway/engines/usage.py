@@ -33,7 +33,7 @@ def usage_of_stream(dialect: Dialect, account: Mapping[str, Any]) -> Usage | Non
 
 
 def output_tokens_of(account: Mapping[str, Any]) -> int:
-    """The length of an output, as completions or the newer APIs of OpenAI and Anthropic name it; 0 = none is told."""
+    """Return the output's length, as completions or newer APIs of OpenAI and Anthropic name it; 0 = unknown."""
     return _number(account.get("completion_tokens")) or _number(account.get("output_tokens"))
 
 

@@ -45,12 +45,12 @@ def common_headers(to: Decision, request_id: str) -> list[tuple[str, str]]:
 
 
 def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that there are."""
+    """Return the fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 async def body_of(field: str, token_ids: bytes, rest: Mapping[str, Any]) -> bytes:
-    """A JSON object of token ids and other fields.
+    """Return a JSON object of token ids and other fields.
 
     Args:
         field: The name of the token ids.

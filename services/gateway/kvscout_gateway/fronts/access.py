@@ -36,7 +36,7 @@ class Caller(NamedTuple):
 
 
 def caller_of(headers: Headers, tokens: TokenTable | None) -> Caller:
-    """The caller of a request.
+    """Return the caller of a request.
 
     Args:
         headers: Of the request; the key is `Authorization: Bearer …`, or `x-api-key`.
@@ -58,7 +58,7 @@ def caller_of(headers: Headers, tokens: TokenTable | None) -> Caller:
 
 
 def header(headers: Headers, name: str) -> str:
-    """The first value of a header, by its name in lower case; "" = there is none."""
+    """Return the first value of a header, by its name in lower case; "" = there is none."""
     return next((value for one, value in headers if one.lower() == name), "")
 
 

@@ -35,7 +35,7 @@ class JsonBody:
             raise InvalidArgument(str(error), field="body") from error
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a field.
+        """Return the value of a field.
 
         Raises:
             InvalidArgument: It is too long to be made here.
@@ -43,7 +43,7 @@ class JsonBody:
         return self.fields.get(name, default)
 
     def settle(self) -> None:
-        """Nothing is asked of it any more."""
+        """Release the body."""
         self._data, self.fields, self.charge = b"", Fields(), None
 
     @property
@@ -52,7 +52,7 @@ class JsonBody:
         return len(self._data)
 
     def changed(self, changes: Mapping[str, Any]) -> bytes:
-        """The body with other values for some fields; None takes a field out. `changed({})` is what came."""
+        """Return the body with other values for some fields; None removes a field. `changed({})` is what came."""
         changes = {name: value for name, value in changes.items() if self._differs(name, value)}
         if not changes:
             return self._data

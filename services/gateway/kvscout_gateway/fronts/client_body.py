@@ -79,7 +79,7 @@ def is_form(kind: str, data: bytes) -> bool:
 
 
 async def model_of_form(kind: str, data: bytes, charge: Charge | None = None) -> str:
-    """The model that a form names; "" = none.
+    """Return the model that a form names; "" = none.
 
     Args:
         kind: Its content type.

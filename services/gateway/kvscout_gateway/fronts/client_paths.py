@@ -97,7 +97,7 @@ def _refusal(path: str, needed: str) -> KvscoutError:
 
 
 def model_named(path: str) -> str:
-    """The model that a path below `MODELS` names, whose slashes may be escaped; "" = none, or what is none."""
+    """Return the model that a path below `MODELS` names, whose slashes may be escaped; "" = none."""
     if not path.startswith(f"{MODELS}/"):
         return ""
     name = unquote(path.removeprefix(f"{MODELS}/"))

@@ -22,7 +22,7 @@ MAX_VALUE: Final = 512
 
 
 def to_engine(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool) -> list[tuple[str, str]]:
-    """The headers of a request to an engine.
+    """Return the headers of a request to an engine.
 
     Args:
         client: What the client sent.
@@ -44,7 +44,7 @@ def to_engine(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool
 
 
 def to_client(engine: Headers) -> list[tuple[str, str]]:
-    """The headers of an engine's answer that are the client's to see."""
+    """Return the headers of an engine's answer that are the client's to see."""
     named = _connection_options(engine)
     return [
         (name, value)
@@ -57,7 +57,7 @@ def to_client(engine: Headers) -> list[tuple[str, str]]:
 
 
 def to_balancer(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool) -> list[tuple[str, str]]:
-    """The headers of a request to the user's own balancer: all but the reserved ones; cookies by which it may go, too.
+    """Return the headers of a request to the user's balancer: all but the reserved ones; also cookies it may go by.
 
     Args:
         client: What the client sent.
@@ -76,7 +76,7 @@ def to_balancer(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bo
 
 
 def from_balancer(answer: Headers) -> list[tuple[str, str]]:
-    """The headers of its answer: all but those that tell browsers which pages may see it."""
+    """Return the headers of its answer: all but those that tell browsers which pages may see it."""
     dropped = _connection_options(answer) | _OF_ONE_HOP
     return [
         (name, value)

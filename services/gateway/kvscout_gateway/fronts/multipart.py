@@ -30,7 +30,7 @@ _ESCAPED: Final = re.compile(r"\\(.)")
 
 
 def field_of_form(content_type: str, body: bytes, name: str, *, refused: Collection[str] = ()) -> str | None:
-    """The value of a field; None = the form has none of this name.
+    """Return the value of a field; None = the form has none of this name.
 
     Args:
         content_type: Of the form: names the boundary between its parts.
@@ -67,7 +67,7 @@ def _boundary(content_type: str) -> bytes:
 
 
 def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """The headers of each part, and where its content begins and ends."""
+    """Yield the headers of each part, and where its content begins and ends."""
     delimiter = b"\r\n--" + boundary
     # The first one may stand at the very beginning, where nothing is to be separated from it.
     at = len(delimiter) - 2 if body.startswith(delimiter[2:]) else _behind(body, delimiter, 0)
@@ -103,7 +103,7 @@ def _behind(body: bytes, delimiter: bytes, at: int) -> int:
 
 
 def _name(headers: bytes) -> str:
-    """The name of a part's field; "" = it has none."""
+    """Return the name of a part's field; "" = it has none."""
     # In Latin-1 as engines read them: of a byte that is no ASCII it depends whether it is space.
     lines = (line.partition(":") for line in headers.decode("latin-1").split("\r\n"))
     found = [value for key, _, value in lines if key.strip().lower() == DISPOSITION]
@@ -113,7 +113,7 @@ def _name(headers: bytes) -> str:
 
 
 def _parameter(value: str, wanted: str, *, header: str) -> str:
-    """A parameter of a header's value; "" = it has none of this name. Parsers differ in which of several counts, and in
+    """Return a parameter of a header's value; "" = it has none. Parsers differ in which of several counts, and in
     where a broken one ends: so that an engine reads no other one, all of them must be whole, and the wanted one alone.
 
     Args:

@@ -159,5 +159,5 @@ def _effort(values: Values) -> str:
 
 
 def _number(value: Any) -> int:
-    """A value that is a number; 0 = it is none."""
+    """Return a value that is a number; 0 = it is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0

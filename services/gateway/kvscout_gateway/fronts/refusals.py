@@ -126,7 +126,7 @@ def shaped(status: int, message: str, kind: str, *, code: str | None = None, par
 
 
 def event_of(refusal: Refusal) -> bytes:
-    """The same as the last event of a stream; begins with the end of what may have been cut off before it."""
+    """Return a refusal as the last event of a stream; it first ends an event that may have been cut off."""
     try:
         document = json.loads(refusal.body)
     except (ValueError, RecursionError):

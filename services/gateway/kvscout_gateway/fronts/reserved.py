@@ -71,7 +71,7 @@ def changes_of(fields: Mapping[str, Any], *, max_priority: int | None) -> dict[s
 
 
 def reserved_in(fields: Mapping[str, Any]) -> list[str]:
-    """The names of the fields that `changes_of` would change, sorted; `priority` is not among them."""
+    """Return the names of the fields that `changes_of` would change, sorted; `priority` is not among them."""
     return sorted(changes_of(fields, max_priority=None))
 
 

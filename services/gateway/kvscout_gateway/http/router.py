@@ -134,7 +134,7 @@ class Router:
 
 
 def _route(path: str) -> str | None:
-    """The entry of `ROUTES` that a path belongs to; None = it is an engine's."""
+    """Return the entry of `ROUTES` that a path belongs to; None = it is an engine's."""
     if path in ROUTES:
         return path
     return MODELS if model_named(path) else None

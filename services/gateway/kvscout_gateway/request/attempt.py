@@ -33,10 +33,10 @@ class Reply(Protocol):
     """The client's side of an exchange, as a front has it."""
 
     async def placed(self, decision: Decision) -> None:
-        """Told where the request runs before it is sent there; again if it has to move."""
+        """Take the decision before the request is sent; again if it has to move."""
 
     async def begin(self, answer: HttpAnswer) -> Sink:
-        """Told that an engine has begun to answer; gives what takes the answer's body.
+        """Take the head of an engine's answer; return the sink of its body.
 
         The engine may still fail before the first byte of it: then this is asked again for another engine's answer, or
         the exchange ends with an error.
@@ -128,7 +128,7 @@ class Attempt:
         return self.request.body.dialect(self.adapter)
 
     def sent(self) -> None:
-        """It goes to its engine."""
+        """Record that it goes to its engine."""
         self.seen.requests += 1
         self.seen.prompt_tokens += self.request.prompt.isl_tokens
         self._sent_at = self._context.clock()
@@ -207,7 +207,7 @@ class Attempt:
         self.ended(usage_of_stream(dialect, account_read(answer.report.usage)))
 
     async def read(self, answer: HttpAnswer) -> dict[str, Any]:
-        """All of an answer that is no stream: what is read of it (`answer_read`).
+        """Read an answer that is no stream (`answer_read`).
 
         Raises:
             EngineFailed: It breaks off, is too long, or reports an error.
@@ -216,7 +216,7 @@ class Attempt:
         return await self._read_document(await self._call.read(answer, MAX_ANSWER_BYTES))
 
     def first_output(self, *, whole_answer: bool = False) -> None:
-        """Output begins. A second call does nothing.
+        """Record the first output. A second call does nothing.
 
         Args:
             whole_answer: All of it is here. When the prefill was over nobody knows; the Free that follows implies it.
@@ -242,7 +242,7 @@ class Attempt:
         self.free()
 
     def ended(self, usage: Usage | None) -> None:
-        """The engine has sent everything.
+        """Record the end of the engine's answer.
 
         Args:
             usage: What it says of the prompt; None = nothing.
@@ -262,7 +262,7 @@ class Attempt:
             self.seen.eventful.append(self._sent_at)
 
     def generated(self, output_tokens: int) -> None:
-        """Its engine says how long its output was, which is of use whatever is known of its prompt; 0 = it does not."""
+        """Record the output's length as its engine reports it, whatever is known of its prompt; 0 = unknown."""
         self._generated = output_tokens
 
     def free(self) -> None:

@@ -87,7 +87,7 @@ class Disaggregated:
         *,
         conditional: bool,
     ) -> None:
-        """Knows the workers.
+        """Run requests of models with prefill and decode workers.
 
         Args:
             catalog: The registered workers.
@@ -244,7 +244,7 @@ class Disaggregated:
 
 
 def _decode_request(request: Request) -> Request:
-    """The decode attempt: its cache is of no use, and the prompt costs it nothing."""
+    """Return the decode attempt's request: its cache is of no use, and the prompt costs it nothing."""
     override = types_pb2.RouterConfigOverride()
     if request.override is not None:
         override.CopyFrom(request.override)

@@ -87,7 +87,7 @@ class Exchanges:
         self.failures = 0
 
     def begin(self, request: Request, *, admitted: bool = False) -> Exchange:
-        """An exchange, to be entered and left.
+        """Return an exchange, to be entered and left.
 
         Args:
             request: What is asked of a worker; without a request_id it gets one.
@@ -99,7 +99,7 @@ class Exchanges:
         return Exchange(self, request, nullcontext() if admitted else self.admit(request.tenant))
 
     def require_open(self) -> None:
-        """Nothing, as long as requests are taken.
+        """Raise unless requests are taken.
 
         Raises:
             Draining: They are not any more.
@@ -158,7 +158,7 @@ class Exchange:
 
     @property
     def request_id(self) -> str:
-        """The client's, or one that was made for it."""
+        """Return the client's request id, or one that was made for it."""
         return self.request.request_id
 
     def __enter__(self) -> Exchange:
@@ -214,7 +214,7 @@ class Exchange:
         return await self._context.routing.place(replace(request, request_id="", excluded=excluded))
 
     def failed(self, attempt: Attempt, error: EngineFailed) -> None:
-        """An attempt of `place` was sent and came to nothing: its worker pays, where it is at fault.
+        """Charge a failed attempt of `place` to its worker, where that is at fault.
 
         Args:
             attempt: The attempt.
@@ -264,7 +264,7 @@ class Exchange:
         return Attempt(self._context, request, decision, started=self._started, on_output=on_output)
 
     async def _nearest(self, request: Request) -> Decision | None:
-        """A place among the workers that are preferred; None = none of them takes it."""
+        """Place the request among its preferred workers; None = none of them takes it."""
         preferred = tuple(
             worker_id
             for worker_id in request.preferred

@@ -38,7 +38,7 @@ class ModelMetrics:
     """Number of requests by outcome."""
 
     def first_token(self, seconds: float) -> None:
-        """A request had its first token after so long."""
+        """Observe a request's TTFT."""
         self.ttft.observe(seconds)
         self.all_ttft.observe(seconds)
 
@@ -52,7 +52,7 @@ class ModelMetrics:
         self.all_itl.observe(seconds)
 
     def ended(self, outcome: str) -> None:
-        """One request has."""
+        """Count a request by its outcome."""
         self.outcomes[outcome] += 1
 
 
@@ -125,7 +125,7 @@ class GatewayMetrics(Collector):
         self.degraded_counts[helper] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
+        """Return the current samples."""
         routing = HistogramMetricFamily(
             "kvscout_routing_latency_seconds", "Time to place a request, by stage", labels=["stage"]
         )

@@ -26,7 +26,7 @@ class Plan(Protocol):
         """
 
     async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
-        """Books its attempts, for a front that has them sent by others: that which answers, and that which computes the
+        """Book its attempts, for a front that has them sent by others: that which answers, and that which computes the
         prompt for it (None: the first does).
 
         Raises:

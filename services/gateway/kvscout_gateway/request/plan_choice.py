@@ -23,7 +23,7 @@ class PlanChoice:
     def __init__(
         self, catalog: Catalog, metrics: GatewayMetrics, warnings: RateLimitedLog, *, conditional: bool
     ) -> None:
-        """Knows the workers.
+        """Choose plans.
 
         Args:
             catalog: The registered workers.
@@ -37,7 +37,7 @@ class PlanChoice:
         self._disaggregated = Disaggregated(catalog, metrics, self._handover, conditional=conditional)
 
     def plan_of(self, request: Request) -> Plan:
-        """The plan for a request.
+        """Return the plan for a request.
 
         Raises:
             InvalidArgument: It is pinned to a worker that only computes prompts for others.

@@ -103,7 +103,7 @@ class RoutingFlow:
         return decision
 
     async def place_for_caller(self, request: Request) -> Decision:
-        """As `place`, for a caller who takes the prompt to its engine: what is booked counts as sent, a query does not.
+        """Place a request for a caller who sends it itself: a booking counts as sent, a query does not.
 
         Raises:
             KvscoutError: As `place`.
@@ -115,16 +115,16 @@ class RoutingFlow:
         return decision
 
     def dispatched(self, decision: Decision) -> None:
-        """The prompt goes to its engine now: the indexers may predict its blocks there. Returns at once."""
+        """Let the indexers predict the blocks of a prompt that goes to its engine. Returns at once."""
         if not decision.withdrawn:
             self._indexer.routed(decision)
 
     def failed(self, decision: Decision) -> None:
-        """The engine failed before its first token: what no indexer was told of yet, none needs to know."""
+        """Withdraw the prediction of an attempt that failed before its first token, if it is not sent yet."""
         decision.withdrawn = True
 
     async def potential_loads(self, request: Request) -> scheduler_pb2.GetPotentialLoadsResponse:
-        """The load of each worker, now and with a prompt added; one without tokens adds nothing.
+        """Return the load of each worker, now and with a prompt added; one without tokens adds nothing.
 
         Raises:
             UpstreamDown: No scheduler answers.
@@ -136,7 +136,7 @@ class RoutingFlow:
         return await self._scheduler.call(lambda stub: stub.GetPotentialLoads, loads_request(request, overlaps))
 
     def unroutable(self, request: Request) -> tuple[str, ...]:
-        """Ids of the workers that Route may choose and Generate must not.
+        """Return the ids of the workers that Route may choose and Generate must not.
 
         Raises:
             InvalidArgument: As `place`.
@@ -156,7 +156,7 @@ class RoutingFlow:
         return unroutable
 
     def candidates(self, request: Request) -> list[WorkerSpec]:
-        """The workers that may run a request, whatever their load and health."""
+        """Return the workers that may run a request, whatever their load and health."""
         request = resolve(request, self._catalog.tenant(request.tenant))
         serving = self._serving(request)
         return [spec for spec in eligible(request, serving.specs) if spec.worker_id not in serving.unroutable]

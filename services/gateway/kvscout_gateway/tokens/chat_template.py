@@ -80,7 +80,7 @@ class ChatTemplate:
             raise ConfigError(f"{folder} has a chat template that cannot be read: {error}", field=flag) from error
 
     def render(self, request: Mapping[str, Any]) -> str:
-        """The text of a chat request.
+        """Return the text of a chat request.
 
         Raises:
             NotText: The request is none, or not only text; or the template refuses it.
@@ -159,7 +159,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
     def run(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-        """The text that a template puts out.
+        """Return the text that a template puts out.
 
         Raises:
             TooLong: It takes too long, or puts out too much.

@@ -26,7 +26,7 @@ class ChunkCache:
     """Least recently used chunks go when a tenant's have `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
-        """An empty cache.
+        """Begin with an empty cache.
 
         Args:
             max_bytes: Of one tenant and tokenizer.
@@ -44,7 +44,7 @@ class ChunkCache:
         return sum(chunks.size for chunks in self._tenants.values())
 
     def get(self, tenant: str, text: str) -> bytes | None:
-        """The tokens of a chunk, u32 each; None = not kept."""
+        """Return the tokens of a chunk, u32 each; None = not kept."""
         chunks = self._tenants.get(tenant)
         tokens = chunks.by_text.get(text) if chunks is not None else None
         if chunks is None or tokens is None:

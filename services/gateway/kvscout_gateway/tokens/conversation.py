@@ -36,7 +36,7 @@ class NotText(ValueError):
 
 
 def conversation(messages: Any, *, as_parts: bool) -> list[dict[str, Any]]:
-    """The messages of a request as a template sees them.
+    """Return the messages of a request as a template sees them.
 
     Args:
         messages: As the client sent them.
@@ -78,7 +78,7 @@ def calls_of(calls: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def tools_shown(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """The tools of a request as a template sees them: with what the client left out.
+    """Return the tools of a request as a template sees them: with what the client left out.
 
     Raises:
         NotText: They are no tools.

@@ -70,7 +70,7 @@ class EngineTokenize:
         self.cache = ChunkCache(cache_bytes)
 
     async def __call__(self, body: Mapping[str, Any], tenant: str) -> bytes:
-        """The tokens of a prompt, u32 each.
+        """Return the tokens of a prompt, u32 each.
 
         Args:
             body: As /tokenize wants it.
@@ -108,7 +108,7 @@ class EngineTokenize:
         return tokens
 
     async def ask(self, engine: Tokenizing, body: str) -> bytes:
-        """The tokens that an engine tells, however long that takes it.
+        """Return the tokens that an engine tells, however long that takes it.
 
         Raises:
             InvalidArgument: It says that this is no prompt.

@@ -50,7 +50,7 @@ class PromptTokenizer:
         self._ask_engine = ask_engine
 
     async def of_completion(self, request: Mapping[str, Any], *, model: str, tenant: str) -> Prompt:
-        """The tokens of a completion request; unknown where they cannot be had in time.
+        """Return the tokens of a completion request; unknown where they cannot be had in time.
 
         Args:
             request: Its body; `bytes` are token ids, packed.
@@ -86,7 +86,7 @@ class PromptTokenizer:
         tenant: str,
         engine: EngineKind = EngineKind.VLLM,
     ) -> Prompt:
-        """The tokens of a chat request; unknown where they cannot be had in time.
+        """Return the tokens of a chat request; unknown where they cannot be had in time.
 
         Args:
             request: Its body.
@@ -164,7 +164,7 @@ def _has(request: Mapping[str, Any], name: str) -> bool:
 
 
 def _first(prompt: Any) -> tuple[Any, int]:
-    """The first of several prompts, and about how many tokens the others have."""
+    """Return the first of several prompts, and about how many tokens the others have."""
     if isinstance(prompt, Prompts):
         return prompt.first, max(prompt.number - 1, prompt.further_characters // CHARACTERS_A_TOKEN)
     return prompt, 0

@@ -92,7 +92,7 @@ class Tokens:
         self.comparison = EngineComparison(self.parity, engine, lambda: engine_key.headers)
 
     async def close(self) -> None:
-        """Ends what runs beside requests."""
+        """End the tasks that run beside requests."""
         await self.comparison.close()
         if self._found is not None:
             await self._found.close()

@@ -129,7 +129,7 @@ class TextTokenizer:
         return tokens[TOKEN_BYTES:] if frame.head else tokens
 
     async def of_text(self, text: str, *, add_special_tokens: bool, tenant: str) -> bytes:
-        """The tokens of a text, u32 each.
+        """Return the tokens of a text, u32 each.
 
         Args:
             text: The text.

@@ -51,8 +51,8 @@ class TokenBoundaries:
         self._search = re.compile("|".join(map(re.escape, longest_first))) if self._token_boundaries else None
 
     def cut(self, text: str) -> list[str]:
-        """The chunks of a text, in order; the text itself where it has no seam. A longer text has the same chunks up to
-        the last one before they differ."""
+        """Return the chunks of a text, in order; the text itself where it has no boundary. A longer text has the same
+        ones up to the last one before they differ."""
         if self._search is None:
             return [text] if text else []
         chunks, begin = [], 0

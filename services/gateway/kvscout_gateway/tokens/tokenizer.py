@@ -65,7 +65,7 @@ class LocalTokenizer:
             raise ConfigError(f"{path} is no tokenizer: {error}", field=flag) from error
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[bytes]:
-        """The token ids of each text, u32 each; other threads run meanwhile.
+        """Return the token ids of each text, u32 each; other threads run meanwhile.
 
         Raises:
             ValueError: A text is none: half of a surrogate pair is in it.

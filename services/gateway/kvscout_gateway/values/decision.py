@@ -57,12 +57,12 @@ class Decision:
 
     @property
     def engine_model(self) -> str:
-        """The name under which the engine serves what was asked for: the adapter's, or the model's."""
+        """Return the name under which the engine serves what was asked for: the adapter's, or the model's."""
         return self.lora_name or self.model
 
     @property
     def rank_header(self) -> int | None:
-        """The rank that the engine must be told; None for an engine that is known to have one only."""
+        """Return the rank that the engine must be told; None for an engine that is known to have one only."""
         return None if self.spec is not None and self.spec.dp_size == 1 else self.worker.dp_rank
 
     def degraded_for(self, *, in_full: bool) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ class Output(NamedTuple):
     """Nobody will see its first token: the engine answers as a whole, or to somebody who tells nothing of it."""
 
     def of_adapter(self, lora_name: str) -> Output:
-        """The same of an adapter, whose outputs are unlike those of its base model.
+        """Return the output for an adapter, whose outputs are unlike those of its base model.
 
         Args:
             lora_name: "" = the base model: nothing changes.

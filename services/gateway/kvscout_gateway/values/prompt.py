@@ -69,16 +69,16 @@ class Prompt:
 
     @property
     def own_tokens(self) -> int:
-        """Its length, without those of further prompts."""
+        """Return its length without further prompts."""
         return self.isl_tokens - self.further_tokens
 
     def settle(self) -> None:
-        """It is not placed again: only its length is still of interest."""
+        """Release the tokens: it is not placed again."""
         self.token_ids = self.given_hashes = b""
 
 
 def geometries(workers: Iterable[WorkerSpec]) -> tuple[Geometry, ...]:
-    """The distinct geometries of a model's workers, the commonest first: one hashing pass each."""
+    """Return the distinct geometries of a model's workers, the commonest first: one hashing pass each."""
     counts: dict[Geometry, int] = {}
     for spec in workers:
         key = Geometry(spec.block_size, spec.eagle)

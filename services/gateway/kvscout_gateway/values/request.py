@@ -53,19 +53,19 @@ class RequestBody(Protocol):
 
     @property
     def max_tokens(self) -> int | None:
-        """The length at which the output ends; None = the engine knows when."""
+        """Return the length at which the output ends; None = the engine knows when."""
 
     @property
     def whole_answer(self) -> bool:
-        """The answer comes as a whole when it is complete, and no stream."""
+        """Tell whether the answer comes as a whole when it is complete, not as a stream."""
 
     @property
     def with_key(self) -> bool:
-        """The engine is shown the client's own key, if it has one."""
+        """Tell whether the engine is shown the client's own key, if it has one."""
 
     @property
     def demands_tool_call(self) -> bool:
-        """The output has to be a tool call: some engines refuse a request whose output ends before it is one."""
+        """Tell whether the output has to be a tool call: some engines refuse a request whose output ends before one."""
 
     def dialect(self, adapter: EngineAdapter) -> Dialect:
         """Return the dialect of the engine's answer."""
@@ -110,7 +110,7 @@ class TokenBody:
 
 
 def new_request_id() -> str:
-    """One that no other request has."""
+    """Return a unique request id."""
     return f"gen-{os.urandom(16).hex()}"
 
 

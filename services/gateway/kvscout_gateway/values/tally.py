@@ -20,13 +20,13 @@ class Tally:
         self.counts = [0] * BUCKETS
 
     def observe(self, seconds: float) -> None:
-        """One time more; what is beyond the shortest or longest counts as that."""
+        """Count one time; beyond the shortest or longest it counts as that."""
         place = math.ceil(math.log(max(seconds, SHORTEST_SECONDS) / SHORTEST_SECONDS) / _STEP)
         self.counts[min(place, BUCKETS - 1)] += 1
 
 
 def quantile(counts: Sequence[int], share: float) -> float | None:
-    """The time that this share of those counted do not exceed, in seconds; None = none was counted.
+    """Return the quantile in seconds; None = none was counted.
 
     Args:
         counts: Of a tally, or the difference of two.

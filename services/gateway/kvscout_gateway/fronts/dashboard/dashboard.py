@@ -138,7 +138,7 @@ class Dashboard:
         return f"{host}:{server.port}"
 
     async def _gateway_service(self) -> Service:
-        """This gateway, as it would tell of itself to one who may know everything."""
+        """Return this gateway with its full status."""
         listed = await self._workers.ListWorkers(workers_pb2.ListWorkersRequest(tenant=ALL_TENANTS), None)
         return Service(
             self._name,

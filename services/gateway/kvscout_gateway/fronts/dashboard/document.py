@@ -84,7 +84,7 @@ def findings(found: Sequence[Finding]) -> Any:
 
 
 def _shadow(shadow: Shadow) -> Any:
-    """None where no gateway shadows."""
+    """Return the shadow reports; None where no gateway shadows."""
     if not shadow.balancers:
         return None
     return {
@@ -208,7 +208,7 @@ def _candidate(one: scheduler_pb2.Candidate, chosen: tuple[str, int]) -> dict[st
 
 
 def _number(value: float | None) -> float | None:
-    """A number as JSON has them; None = it has none such."""
+    """Return a number as JSON has it; None for infinity and NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -37,12 +37,12 @@ class History:
         self.points: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def add(self, now: Totals) -> None:
-        """A span has ended."""
+        """End a span."""
         self.points.append(point(self._last, now))
         self._last = now
 
     def unfinished(self, now: Totals) -> dict[str, Any]:
-        """The span that runs, until now."""
+        """Return the span that runs, until now."""
         return point(self._last, now)
 
 

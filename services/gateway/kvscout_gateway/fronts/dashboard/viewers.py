@@ -45,7 +45,7 @@ class Viewers:
         self._closed = False
 
     def publish(self, kind: str, document: Any) -> None:
-        """The newest of a kind; who has not been sent the one before it yet never will be."""
+        """Publish the newest event of a kind; it replaces one that is not sent yet."""
         text = json.dumps(document, separators=(",", ":"), allow_nan=False)
         self._events[kind] = f"event: {kind}\ndata: {text}\n\n".encode()
         self._tell()
@@ -55,7 +55,7 @@ class Viewers:
         self._events.clear()
 
     def close(self) -> None:
-        """All are let go."""
+        """Disconnect all viewers."""
         self._closed = True
         self._tell()
 

@@ -61,7 +61,7 @@ class AccessLog:
 
 
 def overs(message: pb.StreamAccessLogsMessage) -> Iterator[Over]:
-    """The requests of a message that name their pick."""
+    """Return the requests of a message that name their pick."""
     for entry in message.http_logs.log_entry:
         name = entry.request.request_headers.get(wire.PICK, "")
         if name:

@@ -15,7 +15,7 @@ _DECODER = json.JSONDecoder()
 
 
 def last_account(tail: bytes) -> dict[str, Any]:
-    """The last `usage` in the last bytes of a response, whole or in events; empty if there is none.
+    """Return the last `usage` in the last bytes of a response, whole or in events; empty if there is none.
 
     Args:
         tail: May begin anywhere.

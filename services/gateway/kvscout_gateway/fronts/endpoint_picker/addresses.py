@@ -15,7 +15,7 @@ PORTS = {"http": 80, "https": 443}
 
 @lru_cache(maxsize=4096)
 def address_of(http_endpoint: str) -> str:
-    """The ip:port of a base URL; "" where it has a name instead of an address, which no proxy would find among its
+    """Return the ip:port of a base URL; "" where it has a name, no address, which no proxy would find among its
     hosts."""
     try:
         url = urlsplit(http_endpoint)
@@ -27,7 +27,7 @@ def address_of(http_endpoint: str) -> str:
 
 
 def reachable(specs: Iterable[WorkerSpec], subset: Collection[str] | None) -> list[WorkerSpec]:
-    """The workers that have an address.
+    """Return the workers that have an address.
 
     Args:
         specs: Workers.
@@ -44,7 +44,7 @@ def reachable(specs: Iterable[WorkerSpec], subset: Collection[str] | None) -> li
 
 
 def _host_of(entry: str) -> str:
-    """An IP address as it stands in `address_of`; "" if it is something else."""
+    """Return an IP address as it stands in `address_of`; "" if it is something else."""
     try:
         return bracketed(str(ipaddress.ip_address(entry.strip("[]"))))
     except ValueError:

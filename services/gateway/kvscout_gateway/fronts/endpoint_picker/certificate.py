@@ -13,7 +13,7 @@ VALID_DAYS = 3650
 
 
 def self_signed(now: datetime.datetime) -> Pem:
-    """A certificate that nobody else has signed.
+    """Return a certificate that nobody else has signed.
 
     Args:
         now: With its time zone.

@@ -77,7 +77,7 @@ class EndpointPickerConfig:
         )
 
     def follow(self) -> Callable[[], Follow]:
-        """Says for one request after another what is done with it."""
+        """Return a function that tells for one request after another how to follow it."""
         others = Follow.PROXY if self.watch is Watch.OBSERVE or self.conformance else Follow.LEAVE
         numbers = itertools.count()
 
@@ -108,7 +108,7 @@ def _objectives(texts: Iterable[str]) -> dict[str, int]:
 
 
 def endpoint_picker_flags() -> Callable[[F], F]:
-    """The flags of the endpoint picker; `EndpointPickerConfig.from_flags` reads them back."""
+    """Return the flags of the endpoint picker; `EndpointPickerConfig.from_flags` reads them back."""
     declared = [
         flag(
             "--endpoint-picker-port",

@@ -23,13 +23,13 @@ UNTOLD: Final = "fail: missing destination endpoint served metadata"
 
 
 def steered(asked: PickRequest, headers: Mapping[str, str]) -> PickRequest:
-    """A request as its test wants it placed: at one of the endpoints it names, whatever model runs there."""
+    """Return a request as its test wants it placed: at one of the endpoints it names, whatever model runs there."""
     named = wire.endpoints_in(headers.get(SELECTION, ""))
     return asked._replace(model="", size=0, subset=named) if named else asked
 
 
 def report(response: pb.ProcessingRequest, picked: str) -> dict[str, str]:
-    """The headers of a response that tell where it comes from.
+    """Return the headers of a response that tell where it comes from.
 
     Args:
         response: Its headers, as the proxy shows them.

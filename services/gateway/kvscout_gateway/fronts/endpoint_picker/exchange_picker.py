@@ -177,20 +177,20 @@ class ExchangePicker:
         return attempt.decision.uncached_tokens / self._exchanges.context.engines.timeouts.prefill_tokens_per_second
 
     def worker_at(self, request: Request, address: str) -> str:
-        """The id of the worker of a request's model that has an address; "" = there is none."""
+        """Return the id of the worker of a request's model that has an address; "" = there is none."""
         view = self._catalog.tenant(request.tenant)
         specs = view.serving(view.resolve(request.model, request.lora_name).model).specs
         return next((spec.worker_id for spec in specs if address_of(spec.http_endpoint) == address), "")
 
     def keep(self, pick: ExchangePick) -> None:
-        """Nobody will tell its end, but an access log."""
+        """Keep a pick whose end only an access log will tell."""
         self._left[pick.name] = pick
         self.metrics.left.inc()
         if self._exchanges.draining:
             pick.over()
 
     def let_go(self, pick: ExchangePick) -> None:
-        """It is over; of one that somebody tells the end of, nothing was kept."""
+        """Drop a pick that is over, if it was kept."""
         if self._left.pop(pick.name, None) is not None:
             self.metrics.left.dec()
 
@@ -252,7 +252,7 @@ class ExchangePicker:
         return ExchangePick(self, {wire.DESTINATION: ",".join(addresses)})
 
     def _fallbacks(self, request: Request, view: TenantView, first: str) -> list[str]:
-        """The addresses of some other workers that could take a request, those that are left out at the end: not all
+        """Return the addresses of some other workers that could take a request, ejected ones at the end: not all
         are looked at, there may be a thousand."""
         wanted = self._config.fallbacks
         request = resolve(request, view)
@@ -278,7 +278,7 @@ class ExchangePick:
         prefill: Attempt | None = None,
         compared: Compared | None = None,
     ) -> None:
-        """A pick.
+        """Hold a pick.
 
         Args:
             picker: Made it.

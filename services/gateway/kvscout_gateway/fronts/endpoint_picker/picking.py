@@ -20,7 +20,7 @@ class Pick(Protocol):
         ...
 
     def answering(self, status: int, served: str, in_chunks: bool | None) -> None:
-        """An engine has begun to answer, or the proxy in its place.
+        """Record that an engine, or the proxy in its place, begins to answer.
 
         Args:
             status: HTTP status.
@@ -30,11 +30,11 @@ class Pick(Protocol):
         ...
 
     def first_output(self) -> None:
-        """The first output came by."""
+        """Record the first output."""
         ...
 
     def ended(self, account: Mapping[str, Any] | None) -> None:
-        """The response has ended.
+        """Record the end of the response.
 
         Args:
             account: What the engine says of tokens (`usage`), which may be nothing; None = the proxy does not show the
@@ -43,7 +43,7 @@ class Pick(Protocol):
         ...
 
     def aborted(self) -> None:
-        """The response will not be whole: the client has gone, or the engine failed."""
+        """Record that the response breaks off: the client has gone, or the engine failed."""
         ...
 
     def left(self) -> None:

@@ -192,14 +192,14 @@ class _Call:
                 pick.ended(last_account(event.tail))
 
     def leave(self) -> None:
-        """The stream is ended from here."""
+        """End the stream from here."""
         self.is_over = True
         if self.pick is not None:
             self.pick.left()
             self.pick = None
 
     def close(self) -> None:
-        """The stream has ended."""
+        """Record the end of the stream."""
         what = self.stream.closed()
         pick, self.pick = self.pick, None
         if pick is None:

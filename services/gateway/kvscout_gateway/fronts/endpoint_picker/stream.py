@@ -227,7 +227,7 @@ class RequestStream:
         raise InvalidArgument(f"{kind or 'nothing'} came in phase {self._phase.name.lower()}", field="request")
 
     def echo(self, message: bytes) -> bytes | None:
-        """The answer to a chunk in the middle of a response; None = the message is anything else, for `receive`."""
+        """Return the answer to a chunk in the middle of a response; None = another message, for `receive`."""
         if not self._has_output or self._phase is not _Phase.RESPONDING:
             return None
         chunk = wire.response_chunk(message)
@@ -277,7 +277,7 @@ class RequestStream:
         return Step((answer,), close=True)
 
     def closed(self) -> Close:
-        """The stream ends here, by whomever."""
+        """Record the end of the stream."""
         phase, self._phase = self._phase, _Phase.OVER
         self._drop_body()
         match phase:

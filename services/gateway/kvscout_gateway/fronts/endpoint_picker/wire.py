@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
 
 
 def response_chunk(message: bytes) -> Chunk | None:
-    """The chunk of a response's body that a message is about; None if it is about something else, or not written as
+    """Return the chunk of a response's body in a message; None if it is about something else, or not written as
     Envoy writes it."""
     if not message or message[0] != _RESPONSE_BODY:
         return None
@@ -77,7 +77,7 @@ def response_chunk(message: bytes) -> Chunk | None:
 
 
 def chunk_of(fields: bytes) -> Chunk:
-    """The chunk that protobuf itself has written."""
+    """Return the chunk that protobuf itself has written."""
     chunk = _chunk_of(fields)
     assert chunk is not None
     return chunk
@@ -239,7 +239,7 @@ def header_map(headers: pb.HeaderMap) -> dict[str, str]:
 
 
 def subset_hint(request: pb.ProcessingRequest) -> tuple[str, ...] | None:
-    """The endpoints that the proxy allows; None = it says nothing, () = none."""
+    """Return the endpoints that the proxy allows; None = it says nothing, () = none."""
     namespace = request.metadata_context.filter_metadata.get(SUBSET_NAMESPACE)
     if namespace is None or SUBSET not in namespace.fields:
         return None
@@ -257,13 +257,13 @@ def endpoints_in(text: str) -> tuple[str, ...]:
 
 
 def served_by_metadata(request: pb.ProcessingRequest) -> str:
-    """The endpoint that answers, by the protocol's metadata; "" = the proxy does not tell."""
+    """Return the endpoint that answers, by the protocol's metadata; "" = the proxy does not tell."""
     namespace = request.metadata_context.filter_metadata.get(LB_NAMESPACE)
     return namespace.fields[SERVED].string_value if namespace is not None and SERVED in namespace.fields else ""
 
 
 def served_endpoint(request: pb.ProcessingRequest) -> str:
-    """The endpoint that answers, where the proxy tells: by the protocol's metadata, or by Envoy's attribute."""
+    """Return the endpoint that answers, where the proxy tells: by the protocol's metadata, or by Envoy's attribute."""
     if served := served_by_metadata(request):
         return served
     for attributes in request.attributes.values():

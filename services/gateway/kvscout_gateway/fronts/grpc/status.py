@@ -19,7 +19,7 @@ _NOTHING = Observation()
 
 
 def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.GatewayGetStatusResponse:
-    """The state of a gateway and of what it depends on.
+    """Return the state of a gateway and of what it depends on.
 
     Args:
         gateway: Which.

@@ -48,7 +48,7 @@ WithTokens = TypeVar(
 
 
 def pack_tokens(request: WithTokens, max_prompt_tokens: int) -> bytes:
-    """The token ids of a request as little-endian u32, which is how they travel: no number becomes an object.
+    """Return the token ids of a request as little-endian u32, as they travel: no number becomes an object.
 
     Raises:
         InvalidArgument: They are more than a prompt may have.
@@ -272,7 +272,7 @@ def _engine_fields(text: str) -> dict[str, Any]:
 
 
 def _as_written(value: float) -> float:
-    """The shortest decimal number that a single-precision field holds as this value: 0.7, not 0.699999988079071."""
+    """Return the shortest decimal that a single-precision field holds as this value: 0.7, not 0.699999988079071."""
     single = struct.pack("<f", value)
     shorter = (float(f"{value:.{digits}g}") for digits in FLOAT_DIGITS)
     return next((number for number in shorter if struct.pack("<f", number) == single), value)
@@ -298,7 +298,7 @@ def loads_request(request: gateway_pb2.GatewayGetPotentialLoadsRequest, max_prom
 
 
 def route_response(decision: Decision, *, in_full: bool) -> gateway_pb2.RouteResponse:
-    """A placement as the answer of Route; `in_full`: with the addresses of who did not help."""
+    """Return a decision as the answer of Route; `in_full`: with the addresses of upstreams that failed."""
     return gateway_pb2.RouteResponse(
         worker=rank_to_proto(decision.worker),
         overlap_blocks=decision.overlap_blocks,

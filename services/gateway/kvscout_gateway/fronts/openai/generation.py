@@ -115,7 +115,7 @@ class Client:
         await self._call.respond(self._answer.status, self._headers(self._answer), data)
 
     async def end(self) -> None:
-        """The engine has sent everything."""
+        """End the answer."""
         if not self._whole_answer and self._answer is not None:
             self.usage = account_read(self._answer.report.usage)
             await self._call.end()

@@ -49,7 +49,7 @@ class Models:
         await respond_json(call, found)
 
     async def cards(self, tenant: str) -> list[dict[str, Any]]:
-        """One card a model and adapter, base models first."""
+        """Return one card for each model and adapter, base models first."""
         view, now = self._catalog.tenant(tenant), time.monotonic()
         kept = self._kept.get(tenant)
         if kept is not None and kept[1] is view and now < kept[0]:

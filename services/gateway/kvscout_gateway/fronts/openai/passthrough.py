@@ -121,7 +121,7 @@ class Passthrough:
 
 
 def _model_of(headers: Headers, body: bytes) -> str:
-    """The model that an operator's request names; "" = it names none."""
+    """Return the model that an operator's request names; "" = it names none."""
     if len(body) > INLINE_BYTES or "json" not in header(headers, "content-type").lower():
         return ""
     try:

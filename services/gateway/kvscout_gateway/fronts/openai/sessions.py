@@ -38,7 +38,7 @@ class Affinity:
             raise ConfigError("must be user or header:NAME", field="session_affinity")
 
     def session(self, headers: Headers, fields: Mapping[str, Any]) -> str:
-        """The session that a request belongs to; "" = none."""
+        """Return the session that a request belongs to; "" = none."""
         named = fields.get("user") if self._user else header(headers, self._header) if self._header else ""
         return named[:MAX_SESSION_CHARACTERS] if isinstance(named, str) else ""
 

@@ -70,6 +70,6 @@ def change_of(body: JsonBody, tenant: str) -> types_pb2.SetBusyThresholdsRequest
 
 
 def shown(thresholds: types_pb2.BusyThresholds) -> dict[str, Any]:
-    """All three fields; null where unset."""
+    """Return all three fields; null where unset."""
     values = {name: getattr(thresholds, name) if thresholds.HasField(name) else None for name in FIELDS}
     return {"model": thresholds.model, **values}

@@ -45,7 +45,7 @@ class ShadowConfig:
 
 
 def shadow_flags() -> Callable[[F], F]:
-    """The flags of shadow mode; `ShadowConfig.from_flags` reads them back."""
+    """Return the flags of shadow mode; `ShadowConfig.from_flags` reads them back."""
 
     def decorate(command: F) -> F:
         served_by = flag(

@@ -179,7 +179,7 @@ class _Passing:
                 self._answer.abort()
 
     def end(self, *, failed: bool) -> None:
-        """It is over, and counted."""
+        """Count a request that is over."""
         assert self._score is not None
         answered = self._answer is not None and 200 <= self._answer.status < 300
         tenant = self._score.generation.tenant
@@ -235,7 +235,7 @@ class _Passing:
         score.first_output(whole_answer=whole_answer)
 
     def _served_by(self, tenant: str) -> str:
-        """The worker that the balancer says has served; "" = it says nothing that is known here."""
+        """Return the worker that the balancer says has served; "" = it says nothing that is known here."""
         if self._answer is None:
             return ""
         # A balancer that tried several names them all, the last one served.

@@ -62,7 +62,7 @@ class Sums:
     """Σ |what was predicted to be cached − what was|: they ran where it was predicted, and tell how far to trust it."""
 
     def add(self, one: Comparison) -> None:
-        """One request more; what its engine does not say counts as 0."""
+        """Add one request; what its engine does not report counts as 0."""
         cached = one.cached or 0
         self.compared += 1
         self.prompt_tokens += one.prompt
@@ -75,7 +75,7 @@ class Sums:
             self.same_worker_error_tokens += abs(one.policy - cached)
 
     def merge(self, other: Sums) -> None:
-        """All of another's requests more."""
+        """Add all requests of another."""
         for each in fields(Sums):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
@@ -91,7 +91,7 @@ class Span:
     left_out: Counter[LeftOut] = field(default_factory=Counter)
 
     def proven(self) -> None:
-        """Their engines do say: where they said nothing it was 0."""
+        """Count unproven requests: their engines report cached tokens, and leave out 0."""
         self.sums.merge(self.unproven)
         self.unproven = Sums()
 
@@ -122,7 +122,7 @@ class ShadowReport(Collector):
         """Tenants' models whose engines tell of cached tokens."""
 
     def hours(self) -> Iterator[tuple[Hour, Span]]:
-        """Those that are kept, the oldest first."""
+        """Return the hours that are kept, the oldest first."""
         return iter(sorted(self._hours.items(), key=lambda item: item[0]))
 
     def totals(self) -> Iterator[tuple[tuple[str, str], Span]]:
@@ -153,7 +153,7 @@ class ShadowReport(Collector):
         yield from (requests, prompt, cached, policy)
 
     def add(self, at: float, tenant: str, model: str, outcome: Comparison | LeftOut) -> None:
-        """One request is over.
+        """Count a request that is over.
 
         Args:
             at: When it came, in seconds since the Unix epoch.

@@ -52,7 +52,7 @@ class Scores:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, generation: Generation) -> Score:
-        """A request goes to the balancer now."""
+        """Begin to score a request that goes to the balancer now."""
         score = Score(self._context, self._report, generation)
         if len(self._tasks) < MAX_SCORES:
             score.task = asyncio.get_running_loop().create_task(score.run())
@@ -86,7 +86,7 @@ class Score:
         """None = it is not scored."""
 
     def first_output(self, *, whole_answer: bool = False) -> None:
-        """Output has begun: the prompt is computed.
+        """Record the first output: the prompt is computed.
 
         Args:
             whole_answer: All of it is here. When the prompt was computed nobody knows.
@@ -96,7 +96,7 @@ class Score:
             self._scheduler.prefill_complete(self._booking)
 
     def end(self, *, failed: bool, usage: Usage | None, served_by: str) -> None:
-        """The request is over.
+        """Record the end of the request.
 
         Args:
             failed: It came to nothing.
@@ -115,7 +115,7 @@ class Score:
             task.cancel()
 
     async def run(self) -> None:
-        """Has it placed and booked, waits for its end, and counts it."""
+        """Place and book the request, wait for its end, and count it."""
         outcome: Comparison | LeftOut = LeftOut.LATE
         try:
             placed = await self._place()
@@ -169,7 +169,7 @@ class Score:
         return LeftOut.HELPERS if decision.degraded else decision
 
     def _book_as_running(self) -> None:
-        """Its first token was out before it was booked: from how long that took afterwards nothing is to be learned."""
+        """Book it as one that runs: its first token was out before, and its prefill time teaches nothing."""
         booking = self._booking
         if booking is not None:
             self._scheduler.free(booking)

@@ -20,8 +20,8 @@ class Page(NamedTuple):
 
 @cache
 def page() -> Page:
-    """The page. Its policy lets the browser run these two texts and talk to where they came from, nothing else: what
-    an engine or a client calls itself could not run even if it came to stand in the page as markup."""
+    """Return the page. Its policy lets the browser run these two texts and talk to their origin, nothing else: a name
+    of an engine or a client could not run even if it came to stand in the page as markup."""
     folder = files(__name__)
     style, script = ((folder / name).read_text("utf-8") for name in ("style.css", "script.js"))
     document = (folder / "index.html").read_text("utf-8")
