@@ -227,7 +227,7 @@ def test_a_state_carries_the_publishers_epoch(kind: type[BlockIndex]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("other", KINDS)
-def test_a_state_tells_that_its_worker_is_not_indexed(kind: type[BlockIndex], other: type[BlockIndex]) -> None:
+def test_a_state_says_that_its_worker_is_not_indexed(kind: type[BlockIndex], other: type[BlockIndex]) -> None:
     pool = PoolKey("m", "t", 16, False)
     payload = msgpack.packb([1.0, [["BlockStored", [1, 2], None, list(range(16)), 8]], None])
     direct, _ = relayed(kind, pool, [payload])

@@ -117,7 +117,7 @@ def test_the_ring_is_bounded_in_bytes_too(local: Local) -> None:
     assert asyncio.run(local.local.recover(10, None)).outcome == DUMP
 
 
-def test_nothing_is_told_before_the_epoch_is_known_and_nothing_of_a_former_one() -> None:
+def test_nothing_is_reported_before_the_epoch_is_known_and_nothing_of_a_former_one() -> None:
     made = Local()
     with pytest.raises(Unavailable):
         asyncio.run(made.local.answer(recover_request("default", RANK, None)))
@@ -149,7 +149,7 @@ def test_answers_are_messages_of_the_protocol(local: Local) -> None:
     assert [part.batch.event_id for part in parts] == [8, 9]
 
 
-async def test_a_state_is_of_when_it_was_asked_for_whatever_is_applied_meanwhile(local: Local) -> None:
+async def test_a_state_is_of_when_it_was_requested_whatever_is_applied_meanwhile(local: Local) -> None:
     asked = asyncio.create_task(local.local.state())
     await asyncio.sleep(0)
     local.publish(10)

@@ -108,7 +108,7 @@ async def test_more_than_waits_for_a_busy_loop_stays_in_the_socket_and_comes_in_
     assert world.told == ["connected", *range(count)]
 
 
-async def test_malformed_frames_are_told_with_their_lengths(world: World) -> None:
+async def test_malformed_frames_are_reported_with_their_lengths(world: World) -> None:
     subscription = world.connect()
     await world.until_told(1)
     assert world.lend(subscription, 0)
@@ -120,7 +120,7 @@ async def test_malformed_frames_are_told_with_their_lengths(world: World) -> Non
     subscription.close()
 
 
-async def test_a_connection_is_told_of_before_its_first_batch_and_ends_the_loan(world: World) -> None:
+async def test_a_connection_is_reported_before_its_first_batch_and_ends_the_loan(world: World) -> None:
     subscription = world.connect()
     await world.until_told(1)
     assert world.lend(subscription, 0)
@@ -150,7 +150,7 @@ async def test_a_bypass_stops_by_itself_over_capacity(world: World) -> None:
     subscription.close()
 
 
-async def test_nothing_is_told_or_applied_after_close(world: World) -> None:
+async def test_nothing_is_reported_or_applied_after_close(world: World) -> None:
     subscription = world.connect()
     await world.until_told(1)
     world.during = lambda message: subscription.close() if message.seq == 2 else None
@@ -170,7 +170,7 @@ async def test_nothing_is_told_or_applied_after_close(world: World) -> None:
         other.close()
 
 
-async def test_a_defect_in_a_callback_is_told_and_the_rest_goes_on(world: World) -> None:
+async def test_a_defect_in_a_callback_is_reported_and_the_rest_goes_on(world: World) -> None:
     subscription = world.connect()
     await world.until_told(1)
 
@@ -196,7 +196,7 @@ async def test_another_index_than_the_native_one_has_no_bypass(world: World) -> 
     assert world.intake.subscribe(endpoint, RANK, ReferenceIndex(BLOCK_SIZE), world.callbacks) is None
 
 
-async def test_an_engine_that_is_away_is_told_of_once_and_read_when_it_is_there(world: World) -> None:
+async def test_an_engine_that_is_away_is_reported_once_and_read_when_it_is_there(world: World) -> None:
     world.publisher.close()
     subscription = world.subscribe(world.publisher.endpoint)
     await world.until_told(1)

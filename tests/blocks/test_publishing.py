@@ -259,7 +259,7 @@ def test_whatever_fails_a_reader_ends_where_the_index_is() -> None:
         assert (outbox.buffered_bytes, outbox.empty) == (0, True)
 
 
-def test_who_keeps_no_state_tells_of_its_beginning_and_leaves_a_gap_where_something_is_lost() -> None:
+def test_who_keeps_no_state_shows_its_beginning_and_leaves_a_gap_where_something_is_lost() -> None:
     outbox = Outbox(2_000, lambda: None)
     rank = Rank(outbox, has_state=False)
     rank.begin()

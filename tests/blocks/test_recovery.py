@@ -83,7 +83,7 @@ async def test_an_answer_of_one_part_is_the_last_part(clients: Clients) -> None:
     assert asked == [REQUEST]
 
 
-async def test_nobody_there_a_refusal_and_a_lost_part_are_told_apart(clients: Clients) -> None:
+async def test_nobody_there_a_refusal_and_a_lost_part_are_distinguished(clients: Clients) -> None:
     publisher, reader = clients
     with pytest.raises(HistoryBroken, match="no publisher answers"):
         await anext(recover(reader, SUBJECT, REQUEST))

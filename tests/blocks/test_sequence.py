@@ -199,7 +199,7 @@ def test_history_that_is_gone_demotes_and_goes_on_from_the_first_reply(driver: D
     assert driver.machine.missing == "6..19"
 
 
-def test_a_hole_in_the_replay_is_asked_for_again_from_the_last_batch_applied(driver: Driver) -> None:
+def test_a_hole_in_the_replay_is_requested_again_from_the_last_batch_applied(driver: Driver) -> None:
     driver.live(at(12))
     assert driver.replayed(at(5), at(6), at(9)) == ["apply a6", "replay 6"]
     assert driver.replayed(at(6), at(7), at(10)) == ["apply a7", "replay 7"]
@@ -208,7 +208,7 @@ def test_a_hole_in_the_replay_is_asked_for_again_from_the_last_batch_applied(dri
     assert (driver.machine.counters["demotions"], driver.machine.history_incomplete) == (0, False)
 
 
-def test_a_hole_behind_history_that_is_gone_is_asked_for_again(driver: Driver) -> None:
+def test_a_hole_behind_history_that_is_gone_is_requested_again(driver: Driver) -> None:
     driver.live(at(30))
     assert driver.replayed(at(20), at(22)) == ["demote 6..19", "apply a20", "replay 20"]
     assert driver.replayed(at(20), *(at(n) for n in range(21, 30)))[-1] == "apply a29"
@@ -259,7 +259,7 @@ def test_a_replay_without_its_end_is_over_when_it_reaches_what_came_live(driver:
     assert driver.live(at(10)) == ["apply a10"]
 
 
-def test_a_replay_without_its_end_is_asked_for_the_rest_at_once(driver: Driver) -> None:
+def test_the_rest_of_a_replay_without_its_end_is_requested_immediately(driver: Driver) -> None:
     driver.reconnect()
     driver.replayed(at(5), at(6))
     assert driver.fail() == ["replay 6"]
@@ -287,7 +287,7 @@ def test_a_replay_that_ends_early_is_asked_again_while_it_brings_something(drive
     assert driver.end() == ["apply a10"]
 
 
-def test_an_empty_replay_after_which_live_batches_go_on_is_asked_for_again() -> None:
+def test_an_empty_replay_after_which_live_batches_go_on_is_requested_again() -> None:
     driver = Driver()
     driver.reconnect()
     driver.live(at(0), at(3))
@@ -415,7 +415,7 @@ def test_many_malformed_batches_in_a_row_are_quarantined(driver: Driver) -> None
     assert driver.machine.quarantined_until is None
 
 
-def test_what_a_quarantine_dropped_is_asked_for_when_it_ends(driver: Driver) -> None:
+def test_what_a_quarantine_dropped_is_requested_when_it_ends(driver: Driver) -> None:
     driver.live(*(at(6 + n, malformed=True) for n in range(QUARANTINE_AFTER)), at(106))
     assert driver.tick(QUARANTINE_SECONDS - 1) == []
     assert driver.tick(QUARANTINE_SECONDS) == ["replay 105"]

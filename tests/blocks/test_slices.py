@@ -251,7 +251,7 @@ def test_a_load_of_which_a_part_is_missing_is_not_put_in_place(index_factory: In
     assert index.find_matches([1, 2], now=0.0).device == (2,)
 
 
-def test_what_cannot_be_loaded_is_told_by_a_step(index_factory: IndexFactory) -> None:
+def test_what_cannot_be_loaded_is_reported_by_a_step(index_factory: IndexFactory) -> None:
     index = chain(index_factory, 3)
     broken: list[tuple[Loading, type[Exception]]] = [
         (index.loading(WorkerDump(W1)), NotFound),

@@ -158,7 +158,7 @@ async def test_after_a_state_events_of_the_same_answer_go_on() -> None:
     assert world.blocks() == set(range(1, 8))
 
 
-async def test_a_live_state_ends_a_replay_and_what_it_lacks_is_asked_for() -> None:
+async def test_a_live_state_ends_a_replay_and_what_it_lacks_is_requested() -> None:
     feed = ScriptedFeed([batch(4), batch(5), batch(6)])
     feed.go.clear()
     world = World(feed)
@@ -217,7 +217,7 @@ async def test_a_state_with_a_past_that_is_lost_says_so_and_the_next_whole_one_e
 
 
 @pytest.mark.parametrize("damage", ["foreign", "cut short", "garbage", "none"])
-async def test_a_replayed_state_that_cannot_be_loaded_is_asked_for_again(damage: str) -> None:
+async def test_a_replayed_state_that_cannot_be_loaded_is_requested_again(damage: str) -> None:
     broken = state(4)
     if damage == "foreign":
         other = replace(SPEC, worker_id="x")
@@ -236,7 +236,7 @@ async def test_a_replayed_state_that_cannot_be_loaded_is_asked_for_again(damage:
     assert world.blocks() == set(range(1, 7))
 
 
-async def test_no_history_is_not_asked_for_again() -> None:
+async def test_no_history_is_not_requested_again() -> None:
     feed = ScriptedFeed([NoHistory("it keeps none")])
     world = World(feed)
     world.source.on_reconnect()

@@ -193,7 +193,7 @@ async def test_a_source_that_is_closed_amid_work_leaves_nothing_behind() -> None
         world.index.check_invariants()
 
 
-async def test_more_than_may_wait_ends_a_load_and_history_is_asked_for() -> None:
+async def test_more_than_may_wait_ends_a_load_and_history_is_requested() -> None:
     world = World(can_replay=True)
     world.source.on_batch(batch(0, 5, 6))
     world.source.on_state(state(100, 7))

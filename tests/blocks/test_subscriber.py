@@ -73,7 +73,7 @@ class Told:
                 await asyncio.sleep(0.001)
 
 
-async def test_a_connection_is_told_of_before_its_first_batch(
+async def test_a_connection_is_reported_before_its_first_batch(
     context: zmq.Context[zmq.Socket[bytes]], publisher: Publisher
 ) -> None:
     told = Told()
@@ -87,7 +87,7 @@ async def test_a_connection_is_told_of_before_its_first_batch(
     assert told.events == ["connected", 0]
 
 
-async def test_a_reconnect_in_the_midst_of_a_burst_is_told_of_when_the_socket_is_read_empty(
+async def test_a_reconnect_in_the_midst_of_a_burst_is_reported_when_the_socket_is_read_empty(
     context: zmq.Context[zmq.Socket[bytes]], publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The former connection ends before all that came over it is read.
@@ -124,7 +124,7 @@ async def test_bursts_leave_turns_to_others(context: zmq.Context[zmq.Socket[byte
     assert max(after - before for before, after in zip(seen, [*seen[1:], len(told.events)], strict=True)) <= BURST
 
 
-async def test_nothing_is_told_after_close_not_even_the_rest_of_a_burst(
+async def test_nothing_is_reported_after_close_not_even_the_rest_of_a_burst(
     context: zmq.Context[zmq.Socket[bytes]], publisher: Publisher
 ) -> None:
     told = Told()

@@ -170,7 +170,9 @@ async def test_what_no_publisher_says_ends_the_connection_with_its_reason_and_it
     assert world.told[:-1] == (["connected"] if said.startswith(OPENED) else [])
 
 
-async def test_a_peer_that_hangs_up_again_and_again_is_told_of_once_and_tried_less_and_less(world: IntakeWorld) -> None:
+async def test_a_peer_that_hangs_up_again_and_again_is_reported_once_and_tried_less_and_less(
+    world: IntakeWorld,
+) -> None:
     times: list[float] = []
 
     async def scene(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -39,7 +39,7 @@ async def test_events_arrive_as_the_engine_sent_them(transport: str) -> None:
         assert (source.epoch, source.dropped_batches, source.blocks) == (listener.epoch, 0, 19)
 
 
-async def test_what_the_engines_socket_drops_of_a_replay_is_asked_for_again_and_costs_readers_nothing(
+async def test_what_the_engines_socket_drops_of_a_replay_is_requested_again_and_costs_readers_nothing(
     transport: str,
 ) -> None:
     blocks = chain(40)
@@ -166,7 +166,7 @@ async def test_a_batch_larger_than_a_message_arrives_as_a_state(transport: str) 
         assert not listener.incomplete
 
 
-async def test_history_that_the_engine_lost_is_told_and_a_cleared_cache_ends_it(transport: str) -> None:
+async def test_history_that_the_engine_lost_is_reported_and_a_cleared_cache_ends_it(transport: str) -> None:
     blocks = chain(30)
     async with stacked(transport, has_replay=False) as (stack, listener):
         await stack.publish(*blocks[:10])

@@ -112,7 +112,7 @@ async def test_a_message_above_the_limit_is_refused_and_the_next_one_answered() 
         assert (await client.matches(range(500))).num_blocks == 125
 
 
-async def test_its_metrics_tell_what_became_of_events() -> None:
+async def test_its_metrics_show_what_became_of_events() -> None:
     async with recorded_engine() as engine, indexer_process() as (client, running):
         await client.register(engine)
         await engine.subscribed()

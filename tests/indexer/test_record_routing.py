@@ -98,7 +98,7 @@ async def test_a_worker_that_only_changes_keeps_its_predictions_and_lost_ranks_l
         assert await predicted(client, 5) == {("w", 0): (0, 4)}
 
 
-async def test_beside_events_both_are_told_apart_and_an_event_ends_what_it_names() -> None:
+async def test_beside_events_both_are_distinguished_and_an_event_ends_what_it_names() -> None:
     async with indexer(BESIDE_EVENTS) as client, recorded_engine() as engine:
         engine.lose(*chain(2))
         await client.register(engine)
@@ -113,7 +113,7 @@ async def test_beside_events_both_are_told_apart_and_an_event_ends_what_it_names
         assert [index.predictions for index in status.indexes] == [1]
 
 
-async def test_what_is_not_asked_for_is_refused() -> None:
+async def test_what_is_not_requested_is_refused() -> None:
     async with indexer(IndexerConfig()) as client:
         await client.register()
         with pytest.raises(errors.FailedPrecondition, match="predictions are off"):
@@ -157,7 +157,7 @@ async def test_who_served_and_was_never_heard_is_blind_until_its_first_event(con
         assert (await client.status()).state != indexer_pb2.SOURCE_STATE_BLIND
 
 
-async def test_prompts_with_hashes_tell_nothing_of_who_served() -> None:
+async def test_prompts_with_hashes_say_nothing_of_who_served() -> None:
     async with indexer(BESIDE_EVENTS) as client:
         await client.register(SilentEngine())
         assert (await record(client, *[routed(2)] * 3)).predicted_blocks == 2

@@ -209,7 +209,9 @@ async def test_without_a_replay_socket_old_blocks_become_predictions_and_the_ans
     assert list(found.overlaps.predicted_blocks) == [3]
 
 
-async def test_a_lower_bound_is_told_of_a_worker_without_a_row_too(client: IndexerClient, mute: RecordedEngine) -> None:
+async def test_a_lower_bound_is_reported_for_a_worker_without_a_row_too(
+    client: IndexerClient, mute: RecordedEngine
+) -> None:
     await connect(client, mute)
     mute.lose(batch(stored([1], prompt(1))))
     await mute.publish(batch(stored([9], prompt(1, first=500))))
@@ -654,7 +656,7 @@ async def test_two_engines_at_one_endpoint_are_named(client: IndexerClient, capl
             assert len([record for record in caplog.records if "forgotten" in record.getMessage()]) <= 1
 
 
-async def test_only_the_topic_asked_for_is_read(client: IndexerClient) -> None:
+async def test_only_the_topic_requested_is_read(client: IndexerClient) -> None:
     async with recorded_engine(topic=b"kv@10.0.0.1:8000@tiny") as wanted:
         await connect(client, wanted, topic="kv@10.0.0.1")
         await wanted.send([b"kv@10.0.0.2:8000@tiny", b"\0" * 8, b"of another engine"])

@@ -212,7 +212,7 @@ async def overlap(client: IndexerClient, blocks: int, worker_id: str = "w") -> i
 
 
 async def until_overlap(client: IndexerClient, blocks: int, worker_id: str = "w") -> None:
-    """Waits until a worker holds exactly so many blocks of the chain, of which one more is asked for."""
+    """Waits until a worker holds exactly this number of blocks of the chain; one more is queried."""
 
     async def reached() -> int | None:
         try:

@@ -119,7 +119,7 @@ async def test_a_mute_engines_past_comes_from_a_peer_and_what_came_meanwhile_is_
             assert new.indexer.peers.found == 1
 
 
-async def test_a_dump_tells_of_what_was_lost_while_its_cut_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dump_shows_what_was_lost_while_its_cut_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     async with recorded_engine(has_replay=False) as engine, member() as one:
         read(one.indexer, engine)
         await engine.subscribed()
@@ -208,7 +208,7 @@ async def test_a_peers_state_of_an_engines_former_life_is_found_out() -> None:
             assert await new.client.overlap(prompt(3)) == 0
 
 
-async def test_a_worker_that_is_registered_late_is_asked_for_then() -> None:
+async def test_a_worker_that_is_registered_late_is_requested_from_peers_then() -> None:
     async with recorded_engine(has_replay=False) as engine, member() as old, member(old.address) as new:
         await new.indexer.warm()
         assert old.dumps == 0

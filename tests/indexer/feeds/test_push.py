@@ -143,7 +143,7 @@ async def test_a_greeting_is_answered_with_where_to_go_on(stack: Stack, publishe
     assert (await stack.client.status()).replays == 0
 
 
-async def test_a_gap_is_asked_for_once_and_what_comes_meanwhile_waits(
+async def test_a_gap_is_requested_once_and_what_comes_meanwhile_waits(
     stack: Stack, publisher: ScriptedPublisher
 ) -> None:
     stream = stack.push()
@@ -176,7 +176,7 @@ async def test_first_contact_in_mid_stream_is_answered_from_the_state(
     assert (status.states, status.state) == (1, LIVE)
 
 
-async def test_a_publisher_that_has_nothing_to_send_again_says_so_and_what_is_missing_is_told(
+async def test_a_publisher_that_has_nothing_to_send_again_says_so_and_what_is_missing_is_reported(
     stack: Stack, publisher: ScriptedPublisher
 ) -> None:
     messages = [publisher.make(payload) for payload in chain(6)]
@@ -335,7 +335,9 @@ async def test_a_stream_that_ends_amid_a_resend_is_asked_again_on_the_next_one(
     assert (await stack.client.status()).demotions == 0
 
 
-async def test_a_second_stream_takes_over_and_the_older_one_is_told(stack: Stack, publisher: ScriptedPublisher) -> None:
+async def test_a_second_stream_takes_over_and_the_older_one_is_notified(
+    stack: Stack, publisher: ScriptedPublisher
+) -> None:
     older = stack.push()
     await older.send(publisher.make(chain(1)[0]))
     await older.answer(lambda a: a.last_event_id == 0)
@@ -349,7 +351,7 @@ async def test_a_second_stream_takes_over_and_the_older_one_is_told(stack: Stack
     await stack.same_as(publisher)
 
 
-async def test_a_removed_workers_stream_is_ended_and_told(stack: Stack, publisher: ScriptedPublisher) -> None:
+async def test_a_removed_workers_stream_is_ended_with_a_reason(stack: Stack, publisher: ScriptedPublisher) -> None:
     stream = stack.push()
     await stream.send(publisher.make(chain(1)[0]))
     await stream.answer(lambda a: a.last_event_id == 0)
@@ -448,7 +450,7 @@ async def test_a_message_of_another_source_ends_the_stream(stack: Stack, publish
     assert (await stack.client.status("other")).applied == 0
 
 
-async def test_a_defect_while_a_stream_is_read_is_told(
+async def test_a_defect_while_a_stream_is_read_is_reported(
     publisher: ScriptedPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: object) -> None:

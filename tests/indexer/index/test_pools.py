@@ -55,7 +55,7 @@ def test_a_rank_can_be_dropped_alone(pools: Pools) -> None:
     assert index.workers() == (WorkerRank("w", 0), WorkerRank("w", 2))
 
 
-def test_the_index_is_told_of_adapters_copies_and_capacity() -> None:
+def test_the_index_is_given_adapters_copies_and_capacity() -> None:
     options = WorkerOptions.of(
         spec(adapters=(Adapter("x", 3), Adapter("unnumbered")), copies=CopyMode.SET, total_kv_blocks=9)
     )

@@ -339,7 +339,7 @@ async def test_tenants_do_not_see_each_other(client: IndexerClient, engine: Reco
     assert len(only.sources) == len(only.indexes) == 2
 
 
-async def test_the_status_tells_of_indexes_and_of_workers_that_publish_nothing(
+async def test_the_status_shows_indexes_and_workers_that_publish_nothing(
     client: IndexerClient, engine: RecordedEngine
 ) -> None:
     await holding(client, engine, chain(3))

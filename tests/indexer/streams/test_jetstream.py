@@ -275,7 +275,7 @@ async def test_a_replica_that_is_overtaken_by_a_purge_loads_the_newest_snapshot(
             assert (await slow.status(worker_id)).state == LIVE
 
 
-async def test_a_purge_beyond_the_position_that_no_snapshot_covers_is_told(world: World) -> None:
+async def test_a_purge_beyond_the_position_that_no_snapshot_covers_is_reported(world: World) -> None:
     w, silent = world.publisher(), world.publisher("silent")
     async with local_indexer(config(world)) as (client, indexer):
         await register(client)
@@ -449,7 +449,7 @@ async def test_a_defect_met_in_a_message_ends_nothing_and_is_not_met_again(
         assert (await client.status()).last_event_id == 3
 
 
-async def test_a_gap_that_nobody_can_fill_is_told_until_a_state_comes(world: World) -> None:
+async def test_a_gap_that_nobody_can_fill_is_reported_until_a_state_comes(world: World) -> None:
     w = world.publisher()
     async with local_indexer(config(world)) as (client, _):
         await register(client)
@@ -476,7 +476,7 @@ async def recovery(world: World, publisher: Publisher) -> RecoveryService:
     return await serve_recovery(world.client, NAMES.recover(TENANT, publisher.rank), answer)
 
 
-async def test_what_the_stream_lost_is_asked_of_the_publisher(world: World) -> None:
+async def test_what_the_stream_lost_is_requested_from_the_publisher(world: World) -> None:
     w, silent = world.publisher(), world.publisher("silent")
     services = [await recovery(world, publisher) for publisher in (w, silent)]
     async with local_indexer(config(world)) as (client, indexer):
@@ -609,7 +609,7 @@ async def test_a_worker_that_is_in_the_older_snapshot_alone_is_read_from_there(w
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["answered", "unanswered"])
-async def test_a_worker_that_registers_late_and_is_in_no_snapshot_is_asked_of_its_publisher(
+async def test_a_worker_that_registers_late_and_is_in_no_snapshot_is_requested_from_its_publisher(
     world: World, answered: bool
 ) -> None:
     w, unknown = world.publisher(), world.publisher("unknown")

@@ -107,7 +107,7 @@ class Peers:
         """Searches without a result."""
         self._peers = [Peer(address, security) for address in addresses]
         self._clock = clock
-        self._turns = asyncio.Semaphore(MAX_DUMPS)
+        self._limit = asyncio.Semaphore(MAX_DUMPS)
 
     def warnings(self) -> list[str]:
         """Return what an operator should know: that a worker began without any peer."""
@@ -126,7 +126,7 @@ class Peers:
         """
         state = None
         try:
-            async with asyncio.timeout(SEARCH_SECONDS), self._turns:
+            async with asyncio.timeout(SEARCH_SECONDS), self._limit:
                 state = await self._search(spec, rank, index)
         except TimeoutError:
             log.warning("peers took too long to answer for worker %s/%d", *rank)
