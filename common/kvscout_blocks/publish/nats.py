@@ -21,7 +21,6 @@ from typing import Final, Protocol
 
 import nats.errors
 import nats.js.errors
-from nats.js import JetStreamContext
 from nats.js.api import PubAck
 
 from kvscout_blocks.publish.event_stream import MSG_ID, ensure_stream, message_id
@@ -93,7 +92,7 @@ class StreamWay:
         self._link = link
         self._pools = pools
         self._max_age_seconds = max_age_seconds
-        self._js: JetStreamContext | None = None
+        self._js = link.client.jetstream()
         self._made: set[tuple[str, str]] = set()
         self._cuts: dict[int, str] = {}
         """Names of the states that are under way, by their publication."""
@@ -106,14 +105,13 @@ class StreamWay:
     async def send(self, messages: list[Message]) -> list[bool]:
         """See `Way.send`."""
         await self._make_streams()
-        js = self._context()
         acks: list[asyncio.Future[PubAck]] = []
         try:
             for publication, outgoing in messages:
                 pool = publication.pool
                 subject = self._link.names.stream_events(pool.tenant, pool.model, publication.rank)
                 headers = {MSG_ID: self._message_id(publication, outgoing)}
-                acks.append(await js.publish_async(subject, outgoing.message, headers=headers))
+                acks.append(await self._js.publish_async(subject, outgoing.message, headers=headers))
             await asyncio.wait(acks, timeout=ACK_SECONDS)
         finally:
             for ack in acks:
@@ -127,15 +125,10 @@ class StreamWay:
             log.warning("JetStream refused %d of %d messages: %r", len(errors), len(acks), errors[0])
         return arrived
 
-    def _context(self) -> JetStreamContext:
-        if self._js is None:
-            self._js = self._link.client.jetstream()
-        return self._js
-
     async def _make_streams(self) -> None:
         for tenant, model in self._pools() - self._made:
             await ensure_stream(
-                self._context(),
+                self._js,
                 self._link.names,
                 tenant,
                 model,

@@ -128,7 +128,7 @@ class IndexerCollector(Collector):
         if self._indexer.nats_core is not None:
             yield from _core_metrics(self._indexer.nats_core)
         peers = CounterMetricFamily(
-            "kvscout_peer_searches", "Workers whose state peers were asked for", labels=["result"]
+            "kvscout_peer_searches", "Workers whose state was requested from peers", labels=["result"]
         )
         peers.add_metric(["found"], self._indexer.peers.found)
         peers.add_metric(["not_found"], self._indexer.peers.not_found)
