@@ -31,6 +31,7 @@ COMMANDS = (
     "loads",
     "requests",
     "replicas",
+    "serve",
     "dump",
     "replay",
     "bench",

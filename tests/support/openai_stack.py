@@ -23,6 +23,7 @@ from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.http.port import GatewayHttp
+from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler
 from support.web_servers import web_server
 
 MODEL = "m"
@@ -110,6 +111,12 @@ class Front:
 def spec(worker_id: str, url: str, **fields: Any) -> WorkerSpec:
     """A worker."""
     return WorkerSpec(worker_id, **{"model": MODEL, "block_size": 16, "http_endpoint": url, **fields})
+
+
+def scheduler_of(gateway: Gateway) -> RemoteScheduler:
+    """The schedulers of a gateway that has none of its own."""
+    assert isinstance(gateway.scheduler, RemoteScheduler)
+    return gateway.scheduler
 
 
 @asynccontextmanager

@@ -23,8 +23,8 @@ lease_flag = flag(
 )
 
 
-def gateway_flags() -> Callable[[F], F]:
-    """Return the flags."""
+def address_flags() -> Callable[[F], F]:
+    """Return the flags of the addresses of indexers and schedulers."""
     return flag_group(
         flag(
             "--indexer",
@@ -40,6 +40,12 @@ def gateway_flags() -> Callable[[F], F]:
             default=("127.0.0.1:7052",),
             help="Scheduler host:port, or dns://name:port for all addresses of a name; repeat in order of preference.",
         ),
+    )
+
+
+def gateway_flags() -> Callable[[F], F]:
+    """Return the flags."""
+    return flag_group(
         flag(
             "--migration-limit",
             default=1,

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import FailedPrecondition
 from kvscout_common.http.byte_budget import make_budget
 from kvscout_common.http.factory import connect
@@ -43,8 +43,8 @@ from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.tokens.sources import Tokens
 from kvscout_gateway.upstreams.failover import Member
-from kvscout_gateway.upstreams.indexer.remote import RemoteIndexer
-from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler
+from kvscout_gateway.upstreams.indexer.remote import Indexer, RemoteIndexer
+from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler, Scheduler
 from kvscout_gateway.values.booking import draw_attempt
 from kvscout_gateway.values.decision import Decision
 
@@ -54,6 +54,20 @@ CLOSE_SECONDS = 2.0
 """Longest wait at the end for what was cancelled to be freed."""
 
 
+class LocalIndexer(Indexer, Protocol):
+    """An indexer of this process."""
+
+    def status(self) -> gateway_pb2.HelperStatus:
+        """Return its state."""
+
+
+class LocalScheduler(Scheduler, Protocol):
+    """A scheduler of this process."""
+
+    def status(self) -> gateway_pb2.HelperStatus:
+        """Return its state."""
+
+
 class Gateway:
     """One gateway: stateless but for what is in flight and what was seen of the workers.
 
@@ -61,34 +75,53 @@ class Gateway:
         config: Checked.
         metrics: Registry of its metrics.
         backends: The workers, and NATS; their owner runs and closes them.
+        indexer: Indexer of this process; None = those of the configuration, behind rpcs.
+        scheduler: Scheduler of this process; None = those of the configuration, behind rpcs.
     """
 
     body_copies = 4
     """Bytes of memory that each byte of a body over HTTP counts as: as it came, as text, what it says, as it leaves."""
 
-    def __init__(self, config: GatewayConfig, metrics: CollectorRegistry, backends: Backends) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        metrics: CollectorRegistry,
+        backends: Backends,
+        *,
+        indexer: LocalIndexer | None = None,
+        scheduler: LocalScheduler | None = None,
+    ) -> None:
         self.config = config
         self.started = time.monotonic()
         self.registry, self.backends = backends.registry, backends
         self.catalog = Catalog(self.registry)
         self.metrics = GatewayMetrics(metrics, self.catalog.serves)
         self.observations = Observations(self.catalog.model_of)
-        self.indexer = RemoteIndexer(
-            config.indexers,
-            config.security,
-            timeout_seconds=config.indexer_timeout_seconds,
-            served=self.observations.eventful,
-            resync=self._resync,
-        )
-        self.scheduler = RemoteScheduler(
-            config.schedulers,
-            config.security,
-            timeout_seconds=config.scheduler_timeout_seconds,
-            queue_wait_seconds=config.queue_wait_seconds,
-            resync=self._resync,
-        )
+        self._remote: list[RemoteIndexer | RemoteScheduler] = []
+        """Upstreams behind rpcs."""
+        self._local = [upstream for upstream in (indexer, scheduler) if upstream is not None]
+        if indexer is None:
+            remote_indexer = RemoteIndexer(
+                config.indexers,
+                config.security,
+                timeout_seconds=config.indexer_timeout_seconds,
+                served=self.observations.eventful,
+                resync=self._resync,
+            )
+            self._remote.append(remote_indexer)
+        if scheduler is None:
+            remote_scheduler = RemoteScheduler(
+                config.schedulers,
+                config.security,
+                timeout_seconds=config.scheduler_timeout_seconds,
+                queue_wait_seconds=config.queue_wait_seconds,
+                resync=self._resync,
+            )
+            self._remote.append(remote_scheduler)
+        self.indexer: Indexer = remote_indexer if indexer is None else indexer
+        self.scheduler: Scheduler = remote_scheduler if scheduler is None else scheduler
         self.registration = Registration(self.registry, [], shared=backends.link is not None)
-        self.membership = Membership([self.indexer, self.scheduler], self.registration)
+        self.membership = Membership(self._remote, self.registration)
         self.routing = RoutingFlow(self.catalog, self.indexer, self.scheduler, self.metrics)
         ca = (
             read_file(config.engine_ca, flag="engine_ca", max_bytes=MAX_PEM_BYTES)
@@ -160,8 +193,8 @@ class Gateway:
         metrics.register(self.observations)
         in_flight = Gauge("kvscout_requests_in_flight", "Requests running", registry=metrics)
         in_flight.set_function(lambda: self.exchanges.in_flight)
-        metrics.register(self.indexer)
-        metrics.register(self.scheduler)
+        for upstream in self._remote:
+            metrics.register(upstream)
         if config.shadow is not None:
             metrics.register(self.shadow_report)
         self.registry.listen(self)
@@ -186,7 +219,7 @@ class Gateway:
         return {
             "membership": self.membership.run,
             **({"health-checks": self.health_checks.run} if self.config.health_check_seconds else {}),
-            **self.scheduler.tasks(),
+            **{name: task for upstream in self._remote for name, task in upstream.tasks().items()},
             **({"engine-key": self.engine_key.file.watch} if self.engine_key.file is not None else {}),
         }
 
@@ -205,6 +238,10 @@ class Gateway:
             raise FailedPrecondition(
                 f"with --shadow {self.config.shadow.balancer} decides: only what comes over HTTP is passed on to it"
             )
+
+    def upstream_statuses(self) -> list[gateway_pb2.HelperStatus]:
+        """Return the state of every indexer and scheduler."""
+        return [*(upstream.status() for upstream in self._local), *self.membership.statuses()]
 
     def leave(self) -> None:
         """Report from now on that it is going to stop."""
@@ -227,8 +264,8 @@ class Gateway:
             log.warning("stopped with requests that were not freed at any scheduler")
         await self.tokens.close()
         await self.engines.close()
-        await self.indexer.close()
-        await self.scheduler.close()
+        for upstream in self._remote:
+            await upstream.close()
 
     def info(self) -> types_pb2.ServiceInfo:
         """Return what this process is, with warnings for operators."""
@@ -239,7 +276,7 @@ class Gateway:
             warnings=[
                 *members,
                 *self.membership.warnings(),
-                *self.indexer.check.warnings(),
+                *self.indexer.warnings(),
                 *self.health.warnings(),
                 *self.backends.warnings(),
                 *self.tokens.parity.warnings(),

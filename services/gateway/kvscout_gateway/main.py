@@ -15,10 +15,11 @@ from kvscout_common.settings.flags import (
     server_flags,
 )
 from kvscout_gateway.config import GatewayConfig
-from kvscout_gateway.flags import gateway_flags, lease_flag
+from kvscout_gateway.flags import address_flags, gateway_flags, lease_flag
 
 
 @click.command(cls=SectionedCommand)
+@address_flags()
 @gateway_flags()
 @lease_flag
 @client_flags()

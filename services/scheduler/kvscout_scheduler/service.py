@@ -13,6 +13,7 @@ from kvscout_scheduler.load.workers import MAX_ENDS
 from kvscout_scheduler.replicas.replicas import Replicas
 from kvscout_scheduler.replicas.replication import Replication
 from kvscout_scheduler.rpc.metrics import SchedulerCollector
+from kvscout_scheduler.rpc.operations import RemoteOperations
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.scraper import EngineScraper
@@ -53,6 +54,11 @@ class SchedulerService:
         self._scraper = (
             EngineScraper(self.scheduler, registry, config.scrape_seconds) if config.scrape_seconds else None
         )
+
+    @property
+    def remote_operations(self) -> RemoteOperations | None:
+        """Return operations on bookings of other replicas; None = there are none."""
+        return self.replicas.forwarding if self.replicas is not None else None
 
     def tasks(self) -> dict[str, Task]:
         """Return what runs beside the server, by name."""

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 from support.free_ports import free_ports
+from support.openai_stack import scheduler_of
 from support.processes import eventually, running
 
 from kvscout.v1 import workers_pb2
@@ -107,7 +108,7 @@ async def test_helpers_behind_a_name_are_told_and_used_as_they_come_and_let_go_o
             await world.gateway.warm()
             world.gateway.registry.register(WORKER)
             await world.until_told(A)
-            schedulers = world.gateway.scheduler.peers
+            schedulers = scheduler_of(world.gateway).peers
             [first] = schedulers.members
             await world.until(lambda: schedulers.primary is first, "attached")
 

@@ -83,6 +83,11 @@ class RoutedPrompts:
         """Prompts since start."""
         self.refused = 0
 
+    @property
+    def predicts(self) -> bool:
+        """Return whether prompts with hashes are recorded."""
+        return self._ttl_seconds is not None
+
     async def record(self, tenant: str, model: str, prompts: Sequence[RoutedPrompt]) -> Recorded:
         """Predict the prompts' blocks on their workers, as far as possible, and report the workers that served.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from support.openai_stack import MODEL, front, spec
+from support.openai_stack import MODEL, front, scheduler_of, spec
 from support.processes import eventually
 
 from kvscout.v1 import scheduler_pb2, types_pb2
@@ -98,7 +98,7 @@ def generation(*, stream: bool, shows_output: bool = True) -> PickRequest:
 
 
 def booked(gateway: Gateway) -> Booking:
-    (one,) = gateway.scheduler.bookings.in_flight()
+    (one,) = scheduler_of(gateway).bookings.in_flight()
     return one
 
 
@@ -118,7 +118,7 @@ async def test_the_first_piece_of_an_answer_that_comes_whole_is_no_first_token(
         pick.first_output()
         assert booking.prefilled is seen
         pick.ended({})
-        assert not gateway.scheduler.bookings.in_flight()
+        assert not scheduler_of(gateway).bookings.in_flight()
 
 
 async def test_of_what_is_left_to_its_proxy_nobody_claims_to_have_seen_a_first_token() -> None:
@@ -158,7 +158,7 @@ async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> Non
         pick.first_output()
 
         async def moved() -> bool:
-            return [one.worker for one in gateway.scheduler.bookings.in_flight()] == [WorkerRank("w2", 0)]
+            return [one.worker for one in scheduler_of(gateway).bookings.in_flight()] == [WorkerRank("w2", 0)]
 
         await eventually(moved, what="a booking where it runs")
         (_, wanted), (request, found) = reserved
@@ -172,7 +172,7 @@ async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> Non
         assert message.attempt_id != first.ref.attempt_id
         assert (message.isl_tokens, message.cached_tokens, message.max_output_tokens) == (40, 16, 4096)
         pick.ended({})
-        assert not gateway.scheduler.bookings.in_flight()
+        assert not scheduler_of(gateway).bookings.in_flight()
 
 
 async def test_an_embedding_ends_with_what_would_be_its_first_token() -> None:
@@ -212,10 +212,10 @@ async def test_the_length_of_an_output_is_told_whatever_is_known_of_its_prompt(
 async def test_the_end_of_a_prefill_leg_is_its_first_token_unless_nobody_tells_of_it(shows_output: bool) -> None:
     async with picker(worker(1, role=Role.PREFILL), worker(2, role=Role.DECODE)) as (one, gateway):
         pick = await one.pick(generation(stream=True, shows_output=shows_output))
-        by_worker = {held.worker.worker_id: held.output for held in gateway.scheduler.bookings.in_flight()}
+        by_worker = {held.worker.worker_id: held.output for held in scheduler_of(gateway).bookings.in_flight()}
         assert by_worker == {
             "w1": Output(1, 1, "", unseen=not shows_output),
             "w2": Output(0, 4096, "completions", unseen=not shows_output),
         }
         pick.aborted()
-        assert not gateway.scheduler.bookings.in_flight()
+        assert not scheduler_of(gateway).bookings.in_flight()

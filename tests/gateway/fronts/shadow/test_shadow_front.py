@@ -23,6 +23,7 @@ from support.openai_stack import (
     front,
     hangs,
     says,
+    scheduler_of,
     spec,
     streams,
 )
@@ -223,7 +224,7 @@ async def test_only_a_stream_tells_when_a_prompt_was_computed_and_both_tell_how_
     transport: Transport, streamed: bool
 ) -> None:
     def held() -> list[Booking]:
-        return [each for each in one.gateway.scheduler.bookings.in_flight() if each.worker.worker_id]
+        return [each for each in scheduler_of(one.gateway).bookings.in_flight() if each.worker.worker_id]
 
     async def until_booked(request: web.Request, body: bytes) -> web.StreamResponse:
         await eventually(lambda: asyncio.sleep(0, len(held()) == 1), what="a booking")
@@ -251,7 +252,7 @@ async def test_what_is_placed_after_its_first_token_is_booked_as_what_runs(trans
         kept.extend(held())
 
     def held() -> list[Booking]:
-        return one.gateway.scheduler.bookings.in_flight()
+        return scheduler_of(one.gateway).bookings.in_flight()
 
     async with (
         engine(streams(TEXT, then=until_rebooked)) as balancer,

@@ -28,7 +28,7 @@ def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.Gat
     """
     return gateway_pb2.GatewayGetStatusResponse(
         service=gateway.info(),
-        helpers=gateway.membership.statuses(),
+        helpers=gateway.upstream_statuses(),
         workers=_observations(gateway, tenant, model),
         in_flight=gateway.exchanges.in_flight,
         requests=gateway.exchanges.requests,

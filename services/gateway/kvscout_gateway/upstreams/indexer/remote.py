@@ -23,7 +23,7 @@ from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.observability import tracing
 from kvscout_common.rpc.channel import stream
-from kvscout_common.rpc.service_info import shown
+from kvscout_common.rpc.service_info import Warned, shown
 from kvscout_common.shards import Shard, shard_of
 from kvscout_common.transport.wire_fields import bytes_field
 from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown, is_member_fault
@@ -47,6 +47,12 @@ class Indexer(Protocol):
 
     def routed(self, decision: Decision) -> None:
         """Report that a prompt goes to its worker."""
+
+    def dump(self, request: indexer_pb2.DumpRequest) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
+        """Yield the state of every worker rank."""
+
+    def warnings(self) -> list[Warned]:
+        """Return faults of indexers that no call of theirs shows, one sentence each."""
 
 
 class RemoteIndexer(Collector):
@@ -126,19 +132,7 @@ class RemoteIndexer(Collector):
         if not pools or not shards:
             return Overlaps(hashes)
         problems: dict[str, str] = {}
-        requests = [
-            indexer_pb2.FindMatchesRequest(
-                model=model,
-                tenant=tenant,
-                block_size=pool.block_size,
-                eagle=pool.eagle,
-                # Who sends hashes may have given any length.
-                prompt_tokens=prompt_tokens if prompt_tokens >= _tokens_in(hashes[pool], pool) else 0,
-                traceparent=tracing.traceparent(),
-            ).SerializeToString()
-            + bytes_field(indexer_pb2.FindMatchesRequest.BLOCK_HASHES_FIELD_NUMBER, hashes[pool])
-            for pool in pools
-        ]
+        requests = [find_matches_request(model, tenant, pool, hashes[pool], prompt_tokens) for pool in pools]
         calls = [self._ask(shard, request, problems) for request in requests for shard in shards]
         # Nearly always there is one call: no need for a task of its own.
         answered = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
@@ -169,6 +163,14 @@ class RemoteIndexer(Collector):
             async with aclosing(_dump_shard(shard, request)) as batches:
                 async for batch in batches:
                     yield batch
+
+    def warnings(self) -> list[Warned]:
+        """Return the faults of indexers that no call of theirs shows."""
+        return self.check.warnings()
+
+    def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """Return what runs beside the server, by name: nothing, each replica has its own."""
+        return {}
 
     def fill_status(self, member: IndexerMember, status: gateway_pb2.HelperStatus) -> None:
         """Add to the status of a replica what is known here."""
@@ -247,6 +249,29 @@ async def _dump_shard(
                 raise
             problem = f"{member.name}: {error}"
     raise UpstreamDown(problem)
+
+
+def find_matches_request(model: str, tenant: str, pool: Geometry, hashes: bytes, prompt_tokens: int) -> bytes:
+    """Serialise a `FindMatchesRequest`.
+
+    Args:
+        model: Model.
+        tenant: Tenant.
+        pool: Geometry of the caches.
+        hashes: Local hashes of the prompt in that geometry, little-endian u64s.
+        prompt_tokens: Length of the prompt; 0 = unknown.
+    """
+    message = indexer_pb2.FindMatchesRequest(
+        model=model,
+        tenant=tenant,
+        block_size=pool.block_size,
+        eagle=pool.eagle,
+        # A caller that sends hashes may have given any length.
+        prompt_tokens=prompt_tokens if prompt_tokens >= _tokens_in(hashes, pool) else 0,
+        traceparent=tracing.traceparent(),
+    )
+    hashes_field = bytes_field(indexer_pb2.FindMatchesRequest.BLOCK_HASHES_FIELD_NUMBER, hashes)
+    return message.SerializeToString() + hashes_field
 
 
 def _tokens_in(hashes: bytes, pool: Geometry) -> int:

@@ -104,8 +104,9 @@ class PendingReservation:
 class Scheduler(Protocol):
     """What a request needs of the schedulers."""
 
-    overlap_score_weight: float
-    """0 = prefix caches are ignored: no indexer need be asked or reported to."""
+    @property
+    def overlap_score_weight(self) -> float:
+        """Return the weight of overlaps; 0 = prefix caches are ignored, and indexers need not be called."""
 
     async def reserve(
         self,
@@ -129,6 +130,22 @@ class Scheduler(Protocol):
 
     async def call(self, method: Rpc[Answer], request: object) -> Answer:
         """Call an rpc of the first scheduler that answers."""
+
+    async def call_booked(
+        self, method: Rpc[Answer], request: object, has_it: Callable[[Answer], bool] = lambda answer: True
+    ) -> Answer:
+        """Call an rpc about a request that Route booked, at whichever scheduler has it."""
+
+    async def renew(self, request: scheduler_pb2.RenewRequest) -> scheduler_pb2.RenewResponse:
+        """Renew leases of requests that Route booked."""
+
+    async def set_busy_thresholds(
+        self, request: types_pb2.SetBusyThresholdsRequest
+    ) -> types_pb2.SetBusyThresholdsResponse:
+        """Change thresholds on every scheduler."""
+
+    def report_failure(self, request: scheduler_pb2.ReportFailureRequest) -> None:
+        """Report an ejected worker, in the background."""
 
 
 _STREAM_METRICS: tuple[
@@ -337,7 +354,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
                 in_line = in_line or stream.carried_out(operation)
                 if not pending.seconds_left:
                     if in_line:
-                        raise _waited_too_long()
+                        raise waited_too_long()
                     raise UpstreamDown(f"{member.name} does not answer", retry_after_seconds=RETRY_SECONDS)
                 if stream.carried_out(operation):
                     fresh = await pending.refresh()
@@ -383,7 +400,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
         except grpc.aio.AioRpcError as error:
             # The deadline is the line's. A scheduler may see it pass a moment before it does here.
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise _waited_too_long() from None
+                raise waited_too_long() from None
             raise to_error(error) from error
         finally:
             stream.unary_calls -= 1
@@ -450,5 +467,6 @@ def _checked(result: scheduler_pb2.LifecycleResult, stream: LifecycleStream) -> 
     return result
 
 
-def _waited_too_long() -> WaitedTooLong:
+def waited_too_long() -> WaitedTooLong:
+    """Return the error of a request that stood in the queue until its time was over."""
     return WaitedTooLong("no worker had room for the request in time", retry_after_seconds=RETRY_SECONDS)

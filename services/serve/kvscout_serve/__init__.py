@@ -1,0 +1,1 @@
+"""Gateway, indexer and scheduler in one process."""

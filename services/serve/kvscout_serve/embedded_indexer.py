@@ -1,0 +1,150 @@
+"""The indexer of this process, as its gateway calls it: a function call where `RemoteIndexer` has a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+
+from kvscout.v1 import events_pb2, gateway_pb2, indexer_pb2, types_pb2
+from kvscout_common.errors import KvscoutError
+from kvscout_common.rpc.service_info import TenantWarning, Warned
+from kvscout_common.worker import ALL_TENANTS, WorkerRank
+from kvscout_gateway.upstreams.indexer.blindness import BlindRanks, Served
+from kvscout_gateway.upstreams.indexer.check import CHECK_SECONDS
+from kvscout_gateway.upstreams.indexer.remote import find_matches_request
+from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.overlaps import Overlaps
+from kvscout_gateway.values.prompt import Geometry
+from kvscout_indexer.index.routed import RoutedPrompt
+from kvscout_indexer.indexer import Indexer
+from kvscout_indexer.rpc.servicer import IndexerServicer
+
+log = logging.getLogger("kvscout.serve")
+
+MAX_DECISIONS = 1_024
+"""Routing decisions that wait to be recorded; the oldest are dropped, and counted."""
+
+
+class EmbeddedIndexer:
+    """An indexer in this process.
+
+    Args:
+        indexer: The indexer.
+        servicer: Answers its rpcs.
+    """
+
+    def __init__(self, indexer: Indexer, servicer: IndexerServicer) -> None:
+        self.address = ""
+        """host:port of this process's own server; "" = not bound yet."""
+        self.calls = self.failures = 0
+        self.decisions_recorded = self.decisions_lost = 0
+        self._indexer = indexer
+        self._servicer = servicer
+        self._blind: Mapping[tuple[str, WorkerRank], str] = {}
+        """Why ranks are BLIND, by tenant and rank."""
+        self._decisions: deque[Decision] = deque()
+        self._waiting = asyncio.Event()
+        self._predicts = indexer.routed.predicts
+
+    async def match(
+        self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0
+    ) -> Overlaps:
+        """Return the overlaps of a prompt with every cache; see `Indexer.match` of the gateway."""
+        rows: dict[Geometry, types_pb2.Overlaps] = {}
+        problems: dict[str, str] = {}
+        answers: dict[Geometry, tuple[indexer_pb2.FindMatchesResponse | None, ...]] = {}
+        for pool, packed in hashes.items():
+            if not packed:
+                continue
+            self.calls += 1
+            try:
+                request = find_matches_request(model, tenant, pool, packed, prompt_tokens)
+                answer = indexer_pb2.FindMatchesResponse.FromString(self._servicer.find_matches(request))
+            except KvscoutError as error:
+                self.failures += 1
+                problems["indexer"] = f"indexer: {error}"
+                answers[pool] = (None,)
+                continue
+            answers[pool], rows[pool] = (answer,), answer.overlaps
+        return Overlaps(hashes, rows, problems, answers)
+
+    def routed(self, decision: Decision) -> None:
+        """Predict the blocks of a prompt on its worker, where predictions are on."""
+        if not self._predicts or not decision.block_hashes:
+            return
+        self._decisions.append(decision)
+        if len(self._decisions) > MAX_DECISIONS:
+            self._decisions.popleft()
+            self.decisions_lost += 1
+        self._waiting.set()
+
+    async def dump(self, request: indexer_pb2.DumpRequest) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
+        """Yield the state of every worker rank.
+
+        Raises:
+            NotFound: Unknown model.
+        """
+        async with aclosing(self._servicer.dump_messages(request, None)) as messages:
+            async for message in messages:
+                yield events_pb2.KvEventBatch.FromString(message)
+
+    def warnings(self) -> list[Warned]:
+        """Return the worker ranks whose events never come."""
+        return [
+            TenantWarning(tenant, f"worker {rank.worker_id}/{rank.dp_rank} is blind: {reason}")
+            for (tenant, rank), reason in self._blind.items()
+        ]
+
+    def status(self) -> gateway_pb2.HelperStatus:
+        """Return its state, as of an upstream."""
+        return gateway_pb2.HelperStatus(
+            kind=gateway_pb2.HELPER_KIND_INDEXER,
+            address=self.address,
+            healthy=True,
+            calls=self.calls,
+            failures=self.failures,
+            decisions_delivered=self.decisions_recorded,
+            decisions_lost=self.decisions_lost,
+            decisions_waiting=len(self._decisions),
+        )
+
+    async def record_decisions(self) -> None:
+        """Record routing decisions, for ever."""
+        while True:
+            await self._waiting.wait()
+            while self._decisions:
+                decision = self._decisions.popleft()
+                if decision.withdrawn:
+                    continue
+                prompt = RoutedPrompt(
+                    decision.worker, decision.block_hashes, decision.pool.block_size, decision.pool.eagle
+                )
+                try:
+                    await self._indexer.routed.record(decision.tenant, decision.model, [prompt])
+                    self.decisions_recorded += 1
+                except KvscoutError as error:
+                    self.decisions_lost += 1
+                    log.debug("a routing decision of %s was not recorded: %s", decision.model, error)
+            self._waiting.clear()
+
+    async def check(self, served: Served) -> None:
+        """Compare its sources with the requests that workers served, every `CHECK_SECONDS`, for ever.
+
+        Args:
+            served: Gives when a worker rank was sent requests that should have brought events.
+        """
+        ranks = BlindRanks(served)
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            status = await self._servicer.GetStatus(types_pb2.GetStatusRequest(tenant=ALL_TENANTS), None)
+            requests = ranks.judge(status.sources, time.perf_counter())
+            self._blind = ranks.blind
+            for request in requests:
+                try:
+                    await self._servicer.RecordRouting(request, None)
+                except KvscoutError as error:
+                    log.debug("workers that served were not recorded: %s", error)

@@ -1,0 +1,239 @@
+"""The scheduler of this process, as its gateway calls it: a function call where `RemoteScheduler` has a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Any
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
+from kvscout_common.errors import KvscoutError
+from kvscout_common.hashing import native_available
+from kvscout_common.worker import ALL_TENANTS
+from kvscout_gateway.upstreams.scheduler.remote import (
+    MAX_REFRESH_SECONDS,
+    REFRESH_SECONDS,
+    WaitedTooLong,
+    waited_too_long,
+)
+from kvscout_gateway.upstreams.scheduler.rpcs import Answer, Rpc
+from kvscout_gateway.upstreams.scheduler.select_request import select_request
+from kvscout_gateway.values.booking import Booking
+from kvscout_gateway.values.overlaps import Overlaps
+from kvscout_gateway.values.request import Request
+from kvscout_scheduler.load import native as native_load
+from kvscout_scheduler.messages import translate
+from kvscout_scheduler.messages.codec import select_of
+from kvscout_scheduler.messages.operation_messages import operation_from_proto
+from kvscout_scheduler.rpc.operations import Operations
+from kvscout_scheduler.service import SchedulerService
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.operations import CompletePrefill, Free, Operation, Outcome, Select
+from kvscout_scheduler.values.reservation import OwnerName
+
+log = logging.getLogger("kvscout.serve")
+
+
+class EmbeddedScheduler:
+    """A scheduler in this process.
+
+    Args:
+        service: The scheduler.
+        queue_wait_seconds: Longest wait in its queue.
+    """
+
+    def __init__(self, service: SchedulerService, *, queue_wait_seconds: float) -> None:
+        self.address = ""
+        """host:port of this process's own server; "" = not bound yet."""
+        self.calls = self.failures = 0
+        self._service = service
+        self._scheduler = service.scheduler
+        self._queue_wait = queue_wait_seconds
+        self._open: set[Booking] = set()
+        self._numbers = count(1)
+        self._queued: dict[int, asyncio.Future[Outcome]] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        owner = OwnerName(ALL_TENANTS, f"embedded-{secrets.token_hex(8)}")
+        self._scheduler.connect_owner(owner, ())
+        self._owned = Operations(self._scheduler, owner, self._decided, service.remote_operations)
+        self._leased = Operations(self._scheduler, None, self._decided, service.remote_operations)
+
+    @property
+    def overlap_score_weight(self) -> float:
+        """Return the weight of overlaps; 0 = prefix caches are ignored."""
+        return self._scheduler.settings.overlap_score_weight
+
+    async def reserve(
+        self,
+        request: Request,
+        overlaps: Overlaps,
+        booking: Booking | None,
+        *,
+        knows_workers: bool,
+        refresh: Callable[[], Awaitable[Overlaps]],
+    ) -> tuple[scheduler_pb2.SelectResponse, Overlaps]:
+        """Have a worker chosen, and the request booked on it; see `Scheduler.reserve` of the gateway."""
+        self.calls += 1
+        operations = self._owned if request.owned else self._leased
+        number, operation = next(self._numbers), _select(request, overlaps, booking)
+        outcome = operations.carry_out(number, operation)
+        if outcome is None:
+            outcome, overlaps = await self._wait(operations, number, request, overlaps, booking, refresh)
+        if isinstance(outcome, KvscoutError):
+            raise outcome
+        if not isinstance(outcome, Decision):
+            raise TypeError(f"a selection ended with {outcome!r}")
+        if booking is not None:
+            booking.scheduler = self
+        return translate.decision_to_proto(outcome), overlaps
+
+    async def _wait(
+        self,
+        operations: Operations,
+        number: int,
+        request: Request,
+        overlaps: Overlaps,
+        booking: Booking | None,
+        refresh: Callable[[], Awaitable[Overlaps]],
+    ) -> tuple[Outcome, Overlaps]:
+        """Wait in the queue; the request joins it again with overlaps of now, at the place that it has."""
+        seconds = self._queue_wait if request.queue_wait_seconds is None else request.queue_wait_seconds
+        ends_at, pause = time.monotonic() + seconds, REFRESH_SECONDS
+        try:
+            while True:
+                decided = self._queued[number] = asyncio.get_running_loop().create_future()
+                left = max(0.0, ends_at - time.monotonic())
+                if (await asyncio.wait([decided], timeout=min(pause, left)))[0]:
+                    return decided.result(), overlaps
+                if left <= pause:
+                    raise waited_too_long()
+                fresh = await refresh()
+                if decided.done():
+                    return decided.result(), overlaps
+                del self._queued[number]
+                number, overlaps = next(self._numbers), fresh
+                outcome = operations.carry_out(number, _select(request, overlaps, booking))
+                if outcome is not None:
+                    return outcome, overlaps
+                pause = min(2 * pause, MAX_REFRESH_SECONDS)
+        except (asyncio.CancelledError, WaitedTooLong):
+            if booking is not None:
+                operations.carry_out(next(self._numbers), _free(booking))
+            raise
+        finally:
+            self._queued.pop(number, None)
+
+    def _decided(self, number: int, operation: Operation, outcome: Outcome) -> None:
+        decided = self._queued.get(number)
+        if decided is not None and not decided.done():
+            decided.set_result(outcome)
+        elif isinstance(outcome, KvscoutError) and not isinstance(operation, Select):
+            self._failed(operation, outcome)
+
+    def hold(self, booking: Booking) -> None:
+        """Take over a booking; one that was not booked is booked now, as a request that runs."""
+        self._open.add(booking)
+        if booking.scheduler is not None:
+            return
+        reserve = operation_from_proto("reserve", booking.reserve_request())
+        outcome = self._owned.carry_out(next(self._numbers), reserve)
+        if isinstance(outcome, KvscoutError):
+            self._failed(reserve, outcome)
+        else:
+            booking.scheduler = self
+
+    def prefill_complete(self, booking: Booking) -> None:
+        """Report the first token."""
+        if booking not in self._open or booking.prefilled:
+            return
+        booking.prefilled = True
+        if booking.scheduler is not None:
+            ref = booking.ref
+            self._carry_out(CompletePrefill(translate.key_from_proto(ref), ref.attempt_id))
+
+    def free(self, booking: Booking, output_tokens: int = 0) -> None:
+        """Free a booking. A second call does nothing."""
+        if booking in self._open:
+            self._open.remove(booking)
+            booking.output_tokens = output_tokens
+            if booking.scheduler is not None:
+                self._carry_out(_free(booking))
+
+    def _carry_out(self, operation: Operation) -> None:
+        outcome = self._owned.carry_out(next(self._numbers), operation)
+        if isinstance(outcome, KvscoutError):
+            self._failed(operation, outcome)
+
+    def _failed(self, operation: Operation, error: KvscoutError) -> None:
+        self.failures += 1
+        log.debug("%s: %s", type(operation).__name__, error)
+
+    async def call(self, method: Rpc[Answer], request: object) -> Answer:
+        """Call an rpc of the scheduler.
+
+        Raises:
+            KvscoutError: As the scheduler does.
+        """
+        servicer: Any = self._service.servicer
+        answer: Answer = await method(servicer)(request, None)
+        return answer
+
+    async def call_booked(
+        self, method: Rpc[Answer], request: object, has_it: Callable[[Answer], bool] = lambda answer: True
+    ) -> Answer:
+        """Call an rpc about a request that Route booked."""
+        return await self.call(method, request)
+
+    async def renew(self, request: scheduler_pb2.RenewRequest) -> scheduler_pb2.RenewResponse:
+        """Renew leases of requests that Route booked."""
+        return await self.call(lambda stub: stub.Renew, request)
+
+    async def set_busy_thresholds(
+        self, request: types_pb2.SetBusyThresholdsRequest
+    ) -> types_pb2.SetBusyThresholdsResponse:
+        """Change thresholds."""
+        return await self.call(lambda stub: stub.SetBusyThresholds, request)
+
+    def report_failure(self, request: scheduler_pb2.ReportFailureRequest) -> None:
+        """Have a worker cool down, here and at the other replicas."""
+        task = asyncio.ensure_future(self._report_failure(request))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _report_failure(self, request: scheduler_pb2.ReportFailureRequest) -> None:
+        try:
+            await self.call(lambda stub: stub.ReportFailure, request)
+        except KvscoutError as error:
+            log.debug("a failed worker was not reported: %s", error)
+
+    def status(self) -> gateway_pb2.HelperStatus:
+        """Return its state, as of an upstream."""
+        return gateway_pb2.HelperStatus(
+            kind=gateway_pb2.HELPER_KIND_SCHEDULER,
+            address=self.address,
+            healthy=True,
+            calls=self.calls,
+            failures=self.failures,
+            waiting_in_line=len(self._queued),
+        )
+
+
+def _select(request: Request, overlaps: Overlaps, booking: Booking | None) -> Select:
+    message = select_request(request, overlaps, booking)
+    read = native_load.select_request(message) if native_available() else None
+    if read is not None:
+        operation = select_of(read)
+        return operation._replace(books=booking is not None)
+    parsed = scheduler_pb2.SelectRequest.FromString(message)
+    read_select = operation_from_proto("select" if booking is None else "select_and_reserve", parsed)
+    if not isinstance(read_select, Select):
+        raise TypeError(f"a selection was read as {read_select!r}")
+    return read_select
+
+
+def _free(booking: Booking) -> Free:
+    return Free(translate.key_from_proto(booking.ref), booking.ref.attempt_id, booking.output_tokens)

@@ -1,0 +1,112 @@
+"""Gateway, indexer and scheduler over one registry of workers, put together as one app."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from kvscout_common.registry.backends import Backends, Task
+from kvscout_common.rpc.serving import App
+from kvscout_gateway.fronts.endpoint_picker.front import endpoint_picker
+from kvscout_gateway.fronts.grpc.servicer import SERVICE as GATEWAY
+from kvscout_gateway.fronts.grpc.servicer import GatewayServicer
+from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.http.port import GatewayHttp
+from kvscout_indexer.indexer import Indexer
+from kvscout_indexer.rpc.metrics import IndexerCollector
+from kvscout_indexer.rpc.servicer import SERVICE as INDEXER
+from kvscout_indexer.rpc.servicer import IndexerServicer
+from kvscout_scheduler.rpc.servicer import SERVICE as SCHEDULER
+from kvscout_scheduler.service import SchedulerService
+from kvscout_serve.config import ServeConfig
+from kvscout_serve.embedded_indexer import EmbeddedIndexer
+from kvscout_serve.embedded_scheduler import EmbeddedScheduler
+
+
+class Process:
+    """The services of one process.
+
+    Args:
+        config: Checked.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        admit = {"admit": config.indexer.admit} if config.indexer is not None else {}
+        self._backends = backends = Backends.of_process("kvscout-serve", config.server, config.nats, **admit)
+        self._metrics = CollectorRegistry()
+        self._services: list[tuple[str, Callable[[grpc.aio.Server], None]]] = []
+        # Listens before the gateway does: a worker that requests may be sent to is known to all of them.
+        self._indexer: Indexer | None = None
+        self._scheduler: SchedulerService | None = None
+        self.indexer: EmbeddedIndexer | None = None
+        self.scheduler: EmbeddedScheduler | None = None
+        if config.indexer is not None:
+            self._indexer = Indexer(config.indexer, backends)
+            indexer_servicer = IndexerServicer(self._indexer, self._indexer.queries)
+            self.indexer = EmbeddedIndexer(self._indexer, indexer_servicer)
+            self._services.append((INDEXER, indexer_servicer.add_to))
+            self._metrics.register(IndexerCollector(self._indexer))
+        if config.scheduler is not None:
+            self._scheduler = SchedulerService(config.scheduler, backends)
+            self.scheduler = EmbeddedScheduler(self._scheduler, queue_wait_seconds=config.gateway.queue_wait_seconds)
+            self._services.append((SCHEDULER, self._scheduler.servicer.add_to))
+            self._metrics.register(self._scheduler.collector)
+        self.gateway = Gateway(config.gateway, self._metrics, backends, indexer=self.indexer, scheduler=self.scheduler)
+        self._http = GatewayHttp(self.gateway, self._metrics)
+
+    def app(self) -> App:
+        """Return the process as an app to serve."""
+        picker = self._config.gateway.endpoint_picker
+        return App(
+            name="serve",
+            services=[(GATEWAY, GatewayServicer(self.gateway).add_to), *self._services],
+            bound=self._bound,
+            tasks=self._tasks(),
+            warm=self._warm,
+            leave=self.gateway.leave,
+            drain=self._drain,
+            close=self._close,
+            metrics=self._metrics,
+            limits=self._backends.registry.limits,
+            budget=self.gateway.budget,
+            side_ports=[endpoint_picker(picker, self.gateway, self._metrics)] if picker is not None else [],
+            http=self._http.port() if self._config.gateway.http_port >= 0 else None,
+        )
+
+    def _bound(self, port: int) -> None:
+        host = self._config.server.host
+        for upstream in (self.indexer, self.scheduler):
+            if upstream is not None:
+                upstream.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def _tasks(self) -> dict[str, Task]:
+        tasks: dict[str, Task] = {**self._backends.tasks, **self.gateway.tasks(), **self._http.tasks()}
+        if self._indexer is not None:
+            tasks |= self._indexer.tasks()
+        if self._scheduler is not None:
+            tasks |= self._scheduler.tasks()
+        if self.indexer is not None:
+            indexer, served = self.indexer, self.gateway.observations.eventful
+            tasks["routing-decisions"] = indexer.record_decisions
+            tasks["blind-workers"] = lambda: indexer.check(served)
+        return tasks
+
+    async def _warm(self) -> None:
+        for service in (self._indexer, self._scheduler, self.gateway):
+            if service is not None:
+                await service.warm()
+
+    async def _drain(self) -> None:
+        # The gateway first: its last requests are freed at a scheduler that still takes them.
+        for service in (self.gateway, self._scheduler, self._indexer):
+            if service is not None:
+                await service.drain()
+
+    async def _close(self) -> None:
+        await self.gateway.close()
+        if self._indexer is not None:
+            await self._indexer.close()
+        await self._backends.close()
