@@ -93,6 +93,7 @@ HOUSES = {
         )
     ),
     "services/bridge/kvscout_bridge": House(),
+    "services/serve/kvscout_serve": House(),
     "services/mocker/kvscout_mocker": House(floors=8),
     "clients/kvscout_client": House(),
     "clients/kvscout_cli": House(folders=("", "commands")),

@@ -41,7 +41,7 @@ OBJECT = {"do_remote_prefill": True, "opaque": {"deep": [1, None, "x"]}, "remote
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack() -> AsyncIterator[Stack]:
+async def stack(each_mode: None) -> AsyncIterator[Stack]:
     # w0: prefill, w1: decode, both of model "mock"
     timeouts = ("--engine-idle-seconds", "2", "--engine-first-output-seconds", "2")
     mockers = (("--role", "prefill"), ("--role", "decode"))

@@ -20,6 +20,8 @@ from support.processes import running
 from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.hashing import native_available
 
+pytestmark = pytest.mark.usefixtures("each_mode")
+
 
 def words(prompt: Any) -> str:
     """Text that the mocker's tokenizer takes apart into these tokens."""

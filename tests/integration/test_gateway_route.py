@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack() -> AsyncIterator[Stack]:
+async def stack(each_mode: None) -> AsyncIterator[Stack]:
     async with running_stack(mockers=(("--lora", "poet"), ("--lora", "poet"))) as started:
         for index, mocker in enumerate(started.mockers):
             worker = mocker_worker(f"w{index}", mocker, adapters=[workers_pb2.Adapter(name="poet")])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 
 from kvscout.v1 import (
     gateway_pb2,
@@ -29,6 +30,8 @@ from support.processes import Running, eventually, running
 
 MODEL = "mock"
 CALL_SECONDS = 20.0
+in_one_process = False
+"""Whether stacks have gateway, indexer and scheduler in one process; the fixture `each_mode` sets it."""
 _ids = itertools.count()
 
 
@@ -227,6 +230,12 @@ async def running_stack(
         shards: Indexers, each of which has a share of the workers.
         relay: Put a relay between gateway and scheduler.
     """
+    if in_one_process:
+        if relay or shards > 1:
+            pytest.skip("a process of its own for each service is what the test is about")
+        async with _one_process(gateway_flags, mockers, scheduler_flags, indexer_flags) as one:
+            yield one
+        return
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         names = [f"{index}/{shards}" for index in range(shards)]
@@ -246,6 +255,26 @@ async def running_stack(
         for index, mocker in enumerate(started):
             await client.register(mocker_worker(f"w{index}", mocker))
         yield Stack(indexer, scheduler, gateway, started, client, between, indexers)
+
+
+@asynccontextmanager
+async def _one_process(
+    gateway_flags: Sequence[str],
+    mockers: Sequence[Sequence[str]],
+    scheduler_flags: Sequence[str],
+    indexer_flags: Sequence[str],
+) -> AsyncIterator[Stack]:
+    """The stack of `running_stack` in one process."""
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        flags = (*gateway_flags, *scheduler_flags, *indexer_flags)
+        served, *started = await enter(
+            together(running("kvscout_serve.main", *flags), *(running_mocker(*each) for each in mockers))
+        )
+        client = await enter(connected(served, served, served))
+        for index, mocker in enumerate(started):
+            await client.register(mocker_worker(f"w{index}", mocker))
+        yield Stack(served, served, served, started, client, None, [served])
 
 
 def mocker_worker(worker_id: str, mocker: MockerProcess, **fields: Any) -> workers_pb2.Worker:

@@ -18,7 +18,7 @@ from support.forked_process import ForkedProcess, Forker
 Process = asyncio.subprocess.Process | ForkedProcess
 
 DEADLINE_SECONDS = 60.0
-HTTP_SERVICES = frozenset({"kvscout_gateway.main"})
+HTTP_SERVICES = frozenset({"kvscout_gateway.main", "kvscout_serve.main"})
 """Those that serve HTTP as well, whether a test wants it or not."""
 START_SECONDS = 90.0
 """Longest wait for a process to be ready: cold files on a busy machine take most of it."""

@@ -1,0 +1,163 @@
+"""`kvscout serve`: one process is what three are, and an upstream of its own choice stays possible."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import aiohttp
+from click.testing import CliRunner
+from support.gateway_stack import MODEL, connected, fresh_prompt, mocker_worker
+from support.mocker_process import running_mocker
+from support.processes import eventually, running
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
+from kvscout_common.rpc.channel import call
+from kvscout_serve.config import ServeConfig
+from kvscout_serve.main import main
+
+SERVE = "kvscout_serve.main"
+
+
+async def test_three_services_answer_on_one_port_and_agree_about_the_workers() -> None:
+    async with running(SERVE) as served, running_mocker() as mocker, connected(served, served, served) as client:
+        await client.register(mocker_worker("w0", mocker))
+        prompt = fresh_prompt(64)
+        first = await client.generate(prompt)
+        await client.until_indexed(prompt, 4)
+        again = await client.generate(prompt)
+        assert first.route.worker.worker_id == again.route.worker.worker_id == "w0"
+        assert again.usage is not None
+        assert again.usage.cached_tokens == 48
+        assert again.route.overlap_blocks == 4
+        request = workers_pb2.ListWorkersRequest()
+        for stub in (client.stub, client.indexer, client.scheduler):
+            listed = await call(stub.ListWorkers, request, timeout=10)
+            assert [entry.worker.worker_id for entry in listed.workers] == ["w0"]
+        status = await client.status()
+        assert {helper.kind: (helper.address, helper.healthy) for helper in status.helpers} == {
+            gateway_pb2.HELPER_KIND_INDEXER: (served.address, True),
+            gateway_pb2.HELPER_KIND_SCHEDULER: (served.address, True),
+        }
+        assert sum(worker.mispredicted for worker in status.workers) == 0
+        await client.until_idle()
+
+
+async def test_what_stays_away_is_freed_and_a_worker_that_is_removed_is_no_longer_routed_to() -> None:
+    slow = ("--speedup", "1", "--step-base-ms", "200")
+    async with running(SERVE) as served, running_mocker(*slow) as mocker, connected(served, served, served) as client:
+        await client.register(mocker_worker("w0", mocker))
+        running_call = client.start(fresh_prompt(32), max_tokens=1_000)
+        await client.until_active()
+        running_call.cancel()
+        await client.until_idle()
+        removal = workers_pb2.RemoveWorkerRequest(worker_id="w0")
+        await call(client.stub.RemoveWorker, removal, timeout=10)
+        assert await client.known() == {}
+        assert await client.sources() == {}
+
+
+async def test_requests_wait_for_room_and_leave_the_queue_when_their_client_does() -> None:
+    flags = ("--router-queue-threshold", "0.5")
+    slow = ("--speedup", "1", "--step-base-ms", "300", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+    async with running(SERVE, *flags) as served, running_mocker(*slow) as mocker:
+        async with connected(served, served, served) as client:
+            await client.register(mocker_worker("w0", mocker, max_num_batched_tokens=64))
+            calls = [client.start(fresh_prompt(64), max_tokens=1) for _ in range(4)]
+
+            async def queued() -> int:
+                status = await call(client.scheduler.GetStatus, types_pb2.GetStatusRequest(), timeout=10)
+                return sum(pool.queued for pool in status.pools)
+
+            await eventually(queued, what="a queued request")
+            calls.pop().cancel()
+            for each in calls:
+                assert [message async for message in each]
+            await client.until_idle()
+            assert await queued() == 0
+
+
+async def test_an_indexer_or_scheduler_of_its_own_process_takes_the_place_of_the_embedded_one() -> None:
+    async with running("kvscout_scheduler.main") as scheduler, running("kvscout_indexer.main") as indexer:
+        flags = ("--scheduler", scheduler.address, "--indexer-timeout-ms", "2000")
+        async with running(SERVE, *flags) as half, running(SERVE, "--indexer", indexer.address, *flags) as none:
+            async with running_mocker() as mocker:
+                for served, its_indexer in ((half, half), (none, indexer)):
+                    async with connected(served, scheduler, its_indexer) as client:
+                        await client.register(mocker_worker("w0", mocker))
+                        prompt = fresh_prompt(64)
+                        await client.generate(prompt)
+                        await client.until_indexed(prompt, 4)
+                        assert (await client.route(prompt)).overlap_blocks == 4
+                        await client.until_idle()
+
+
+async def test_without_events_routed_prompts_are_predicted() -> None:
+    async with running(SERVE, "--no-kv-events") as served, running_mocker() as mocker:
+        async with connected(served, served, served) as client:
+            await client.register(mocker_worker("w0", mocker))
+            prompt = fresh_prompt(64)
+            await client.generate(prompt)
+
+            async def predicted() -> bool:
+                return (await client.route(prompt)).overlap_blocks == 4
+
+            await eventually(predicted, what="the prompt is predicted")
+
+
+async def test_busy_thresholds_loads_and_dumps_come_from_the_same_process() -> None:
+    async with running(SERVE) as served, running_mocker() as mocker, connected(served, served, served) as client:
+        await client.register(mocker_worker("w0", mocker))
+        prompt = fresh_prompt(64)
+        await client.generate(prompt)
+        await client.until_indexed(prompt, 4)
+        url = f"http://127.0.0.1:{served.ready['http_port']}"
+        async with aiohttp.ClientSession() as http:
+            body = {"model": MODEL, "active_decode_blocks_threshold": 0.9}
+            async with http.post(f"{url}/busy_threshold", json=body) as answer:
+                assert answer.status == 200
+            async with http.get(f"{url}/busy_threshold") as answer:
+                assert "0.9" in await answer.text()
+        loads = scheduler_pb2.SchedulerGetPotentialLoadsRequest(model=MODEL)
+        assert len((await call(client.scheduler.GetPotentialLoads, loads, timeout=10)).loads) == 1
+        dumped = client.stub.DumpEvents(gateway_pb2.DumpEventsRequest(model=MODEL))
+        assert [batch async for batch in dumped]
+
+
+async def test_a_stop_lets_what_runs_end() -> None:
+    slow = ("--speedup", "1", "--step-base-ms", "100")
+    async with running(SERVE) as served, running_mocker(*slow) as mocker, connected(served, served, served) as client:
+        await client.register(mocker_worker("w0", mocker))
+        generating = asyncio.create_task(client.generate(fresh_prompt(32), max_tokens=10))
+        await client.until_active()
+        served.process.send_signal(signal.SIGTERM)
+        assert len((await generating).token_ids) == 10
+
+
+def test_flags_of_all_services_are_there_once_and_wrong_ones_are_named() -> None:
+    shown = CliRunner().invoke(main, ["--help"])
+    assert shown.exit_code == 0
+    for one in ("--router-mode", "--router-ttl", "--migration-limit", "--http-port", "--workers-file"):
+        assert one in shown.output
+    names = [option for parameter in main.params for option in parameter.opts]
+    assert len(names) == len(set(names))
+    wrong = CliRunner().invoke(main, ["--router-replica-sync"])
+    assert wrong.exit_code == 2
+    assert "router-replica-sync" in wrong.output.replace("_", "-")
+    wrong = CliRunner().invoke(main, ["--scheduler", "nonsense"])
+    assert wrong.exit_code == 2
+    assert "scheduler" in wrong.output
+
+
+def test_a_lease_is_that_of_each_service_unless_one_is_given() -> None:
+    def config(*flags: str) -> ServeConfig:
+        with main.make_context("serve", list(flags)) as context:
+            return ServeConfig.from_flags(context.params)
+
+    unset, given = config(), config("--lease-seconds", "60")
+    assert unset.scheduler is not None
+    assert given.scheduler is not None
+    assert (unset.gateway.lease_seconds, unset.scheduler.settings.lease_seconds) == (30, 300)
+    assert (given.gateway.lease_seconds, given.scheduler.settings.lease_seconds) == (60, 60)
+    assert config("--scheduler", "127.0.0.1:7052").scheduler is None
+    assert config("--no-indexer").indexer is None
