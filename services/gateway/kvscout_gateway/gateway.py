@@ -43,8 +43,9 @@ from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.tokens.sources import Tokens
 from kvscout_gateway.upstreams.failover import Member
-from kvscout_gateway.upstreams.indexer.remote import Indexer, RemoteIndexer
-from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler, Scheduler
+from kvscout_gateway.upstreams.indexer.remote import RemoteIndexer
+from kvscout_gateway.upstreams.interfaces import Indexer, Scheduler
+from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler
 from kvscout_gateway.values.booking import draw_attempt
 from kvscout_gateway.values.decision import Decision
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +17,11 @@ from kvscout_common.settings.flags import (
 )
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.flags import address_flags, gateway_flags, lease_flag
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from kvscout_gateway.gateway import Gateway
 
 
 @click.command(cls=SectionedCommand)
@@ -39,32 +45,45 @@ async def build(config: GatewayConfig) -> App:
     from prometheus_client import CollectorRegistry
 
     from kvscout_common.registry.backends import Backends
-    from kvscout_gateway.fronts.grpc.servicer import SERVICE, GatewayServicer
     from kvscout_gateway.gateway import Gateway
-    from kvscout_gateway.http.port import GatewayHttp
 
     metrics = CollectorRegistry()
     backends = Backends.of_process("kvscout-gateway", config.server, config.nats)
     gateway = Gateway(config, metrics, backends)
+
+    async def close() -> None:
+        await gateway.close()
+        await backends.close()
+
+    app = gateway_app(config, gateway, metrics)
+    return replace(app, tasks={**backends.tasks, **app.tasks}, close=close)
+
+
+def gateway_app(config: GatewayConfig, gateway: Gateway, metrics: CollectorRegistry) -> App:
+    """Return a gateway as an app; the workers and NATS are run and closed by their owner.
+
+    Args:
+        config: The gateway's.
+        gateway: Not running yet.
+        metrics: Registry of its metrics.
+    """
+    from kvscout_gateway.fronts.grpc.servicer import SERVICE, GatewayServicer
+    from kvscout_gateway.http.port import GatewayHttp
+
     side_ports = []
     if config.endpoint_picker is not None:
         from kvscout_gateway.fronts.endpoint_picker.front import endpoint_picker
 
         side_ports.append(endpoint_picker(config.endpoint_picker, gateway.front_context, metrics, gateway.on_drain))
     http = GatewayHttp(gateway, metrics)
-
-    async def close() -> None:
-        await gateway.close()
-        await backends.close()
-
     return App(
         name="gateway",
         services=[(SERVICE, GatewayServicer(gateway).add_to)],
-        tasks={**backends.tasks, **gateway.tasks(), **http.tasks()},
+        tasks={**gateway.tasks(), **http.tasks()},
         warm=gateway.warm,
         leave=gateway.leave,
         drain=gateway.drain,
-        close=close,
+        close=gateway.close,
         metrics=metrics,
         limits=gateway.registry.limits,
         budget=gateway.budget,

@@ -14,13 +14,13 @@ from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import ALL_TENANTS
+from kvscout_gateway.upstreams.interfaces import Answer, Rpc
 from kvscout_gateway.upstreams.scheduler.remote import (
     MAX_REFRESH_SECONDS,
     REFRESH_SECONDS,
     WaitedTooLong,
     waited_too_long,
 )
-from kvscout_gateway.upstreams.scheduler.rpcs import Answer, Rpc
 from kvscout_gateway.upstreams.scheduler.select_request import select_request
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.overlaps import Overlaps

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from kvscout_common.registry.backends import Backends, Task
 from kvscout_common.rpc.serving import App
-from kvscout_gateway.fronts.endpoint_picker.front import endpoint_picker
-from kvscout_gateway.fronts.grpc.servicer import SERVICE as GATEWAY
-from kvscout_gateway.fronts.grpc.servicer import GatewayServicer
 from kvscout_gateway.gateway import Gateway
-from kvscout_gateway.http.port import GatewayHttp
+from kvscout_gateway.main import gateway_app
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.rpc.metrics import IndexerCollector
 from kvscout_indexer.rpc.servicer import SERVICE as INDEXER
@@ -55,25 +53,19 @@ class Process:
             self._services.append((SCHEDULER, self._scheduler.servicer.add_to))
             self._metrics.register(self._scheduler.collector)
         self.gateway = Gateway(config.gateway, self._metrics, backends, indexer=self.indexer, scheduler=self.scheduler)
-        self._http = GatewayHttp(self.gateway, self._metrics)
 
     def app(self) -> App:
         """Return the process as an app to serve."""
-        picker = self._config.gateway.endpoint_picker
-        return App(
+        app = gateway_app(self._config.gateway, self.gateway, self._metrics)
+        return replace(
+            app,
             name="serve",
-            services=[(GATEWAY, GatewayServicer(self.gateway).add_to), *self._services],
+            services=[*app.services, *self._services],
             bound=self._bound,
-            tasks=self._tasks(),
+            tasks={**self._backends.tasks, **app.tasks, **self._tasks()},
             warm=self._warm,
-            leave=self.gateway.leave,
             drain=self._drain,
             close=self._close,
-            metrics=self._metrics,
-            limits=self._backends.registry.limits,
-            budget=self.gateway.budget,
-            side_ports=[endpoint_picker(picker, self.gateway, self._metrics)] if picker is not None else [],
-            http=self._http.port() if self._config.gateway.http_port >= 0 else None,
         )
 
     def _bound(self, port: int) -> None:
@@ -83,7 +75,7 @@ class Process:
                 upstream.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def _tasks(self) -> dict[str, Task]:
-        tasks: dict[str, Task] = {**self._backends.tasks, **self.gateway.tasks(), **self._http.tasks()}
+        tasks: dict[str, Task] = {}
         if self._indexer is not None:
             tasks |= self._indexer.tasks()
         if self._scheduler is not None:

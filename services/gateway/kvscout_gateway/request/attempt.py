@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvscout_gateway.engines.health import Key, WorkerHealth
     from kvscout_gateway.request.metrics import GatewayMetrics
     from kvscout_gateway.request.routing import RoutingFlow
-    from kvscout_gateway.upstreams.scheduler.remote import Scheduler
+    from kvscout_gateway.upstreams.interfaces import Scheduler
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Longest answer that is no stream of events."""

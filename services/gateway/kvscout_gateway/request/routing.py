@@ -21,8 +21,7 @@ from kvscout_gateway.members.catalog import Catalog, Serving, TenantView
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.round_robin import RoundRobin, eligible
 from kvscout_gateway.upstreams.failover import UpstreamDown
-from kvscout_gateway.upstreams.indexer.remote import Indexer
-from kvscout_gateway.upstreams.scheduler.remote import Scheduler
+from kvscout_gateway.upstreams.interfaces import Indexer, Scheduler
 from kvscout_gateway.upstreams.scheduler.select_request import loads_request
 from kvscout_gateway.values.booking import UNBOOKED_ATTEMPT, Booking
 from kvscout_gateway.values.decision import Decision

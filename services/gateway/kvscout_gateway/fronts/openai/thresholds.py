@@ -10,7 +10,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.http import Charge, HttpCall
 from kvscout_gateway.fronts.access import Caller
 from kvscout_gateway.fronts.body import JsonBody, json_of, model_of, respond_json
-from kvscout_gateway.upstreams.scheduler.remote import Scheduler
+from kvscout_gateway.upstreams.interfaces import Scheduler
 
 FIELDS: Final = ("active_decode_blocks_threshold", "active_prefill_tokens_threshold")
 MAX_VALUE: Final = 1 << 64

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -35,24 +35,6 @@ from kvscout_gateway.upstreams.indexer.reporter import ReplicaReports
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.overlaps import Overlaps
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
-
-
-class Indexer(Protocol):
-    """What a request needs of the indexers."""
-
-    async def match(
-        self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0
-    ) -> Overlaps:
-        """Return the overlaps of a prompt with every cache."""
-
-    def routed(self, decision: Decision) -> None:
-        """Report that a prompt goes to its worker."""
-
-    def dump(self, request: indexer_pb2.DumpRequest) -> AsyncGenerator[events_pb2.KvEventBatch, None]:
-        """Yield the state of every worker rank."""
-
-    def warnings(self) -> list[Warned]:
-        """Return faults of indexers that no call of theirs shows, one sentence each."""
 
 
 class RemoteIndexer(Collector):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -39,7 +39,7 @@ from kvscout_gateway.upstreams.scheduler.attachment import Attachment
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, body_of
 from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS, SchedulerLink, SchedulerMember, Schedulers, error_of
-from kvscout_gateway.upstreams.scheduler.rpcs import Answer, Rpc, SchedulerRpcs
+from kvscout_gateway.upstreams.scheduler.rpcs import SchedulerRpcs
 from kvscout_gateway.upstreams.scheduler.select_request import select_request
 from kvscout_gateway.values.booking import Booking, draw_attempt
 from kvscout_gateway.values.overlaps import Overlaps
@@ -99,53 +99,6 @@ class PendingReservation:
         another.CopyFrom(booking.ref)
         another.attempt_id = draw_attempt()
         booking.ref = another
-
-
-class Scheduler(Protocol):
-    """What a request needs of the schedulers."""
-
-    @property
-    def overlap_score_weight(self) -> float:
-        """Return the weight of overlaps; 0 = prefix caches are ignored, and indexers need not be called."""
-
-    async def reserve(
-        self,
-        request: Request,
-        overlaps: Overlaps,
-        booking: Booking | None,
-        *,
-        knows_workers: bool,
-        refresh: Callable[[], Awaitable[Overlaps]],
-    ) -> tuple[scheduler_pb2.SelectResponse, Overlaps]:
-        """Have a worker chosen, and the request booked on it unless it is a query."""
-
-    def hold(self, booking: Booking) -> None:
-        """Take over a booking."""
-
-    def prefill_complete(self, booking: Booking) -> None:
-        """Report its first token."""
-
-    def free(self, booking: Booking, output_tokens: int = 0) -> None:
-        """Free it; a second call does nothing."""
-
-    async def call(self, method: Rpc[Answer], request: object) -> Answer:
-        """Call an rpc of the first scheduler that answers."""
-
-    async def call_booked(
-        self, method: Rpc[Answer], request: object, has_it: Callable[[Answer], bool] = lambda answer: True
-    ) -> Answer:
-        """Call an rpc about a request that Route booked, at whichever scheduler has it."""
-
-    async def renew(self, request: scheduler_pb2.RenewRequest) -> scheduler_pb2.RenewResponse:
-        """Renew leases of requests that Route booked."""
-
-    async def set_busy_thresholds(
-        self, request: types_pb2.SetBusyThresholdsRequest
-    ) -> types_pb2.SetBusyThresholdsResponse:
-        """Change thresholds on every scheduler."""
-
-    def report_failure(self, request: scheduler_pb2.ReportFailureRequest) -> None:
-        """Report an ejected worker, in the background."""
 
 
 _STREAM_METRICS: tuple[

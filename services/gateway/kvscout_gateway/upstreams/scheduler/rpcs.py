@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable
 
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.errors import KvscoutError, NotFound
 from kvscout_gateway.upstreams.failover import UpstreamDown, is_member_fault
-from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS, SchedulerLink, Schedulers
-
-Answer = TypeVar("Answer")
-Rpc: TypeAlias = Callable[[SchedulerLink], Callable[..., Awaitable[Answer]]]
+from kvscout_gateway.upstreams.interfaces import Answer, Rpc
+from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS, Schedulers
 
 
 class SchedulerRpcs:
