@@ -215,7 +215,7 @@ def test_every_command_has_help_and_tells_its_version(command: tuple[str, ...]) 
     assert (version.exit_code, version.stdout.split()[-1]) == (0, __version__)
 
 
-WITHOUT_JSON = {("up",), ("down",), ("health",), ("top",)}
+WITHOUT_JSON = {("serve",), ("up",), ("down",), ("health",), ("top",)}
 """What starts and ends processes, tells by its exit code, or is a moving picture of what `status` has."""
 
 
