@@ -173,7 +173,7 @@ class Gateway:
         self.shadow_report = ShadowReport()
         """Empty unless this gateway shadows."""
         self.leaving = False
-        """It has been told to stop; requests may still be taken."""
+        """It is going to stop; requests may still be taken."""
         self.on_drain: list[Callable[[], object]] = []
         """Called when nothing new is taken any more, by whom something would wait for longer than it has to."""
         self.tokens = Tokens(

@@ -135,11 +135,11 @@ class EngineCall:
         parts = urlsplit(request.url)
         self.span = tracing.span(f"engine {request.method} {parts.path[:100]}", tracing.Kind.CLIENT).begun()
         self.span.record(engine=parts.netloc)
-        told = self.span.traceparent
-        if not told:
+        traceparent = self.span.traceparent
+        if not traceparent:
             return request
         kept = (one for one in request.headers if one[0].lower() != tracing.TRACEPARENT)
-        return replace(request, headers=(*kept, (tracing.TRACEPARENT, told)))
+        return replace(request, headers=(*kept, (tracing.TRACEPARENT, traceparent)))
 
     async def read(self, answer: HttpAnswer, limit: int) -> bytes:
         """Read all of an answer.
@@ -184,7 +184,7 @@ class EngineCall:
             sink: The client.
             form: What becomes of it.
             dialect: Of its events.
-            max_tokens: It ends with so many; None = the engine knows when.
+            max_tokens: Number of tokens at which it ends; None = the engine knows when.
             on_first_output: Called when output begins, before it is passed on.
 
         Raises:

@@ -141,7 +141,7 @@ class EngineFailed(Exception):
         return RULES[self.fault]
 
     def error(self, suffix: str = "") -> KvscoutError:
-        """Return what a client is told."""
+        """Return the error for the client."""
         rule = self.rule
         # Where a later try may succeed.
         wait = (self.retry_after_seconds or 1.0) if rule.error in (ResourceExhausted, Unavailable) else None
@@ -159,7 +159,7 @@ class EngineFailed(Exception):
 
 
 def failed_everywhere(failures: Sequence[EngineFailed], suffix: str = "") -> KvscoutError:
-    """Return what a client is told whose request no worker ran: what all of them say, else `Unavailable`.
+    """Return the error of a request that no worker ran: the one that all of them gave, else `Unavailable`.
 
     Args:
         failures: In the order of the attempts, at least one.

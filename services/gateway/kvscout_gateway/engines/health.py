@@ -189,7 +189,7 @@ class WorkerHealth:
         return {who: problem for who, (missed, problem) in self._missed.items() if missed >= MISSED_CHECKS}
 
     def is_silent(self, tenant: str, worker_id: str) -> bool:
-        """Tell whether a worker missed so many health checks in a row that it gets no requests."""
+        """Tell whether a worker missed enough health checks in a row to get no requests."""
         missed, _ = self._missed.get((tenant, worker_id), (0, ""))
         return missed >= MISSED_CHECKS
 

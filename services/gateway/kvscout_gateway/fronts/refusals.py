@@ -80,7 +80,7 @@ class Refusal(NamedTuple):
 
 
 def refusal_of(error: Exception, *, request_id: str = "", in_full: bool = False) -> Refusal:
-    """Return what a client is told of an error; an unexpected one is logged, and told of in general terms.
+    """Return the answer for an error; an unexpected one is logged, and answered in general terms.
 
     Args:
         error: What was raised.
@@ -112,7 +112,7 @@ def refusal_of(error: Exception, *, request_id: str = "", in_full: bool = False)
 
 
 def refusal_of_http(refused: HttpRefused) -> Refusal:
-    """Return what a client is told whose request could not be read."""
+    """Return the answer to a request that could not be read."""
     busy = {429: "rate_limit_error", 503: "service_unavailable_error"}
     kind = busy.get(refused.status)
     headers = [*JSON_HEADERS, ("Retry-After", "1")] if kind is not None else JSON_HEADERS

@@ -31,7 +31,7 @@ RESERVED_HEADERS: Final = frozenset(
         *("x-data-parallel-rank", "x-gateway-destination-endpoint", "x-kvscout-pick"),
     }
 )
-"""Those known by name: a proxy is told to remove them, whether it has shown them or not."""
+"""Those known by name: a proxy has to remove them, whether it has shown them or not."""
 RESERVED_HEADER_PREFIXES: Final = ("x-data-parallel-", "x-gateway-", "x-kvscout-", "x-llm-d-", "x-smg-")
 """Prefixes of the headers by which proxies, sidecars and engines send a request somewhere."""
 _DEPTH: Final = 4

@@ -102,7 +102,7 @@ class Router:
                 call.trust()
             await self._answer(call, caller)
         except SinkGone:
-            pass  # nobody is there to be told
+            pass  # the client has gone
         except SinkStalled:
             pass  # its connection is closed
         except HttpRefused as refused:

@@ -70,7 +70,7 @@ class GatewayMetrics(Collector):
         self._hash, self._find_matches = Latencies(_ROUTING_BUCKETS), Latencies(_ROUTING_BUCKETS)
         self._select, self._total = Latencies(_ROUTING_BUCKETS), Latencies(_ROUTING_BUCKETS)
         self.degraded_counts: Counter[str] = Counter()
-        """By the helper or shard that was missed."""
+        """By the upstream or shard that was missed."""
         self.ttft, self.itl = Tally(), Tally()
         """TTFT and ITL of all models."""
         self._models: dict[tuple[str, str], ModelMetrics] = {}
@@ -120,9 +120,9 @@ class GatewayMetrics(Collector):
         self._select.observe(select_seconds)
         self._total.observe(total_seconds)
 
-    def degraded(self, helper: str) -> None:
-        """Count a decision made without a helper."""
-        self.degraded_counts[helper] += 1
+    def degraded(self, upstream: str) -> None:
+        """Count a decision made without an upstream."""
+        self.degraded_counts[upstream] += 1
 
     def collect(self) -> Iterator[Metric]:
         """Return the current samples."""
@@ -136,8 +136,8 @@ class GatewayMetrics(Collector):
         degraded = CounterMetricFamily(
             "kvscout_degraded_decisions", "Decisions made without a helper or shard", labels=["helper"]
         )
-        for helper, number in self.degraded_counts.items():
-            degraded.add_metric([helper], number)
+        for upstream, number in self.degraded_counts.items():
+            degraded.add_metric([upstream], number)
         labels = ["tenant", "model"]
         requests = CounterMetricFamily("kvscout_requests", "Requests, by outcome", labels=[*labels, "outcome"])
         ttft = HistogramMetricFamily("kvscout_ttft_seconds", "Time to first token", labels=labels)

@@ -55,7 +55,7 @@ class PrefillFailed(Exception):
     """No prefill worker did its part; nothing has been passed on to the client.
 
     Args:
-        error: What there is to be told of it.
+        error: Error for the client.
     """
 
     def __init__(self, error: KvscoutError) -> None:

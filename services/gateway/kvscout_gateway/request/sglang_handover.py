@@ -61,7 +61,7 @@ class SglangHandover:
         async def both(attempt: Attempt) -> None:
             nonlocal tries
             meeting = self.meeting(attempt.decision)
-            # An engine refuses an id of which it has not heard the end.
+            # An engine refuses an id whose end it has not seen.
             again: Mapping[str, Any] = {"rid": f"{exchange.request_id}-{tries}"} if tries else {}
             tries += 1
 

@@ -30,7 +30,7 @@ class Compared:
     all_of_them: tuple[bytes, Mapping[str, Any]] | None
     """Our tokens, and what /tokenize is asked for the engine's; None = only their number is compared."""
     judge: Judge | None = None
-    """Is told whether the number is the engine's."""
+    """Called with whether the number is the engine's."""
 
 
 class EngineComparison:
@@ -71,15 +71,15 @@ class EngineComparison:
                 log.debug("tokens of %s not compared: %s", model, error)
         return Compared(model, len(prompt.token_ids) // 4, all_of_them, prompt.judge)
 
-    def end(self, compared: Compared, endpoint: str, *, prompt_tokens: int | None) -> None:
+    def end(self, compared: Compared, endpoint: str, prompt_tokens: object) -> None:
         """Compare. Returns at once.
 
         Args:
             compared: What.
             endpoint: The engine that ran it.
-            prompt_tokens: The engine's number of tokens, if it told.
+            prompt_tokens: The engine's number of tokens; no number = it reported none.
         """
-        if prompt_tokens is not None:
+        if isinstance(prompt_tokens, int):
             self._parity.lengths(*compared.model, compared.count, prompt_tokens)
             if compared.judge is not None:
                 compared.judge(compared.count == prompt_tokens)

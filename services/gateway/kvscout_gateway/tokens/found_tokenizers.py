@@ -96,8 +96,8 @@ class FoundTokenizers:
         try:
             folder = await asyncio.to_thread(first_folder, model)
             if folder is None:
-                told = await self._ask_folder(tenant, model)
-                folder = await asyncio.to_thread(first_folder, told) if told else None
+                named = await self._ask_folder(tenant, model)
+                folder = await asyncio.to_thread(first_folder, named) if named else None
             if folder is None:
                 log.info("no tokenizer for model %s on this machine: using the engines' /tokenize", printable(model))
                 return
@@ -149,12 +149,12 @@ def folder_told(page: bytes, model: str) -> str:
     try:
         document: Any = load_json(page, max_values=MAX_PAGE_VALUES)
         cards = document.get("data")
-        told = document.get("tokenizer_path") or document.get("model_path")
+        named = document.get("tokenizer_path") or document.get("model_path")
         if isinstance(cards, list):
-            told = next(card.get("root") for card in cards if card.get("id") == model)
+            named = next(card.get("root") for card in cards if card.get("id") == model)
     except (ValueError, AttributeError, StopIteration):
         return ""
-    return told if isinstance(told, str) else ""
+    return named if isinstance(named, str) else ""
 
 
 def require_libraries(flag: str) -> None:

@@ -110,8 +110,8 @@ class Tokens:
             except Unavailable as error:
                 log.debug("no folder of model %s: %s", model, error)
                 continue
-            if page is not None and (told := await parsed(page, partial(folder_told, model=model))):
-                return told
+            if page is not None and (folder := await parsed(page, partial(folder_told, model=model))):
+                return folder
         return ""
 
     def _choose(self, tenant: str, model: str) -> Tokenizing | None:

@@ -62,7 +62,7 @@ class Decision:
 
     @property
     def rank_header(self) -> int | None:
-        """Return the rank that the engine must be told; None for an engine that is known to have one only."""
+        """Return the rank to name to the engine; None for an engine that is known to have one only."""
         return None if self.spec is not None and self.spec.dp_size == 1 else self.worker.dp_rank
 
     def degraded_for(self, *, in_full: bool) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Looks while somebody watches, and has viewers told."""
+"""Dashboard: observes the installation while somebody watches, and publishes to viewers."""
 
 from __future__ import annotations
 

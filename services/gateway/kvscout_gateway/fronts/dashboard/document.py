@@ -164,18 +164,18 @@ def _load(load: scheduler_pb2.WorkerLoad) -> dict[str, Any]:
     }
 
 
-def _decision(told: scheduler_pb2.WatchDecisionsResponse) -> dict[str, Any]:
-    request, decision = told.request, told.decision
+def _decision(event: scheduler_pb2.WatchDecisionsResponse) -> dict[str, Any]:
+    request, decision = event.request, event.decision
     found: dict[str, Any] = {
-        "id": f"{told.decided_unix_seconds}/{request.request_id}/{request.attempt_id}",
-        "at": _number(told.decided_unix_seconds),
+        "id": f"{event.decided_unix_seconds}/{request.request_id}/{request.attempt_id}",
+        "at": _number(event.decided_unix_seconds),
         "request": printable(request.request_id),
         "tenant": printable(request.tenant),
         "model": printable(request.model),
-        "tokens": told.isl_tokens,
-        "error": printable(told.message, 500) if told.code else "",
+        "tokens": event.isl_tokens,
+        "error": printable(event.message, 500) if event.code else "",
     }
-    if told.code:
+    if event.code:
         return found
     why = decision.explanation
     chosen = (decision.worker.worker_id, decision.worker.dp_rank)
@@ -183,7 +183,7 @@ def _decision(told: scheduler_pb2.WatchDecisionsResponse) -> dict[str, Any]:
     return found | {
         "worker": _name(decision.worker),
         "overlap": decision.overlap_blocks,
-        "blocks": told.isl_tokens // decision.block_size if decision.block_size else 0,
+        "blocks": event.isl_tokens // decision.block_size if decision.block_size else 0,
         "uncached": decision.uncached_tokens,
         "cost": _number(decision.cost),
         "policy": printable(why.policy),
@@ -199,7 +199,7 @@ def _candidate(one: scheduler_pb2.Candidate, chosen: tuple[str, int]) -> dict[st
         "chosen": _rank(one) == chosen,
         "why_not": "" if one.eligible else word_of(scheduler_pb2.IneligibleReason, one.ineligible_reason),
         "device": one.device_blocks,
-        # Those of a slower tier are told together with those of the faster ones.
+        # Those of a slower tier are shown together with those of the faster ones.
         "slower": max(0, max(one.host_blocks, one.disk_blocks, one.external_blocks) - one.device_blocks),
         "prefill": _number(one.prefill_blocks),
         "decode": _number(one.decode_blocks),

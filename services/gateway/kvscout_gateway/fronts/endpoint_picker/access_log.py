@@ -34,7 +34,7 @@ class AccessLog:
     """Serves `StreamAccessLogs`.
 
     Args:
-        ender: Is told.
+        ender: Receives them.
     """
 
     def __init__(self, ender: Ender) -> None:

@@ -103,6 +103,7 @@ class ExchangePicker:
         """
         self._exchanges = context.exchanges
         self._context = context
+        self.comparison = context.tokens.comparison
         self._catalog = context.catalog
         self._health = context.exchanges.context.health
         self._config = config
@@ -156,7 +157,7 @@ class ExchangePicker:
             if attempt.decision.rank_header is not None:
                 headers[wire.RANK] = str(attempt.decision.rank_header)
             attempt.sent()
-            compared = self._context.tokens.comparison.begin((request.tenant, request.model), request.prompt)
+            compared = self.comparison.begin((request.tenant, request.model), request.prompt)
             return ExchangePick(
                 self,
                 headers,
@@ -166,11 +167,6 @@ class ExchangePicker:
                 prefill=prefill,
                 compared=compared,
             )
-
-    def compare(self, compared: Compared, attempt: Attempt, prompt_tokens: object) -> None:
-        """Compare the number of a prompt's tokens with what its engine says it is."""
-        told = prompt_tokens if isinstance(prompt_tokens, int) else None
-        self._context.tokens.comparison.end(compared, attempt.decision.endpoint, prompt_tokens=told)
 
     def prefill_seconds(self, attempt: Attempt) -> float:
         """Return how long a prompt is taken to be computed that nobody shows the end of."""
@@ -338,7 +334,8 @@ class ExchangePick:
             if self._attempt is not None and account is not None and not self._attempt.request.prompt.unknown:
                 self._attempt.ended(usage_of_stream(Dialect.OPENAI, account))
                 if self._compared is not None:
-                    self._picker.compare(self._compared, self._attempt, account.get("prompt_tokens"))
+                    endpoint = self._attempt.decision.endpoint
+                    self._picker.comparison.end(self._compared, endpoint, account.get("prompt_tokens"))
         finally:
             self.over()
 

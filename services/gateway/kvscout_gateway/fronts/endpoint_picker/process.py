@@ -1,4 +1,4 @@
-"""The rpc that a proxy opens for each request: its messages → the stream's state → answers, and picks that are told.
+"""The rpc that a proxy opens for each request: its messages → the stream's state → answers, and reports to picks.
 
 Bytes in, bytes out: a chunk of a response is never parsed, and goes back at once.
 """

@@ -124,7 +124,7 @@ class Close(Enum):
     IDLE = auto()
     """Nothing: no pick is out, or the response was seen to its end."""
     OVER = auto()
-    """The response has ended or was given up, which cannot be told apart."""
+    """The response has ended or was given up, which look the same."""
     ABORTED = auto()
     """The response will not be whole."""
     LEFT = auto()

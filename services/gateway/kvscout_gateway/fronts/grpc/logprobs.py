@@ -29,7 +29,7 @@ class LogprobSink:
     Args:
         sink: Takes the messages.
         dialect: Of the events.
-        max_tokens: The output ends with so many; None = the engine knows when.
+        max_tokens: Number of tokens at which the output ends; None = the engine knows when.
     """
 
     def __init__(self, sink: Sink, dialect: Dialect, max_tokens: int | None) -> None:
@@ -70,11 +70,11 @@ class LogprobSink:
 
 def _of_completion(document: dict[str, Any]) -> list[gateway_pb2.TokenLogprobs]:
     choices = document.get("choices")
-    told = choices[0].get("logprobs") if choices else None
-    if not told:
+    reported = choices[0].get("logprobs") if choices else None
+    if not reported:
         return []
-    values = told["token_logprobs"]
-    tops = told.get("top_logprobs") or [None] * len(values)
+    values = reported["token_logprobs"]
+    tops = reported.get("top_logprobs") or [None] * len(values)
     return [
         _place(value, [(_token_id(name), top) for name, top in (likeliest or {}).items()])
         for value, likeliest in zip(values, tops, strict=True)

@@ -22,9 +22,9 @@ def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.Gat
     """Return the state of a gateway and of what it depends on.
 
     Args:
-        gateway: Which.
-        tenant: Whose workers are told of; "*" = everybody's.
-        model: Only workers of this one; "" = of all.
+        gateway: The gateway.
+        tenant: Tenant of the workers; "*" = all.
+        model: Model of the workers; "" = all.
     """
     return gateway_pb2.GatewayGetStatusResponse(
         service=gateway.info(),

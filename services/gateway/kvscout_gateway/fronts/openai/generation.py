@@ -86,7 +86,7 @@ class Client:
     def __init__(self, call: HttpCall, *, whole_answer: bool, in_full: bool) -> None:
         self._call = call
         self._in_full = in_full
-        """It is told addresses, too."""
+        """Its errors may name addresses."""
         self._whole_answer = whole_answer
         self._answer: HttpAnswer | None = None
         self._answered = False
@@ -195,8 +195,7 @@ class Generation:
                 await client.fail(error)
                 return
         if compared is not None and client.decision is not None:
-            told = client.usage.get("prompt_tokens")
-            comparison.end(compared, client.decision.endpoint, prompt_tokens=told if isinstance(told, int) else None)
+            comparison.end(compared, client.decision.endpoint, client.usage.get("prompt_tokens"))
 
     async def _run(self, request: Request, session: str, client: Client) -> None:
         preferred = self._worker_of(session, request) if session else ""

@@ -23,7 +23,7 @@ ASK_SECONDS: Final = 1.0
 KEPT_SECONDS: Final = 30.0
 """Seconds for which an engine's answer is cached."""
 MAX_ASKED: Final = 32
-"""Engines at once; models beyond are told of in our own words."""
+"""Engines at once; further models get a card of our own."""
 MAX_PAGE_BYTES: Final = 1024 * 1024
 MAX_PAGE_VALUES: Final = 20_000
 MAX_TENANTS: Final = 256
@@ -55,12 +55,12 @@ class Models:
         if kept is not None and kept[1] is view and now < kept[0]:
             return kept[2]
         asked = [random.choice(able) for serving in view.models.values() if (able := _reachable(serving.specs))]
-        told: dict[str, dict[str, Any]] = {}
+        reported: dict[str, dict[str, Any]] = {}
         for cards in await asyncio.gather(*(self._ask(spec) for spec in asked[:MAX_ASKED])):
-            told.update((card["id"], card) for card in cards)
+            reported.update((card["id"], card) for card in cards)
         names: list[tuple[str, str | None]] = [(name, None) for name in sorted(view.models)]
         names += [(name, base) for name, base in sorted(view.base_of.items()) if name not in view.models]
-        cards = [told.get(name) or _card(name, base) for name, base in names]
+        cards = [reported.get(name) or _card(name, base) for name, base in names]
         if len(self._kept) >= MAX_TENANTS:
             self._kept.clear()
         self._kept[tenant] = (now + KEPT_SECONDS, view, cards)

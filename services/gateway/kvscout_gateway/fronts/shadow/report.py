@@ -113,7 +113,7 @@ class Hour(NamedTuple):
 
 
 class ShadowReport(Collector):
-    """All of it. Engines leave cached tokens out where they are 0, or never tell them: who has told of any tells."""
+    """Report of all hours. Engines leave out cached tokens that are 0, or never report them: one report settles it."""
 
     def __init__(self) -> None:
         self._hours: dict[Hour, Span] = {}
