@@ -253,8 +253,8 @@ async def test_what_is_not_read_waits_at_the_engine_not_here() -> None:
         finally:
             close_sockets(socket, monitor)
     context.term()
-    # A few more are in the connection's own buffers.
-    assert RECEIVE_LIMIT <= count < 3 * RECEIVE_LIMIT
+    # More are in the connection's buffers, in both kernels' and libzmq's, whose sizes follow the machine's speed.
+    assert RECEIVE_LIMIT <= count < 5 * RECEIVE_LIMIT
 
 
 async def test_replies_that_are_not_read_wait_at_the_engine_not_here(
