@@ -51,7 +51,7 @@ _names = iter(f"scripted-{number}" for number in range(10_000))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(each_mode: None) -> AsyncIterator[Stack]:
+async def stack() -> AsyncIterator[Stack]:
     mockers = (("--lora", "poet"), (), SLOW, ("--model", "ranks", "--dp-size", "2"))
     timeouts = ("--engine-idle-seconds", "1", "--engine-first-output-seconds", "1")
     async with running_stack(*timeouts, mockers=mockers, relay=True) as started:
