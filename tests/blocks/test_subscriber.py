@@ -234,7 +234,8 @@ async def kept_while_unread(engine: VllmPublisher) -> None:
 
 async def test_what_is_not_read_waits_at_the_engine_not_here() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    async with vllm_publisher(payload_bytes=2**20) as engine:
+    # The kernel may keep 32 MiB of a connection for its reader: few messages, if they are large.
+    async with vllm_publisher(payload_bytes=2**21) as engine:
         socket, monitor = open_sockets(context, EventEndpoint(0, engine.endpoint))
         try:
 
@@ -253,8 +254,8 @@ async def test_what_is_not_read_waits_at_the_engine_not_here() -> None:
         finally:
             close_sockets(socket, monitor)
     context.term()
-    # More are in the connection's buffers, in both kernels' and libzmq's, whose sizes follow the machine's speed.
-    assert RECEIVE_LIMIT <= count < 5 * RECEIVE_LIMIT
+    # A few more are in the connection's own buffers.
+    assert RECEIVE_LIMIT <= count < 3 * RECEIVE_LIMIT
 
 
 async def test_replies_that_are_not_read_wait_at_the_engine_not_here(

@@ -42,20 +42,24 @@ class _Members(tuple[tuple[str, Any], ...]):
     """The members of an object, in order: a name may stand there twice."""
 
 
+class _OutOfRange(Exception):
+    """A number that is out of range, as it stands in the text."""
+
+
 def _integer(text: str) -> int:
     return int(_bounded(text))
 
 
 def _bounded(text: str) -> str:
     if len(text) > MAX_NUMBER_BYTES:
-        raise ValueError("has a number that is out of range")
+        raise _OutOfRange(text)
     return text
 
 
 def _finite(text: str) -> float:
     value = float(_bounded(text))
     if not math.isfinite(value):
-        raise ValueError("has a number that is out of range")
+        raise _OutOfRange(text)
     return value
 
 
@@ -84,6 +88,15 @@ def scan_object(
         return _scan(data, max_fields, max_values, _STRICT if strict else _LENIENT, packed)
     except json.JSONDecodeError as error:
         raise ValueError(f"is no JSON object: something else is expected at byte {error.pos}") from None
+    except _OutOfRange as error:
+        raise ValueError(f"has a number that is out of range at byte {_place_of_number(data, str(error))}") from None
+
+
+def _place_of_number(data: bytes, number: str) -> int:
+    """Return the byte at which a number begins that stands outside of strings."""
+    bare = _STRING.sub(lambda string: b" " * len(string[0]), data)
+    found = re.search(rb"(?<![\d.eE+-])" + re.escape(number.encode()) + rb"(?![\d.eE+-])", bare)
+    return found.start() if found is not None else 0
 
 
 def _scan(

@@ -9,6 +9,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from kvscout_common.registry.backends import Backends, Task
+from kvscout_common.registry.registry import any_worker
 from kvscout_common.rpc.serving import App
 from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.main import gateway_app
@@ -32,8 +33,8 @@ class Process:
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
-        admit = {"admit": config.indexer.admit} if config.indexer is not None else {}
-        self._backends = backends = Backends.of_process("kvscout-serve", config.server, config.nats, **admit)
+        admit = config.indexer.admit if config.indexer is not None else any_worker
+        self._backends = backends = Backends.of_process("kvscout-serve", config.server, config.nats, admit)
         self._metrics = CollectorRegistry()
         self._services: list[tuple[str, Callable[[grpc.aio.Server], None]]] = []
         # Listens before the gateway does: a worker that requests may be sent to is known to all of them.
@@ -76,10 +77,9 @@ class Process:
 
     def _tasks(self) -> dict[str, Task]:
         tasks: dict[str, Task] = {}
-        if self._indexer is not None:
-            tasks |= self._indexer.tasks()
-        if self._scheduler is not None:
-            tasks |= self._scheduler.tasks()
+        for service in (self._indexer, self._scheduler):
+            if service is not None:
+                tasks |= service.tasks()
         if self.indexer is not None:
             indexer, served = self.indexer, self.gateway.observations.eventful
             tasks["routing-decisions"] = indexer.record_decisions

@@ -98,8 +98,8 @@ def test_what_is_beyond_a_bound_is_refused_and_the_bound_is_named(backend: Modul
     assert "1000 values" in refusal(backend, b'{"a":[' + b"[]," * 999 + b"0]}")
     assert "10 fields" in refusal(backend, json.dumps(dict.fromkeys("abcdefghijk")).encode())
     assert "'a' twice" in refusal(backend, b'{"a":1,"\\u0061":2}')
-    assert "out of range" in refusal(backend, b'{"a":1e999}')
-    assert "out of range" in refusal(backend, b'{"a":' + b"9" * 4301 + b"}")
+    assert "range at byte 5" in refusal(backend, b'{"a":1e999}')
+    assert "range at byte 5" in refusal(backend, b'{"a":' + b"9" * 4301 + b"}")
     assert "UTF-8" in refusal(backend, b'{"a":"\xff"}')
 
 
