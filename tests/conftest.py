@@ -14,6 +14,9 @@ from kvscout_common.variables import PREFIX
 choose(Transport(os.environ.get(f"{PREFIX}rpc_transport", default_transport())))
 
 TESTS = Path(__file__).parent
+# Where bytecode is not written, each of a thousand processes would compile every module for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("PYTHONPYCACHEPREFIX", str(TESTS.parent / "build" / "bytecode"))
 STARTS_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|create_subprocess_\w+|os\.fork|kvscout_bench|playwright)\b"
 )

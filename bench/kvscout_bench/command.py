@@ -14,7 +14,7 @@ from kvscout_bench.all_bench import PEERS as ALL_PEERS
 from kvscout_bench.all_report import markdown, number
 from kvscout_bench.harness import Bench, Row
 from kvscout_cli.connection import option
-from kvscout_cli.output import stderr, stdout
+from kvscout_cli.tables import stderr, stdout
 from kvscout_common.settings.flags import SectionedCommand, SectionedGroup
 
 

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvscout_cli.output import echo, stderr
+from kvscout_cli.output import echo
+from kvscout_cli.tables import stderr
 from kvscout_lab.real_time.record import RequestRecord
 
 LINE_SECONDS = 5.0

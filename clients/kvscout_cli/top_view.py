@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvscout.v1 import scheduler_pb2
-from kvscout_cli.output import age, columns
+from kvscout_cli.output import age
+from kvscout_cli.tables import columns
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.overview import SourceRow, overview, seen_by_gateways
 from kvscout_common.doctor.snapshot import RankName

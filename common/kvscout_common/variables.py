@@ -13,7 +13,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import entry_points
 
 import click
 
@@ -66,6 +65,8 @@ def of_kubernetes(name: str, value: str) -> bool:
 
 
 def _programs() -> Iterator[click.Command]:
+    from importlib.metadata import entry_points
+
     for script in entry_points(group="console_scripts"):
         if script.dist is not None and script.dist.name == "kvscout":
             yield script.load()

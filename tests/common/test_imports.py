@@ -11,8 +11,10 @@ BUILD = """
 import sys
 import kvscout_gateway.gateway, kvscout_gateway.main
 import kvscout_indexer.indexer, kvscout_indexer.main
-import kvscout_scheduler.main
-print(*sorted({name.partition(".")[0] for name in sys.modules} & {"aiohttp", "nats", "tokenizers", "opentelemetry"}))
+import kvscout_scheduler.service, kvscout_scheduler.main
+import kvscout_serve.process, kvscout_cli.main, kvscout_cli.commands.serve
+heavy = {"aiohttp", "nats", "tokenizers", "opentelemetry", "jinja2", "numpy", "rich"}
+print(*sorted({name.partition(".")[0] for name in sys.modules} & heavy))
 """
 
 COMMANDS = """
@@ -36,6 +38,7 @@ REFERENCES = """
 import sys
 import kvscout_gateway.gateway, kvscout_gateway.main
 import kvscout_indexer.indexer, kvscout_indexer.main
+import kvscout_scheduler.service, kvscout_serve.process
 import kvscout_bridge.bridge, kvscout_bridge.main
 import kvscout_client, kvscout_client.kv_publisher
 reference = {"kvscout_blocks.bytes.codec", "kvscout_blocks.bytes.wire"}

@@ -14,8 +14,9 @@ from rich.table import Table
 from kvscout_cli.comparison import PolicyResult, replay_under
 from kvscout_cli.connection import option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import print_json, stderr, stdout
+from kvscout_cli.output import print_json
 from kvscout_cli.progress import replay_progress
+from kvscout_cli.tables import stderr, stdout
 from kvscout_cli.topology import Mockers, Topology
 from kvscout_common.errors import ConfigError
 from kvscout_common.settings.flags import SectionedCommand

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from kvscout_cli.connection import Services, json_flag, option, services_flags
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import print_json, stdout
+from kvscout_cli.output import print_json
+from kvscout_cli.tables import stdout
 from kvscout_common.doctor.conditions import Severity
 from kvscout_common.doctor.diagnosis import Finding, diagnose, is_wrong
 from kvscout_common.doctor.snapshot import Kind, Snapshot

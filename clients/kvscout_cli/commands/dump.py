@@ -13,7 +13,8 @@ from rich.table import Table
 from kvscout.v1 import events_pb2
 from kvscout_cli.connection import Connection, connection_flags, option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import columns, echo, stdout
+from kvscout_cli.output import echo
+from kvscout_cli.tables import columns, stdout
 from kvscout_common.settings.flags import SectionedCommand
 
 

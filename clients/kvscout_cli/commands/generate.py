@@ -9,8 +9,9 @@ import click
 
 from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import echo, print_json, stderr
+from kvscout_cli.output import echo, print_json
 from kvscout_cli.prompt import prompt_arguments
+from kvscout_cli.tables import stderr
 from kvscout_client import FinishReason, GenerateChunk, RouteDecision, SamplingOptions, StopConditions, Usage
 from kvscout_common.settings.flags import SectionedCommand
 

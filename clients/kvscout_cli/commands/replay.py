@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from kvscout_cli.comparison import replay_cell
 from kvscout_cli.connection import option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import stderr, stdout
+from kvscout_cli.tables import stderr, stdout
 from kvscout_common.errors import ConfigError
 from kvscout_common.settings.flags import SectionedCommand
 from kvscout_lab.cells import report

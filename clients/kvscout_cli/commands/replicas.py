@@ -12,7 +12,8 @@ from rich.text import Text
 from kvscout.v1 import scheduler_pb2
 from kvscout_cli.connection import Schedulers, json_flag, scheduler_flags
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import columns, print_json, stderr, stdout
+from kvscout_cli.output import print_json
+from kvscout_cli.tables import columns, stderr, stdout
 from kvscout_common.settings.flags import SectionedCommand
 
 COLUMNS = ("seen by", "replica", "state")

@@ -7,8 +7,9 @@ from rich.table import Table
 
 from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import columns, print_json, stdout
+from kvscout_cli.output import print_json
 from kvscout_cli.prompt import prompt_arguments
+from kvscout_cli.tables import columns, stdout
 from kvscout_client import Explanation, RouteDecision, RouterOverride
 from kvscout_common.settings.flags import SectionedCommand, ValueOf
 from kvscout_common.worker import Role

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from kvscout_cli.connection import Services, json_flag, services_flags
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import columns, plain, print_json, stderr, stdout
+from kvscout_cli.output import plain, print_json
+from kvscout_cli.tables import columns, stderr, stdout
 from kvscout_common.doctor.shadow import Shadow, ShadowRow, sentences, shadow_of
 from kvscout_common.settings.flags import SectionedCommand
 

@@ -7,7 +7,8 @@ from rich.text import Text
 
 from kvscout_cli.connection import Services, json_flag, services_flags
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import age, columns, print_json, stderr, stdout
+from kvscout_cli.output import age, print_json
+from kvscout_cli.tables import columns, stderr, stdout
 from kvscout_common.doctor.overview import Overview, ServiceRow, SourceRow, overview
 from kvscout_common.settings.flags import SectionedCommand
 

@@ -9,7 +9,7 @@ from rich.live import Live
 
 from kvscout_cli.connection import Services, option, services_flags
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import stdout
+from kvscout_cli.tables import stdout
 from kvscout_cli.top_view import frame
 from kvscout_common.settings.flags import SectionedCommand
 

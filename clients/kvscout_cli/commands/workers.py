@@ -12,7 +12,8 @@ import click
 from kvscout.v1 import scheduler_pb2
 from kvscout_cli.connection import Connection, Schedulers, connection_flags, json_flag, option, scheduler_flags
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import columns, echo, plain, print_json, stdout
+from kvscout_cli.output import echo, plain, print_json
+from kvscout_cli.tables import columns, stdout
 from kvscout_client import RegisteredWorker, WorkerRecord
 from kvscout_common.doctor.overview import Overview, SourceRow, overview
 from kvscout_common.errors import ConfigError

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from typing import TYPE_CHECKING
 
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_common.registry.backends import Backends, Task
 from kvscout_scheduler.config import SchedulerConfig
 from kvscout_scheduler.load.workers import MAX_ENDS
-from kvscout_scheduler.replicas.replicas import Replicas
 from kvscout_scheduler.replicas.replication import Replication
 from kvscout_scheduler.rpc.metrics import SchedulerCollector
 from kvscout_scheduler.rpc.operations import RemoteOperations
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.scraper import EngineScraper
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.replicas.replicas import Replicas
 
 
 class SchedulerService:
@@ -44,6 +47,8 @@ class SchedulerService:
         self.replicas: Replicas | None = None
         """None = bookings are not shared."""
         if config.replica_id and backends.link is not None:
+            from kvscout_scheduler.replicas.replicas import Replicas
+
             replication = Replication(self.scheduler, config.replica_id)
             registry.listen(replication.ownership)
             self.replicas = Replicas(self.scheduler, replication, backends.link)

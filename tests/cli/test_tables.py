@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvscout_cli import output
+from kvscout_cli import tables
 from kvscout_cli.commands import status
 from kvscout_common.doctor.overview import Overview, SourceRow
 
@@ -59,7 +59,7 @@ def test_a_table_reads_as_rich_would_lay_it_out_whether_or_not_it_fits() -> None
             ]
             for _ in range(rng.randint(0, 6))
         ]
-        ours = output.columns(*names, right=right)
+        ours = tables.columns(*names, right=right)
         for row in rows:
             ours.add_row(*row)
         for width in (30, 200):
