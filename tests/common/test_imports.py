@@ -9,10 +9,14 @@ from kvscout_common.hashing import native_available
 
 BUILD = """
 import sys
-import kvscout_gateway.gateway, kvscout_gateway.main
-import kvscout_indexer.indexer, kvscout_indexer.main
-import kvscout_scheduler.service, kvscout_scheduler.main
-import kvscout_serve.process, kvscout_cli.main, kvscout_cli.commands.serve
+import asyncio
+import kvscout_cli.main, kvscout_cli.commands.serve
+from kvscout_common.transport import Transport, choose, default_transport
+from kvscout_serve.config import ServeConfig
+from kvscout_serve.main import build, main
+choose(Transport(default_transport()))
+with main.make_context("serve", []) as context:
+    asyncio.run(build(ServeConfig.from_flags(context.params)))
 heavy = {"aiohttp", "nats", "tokenizers", "opentelemetry", "jinja2", "numpy", "rich"}
 print(*sorted({name.partition(".")[0] for name in sys.modules} & heavy))
 """

@@ -14,7 +14,7 @@ from kvscout_common.doctor.conditions import (
 )
 from kvscout_common.doctor.snapshot import Service, Snapshot
 from kvscout_common.doctor.symptom import Symptom
-from kvscout_common.registry.nats import REGISTRY
+from kvscout_common.nats.names import REGISTRY
 
 
 def check_nats(snapshot: Snapshot) -> Iterator[Symptom]:

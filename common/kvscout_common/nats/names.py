@@ -23,6 +23,8 @@ from typing import NamedTuple
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import WorkerRank
 
+REGISTRY = "the registry in NATS"
+"""Begins messages about problems with the bucket of workers."""
 MAX_NAME_BYTES = 255
 """Longest name of a model, worker or tenant: encoded they must fit into subjects, and stream names into file names."""
 

@@ -27,6 +27,7 @@ from nats.js.kv import KV_DEL, KeyValue
 
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable
 from kvscout_common.nats.link import NatsLink, end_if_cancelled
+from kvscout_common.nats.names import REGISTRY
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.registry.registry import DECLARED, Entry, Registry, Source, WorkerName, require_writable
 from kvscout_common.registry.worker_bucket import CALL_SECONDS, Renewal, Stored, WorkerBucket, decode
@@ -45,8 +46,6 @@ READ_SECONDS = 30.0
 IDLE_SECONDS = 60.0
 """The server forgets the watch of a process that is gone after so long."""
 CALLS_AT_ONCE = 32
-REGISTRY = "the registry in NATS"
-"""How problems with it begin."""
 SHOWN = 3
 """Unreadable values named in a warning; the others are counted."""
 

@@ -135,6 +135,7 @@ def run(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> None:
     Exits:
         0 after SIGTERM or SIGINT, 1 after a crash, 2 for a configuration error.
     """
+    gc.disable()
     configure_logging(config.log_level, config.log_format)
     warn_of_variables(log)
     raise_descriptor_limit()
@@ -230,9 +231,9 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
                 worker_ranks=config.metrics_worker_ranks,
             )
             held.push_async_callback(asyncio.to_thread, stop_metrics)
-        # Everything made so far lives as long as the process: the collector need not look at it again.
-        gc.collect()
+        # Everything made so far lives as long as the process: the collector need not look at it.
         gc.freeze()
+        gc.enable()
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(make(), name=name) for name, make in app.tasks.items()]
             background += [group.create_task(file.watch(), name=f"follow {file.what}") for file in files]
