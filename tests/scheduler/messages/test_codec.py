@@ -239,8 +239,8 @@ async def test_unary_calls_as_bytes_are_answered_like_those_as_objects() -> None
         serving(lambda s: scheduler_pb2_grpc.add_SchedulerServicer_to_server(objects, s)) as one,
         serving(as_bytes.add_to) as other,
     ):
-        for number in range(100):
-            asked = random_select(rng, f"r{number % 80}", rng.randrange(2))
+        for number in range(300):
+            asked = random_select(rng, f"r{number % 240}", rng.randrange(2))
             answers = [await _answer(scheduler_pb2_grpc.SchedulerStub(channel), asked) for channel in (one, other)]
             assert answers[0] == answers[1]
         bookings = [[each.reservation for each in core.bookings] for core in (plain, packed)]

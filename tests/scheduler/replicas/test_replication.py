@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from itertools import pairwise
 from random import Random
@@ -11,6 +12,7 @@ from google.protobuf.message import DecodeError
 from support.hostile_messages import HostileMessages
 from support.replica_world import Node, World, decoding
 from support.scheduler_builders import BLOCK, MODEL, key, owner, test_seed
+from support.scheduler_builders import request as selection_request
 from support.scheduler_invariants import check_scheduler
 
 from kvscout.v1 import replication_pb2, types_pb2
@@ -22,7 +24,9 @@ from kvscout_scheduler.replicas.ownership import SLICE_WORK as OVERDUE_WORK
 from kvscout_scheduler.replicas.replication import FORGET_SECONDS, IDLE_HEARTBEAT_SECONDS, TICK_SECONDS, VERSION
 from kvscout_scheduler.replicas.view import SILENT_SECONDS
 from kvscout_scheduler.rpc.listing import potential_loads
-from kvscout_scheduler.values.operations import AddOutput, CompletePrefill, Free, Operation, Outcome
+from kvscout_scheduler.rpc.operations import Operations
+from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.operations import AddOutput, CompletePrefill, Free, Operation, Outcome, Select
 from kvscout_scheduler.values.reservation import FreeOutcome
 from kvscout_scheduler.values.settings import SchedulerSettings
 
@@ -577,6 +581,54 @@ async def test_what_an_owner_did_whose_answer_comes_too_late_is_done_once_and_to
     # One that the caller repeats is told apart all the same.
     assert await forwarding.carry_out(Free(key("r"), 1)) is FreeOutcome.ALREADY_FREED
     assert owning.state() == here.state() == {}
+
+
+@pytest.mark.parametrize("answers_in_time", [True, False])
+async def test_the_next_attempt_of_a_request_waits_for_the_free_of_the_one_that_another_replica_owns(
+    answers_in_time: bool,
+) -> None:
+    world = World("a", "b")
+    world.book("b", "r")
+    world.settled()
+    here, owning = world["a"], world["b"]
+    answers = Forwarding(owning.core, owning.replication.ownership, owning.replication.live, never)
+    answered = asyncio.Event()
+
+    async def post(to: str, forwarded: replication_pb2.ForwardedOperation, seconds: float) -> bytes:
+        await answered.wait()
+        if not answers_in_time:
+            raise TimeoutError
+        # The event of what the owner did is not here yet.
+        return answers.answer(forwarded).SerializeToString()
+
+    forwarding = Forwarding(here.core, here.replication.ownership, here.replication.live, post)
+    outcomes: dict[int, Outcome] = {}
+    operations = Operations(
+        here.core, None, lambda number, operation, outcome: outcomes.__setitem__(number, outcome), forwarding
+    )
+    assert operations.carry_out(1, Free(key("r"), 1)) is None
+    second = Select(selection_request([1, 2], request_id="r", attempt_id=2), books=True)
+    assert operations.carry_out(2, second) is None
+    assert operations.carry_out(3, Free(key("other"), 1)) is FreeOutcome.UNKNOWN
+    answered.set()
+    await operations.answered()
+    assert outcomes[1] is FreeOutcome.FREED
+    assert isinstance(outcomes[2], Decision)
+    world.settled()
+    assert here.state() == owning.state()
+    booked = here.core.bookings.find(key("r"))
+    assert booked is not None
+    assert booked.reservation.attempt_id == 2
+    # Of a caller that has gone nothing is booked any more.
+    world.book("b", "s")
+    world.settled()
+    assert operations.carry_out(4, Free(key("s"), 1)) is None
+    assert operations.carry_out(5, Select(selection_request([1, 2], request_id="s", attempt_id=2), books=True)) is None
+    operations.close()
+    await operations.answered()
+    assert 5 not in outcomes
+    world.settled()
+    assert len(here.state()) == len(owning.state()) == 1
 
 
 async def test_what_a_silent_owner_did_not_do_is_done_here() -> None:

@@ -25,7 +25,16 @@ from kvscout_scheduler.messages.operation_messages import (
     result_to_proto,
     streamed_from_proto,
 )
-from kvscout_scheduler.values.operations import AddOutput, CompletePrefill, Operation, Outcome, Renew, Reserve, Select
+from kvscout_scheduler.values.operations import (
+    AddOutput,
+    CompletePrefill,
+    Free,
+    Operation,
+    Outcome,
+    Renew,
+    Reserve,
+    Select,
+)
 from kvscout_scheduler.values.reservation import FreeOutcome, Phase, RequestKey
 
 if TYPE_CHECKING:
@@ -108,6 +117,10 @@ class Forwarding:
                 self._under_way -= 1
             if answer.owner:
                 self.forwarded += 1
+                if isinstance(operation, Free):
+                    # What the caller sends next may come before the owner's event.
+                    self._ownership.freed_by_caller(key, operation.attempt_id)
+                    self._ownership.settle()
                 return outcome_from_proto(operation, answer.result)
         if not late:
             return self._scheduler.apply(operation)

@@ -5,7 +5,8 @@
     message ──codec──▶ Operation ──▶ Operations ──▶ Outcome ──codec──▶ result
                                         └── waits in the queue, is another replica's ──later──▲
 
-A stream is many operations of one owner, a unary call one operation without an owner.
+A stream is many operations of one owner, a unary call one operation without an owner. Those on one request take effect
+in the order in which they came: one that another replica carries out holds up the later ones.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from kvscout_common.errors import KvscoutError
 from kvscout_scheduler.queue.waiting import Waiter
 from kvscout_scheduler.rpc.traces import record, traced
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.operations import Operation, Outcome, Select
-from kvscout_scheduler.values.reservation import OwnerName
+from kvscout_scheduler.values.operations import Operation, Outcome, Renew, Reserve, Select
+from kvscout_scheduler.values.reservation import OwnerName, RequestKey
 
 if TYPE_CHECKING:
     from kvscout_scheduler.scheduler import Scheduler
@@ -54,9 +55,11 @@ class Operations:
         self._owner = owner
         self._later = later
         self._remote = remote
-        self._forwarded: set[asyncio.Task[None]] = set()
+        self._forwarded: dict[RequestKey | int, asyncio.Task[None]] = {}
+        """The last operation under way on each request; those on several by number."""
         self._waiting: dict[int, Waiter] = {}
         """By number."""
+        self._closed = False
 
     def carry_out(self, number: int, operation: Operation) -> Outcome | None:
         """Carry an operation out.
@@ -68,29 +71,60 @@ class Operations:
         Returns:
             Its outcome; None = it waits, and `later` receives the outcome.
         """
-        if isinstance(operation, Select):
-            return self._select(number, operation)
-        if self._remote is not None and self._remote.concerns(operation):
-            forwarding = asyncio.create_task(self._forward(self._remote, number, operation))
-            self._forwarded.add(forwarding)
-            forwarding.add_done_callback(self._forwarded.discard)
-            return None
-        return self._scheduler.apply(operation, self._owner)
+        if self._remote is not None:
+            request = _request_of(operation, number) if self._forwarded else number
+            before = self._forwarded.get(request)
+            if before is not None or self._remote.concerns(operation):
+                self._forward(self._remote, before, number, operation)
+                return None
+        return self._carry_out_here(number, operation)
 
     async def answered(self) -> None:
         """Wait until every operation that was forwarded is answered."""
         while self._forwarded:
-            await asyncio.wait(self._forwarded)
+            await asyncio.wait(self._forwarded.values())
 
     def close(self) -> None:
         """Take operations that wait out of the queue: their caller has gone."""
+        self._closed = True
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting.values():
             # One that another call replaced stays.
             self._scheduler.waiting.leave(waiter)
 
-    async def _forward(self, remote: RemoteOperations, number: int, operation: Operation) -> None:
-        self._later(number, operation, await remote.carry_out(operation))
+    def _carry_out_here(self, number: int, operation: Operation) -> Outcome | None:
+        if isinstance(operation, Select):
+            return self._select(number, operation)
+        return self._scheduler.apply(operation, self._owner)
+
+    def _forward(
+        self, remote: RemoteOperations, before: asyncio.Task[None] | None, number: int, operation: Operation
+    ) -> None:
+        """Carry an operation out at another replica, or here behind one that is under way to another replica."""
+        request = _request_of(operation, number)
+        forwarding = asyncio.create_task(self._forwarding(remote, before, number, operation))
+        self._forwarded[request] = forwarding
+
+        def forget(done: asyncio.Task[None]) -> None:
+            if self._forwarded.get(request) is done:
+                del self._forwarded[request]
+
+        forwarding.add_done_callback(forget)
+
+    async def _forwarding(
+        self, remote: RemoteOperations, before: asyncio.Task[None] | None, number: int, operation: Operation
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        outcome: Outcome | None
+        if remote.concerns(operation):
+            outcome = await remote.carry_out(operation)
+        elif self._closed and isinstance(operation, Select | Reserve):
+            return
+        else:
+            outcome = self._carry_out_here(number, operation)
+        if outcome is not None:
+            self._later(number, operation, outcome)
 
     def _select(self, number: int, operation: Select) -> Outcome | None:
         request, books, lease_seconds, traceparent = operation
@@ -123,3 +157,12 @@ class Operations:
         span.event("waits in the queue")
         self._waiting[number] = waiter
         return None
+
+
+def _request_of(operation: Operation, number: int) -> RequestKey | int:
+    """Return the request that an operation is on; of one on several requests, its number."""
+    if isinstance(operation, Renew):
+        return number
+    if isinstance(operation, Select):
+        return operation.request.key
+    return operation.reservation.key if isinstance(operation, Reserve) else operation.key
