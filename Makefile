@@ -101,6 +101,9 @@ chaos-gateway: $(DEVELOP) ## Kill and stop workers, helpers, gateways and Envoy 
 chaos-replicas: $(DEVELOP) ## Kill and stop schedulers and NATS and lose their messages at random; all replicas must agree exactly.
 	PYTHONPATH=tests $(PY) -m chaos.replicas
 
+chaos-serve: $(DEVELOP) ## Kill, stop and cut off three kvscout serve and their NATS under streams; all agree exactly, no request of others is lost.
+	PYTHONPATH=tests $(PY) -m chaos.serve
+
 chaos-rolling: $(DEVELOP) ## Replace every service in turn while clients far away ask; no request fails that another gateway would run.
 	PYTHONPATH=tests $(PY) -m chaos.rolling
 

@@ -49,14 +49,22 @@ class ReplicaClient:
         nats_url: Where it connects to.
         flags: Further flags.
         path: Where it finds further packages.
+        module: Its main module.
     """
 
-    def __init__(self, name: str, nats_url: str, *flags: str, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        nats_url: str,
+        *flags: str,
+        path: Path | None = None,
+        module: str = "kvscout_scheduler.main",
+    ) -> None:
         self.name = name
         port = free_ports(1)[0]
         self.address = f"127.0.0.1:{port}"
         self.member = Member(
-            name, "kvscout_scheduler.main", "--port", str(port), "--metrics-port", "0", "--router-replica-sync",
+            name, module, "--port", str(port), "--metrics-port", "0", "--router-replica-sync",
             "--replica-id", name, "--nats-server", nats_url, "--router-track-output-blocks", "--seed", "1", *flags,
             path=path,
         )  # fmt: skip
