@@ -70,12 +70,12 @@ def relay(flags: Iterable[RelayedFlag]) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def given_words(context: click.Context, flags: Iterable[RelayedFlag], service: str) -> tuple[str, ...]:
-    """Return the flags of a service that the user gave, as its command line; defaults stay with the service."""
+def given_words(context: click.Context, flags: Iterable[RelayedFlag], *services: str) -> tuple[str, ...]:
+    """Return the flags of these services that the user gave, each once, as a command line; defaults stay theirs."""
     words: list[str] = []
     for flag in flags:
         given = context.get_parameter_source(flag.name) is ParameterSource.COMMANDLINE
-        if service in flag.services and given:
+        if given and not set(services).isdisjoint(flag.services):
             words.extend(flag.words(context.params[flag.name]))
     return tuple(words)
 

@@ -72,10 +72,13 @@ class Topology:
     mockers: Mockers = Mockers()
     workers_file: Path | None = None
     """Engines that run already; None = start simulated ones."""
+    one_process: bool = False
+    """Indexer, scheduler and gateway as one `kvscout serve`, which has the gateway's ports."""
     ports: Ports = Ports()
     indexer_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
     gateway_flags: tuple[str, ...] = ()
+    """In one process: the flags of all three."""
     transport: Transport = Transport.ZMQ
     """Transport of events to the indexer; over NATS a server and a bridge for all engines are started, too."""
     bridge_flags: tuple[str, ...] = ()
@@ -84,9 +87,9 @@ class Topology:
     def fixed_ports(self) -> dict[int, str]:
         """Return the purpose of each fixed port."""
         wanted = {field.name: getattr(self.ports, field.name) for field in fields(Ports)}
-        by_nats = ("bridge", "bridge_metrics", "nats")
-        if self.transport is Transport.ZMQ:
-            wanted = {name: port for name, port in wanted.items() if name not in by_nats}
+        without_nats = ("bridge", "nats") if self.transport is Transport.ZMQ else ()
+        within_gateway = ("indexer", "scheduler") if self.one_process else ()
+        wanted = {name: p for name, p in wanted.items() if not name.startswith((*without_nats, *within_gateway))}
         ports: dict[int, str] = {}
         for name, port in wanted.items():
             engines = (0 if self.workers_file else self.mockers.count) if name.startswith("mocker") else 1
@@ -136,11 +139,14 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
         program = Program("nats", "kvscout_cli.embedded_nats", (str(ports.nats), str(directory / "nats")))
         (server,) = await stack.start(program)
         nats = ("--nats-server", f"nats://127.0.0.1:{server.ready_line['port']}")
-    indexer, scheduler, *engines = await stack.start(
+    apart = [
         _service("indexer", ports.indexer, ports.indexer_metrics, (*nats, *topology.indexer_flags)),
         _service("scheduler", ports.scheduler, ports.scheduler_metrics, (*nats, *topology.scheduler_flags)),
-        *mockers,
-    )
+    ]
+    if topology.one_process:
+        apart.clear()
+    started = await stack.start(*apart, *mockers)
+    upstreams, engines = started[: len(apart)], started[len(apart) :]
     if workers_file is None:
         workers_file = directory / "workers.yaml"
         entries = [_worker_entry(topology.mockers, index, engine) for index, engine in enumerate(engines)]
@@ -152,13 +158,14 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
         flags = (*nats, *named, "--transport", str(topology.transport), *topology.bridge_flags)
         await stack.start(_service("bridge", ports.bridge, ports.bridge_metrics, flags))
     flags = (
-        *("--indexer", _address(indexer), "--scheduler", _address(scheduler), "--http-port", str(ports.gateway_http)),
-        *(nats or named),
-        *topology.gateway_flags,
+        *(f"--{service.program.name}={_address(service)}" for service in upstreams),
+        *("--http-port", str(ports.gateway_http), *(nats or named), *topology.gateway_flags),
     )
-    (gateway,) = await stack.start(_service("gateway", ports.gateway, ports.gateway_metrics, flags))
+    name = "serve" if topology.one_process else "gateway"
+    (gateway,) = await stack.start(_service(name, ports.gateway, ports.gateway_metrics, flags))
     http = gateway.ready_line.get("http_port")
     openai = f"http://127.0.0.1:{http}/v1" if http else ""
+    indexer, scheduler = upstreams or (gateway, gateway)
     running = Running(_address(gateway), _address(indexer), _address(scheduler), tuple(workers), openai)
     await stack.run(_connected(running))
     return running

@@ -12,9 +12,9 @@ from kvscout_cli.relay import SERVICES, given_words, relayed_flags
 from kvscout_common.settings.flags import SERVER, SectionedOption
 
 
-def words(service: str, *arguments: str) -> tuple[str, ...]:
+def words(services: str, *arguments: str) -> tuple[str, ...]:
     context = command.make_context("up", list(arguments))
-    return given_words(context, relayed_flags(), service)
+    return given_words(context, relayed_flags(), *services.split())
 
 
 def test_only_what_was_given_is_passed_on_and_only_to_who_has_it() -> None:
@@ -28,6 +28,12 @@ def test_only_what_was_given_is_passed_on_and_only_to_who_has_it() -> None:
 def test_a_flag_of_several_services_reaches_each_in_a_form_all_of_them_read() -> None:
     assert words("scheduler", "--lease-seconds", "60") == ("--lease-seconds", "60")
     assert words("gateway", "--lease-seconds", "60") == ("--lease-seconds", "60")
+
+
+def test_one_process_has_the_flags_of_all_services_each_once() -> None:
+    given = ("--migration-limit", "2", "--lease-seconds", "60", "--router-mode", "random")
+    assert set(words("scheduler indexer gateway", *given)) == set(given)
+    assert len(words("scheduler indexer gateway", *given)) == len(given)
 
 
 def test_switches_are_passed_without_a_value() -> None:

@@ -102,6 +102,28 @@ async def test_up_serves_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None
         assert not (tmp_path / "up.json").exists()
 
 
+async def test_one_process_takes_the_flags_of_all_services_and_has_each_of_their_apis(tmp_path: Path) -> None:
+    flags = ("--mockers", "2", "--router-mode", "random", "--no-kv-events", "--migration-limit", "2")
+    async with up(tmp_path, "--one-process", *flags) as (process, state):
+        assert set(state["processes"]) == {"serve", "mocker-0", "mocker-1"}
+        assert {child.pid for child in psutil.Process(process.pid).children()} == set(state["processes"].values())
+        assert state["gateway"] == state["indexer"] == state["scheduler"]
+        async with Router(state["gateway"], model="mock-model") as router:
+            prompt = list(range(100, 164))
+            assert [chunk async for chunk in router.generate(prompt, stop=StopConditions(max_tokens=4))]
+            decision = await router.route(prompt, explain=True)
+            assert decision.explanation is not None
+            assert decision.explanation.policy == "random"
+        shown = await kvscout("status", "--json", "--gateway", state["gateway"])
+        status = json.loads(await output(shown))
+        assert {service["kind"] for service in status["services"]} == {"gateway", "indexer", "scheduler"}
+        process.send_signal(signal.SIGINT)
+        text = await output(process)
+        assert await process.wait() == 0
+        assert f"  serve      gRPC {state['gateway']} · OpenAI {state['openai']} · dashboard " in text
+        await nothing_left(state)
+
+
 async def test_over_jetstream_a_bridge_registers_the_engines_and_brings_their_events(tmp_path: Path) -> None:
     async with up(tmp_path, "--mockers", "2", "--transport", "jetstream") as (process, state):
         assert set(state["processes"]) == SERVICES | {"nats", "bridge", "mocker-0", "mocker-1"}

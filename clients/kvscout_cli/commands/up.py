@@ -18,7 +18,7 @@ from kvscout_cli.connection import option
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import echo
 from kvscout_cli.process import ManagedProcess, ProcessFailed
-from kvscout_cli.relay import given_words, relay, relayed_flags
+from kvscout_cli.relay import SERVICES, given_words, relay, relayed_flags
 from kvscout_cli.stack import READY_SECONDS, Stack
 from kvscout_cli.state import StateDirectory
 from kvscout_cli.topology import DEFAULT_PORTS, Mockers, Ports, Topology, launch
@@ -60,6 +60,7 @@ state_dir_flag = flag(
     type=click.Choice([Transport.ZMQ.value, Transport.NATS_CORE.value, Transport.JETSTREAM.value]),
     help="How events reach the indexer; over NATS a server of its own and a bridge are started, too.",
 )
+@option("--one-process", is_flag=True, help="Indexer, scheduler and gateway as one process, `kvscout serve`.")
 @option("--free-ports", is_flag=True, help="Any free ports instead of the default ones.")
 @option("--detach", is_flag=True, help="Return when it is up; `kvscout down` stops it.")
 @option(
@@ -81,6 +82,7 @@ def command(
     blocks: int,
     workers_file: Path | None,
     transport: str,
+    one_process: bool,
     free_ports: bool,
     detach: bool,
     log_level: str,
@@ -99,6 +101,7 @@ def command(
         return
     level = ("--log-level", log_level)
     topology = Topology(
+        one_process=one_process,
         mockers=Mockers(mockers, prefill, num_gpu_blocks=blocks, flags=level),
         workers_file=workers_file,
         ports=_FREE_PORTS if free_ports else DEFAULT_PORTS,
@@ -106,7 +109,7 @@ def command(
         bridge_flags=level,
         indexer_flags=(*level, *given_words(context, _FLAGS, "indexer")),
         scheduler_flags=(*level, *given_words(context, _FLAGS, "scheduler")),
-        gateway_flags=(*level, *given_words(context, _FLAGS, "gateway")),
+        gateway_flags=(*level, *given_words(context, _FLAGS, *(SERVICES if one_process else ("gateway",)))),
     )
     with state.held():
         run(_keep(topology, state), until_signalled=True)
