@@ -15,6 +15,7 @@ from kvscout_common.hashing import native_available
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: it is what is tested")
 
 SHARE = 64 << 10
+WRITE_SHARE = 256 << 10
 TURNS = 600
 SLACK = 12 << 20
 """What the kernel may keep of a connection, on both sides of it."""
@@ -233,3 +234,66 @@ def test_a_turn_ends_with_so_many_events_and_goes_on_with_the_next() -> None:
             assert (HTTP_EVENTS["AGAIN"],) in events, "more is said to be left"
         assert sum(told) == len(connections)
         assert max(told) <= 64
+
+
+def test_a_poll_writes_no_more_to_a_client_than_its_share_however_fast_that_reads() -> None:
+    from kvscout_native import HTTP_EVENTS
+
+    body = bytes(4 << 20)
+    with http() as (core, port), socket.create_connection(("127.0.0.1", port)) as client:
+        client.setblocking(False)
+
+        def received() -> int:
+            total = 0
+            try:
+                while data := client.recv(1 << 20):
+                    total += len(data)
+            except BlockingIOError:
+                pass
+            return total
+
+        client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        [call] = [event[1] for _ in range(3) for event in core.poll() if event[0] == HTTP_EVENTS["REQUEST"]]
+        core.respond(call, 200, [], body)
+        core.flush()
+        shares = [received()]
+        for _ in range(TURNS):
+            core.poll()
+            shares.append(received())
+        assert sum(shares) > len(body)
+        assert max(shares) <= WRITE_SHARE
+
+
+def test_small_messages_of_a_call_are_told_a_few_at_a_time_and_wait_in_its_window() -> None:
+    from kvscout_native import RPC_EVENTS, Rpc
+
+    sent, stream = 3000, "/test/Stream"
+    core = Rpc()
+    _, port = core.listen("127.0.0.1", 0, [(stream, True, True)])
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        messages = frame(DATA, END_STREAM, 1, bytes(5) * sent)
+        connection.sendall(HTTP2 + frame(HEADERS, END_HEADERS, 1, headers_of(stream)) + messages)
+        calls: set[int] = set()
+
+        def told() -> tuple[int, bool]:
+            """How many messages are told of until no more come, and whether the caller has ended."""
+            count, ended = 0, False
+            for _ in range(200):
+                events = core.poll()
+                core.flush()
+                calls.update(event[1] for event in events if event[0] == RPC_EVENTS["OPEN"])
+                of_poll = sum(event[0] == RPC_EVENTS["MESSAGE"] for event in events)
+                assert of_poll <= 64
+                count += of_poll
+                ended = ended or any(event[0] == RPC_EVENTS["HALF_CLOSED"] for event in events)
+            return count, ended
+
+        assert told() == (1024, False), "as many as may wait for their handler"
+        [call] = calls
+        for expected in ((1024, False), (952, True)):
+            for _ in range(1024):
+                core.consumed(call, 0)
+            assert told() == expected
+        for _ in range(952):
+            core.consumed(call, 0)
+        assert core.stats()["queued_bytes"] == 0

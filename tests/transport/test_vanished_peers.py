@@ -75,6 +75,23 @@ async def test_the_connection_to_an_engine_ends_when_it_acknowledges_nothing() -
     await client.close()
 
 
+def test_the_connections_of_a_grpc_server_and_its_clients_end_when_nothing_is_acknowledged() -> None:
+    if not native_available():
+        pytest.skip("grpcio sets its own")
+    from kvscout_native import Rpc
+
+    core = Rpc()
+    _, port = core.listen("127.0.0.1", 0, [])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        core.poll()
+        assert options_of(("127.0.0.1", port), client.getsockname()) == (1, 15, 5, 60_000)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        core.connect("127.0.0.1", listener.getsockname()[1], "a")
+        server, address = listener.accept()
+        with server:
+            assert options_of(address, listener.getsockname()) == (1, 15, 5, 60_000)
+
+
 SPACE, OUTSIDE, INSIDE = (f"kvs-{end}-{os.getpid()}" for end in ("s", "o", "i"))
 HERE, THERE = (f"10.213.{os.getpid() % 256}.{host}" for host in (1, 2))
 CLIENT = f"""

@@ -11,7 +11,7 @@ use super::events::{EventRelay, Report};
 use super::server::Room;
 use super::wire::Wire;
 use super::{Connection, Event, Http, Messages, Peer, Side};
-use crate::rpc::socket::{Stream, end_when_unacknowledged};
+use crate::rpc::socket::{Stream, configure};
 
 /// Steps of one connection before the next one is driven.
 const STEPS: usize = 16;
@@ -62,8 +62,7 @@ impl Http {
 
     fn connect(&mut self, origin: &str, peer: Peer) -> io::Result<u64> {
         let mut stream = TcpStream::connect(peer.address)?;
-        stream.set_nodelay(true)?;
-        end_when_unacknowledged(&stream, self.vanished)?;
+        configure(&stream, self.vanished)?;
         let registry = self.poll.registry();
         let mut registered = Ok(());
         let now = Instant::now();

@@ -17,7 +17,7 @@ use crate::budget::Charge;
 use crate::rpc::crowds::{self, Accepted};
 use crate::rpc::keyed::Keyed;
 use crate::rpc::poll_budget::ACCEPTED;
-use crate::rpc::socket::{Stream, end_when_unacknowledged, listen};
+use crate::rpc::socket::{Stream, listen};
 
 impl Http {
     /// Listens; returns the listener and the port.
@@ -80,22 +80,22 @@ impl Http {
     pub(super) fn accept(&mut self, key: u64) {
         for _ in 0..ACCEPTED {
             let Some(listener) = self.listeners.get_mut(key) else { return };
-            let (mut stream, peer) = match crowds::accept(&listener.socket) {
-                Accepted::Connection(stream, peer) => (stream, peer),
-                Accepted::Aborted => continue,
-                Accepted::Drained => return,
-                Accepted::NoDescriptors(_) if self.make_room(key, false) => continue,
-                Accepted::NoDescriptors(errno) | Accepted::Failed(errno) => {
-                    return self.news.push(Event::AcceptFailed(errno));
-                }
-            };
+            let (mut stream, peer) =
+                match crowds::accept(&listener.socket, self.vanished.max(listener.limits.write)) {
+                    Accepted::Connection(stream, peer) => (stream, peer),
+                    Accepted::Aborted => continue,
+                    Accepted::Drained => return,
+                    Accepted::NoDescriptors(_) if self.make_room(key, false) => continue,
+                    Accepted::NoDescriptors(errno) | Accepted::Failed(errno) => {
+                        return self.news.push(Event::AcceptFailed(errno));
+                    }
+                };
             let full = listener.connections >= listener.limits.connections;
             if full && !self.make_room(key, true) {
                 self.refused += 1;
                 continue;
             }
             let Some(listener) = self.listeners.get_mut(key) else { return };
-            let _ = end_when_unacknowledged(&stream, self.vanished.max(listener.limits.write));
             let (tls, limits) = (listener.tls.clone(), Rc::clone(&listener.limits));
             listener.connections += 1;
             let registry = self.poll.registry();
@@ -167,7 +167,8 @@ impl Http {
         let (calls, news) = (&mut self.calls, &mut self.news);
         let now = Instant::now();
         let listener = server.listener;
-        let open = server.drive(wire, &mut self.scratch, now, &mut |said| {
+        let reads_ahead = self.ahead <= AHEAD_OF_ALL;
+        let open = server.drive(wire, &mut self.scratch, now, reads_ahead, &mut |said| {
             record(said, key, listener, peer, call, calls, news);
         });
         if !server.busy

@@ -58,7 +58,8 @@ use crate::rpc::poll_budget::PollBudget;
 const EVENTS: usize = 1024;
 /// Read at once.
 const SCRATCH: usize = 64 << 10;
-/// Of requests that nobody has asked for yet, of all connections: above, those whose head is not here are refused.
+/// Of requests that nobody has asked for yet, of all connections: above, those whose head is not here are refused, and what
+/// follows a request is not read.
 const AHEAD_OF_ALL: usize = 64 << 20;
 /// In the token of a listener, to tell it from a connection's.
 const LISTENER: usize = 1 << 63;

@@ -134,12 +134,14 @@ impl Server {
         }
     }
 
-    /// Gets on as far as its share of the poll lets it; false: the connection is over.
+    /// Gets on as far as its share of the poll lets it; false: the connection is over. Unless it `reads_ahead`, what came
+    /// behind a request waits in the kernel.
     pub fn drive(
         &mut self,
         wire: &mut Wire,
         scratch: &mut [u8],
         now: Instant,
+        reads_ahead: bool,
         emit: &mut dyn FnMut(News),
     ) -> bool {
         match wire.open() {
@@ -158,7 +160,7 @@ impl Server {
             if self.input_ended {
                 return self.busy || wire.unsent() > 0;
             }
-            if !self.lingers && wire.inbound().len() >= self.most_ahead() {
+            if !self.lingers && wire.inbound().len() >= self.most_ahead(reads_ahead || wire.has_ended()) {
                 return true;
             }
             match wire.fill(scratch) {
@@ -193,8 +195,12 @@ impl Server {
         true
     }
 
-    fn most_ahead(&self) -> usize {
-        if self.busy { AHEAD } else { self.limits.head_bytes + AHEAD }
+    fn most_ahead(&self, reads_ahead: bool) -> usize {
+        match self.busy {
+            true if reads_ahead || self.wants_body => AHEAD,
+            true => 0,
+            false => self.limits.head_bytes + AHEAD,
+        }
     }
 
     /// The client has gone.

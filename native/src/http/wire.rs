@@ -104,6 +104,11 @@ impl Wire {
         self.ready.as_ref().is_some_and(|ready| ready.broken.get())
     }
 
+    /// The peer sends no more than what is there.
+    pub fn has_ended(&self) -> bool {
+        self.ready.as_ref().is_some_and(|ready| ready.ended.get())
+    }
+
     /// Gives it its share of a new poll.
     pub fn begin_poll(&self) {
         if let Some(ready) = &self.ready {

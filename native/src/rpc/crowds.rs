@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use mio::net::{TcpListener, TcpStream};
 
+use super::socket::configure;
+
 /// Closed at once, so that looking for them is worth it: a hundredth of those there are, and at least one.
 const PART: usize = 100;
 /// Rest after nobody was found: it costs a look at each connection.
@@ -53,14 +55,14 @@ pub enum Accepted {
     Failed(i32),
 }
 
-/// Accepts one connection, which does not delay small writes.
-pub fn accept(listener: &TcpListener) -> Accepted {
+/// Accepts one connection; `limit` as `socket::configure` has it.
+pub fn accept(listener: &TcpListener, limit: Duration) -> Accepted {
     const ENFILE: i32 = 23;
     const EMFILE: i32 = 24;
     match listener.accept() {
         Ok((stream, peer)) => {
             // A peer that has gone already is noticed by the first read.
-            let _ = stream.set_nodelay(true);
+            let _ = configure(&stream, limit);
             Accepted::Connection(stream, peer)
         }
         Err(error) => match (error.kind(), error.raw_os_error().unwrap_or(0)) {

@@ -40,7 +40,10 @@ pub fn framed(message: &[u8]) -> Bytes {
 /// Makes messages of the bytes of one direction of a stream.
 #[derive(Debug)]
 pub struct Deframer {
-    rest: BytesMut,
+    /// Bytes that were pushed and not looked at.
+    pushed: Bytes,
+    /// Beginning of a message whose end is not among them.
+    partial: BytesMut,
     max_message: usize,
     encoding: Encoding,
     /// Bytes that may still come out of compressed messages: a few of theirs, which a window lets through, hold much.
@@ -49,52 +52,65 @@ pub struct Deframer {
 
 impl Deframer {
     pub fn new(max_message: usize, encoding: Encoding) -> Self {
-        Self { rest: BytesMut::new(), max_message, encoding, room: usize::MAX }
+        Self { pushed: Bytes::new(), partial: BytesMut::new(), max_message, encoding, room: usize::MAX }
     }
 
     pub fn set_encoding(&mut self, encoding: Encoding) {
         self.encoding = encoding;
     }
 
-    /// Forgets a message that is not complete.
+    /// Forgets what was pushed.
     pub fn clear(&mut self) {
-        self.rest = BytesMut::new();
+        (self.pushed, self.partial) = (Bytes::new(), BytesMut::new());
     }
 
-    /// Bytes of a message that is not complete.
-    pub fn waiting(&self) -> usize {
-        self.rest.len()
+    /// Bytes that were pushed and not returned.
+    pub fn held(&self) -> usize {
+        self.pushed.len() + self.partial.len()
     }
 
-    /// Takes bytes; hands each complete message on.
+    /// Whether the last message is incomplete. Known once `next_message` has returned `None`.
+    pub fn is_partial(&self) -> bool {
+        self.pushed.is_empty() && !self.partial.is_empty()
+    }
+
+    /// Adds bytes, once `next_message` has returned `None`.
+    pub fn push(&mut self, bytes: Bytes) {
+        debug_assert!(self.pushed.is_empty(), "there may be a message in what was pushed before");
+        self.pushed = bytes;
+    }
+
+    /// Returns the next complete message, if there is one. One that came in one push is not copied.
     ///
     /// # Errors
     /// The bytes are no gRPC frames, or a message is too long or cannot be inflated. Nothing can follow.
-    pub fn take(&mut self, mut bytes: Bytes, mut complete: impl FnMut(Bytes)) -> Result<(), Status> {
-        if self.rest.is_empty() {
-            // The usual case: whole frames, which are passed on without a copy.
-            while let Some(length) = self.length(&bytes)? {
-                if bytes.len() < PREFIX + length {
-                    break;
-                }
-                let compressed = bytes[0] != 0;
-                bytes.advance(PREFIX);
-                complete(self.message(compressed, bytes.split_to(length))?);
+    pub fn next_message(&mut self) -> Result<Option<Bytes>, Status> {
+        if self.partial.is_empty() {
+            if let Some(length) = self.length(&self.pushed)?
+                && self.pushed.len() >= PREFIX + length
+            {
+                let frame = self.pushed.split_to(PREFIX + length);
+                return self.message(frame[0] != 0, frame.slice(PREFIX..)).map(Some);
             }
-            self.rest.extend_from_slice(&bytes);
-            return Ok(());
+            self.complete(usize::MAX);
+            return Ok(None);
         }
-        self.rest.extend_from_slice(&bytes);
-        while let Some(length) = self.length(&self.rest)? {
-            if self.rest.len() < PREFIX + length {
-                break;
-            }
-            let compressed = self.rest[0] != 0;
-            self.rest.advance(PREFIX);
-            let message = self.rest.split_to(length).freeze();
-            complete(self.message(compressed, message)?);
+        self.complete(PREFIX);
+        let Some(length) = self.length(&self.partial)? else { return Ok(None) };
+        self.complete(PREFIX + length);
+        if self.partial.len() < PREFIX + length {
+            return Ok(None);
         }
-        Ok(())
+        let mut frame = std::mem::take(&mut self.partial).freeze();
+        let compressed = frame[0] != 0;
+        frame.advance(PREFIX);
+        self.message(compressed, frame).map(Some)
+    }
+
+    /// Moves bytes to the incomplete message until it has a length.
+    fn complete(&mut self, length: usize) {
+        let missing = length.saturating_sub(self.partial.len()).min(self.pushed.len());
+        self.partial.extend_from_slice(&self.pushed.split_to(missing));
     }
 
     fn length(&self, bytes: &[u8]) -> Result<Option<usize>, Status> {
@@ -155,7 +171,10 @@ mod tests {
 
     fn all(deframer: &mut Deframer, bytes: &[u8]) -> Result<Vec<Bytes>, Status> {
         let mut messages = Vec::new();
-        deframer.take(Bytes::copy_from_slice(bytes), |message| messages.push(message))?;
+        deframer.push(Bytes::copy_from_slice(bytes));
+        while let Some(message) = deframer.next_message()? {
+            messages.push(message);
+        }
         Ok(messages)
     }
 
@@ -173,7 +192,7 @@ mod tests {
                 [Bytes::from("one"), Bytes::new(), Bytes::from(vec![7; 300])],
                 "cut at {cut}"
             );
-            assert_eq!(deframer.waiting(), 0);
+            assert_eq!((deframer.held(), deframer.is_partial()), (0, false));
         }
     }
 
@@ -198,9 +217,10 @@ mod tests {
         frame[0] = 1;
         let mut deframer = Deframer::new(1000, Encoding::Gzip);
         deframer.room = 1500;
-        let mut messages = 0;
-        let refused = deframer.take(frame.repeat(3).into(), |_| messages += 1).unwrap_err();
-        assert_eq!((messages, refused.code), (2, RESOURCE_EXHAUSTED));
+        deframer.push(frame.repeat(3).into());
+        assert_eq!(deframer.next_message().unwrap().unwrap().len(), 1000);
+        assert_eq!(deframer.next_message().unwrap().unwrap().len(), 1000);
+        assert_eq!(deframer.next_message().unwrap_err().code, RESOURCE_EXHAUSTED);
     }
 
     #[test]

@@ -115,10 +115,13 @@ impl Rpc {
         if let Some(status) = refused {
             call.finish(&status, HeaderMap::new());
         } else if let Some((place, _)) = method {
+            let metadata = metadata::visible(&head.headers);
+            call.head_bytes = metadata.iter().map(|(name, value)| name.len() + value.len()).sum();
+            self.held += call.head_bytes;
             call.meta = Some(call::Meta {
                 listener: by,
                 method: place,
-                metadata: metadata::visible(&head.headers),
+                metadata,
                 timeout_us: head
                     .headers
                     .get("grpc-timeout")

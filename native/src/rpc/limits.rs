@@ -44,6 +44,8 @@ pub struct Limits {
     /// Silence after which a peer is pinged, and how long it has to answer.
     pub keepalive: Duration,
     pub keepalive_timeout: Duration,
+    /// After which a peer that acknowledges nothing at TCP level is gone.
+    pub vanished: Duration,
 }
 
 impl Default for Limits {
@@ -66,6 +68,7 @@ impl Default for Limits {
             handshake: Duration::from_secs(10),
             keepalive: Duration::from_secs(5),
             keepalive_timeout: Duration::from_secs(4),
+            vanished: Duration::from_secs(60),
         }
     }
 }

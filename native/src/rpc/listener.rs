@@ -54,7 +54,7 @@ impl Rpc {
         for _ in 0..ACCEPTED {
             let Some(listener) = self.listeners.get_mut(key) else { return };
             let Some(socket) = &listener.socket else { return };
-            let (mut stream, peer) = match crowds::accept(socket) {
+            let (mut stream, peer) = match crowds::accept(socket, self.limits.vanished) {
                 Accepted::Connection(stream, peer) => (stream, peer),
                 Accepted::Aborted => continue,
                 Accepted::Drained => return,

@@ -338,7 +338,7 @@ impl Rpc {
             let status = Status::new(status::UNAVAILABLE, format!("{}: {reason}", connection.peer));
             self.with_call(*call, |call, emit| {
                 // Its last words may have come with the end of the connection.
-                call.drive(emit);
+                call.drain(emit);
                 match (call.over, call.is_server()) {
                     (true, _) => {}
                     (false, true) => call.gone(emit),
@@ -407,9 +407,11 @@ impl Rpc {
     /// A message of so many bytes was handled.
     pub fn consumed(&mut self, call: u64, bytes: usize) {
         if let Some(call) = self.calls.get_mut(call) {
-            let consumed = call.consumed(bytes);
-            call.charge.shrink(consumed);
-            self.held -= consumed;
+            let before = call.held();
+            call.consumed(bytes);
+            let released = before - call.held();
+            call.charge.shrink(released);
+            self.held -= released;
         }
     }
 

@@ -15,7 +15,7 @@ use super::call::{self, Call};
 use super::connection::{Connection, Side};
 use super::framing::{Deframer, Encoding};
 use super::metadata::{self, Metadata};
-use super::socket::Stream;
+use super::socket::{Stream, configure};
 use super::wake::{Due, Notifier};
 use super::{Rpc, tls};
 
@@ -33,7 +33,7 @@ impl Rpc {
         let name =
             tls.map(|(connector, name)| tls::server_name(name).map(|name| (connector, name))).transpose()?;
         let stream = TcpStream::connect(address).map_err(|error| error.to_string())?;
-        stream.set_nodelay(true).map_err(|error| error.to_string())?;
+        configure(&stream, self.limits.vanished).map_err(|error| error.to_string())?;
         let (mut stream, peer) = (Stream::Tcp(stream), address.to_string());
         let queue = Arc::clone(&self.queue);
         let (limits, registry) = (Rc::clone(&self.limits), self.poll.registry());

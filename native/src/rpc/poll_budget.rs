@@ -7,14 +7,16 @@ use std::time::{Duration, Instant};
 /// on what a peer makes of it.
 pub const SHARE: usize = 64 << 10;
 pub const SLICE: Duration = Duration::from_millis(2);
+/// Bytes that are written to one connection in one poll: a peer on this machine may read as fast as they are written.
+pub const WRITE_SHARE: usize = 256 << 10;
 /// Connections that one listener accepts in one poll.
 pub const ACCEPTED: usize = 64;
 /// Calls that one connection begins in one poll.
-pub const BEGUN: usize = 64;
+pub const BEGUN: usize = 16;
 /// Longest work of one poll; what was begun is finished.
 const LENGTH: Duration = Duration::from_millis(5);
-/// Events after which a turn ends: what they say is handled before there are more.
-const EVENTS: usize = 64;
+/// Events after which a poll ends: what they say is handled before there are more.
+const EVENTS: usize = 32;
 
 /// Time and events of one poll.
 pub struct PollBudget {

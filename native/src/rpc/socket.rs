@@ -15,7 +15,7 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::{client, server};
 
-use super::poll_budget::{SHARE, SLICE};
+use super::poll_budget::{SHARE, SLICE, WRITE_SHARE};
 
 /// Bytes written that wait for the kernel; with more, the writer has to.
 const COLLECTED: usize = 256 * 1024;
@@ -38,11 +38,13 @@ pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     Ok(listener)
 }
 
-/// Has the kernel end a connection whose peer acknowledges nothing for so long: neither data nor probes.
+/// Has the kernel send small writes at once, and end a connection whose peer acknowledges nothing for so long: neither
+/// data nor probes.
 ///
 /// # Errors
 /// The peer has gone already.
-pub fn end_when_unacknowledged(stream: &TcpStream, limit: Duration) -> io::Result<()> {
+pub fn configure(stream: &TcpStream, limit: Duration) -> io::Result<()> {
+    stream.set_nodelay(true)?;
     let socket = SockRef::from(stream);
     let (after, again) = (PROBE_AFTER.min(limit / 4), PROBE_AGAIN.min(limit / 4));
     let second = Duration::from_secs(1);
@@ -127,8 +129,9 @@ pub struct Readiness {
     pub broken: Cell<bool>,
     /// Bytes read until now.
     pub received: Cell<u64>,
-    /// Bytes that may still be read in this poll.
+    /// Bytes that may still be read in this poll, and written.
     share: Cell<usize>,
+    write_share: Cell<usize>,
     /// Until when, once something was read.
     slice_ends_at: Cell<Option<Instant>>,
     /// It was said that there may be more than its share.
@@ -144,6 +147,7 @@ impl Readiness {
             broken: Cell::new(false),
             received: Cell::new(0),
             share: Cell::new(SHARE),
+            write_share: Cell::new(WRITE_SHARE),
             slice_ends_at: Cell::new(None),
             waits: Cell::new(false),
         }
@@ -162,6 +166,7 @@ impl Readiness {
     /// Gives it its share of a new poll.
     pub fn begin_poll(&self) {
         self.share.set(SHARE);
+        self.write_share.set(WRITE_SHARE);
         self.waits.set(false);
     }
 
@@ -183,9 +188,11 @@ impl Readiness {
         self.share.get() > 0
     }
 
-    /// Whether it has used its share up, and is to be driven again in the next poll; true once a poll.
+    /// Whether it has used a share up, and is to be driven again in the next poll; true once a poll.
     pub fn has_to_wait(&self) -> bool {
-        self.readable.get() && self.share.get() == 0 && !self.waits.replace(true)
+        let reads = self.readable.get() && self.share.get() == 0;
+        let writes = self.writable.get() && self.write_share.get() == 0;
+        (reads || writes) && !self.waits.replace(true)
     }
 }
 
@@ -207,37 +214,41 @@ impl Socket {
         Rc::clone(&self.ready)
     }
 
-    /// Writes for somebody who has collected it already: what the kernel takes now.
+    /// Writes what the kernel takes now, and the connection's share of the poll lets it.
     pub fn write_through(&mut self, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        while self.ready.writable.get() {
-            match self.stream.write(bytes) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready.writable.set(false),
+        let ready = &self.ready;
+        while ready.writable.get() && ready.write_share.get() > 0 {
+            match self.stream.write(&bytes[..bytes.len().min(ready.write_share.get())]) {
+                Ok(0) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                Ok(count) => {
+                    ready.write_share.set(ready.write_share.get() - count);
+                    return Poll::Ready(Ok(count));
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => ready.writable.set(false),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                other => return Poll::Ready(other),
+                Err(error) => return Poll::Ready(Err(error)),
             }
         }
         Poll::Pending
     }
 
     fn drain(&mut self) -> Poll<io::Result<()>> {
-        while self.written < self.out.len() {
-            if !self.ready.writable.get() {
-                return Poll::Pending;
+        let mut out = std::mem::take(&mut self.out);
+        let drained = loop {
+            if self.written == out.len() {
+                out.clear();
+                self.written = 0;
+                out.shrink_to(KEPT);
+                break Poll::Ready(Ok(()));
             }
-            match self.stream.write(&self.out[self.written..]) {
-                Ok(0) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
-                Ok(count) => self.written += count,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready.writable.set(false),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Poll::Ready(Err(error)),
+            match self.write_through(&out[self.written..]) {
+                Poll::Ready(Ok(count)) => self.written += count,
+                Poll::Ready(Err(error)) => break Poll::Ready(Err(error)),
+                Poll::Pending => break Poll::Pending,
             }
-        }
-        self.out.clear();
-        self.written = 0;
-        if self.out.capacity() > KEPT {
-            self.out.shrink_to(KEPT);
-        }
-        Poll::Ready(Ok(()))
+        };
+        self.out = out;
+        drained
     }
 }
 

@@ -86,8 +86,6 @@ enum Role {
         respond: Option<SendResponse<Bytes>>,
         /// It was told that it begins.
         begun: bool,
-        /// The caller's one message, until it is told.
-        request: Option<Bytes>,
     },
     Client {
         response: Option<ResponseFuture>,
@@ -126,6 +124,12 @@ pub struct Call {
     /// Complete messages that were told and are not handled: how many, and their bytes.
     unhandled: usize,
     unhandled_bytes: usize,
+    /// No more are told before some of them are handled.
+    held_back: bool,
+    /// Its connection is over: nothing that came is held back.
+    drains: bool,
+    /// Bytes of its metadata, until it begins.
+    pub head_bytes: usize,
     /// What is charged for what it holds.
     pub charge: Charge,
     /// It may be sent a message larger than its first window.
@@ -167,7 +171,7 @@ impl Call {
         deframer: Deframer,
         limits: &Limits,
     ) -> Self {
-        let role = Role::Server { kind, respond: Some(respond), begun: false, request: None };
+        let role = Role::Server { kind, respond: Some(respond), begun: false };
         Self::new(connection, notifier, role, Some(receive), deframer, limits)
     }
 
@@ -204,6 +208,9 @@ impl Call {
             deframer,
             unhandled: 0,
             unhandled_bytes: 0,
+            held_back: false,
+            drains: false,
+            head_bytes: 0,
             charge: Charge::new(&limits.budget, None, 1),
             admitted: false,
             came: 0,
@@ -237,7 +244,10 @@ impl Call {
 
     /// Bytes that came and are not handled.
     pub fn held(&self) -> usize {
-        self.unhandled_bytes + self.deframer.waiting()
+        self.head_bytes
+            + self.unhandled_bytes
+            + self.unhandled * receive::MESSAGE_BYTES
+            + self.deframer.held()
     }
 
     /// Has what it holds charged. A call whose message is still coming ends if there is no room for it, and false is
@@ -282,6 +292,12 @@ impl Call {
         }
     }
 
+    /// Gets on to its end, since its connection is over.
+    pub fn drain(&mut self, emit: &mut dyn FnMut(News)) {
+        self.drains = true;
+        self.drive(emit);
+    }
+
     /// The stream broke.
     pub fn broke(&mut self, error: &h2::Error, emit: &mut dyn FnMut(News)) {
         if self.is_server() {
@@ -318,6 +334,7 @@ impl Call {
         self.gone(emit);
         self.over = false;
         self.deframer.clear();
+        self.head_bytes = 0;
         self.queue.clear();
         self.queued = 0;
         self.finish(&status, HeaderMap::new());
@@ -332,6 +349,7 @@ impl Call {
     pub fn begin(&mut self, emit: &mut dyn FnMut(News)) {
         if let Role::Server { begun, .. } = &mut self.role {
             *begun = true;
+            self.head_bytes = 0;
             emit(News::Begins(None));
         }
     }

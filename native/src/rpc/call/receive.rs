@@ -5,7 +5,6 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use bytes::Bytes;
 use h2::RecvStream;
 use http::header::HeaderValue;
 use http::{Response, StatusCode};
@@ -16,6 +15,13 @@ use super::super::metadata;
 use super::super::status::{self, INTERNAL, Status, UNKNOWN};
 use super::{Call, Kind, News, Role};
 use crate::budget::Charge;
+
+/// Messages of one call that are told of before others are driven.
+const MESSAGES: usize = 32;
+/// Messages of one call that wait for their handler; further ones wait in its window.
+const UNHANDLED: usize = 1024;
+/// Bytes that a message takes beside its own, until it is handled.
+pub(super) const MESSAGE_BYTES: usize = 256;
 
 impl Call {
     pub(super) fn receive_all(&mut self, context: &mut Context<'_>, emit: &mut dyn FnMut(News)) {
@@ -33,14 +39,18 @@ impl Call {
                 }
             }
         }
+        let mut told = 0;
         loop {
+            if !self.tell_messages(&mut told, emit) {
+                return;
+            }
             let Some(receive) = &mut self.receive else { return };
             match receive.poll_data(context) {
                 Poll::Pending => return,
                 Poll::Ready(Some(Ok(bytes))) => {
-                    if !self.take(bytes, emit) {
-                        return;
-                    }
+                    self.shut += bytes.len();
+                    self.came += bytes.len();
+                    self.deframer.push(bytes);
                 }
                 Poll::Ready(Some(Err(error))) => return self.broke(&error, emit),
                 Poll::Ready(None) => return self.received_all(context, emit),
@@ -69,49 +79,51 @@ impl Call {
         true
     }
 
-    /// False if the call is over with that.
-    fn take(&mut self, bytes: Bytes, emit: &mut dyn FnMut(News)) -> bool {
-        self.shut += bytes.len();
-        self.came += bytes.len();
-        let role = &mut self.role;
-        let (mut completed, mut completed_bytes, mut one_too_many) = (0, 0, false);
-        let taken = self.deframer.take(bytes, |message| {
-            completed += 1;
-            completed_bytes += message.len();
-            match role {
-                Role::Server { kind: Kind { request_streaming: false, .. }, request, .. } => {
-                    one_too_many = request.replace(message).is_some() || one_too_many;
+    /// Tells of the complete messages that came; false: not of all, or the call is over.
+    fn tell_messages(&mut self, told: &mut usize, emit: &mut dyn FnMut(News)) -> bool {
+        loop {
+            if self.unhandled >= UNHANDLED && !self.drains {
+                // `consumed` goes on with it; until then the peer's window shuts.
+                self.held_back = true;
+                return false;
+            }
+            if *told >= MESSAGES && !self.drains {
+                self.notifier.notify();
+                return false;
+            }
+            let message = match self.deframer.next_message() {
+                Ok(Some(message)) => message,
+                Ok(None) => {
+                    self.open_for_one();
+                    return true;
+                }
+                Err(status) => {
+                    self.fail(status, emit);
+                    return false;
+                }
+            };
+            *told += 1;
+            self.arriving = None;
+            self.unhandled += 1;
+            self.unhandled_bytes += message.len();
+            match &mut self.role {
+                Role::Server { kind: Kind { request_streaming: false, .. }, begun: true, .. } => {
+                    let text = "more than one message came where one is expected";
+                    self.fail(Status::new(INTERNAL, text), emit);
+                    return false;
+                }
+                Role::Server { kind: Kind { request_streaming: false, .. }, begun, .. } => {
+                    *begun = true;
+                    self.head_bytes = 0;
+                    emit(News::Begins(Some(message)));
                 }
                 _ => emit(News::Message(message)),
             }
-        });
-        if completed > 0 {
-            self.arriving = None;
         }
-        self.unhandled += completed;
-        self.unhandled_bytes += completed_bytes;
-        self.open_for_one();
-        if let Err(status) = taken {
-            self.fail(status, emit);
-            return false;
-        }
-        if let Role::Server { kind, begun, request, .. } = &mut self.role
-            && !kind.request_streaming
-        {
-            if one_too_many || (*begun && completed > 0) {
-                self.fail(Status::new(INTERNAL, "more than one message came where one is expected"), emit);
-                return false;
-            }
-            if let Some(message) = request.take() {
-                *begun = true;
-                emit(News::Begins(Some(message)));
-            }
-        }
-        true
     }
 
     fn received_all(&mut self, context: &mut Context<'_>, emit: &mut dyn FnMut(News)) {
-        let cut = self.deframer.waiting() > 0;
+        let cut = self.deframer.is_partial();
         match &mut self.role {
             Role::Server { kind, begun, .. } => {
                 let missing = !kind.request_streaming && !*begun;
@@ -167,7 +179,7 @@ impl Call {
 
     /// A message came in part.
     pub fn is_partial(&self) -> bool {
-        self.is_server() && self.receive.is_some() && self.deframer.waiting() > 0
+        self.is_server() && self.receive.is_some() && self.deframer.is_partial()
     }
 
     /// Messages came whole that are not handled.
@@ -203,13 +215,16 @@ impl Call {
         }
     }
 
-    /// A message of so many bytes was handled: the peer may send more. Returns what is no longer held.
-    pub fn consumed(&mut self, bytes: usize) -> usize {
+    /// A message of so many bytes was handled: the peer may send more.
+    pub fn consumed(&mut self, bytes: usize) {
         let bytes = bytes.min(self.unhandled_bytes);
         self.unhandled = self.unhandled.saturating_sub(1);
         self.unhandled_bytes -= bytes;
+        if self.held_back && self.unhandled <= UNHANDLED / 2 {
+            self.held_back = false;
+            self.notifier.notify();
+        }
         self.release((bytes + PREFIX).min(self.shut));
         self.open_for_one();
-        bytes
     }
 }
