@@ -19,6 +19,7 @@ from kvscout_common.registry.workers_file import load_workers
 from kvscout_gateway.main import main as gateway
 from kvscout_indexer.main import main as indexer
 from kvscout_scheduler.main import main as scheduler
+from kvscout_serve.main import main as serve
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm"
@@ -29,6 +30,7 @@ COMMANDS = {
     "kvscout-gateway": gateway,
     "kvscout-indexer": indexer,
     "kvscout-scheduler": scheduler,
+    "kvscout serve": serve,
 }
 WORKER = {"worker_id": "vllm-0", "model": "m", "block_size": 16, "http_endpoint": "http://vllm-0.vllm:8000"}
 LEAST = {"auth": {"allowAnonymous": True}}
@@ -87,6 +89,14 @@ EVERYTHING: dict[str, Any] = {
     "httpRoute": {"create": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["llm.test"]},
     "serviceAccount": {"annotations": {"a": "b"}},
 }
+EMBEDDED = LEAST | {"mode": "embedded", "gateway": {"replicas": 1}}
+EMBEDDED_EVERYTHING = EVERYTHING | {"mode": "embedded"}
+ALL = {
+    "least": LEAST,
+    "everything": EVERYTHING,
+    "embedded": EMBEDDED,
+    "embedded-everything": EMBEDDED_EVERYTHING,
+}
 
 
 def tool(name: str) -> str:
@@ -144,12 +154,12 @@ def flags(container: Any) -> dict[str, list[str]]:
 
 
 def test_helm_finds_nothing_to_say() -> None:
-    for values in (LEAST, EVERYTHING):
+    for values in ALL.values():
         linted = helm("lint", str(CHART), "--strict", "--kube-version", KUBE_VERSION, values=values)
         assert linted.returncode == 0, linted.stdout + linted.stderr
 
 
-@pytest.mark.parametrize("values", [LEAST, EVERYTHING], ids=["least", "everything"])
+@pytest.mark.parametrize("values", ALL.values(), ids=ALL.keys())
 def test_every_object_is_what_kubernetes_takes(values: dict[str, Any]) -> None:
     location = f"{SCHEMAS}/{{{{.ResourceKind}}}}.json"
     checked = subprocess.run(
@@ -160,7 +170,7 @@ def test_every_object_is_what_kubernetes_takes(values: dict[str, Any]) -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert json.loads(checked.stdout)["summary"]["valid"] >= 11
+    assert json.loads(checked.stdout)["summary"]["valid"] >= (7 if values is EMBEDDED else 11)
 
 
 def test_a_field_that_kubernetes_does_not_know_is_found() -> None:
@@ -171,14 +181,16 @@ def test_a_field_that_kubernetes_does_not_know_is_found() -> None:
     assert checked.returncode and "readOnlyRootFileSystem" in checked.stdout
 
 
-@pytest.mark.parametrize("values", [LEAST, EVERYTHING], ids=["least", "everything"])
+@pytest.mark.parametrize("values", ALL.values(), ids=ALL.keys())
 def test_services_know_all_flags_that_they_are_given(values: dict[str, Any]) -> None:
     pods = [one["spec"]["template"]["spec"] for (kind, _), one in objects(values).items() if kind == "Deployment"]
-    there = set(COMMANDS) if values is EVERYTHING else set(COMMANDS) - {"kvscout-bridge"}
-    assert {spec["containers"][0]["command"][0] for spec in pods} == there
+    apart = {"kvscout-gateway", "kvscout-indexer", "kvscout-scheduler"}
+    there = {"kvscout serve"} if "mode" in values else apart
+    assert {" ".join(spec["containers"][0]["command"]) for spec in pods} - {"kvscout-bridge"} == there
+    assert len(pods) == len(there) + ("bridge" in values)
     for spec in pods:
         [container] = spec["containers"]
-        known = {option for parameter in COMMANDS[container["command"][0]].params for option in parameter.opts}
+        known = {option for parameter in COMMANDS[" ".join(container["command"])].params for option in parameter.opts}
         assert flags(container).keys() <= known
         paths = [value for values in flags(container).values() for value in values if value.startswith("/etc/kvscout/")]
         mounts = {mount["mountPath"]: mount["name"] for mount in container.get("volumeMounts", ())}
@@ -203,6 +215,9 @@ def test_schedulers_share_what_they_know_where_there_is_nats_and_who_calls_other
     for values, there in ((LEAST, False), (EVERYTHING, True)):
         given = {one["name"]: flags(one) for one in containers(objects(values))}
         assert [name for name in given if "--router-replica-sync" in given[name]] == ["scheduler"] * there
+        [embedded] = [flags(one) for one in containers(objects(values | EMBEDDED)) if one["name"] == "gateway"]
+        assert ("--router-replica-sync" in embedded) is there
+        assert not {"--indexer", "--scheduler"} & embedded.keys()
         # Indexers ask bridges for lost events.
         for caller in ("gateway", "indexer"):
             assert ({"--token-file", "--tls-ca", "--tls-client-cert"} <= given[caller].keys()) is there
@@ -379,7 +394,7 @@ def test_routes_lead_to_the_gateways_where_there_is_no_pool() -> None:
 def test_the_test_of_a_release_asks_every_service_for_its_health(tmp_path: Path) -> None:
     for file in ("ca.crt", "tls.crt", "tls.key"):
         (tmp_path / file).touch()
-    for values in (LEAST, EVERYTHING):
+    for values in ALL.values():
         found = objects(values)
         pod = found["Pod", "llm/kvscout-test"]
         assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
@@ -413,6 +428,10 @@ def test_the_test_of_a_release_asks_every_service_for_its_health(tmp_path: Path)
         (LEAST | {"nats": {"servers": ["nats://a:4222"]}, "bridge": {"create": True}}, "bridge.workers"),
         (LEAST | {"networkPolicy": {"egress": {"create": True}}}, "networkPolicy.egress.to"),
         (LEAST | {"ingress": {"create": True}}, "ingress.hosts"),
+        (LEAST | {"mode": "embedded"}, "needs nats.servers: each has a scheduler of its own"),
+        (EMBEDDED | {"gateway": {"replicas": 1, "autoscaling": {"enabled": True}}}, "needs nats.servers: each has"),
+        (EMBEDDED | {"indexer": {"args": ["--threads=2"]}}, "gateway.args"),
+        (LEAST | {"mode": "both"}, "mode"),
         (LEAST | {"httpRoute": {"create": True}}, "httpRoute.parentRefs"),
         (LEAST | {"indexer": {"autoscaling": {"enabled": True, "maxReplicas": 1}}}, "maxReplicas is less"),
         (LEAST | {"gateway": {"autoscaling": {"enabled": True}, "resources": {"requests": None}}}, "requests.cpu"),

@@ -47,6 +47,12 @@ app.kubernetes.io/component: {{ .name }}
 {{- toJson $all -}}
 {{- end }}
 
+{{- /* Names of the services that are there, as a list in JSON. */ -}}
+{{- define "kvscout.services" -}}
+{{- $all := ternary (list "gateway") (list "gateway" "indexer" "scheduler") (eq .Values.mode "embedded") -}}
+{{- toJson (ternary (append $all "bridge") $all .Values.bridge.create) -}}
+{{- end }}
+
 {{- define "kvscout.picks" -}}
 {{- if or .Values.inferencePool.create .Values.gateway.endpointPicker.enabled }}yes{{ end -}}
 {{- end }}
@@ -76,6 +82,15 @@ app.kubernetes.io/component: {{ .name }}
 {{- end }}
 {{- if and .Values.nats.secret (not .Values.nats.servers) }}
 {{- fail "nats.secret needs nats.servers" }}
+{{- end }}
+{{- if eq .Values.mode "embedded" }}
+{{- $several := ternary (gt (int .Values.gateway.autoscaling.maxReplicas) 1) (gt (int .Values.gateway.replicas) 1) .Values.gateway.autoscaling.enabled }}
+{{- if and $several (not .Values.nats.servers) }}
+{{- fail "mode: embedded with several gateway.replicas needs nats.servers: each has a scheduler of its own, and they share their bookings over NATS" }}
+{{- end }}
+{{- if or .Values.indexer.args .Values.scheduler.args }}
+{{- fail "indexer.args, scheduler.args: with mode embedded all flags belong into gateway.args" }}
+{{- end }}
 {{- end }}
 {{- if .Values.bridge.create }}
 {{- if not .Values.nats.servers }}

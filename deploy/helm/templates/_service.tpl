@@ -148,7 +148,7 @@ capabilities: {drop: [ALL]}
 {{- end }}
 
 {{- /* The Deployment of one service, its PodDisruptionBudget and its HorizontalPodAutoscaler. Context: root, name, of,
-flags, ports, volumes, mounts, registers. */ -}}
+flags, ports, volumes, mounts, registers, program (its command, if it is not the service's). */ -}}
 {{- define "kvscout.service" -}}
 {{- $root := .root }}
 {{- $of := .of }}
@@ -206,7 +206,7 @@ spec:
         - name: {{ .name }}
           image: {{ include "kvscout.image" $root }}
           imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-          command: [kvscout-{{ .name }}]
+          command: {{ .program | default (printf "[kvscout-%s]" .name) }}
           args:
             {{- include "kvscout.flags" . | nindent 12 }}
             {{- .flags | trim | nindent 12 }}
