@@ -90,13 +90,21 @@ class Serve:
         await self.relay.close()
         await self.nats.close()
 
+    async def is_ready(self) -> bool:
+        """Return whether it knows the workers."""
+        try:
+            return await self.client.knows_workers(ENGINES)()
+        except KvscoutError:
+            return False
+
     async def agrees(self) -> bool:
-        """Return whether it is connected to NATS and follows both others."""
+        """Return whether it is connected to NATS and to both others, by connections that have missed nothing."""
         try:
             known = await self.client.rpc("GetReplicas", scheduler_pb2.GetReplicasRequest())
         except KvscoutError:
             return False
-        return not known.problem and sum(each.live for each in known.replicas) == PROCESSES
+        live = sum(each.live for each in known.replicas)
+        return not (known.problem or self.nats.deaf or self.relay.deaf) and live == PROCESSES
 
 
 class World:
@@ -131,7 +139,7 @@ class World:
         for _, worker in self.engines:
             await self.serves[0].client.rpc("RegisterWorker", workers_pb2.RegisterWorkerRequest(worker=worker))
         for serve in self.serves:
-            await eventually(serve.client.knows_workers(ENGINES), what="the workers")
+            await eventually(serve.is_ready, what="the workers")
             await eventually(serve.agrees, what="the other processes")
         upstreams = [
             flag for s in self.serves for flag in ("--indexer", s.relay.address, "--scheduler", s.relay.address)
@@ -182,7 +190,7 @@ class World:
             await asyncio.sleep(away)
             await struck.client.start()
             # Until then it says that it is not ready.
-            await eventually(struck.client.knows_workers(ENGINES), what="the workers")
+            await eventually(struck.is_ready, what="the workers")
             struck.away.append((began, time.monotonic()))
         elif kind == "stop":
             struck.client.signal(signal.SIGSTOP)

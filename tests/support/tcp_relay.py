@@ -22,6 +22,8 @@ class TcpRelay:
         self.address = ""
         self.connections = 0
         """That were made."""
+        self.deaf = 0
+        """Open connections, each way, that have missed something."""
         self._target = target
         self._delay_seconds = delay_seconds
         self._swallows = {"up": False, "down": False}
@@ -69,7 +71,9 @@ class TcpRelay:
         deaf = False
         try:
             while data := await reader.read(65_536):
-                deaf = deaf or self._swallows[direction]
+                if self._swallows[direction] and not deaf:
+                    deaf = True
+                    self.deaf += 1
                 if not deaf:
                     if self._delay_seconds:
                         await asyncio.sleep(self._delay_seconds)
@@ -77,6 +81,8 @@ class TcpRelay:
                     await writer.drain()
         except OSError:
             pass
+        finally:
+            self.deaf -= deaf
         # An end that nobody hears of is part of it.
         if not (deaf or self._swallows[direction]):
             writer.close()
