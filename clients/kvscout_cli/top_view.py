@@ -47,8 +47,12 @@ def _workers(now: Moment) -> Table:
     names = ("active", "prefill tokens", "decode blocks", "cached blocks", "hit rate", "event age")
     table = columns("worker", "model", *names, "events", "load", right=names)
     seen = seen_by_gateways(now.snapshot)
+    rows: dict[RankName, SourceRow] = {}
     for row in overview(now.snapshot).sources:
+        # Of several indexers, one that has trouble, else the one with the most.
         name = RankName(row.tenant, row.worker_id, row.dp_rank)
+        rows[name] = min(row, rows.get(name, row), key=lambda one: (one.well, -one.blocks))
+    for name, row in rows.items():
         load, one = now.loads.get(name), seen.get(name)
         hit = one.cached_tokens / one.prompt_tokens if one is not None and one.prompt_tokens else None
         decode = "–"

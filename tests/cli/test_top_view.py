@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
+from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2
 from kvscout_cli.top_view import frame
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot
@@ -40,6 +40,22 @@ def test_rates_are_those_since_the_frame_before() -> None:
     text = shown(moment(12.0, 30, 900), moment(10.0, 10, 100))
     assert "requests 30 (10.0/s) · in flight 2 · failed 1 · queued 5 · hit rate 40 % now, 30 % in all" in text
     assert "requests 30 (–)" in shown(moment(12.0, 30, 900), None)
+
+
+def test_a_worker_of_several_indexers_is_one_line_that_shows_trouble_first() -> None:
+    def status(state: indexer_pb2.SourceState.ValueType) -> indexer_pb2.IndexerGetStatusResponse:
+        source = indexer_pb2.SourceStatus(worker=types_pb2.WorkerRank(worker_id="w"), model="m", state=state)
+        return indexer_pb2.IndexerGetStatusResponse(sources=[source])
+
+    live, lost = indexer_pb2.SOURCE_STATE_LIVE, indexer_pb2.SOURCE_STATE_DISCONNECTED
+    for states, expected in (((live, live), "live"), ((live, lost), "disconnected"), ((lost, live), "disconnected")):
+        services = [
+            Service(f"i:{number}", Kind.INDEXER, serving=True, status=status(state))
+            for number, state in enumerate(states)
+        ]
+        text = shown(Moment(1.0, Snapshot(tuple(services)), {}), None)
+        assert text.count("w/0") == 1
+        assert expected in text
 
 
 def test_a_gateway_that_started_anew_meanwhile_has_no_rates_below_zero() -> None:

@@ -15,12 +15,13 @@ BIND_SECONDS = 3.0
 RETRY_SECONDS = 0.1
 
 
-async def wait_for_port(host: str, port: int) -> None:
+async def wait_for_port(host: str, port: int, flag: str = "--port") -> None:
     """Return once a port can be listened at.
 
     Args:
         host: Address or name to bind.
         port: 0 = any, which is always free.
+        flag: What the port is set with, for the error.
 
     Raises:
         OSError: It cannot; if it is taken, after a wait.
@@ -33,9 +34,9 @@ async def wait_for_port(host: str, port: int) -> None:
             return
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
-                raise OSError(f"cannot bind {host}:{port}: {error.strerror}") from error
+                raise OSError(f"cannot bind {host}:{port} ({flag}): {error.strerror}") from error
             if not warned:
-                log.warning("%s:%d is in use; retrying for %g s", host, port, BIND_SECONDS)
+                log.warning("%s:%d (%s) is in use; retrying for %g s", host, port, flag, BIND_SECONDS)
                 warned = True
             await asyncio.sleep(RETRY_SECONDS)
 

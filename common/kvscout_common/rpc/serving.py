@@ -222,7 +222,7 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         register_process_metrics(app.metrics, app.name)
         metrics_port = None
         if config.metrics_port >= 0:
-            await wait_for_port(config.host, config.metrics_port)
+            await wait_for_port(config.host, config.metrics_port, "--metrics-port")
             metrics_port, stop_metrics = serve_metrics(
                 app.metrics,
                 config.host,
@@ -312,7 +312,7 @@ async def _start_side(
 ) -> _Listening:
     server, probe = _server(config, side.services, guard, budget)
     secured = None if side.make_pem is None else certificates or side.make_pem()
-    port = await _bind(server, config, side.port, secured)
+    port = await _bind(server, config, side.port, secured, f"--{side.name.replace('_', '-')}-port")
     started = await _started(server, probe, port, ("", *(name for name, _ in side.services), *side.ready_names))
     await started.set_health(side.alive_names, serving=True)
     return started
@@ -374,9 +374,11 @@ def _native_server(config: ServerConfig, guard: Guard, budget: Budget) -> Any:
     )
 
 
-async def _bind(server: Any, config: ServerConfig, port: int, secured: ServerCertificates | Pem | None) -> int:
+async def _bind(
+    server: Any, config: ServerConfig, port: int, secured: ServerCertificates | Pem | None, flag: str = "--port"
+) -> int:
     """Bind a port of the configured address: with certificates that are renewed, with one that stays, in plaintext."""
-    await wait_for_port(config.host, port)
+    await wait_for_port(config.host, port, flag)
     address = f"[{config.host}]:{port}" if ":" in config.host else f"{config.host}:{port}"
     renewed = secured if isinstance(secured, ServerCertificates) else None
     pem = secured if isinstance(secured, Pem) else None
@@ -392,7 +394,7 @@ async def _bind(server: Any, config: ServerConfig, port: int, secured: ServerCer
         else:
             bound = server.add_insecure_port(address)
     except (RuntimeError, OSError) as error:
-        raise OSError(f"cannot bind {address}: {error}") from error
+        raise OSError(f"cannot bind {address} ({flag}): {error}") from error
     return int(bound)
 
 
@@ -412,7 +414,7 @@ def _counted(handler: HttpHandler, calls: RunningCalls) -> HttpHandler:
 async def _bind_http(
     server: HttpServer, config: ServerConfig, port: int, certificates: ServerCertificates | None
 ) -> int:
-    await wait_for_port(config.host, port)
+    await wait_for_port(config.host, port, "--http-port")
     bound = await server.listen(config.host, port, certificates.current if certificates is not None else None)
     if certificates is not None:
         certificates.renewed.append(server.renew)

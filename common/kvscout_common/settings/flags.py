@@ -115,6 +115,12 @@ def flag_group(*declared: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+def names_of(declared: Callable[[F], F]) -> frozenset[str]:
+    """Return the names of the values of several flags."""
+    command: Any = declared(lambda: None)  # type: ignore[arg-type]
+    return frozenset(parameter.name for parameter in command.__click_params__)
+
+
 def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool = True) -> Callable[[F], F]:
     """Return the flags that every gRPC server has; `config.ServerConfig.from_flags` reads them back.
 

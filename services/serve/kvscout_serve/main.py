@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.nats.config import nats_flags
@@ -45,8 +46,10 @@ from kvscout_serve.config import ServeConfig
 @server_flags("serve", port=7050, metrics_port=9093)
 def main(**values: Any) -> None:
     """Route LLM requests with gateway, indexer and scheduler in this one process."""
+    source = click.get_current_context().get_parameter_source
+    given = [name for name in values if source(name) is ParameterSource.COMMANDLINE]
     try:
-        config = ServeConfig.from_flags(values)
+        config = ServeConfig.from_flags(values, given)
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from error
     keep_mmap_threshold()

@@ -172,7 +172,7 @@ async def test_a_taken_port_and_a_wrong_file_are_errors_at_start(tmp_path: Path)
         )  # fmt: skip
         _, err = await finish_quietly(second)
     assert second.returncode == 1
-    assert f"cannot bind 127.0.0.1:{first.ready['port']}" in err
+    assert f"cannot bind 127.0.0.1:{first.ready['port']} (--port)" in err
     workers = tmp_path / "workers.yaml"
     workers.write_text("workers: [{worker_id: a}]")
     third = await asyncio.create_subprocess_exec(
