@@ -16,6 +16,8 @@ def free_ports(number: int) -> list[int]:
     """
     found: list[int] = []
     for port in random.SystemRandom().sample(RANGE, len(RANGE)):
+        if len(found) == number:
+            return found
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -23,8 +25,6 @@ def free_ports(number: int) -> list[int]:
                 continue
         if _claimed(port):
             found.append(port)
-        if len(found) == number:
-            return found
     raise AssertionError(f"{number} free ports are not to be had")
 
 

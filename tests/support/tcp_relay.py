@@ -22,8 +22,8 @@ class TcpRelay:
         self.address = ""
         self.connections = 0
         """That were made."""
-        self.deaf = 0
-        """Open connections, each way, that have missed something."""
+        self.deaf: set[asyncio.StreamWriter] = set()
+        """Clients whose connection has missed something, and who have not closed it."""
         self._target = target
         self._delay_seconds = delay_seconds
         self._swallows = {"up": False, "down": False}
@@ -62,18 +62,21 @@ class TcpRelay:
             writer.transport.abort()
             return
         self._writers |= {writer, onward}
-        for pump in (self._pump(reader, onward, "up"), self._pump(upstream, writer, "down")):
+        for pump in (self._pump(reader, onward, "up", writer), self._pump(upstream, writer, "down", writer)):
             task = asyncio.create_task(pump)
             self._pumps.add(task)
             task.add_done_callback(self._pumps.discard)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str, client: asyncio.StreamWriter
+    ) -> None:
         deaf = False
         try:
             while data := await reader.read(65_536):
                 if self._swallows[direction] and not deaf:
                     deaf = True
-                    self.deaf += 1
+                    if not client.is_closing():
+                        self.deaf.add(client)
                 if not deaf:
                     if self._delay_seconds:
                         await asyncio.sleep(self._delay_seconds)
@@ -82,7 +85,9 @@ class TcpRelay:
         except OSError:
             pass
         finally:
-            self.deaf -= deaf
+            if direction == "up":
+                client.close()
+                self.deaf.discard(client)
         # An end that nobody hears of is part of it.
         if not (deaf or self._swallows[direction]):
             writer.close()
