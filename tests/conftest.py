@@ -48,6 +48,7 @@ def starts_processes(path: Path) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "process: set on tests of files that start processes, or import one that does")
+    config.addinivalue_line("markers", "services_only: slow, or of what one process does not have; see each_mode")
     config.addinivalue_line("markers", "slow: takes seconds without starting a process")
 
 

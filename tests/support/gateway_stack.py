@@ -8,10 +8,9 @@ from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
-import pytest
 
 from kvscout.v1 import (
     gateway_pb2,
@@ -177,7 +176,7 @@ class Stack:
     mockers: list[MockerProcess]
     client: GatewayClient
     relay: Relay | None
-    """Between gateway and scheduler, where asked for."""
+    """Between gateway and scheduler, where asked for; None in one process."""
     indexers: list[Running]
     """One a shard; the first is `indexer`."""
 
@@ -211,39 +210,49 @@ async def connected(gateway: Running, scheduler: Running, indexer: Running) -> A
         await client.close()
 
 
+class Services(NamedTuple):
+    """A gateway and its helpers; in one process all are the same."""
+
+    gateway: Running
+    scheduler: Running
+    indexers: list[Running]
+    """One a shard."""
+    relay: Relay | None = None
+    """Between gateway and scheduler, where asked for; None in one process."""
+
+    @property
+    def indexer(self) -> Running:
+        """The first one."""
+        return self.indexers[0]
+
+
 @asynccontextmanager
-async def running_stack(
+async def running_services(
     *gateway_flags: str,
-    mockers: Sequence[Sequence[str]] = ((), ()),
     scheduler_flags: Sequence[str] = (),
     indexer_flags: Sequence[str] = (),
     shards: int = 1,
     relay: bool = False,
-) -> AsyncIterator[Stack]:
-    """Indexer, scheduler, gateway and mockers w0, w1, … registered at the gateway.
+) -> AsyncIterator[Services]:
+    """Indexer, scheduler and gateway.
 
     Args:
         gateway_flags: Further flags of the gateway.
-        mockers: Flags of each mocker.
         scheduler_flags: Flags of the scheduler.
         indexer_flags: Flags of every indexer.
         shards: Indexers, each of which has a share of the workers.
-        relay: Put a relay between gateway and scheduler.
+        relay: Put a relay between gateway and scheduler; in one process there is nothing between them.
     """
     if in_one_process:
-        if relay or shards > 1:
-            pytest.skip("a process of its own for each service is what the test is about")
-        async with _one_process(gateway_flags, mockers, scheduler_flags, indexer_flags) as one:
-            yield one
+        assert shards == 1, "shards are processes of their own"
+        async with running("kvscout_serve.main", *gateway_flags, *scheduler_flags, *indexer_flags) as served:
+            yield Services(served, served, [served])
         return
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         names = [f"{index}/{shards}" for index in range(shards)]
         processes = [running("kvscout_indexer.main", "--shard", name, *indexer_flags) for name in names]
-        processes.append(running("kvscout_scheduler.main", *scheduler_flags))
-        ready = await enter(together(*processes, *(running_mocker(*flags) for flags in mockers)))
-        indexers, scheduler, started = ready[:shards], ready[shards], ready[shards + 1 :]
-        indexer = indexers[0]
+        scheduler, *indexers = await enter(together(running("kvscout_scheduler.main", *scheduler_flags), *processes))
         between = await enter(relaying(scheduler.address)) if relay else None
         helpers = ["--scheduler", between.address if between else scheduler.address]
         for name, one in zip(names, indexers, strict=True):
@@ -251,30 +260,27 @@ async def running_stack(
         # A machine that is busy with other tests must not look like an indexer that is slow.
         timeouts = ("--indexer-timeout-ms", "2000")
         gateway = await enter(running("kvscout_gateway.main", *helpers, *timeouts, *gateway_flags))
-        client = await enter(connected(gateway, scheduler, indexer))
-        for index, mocker in enumerate(started):
-            await client.register(mocker_worker(f"w{index}", mocker))
-        yield Stack(indexer, scheduler, gateway, started, client, between, indexers)
+        yield Services(gateway, scheduler, indexers, between)
 
 
 @asynccontextmanager
-async def _one_process(
-    gateway_flags: Sequence[str],
-    mockers: Sequence[Sequence[str]],
-    scheduler_flags: Sequence[str],
-    indexer_flags: Sequence[str],
+async def running_stack(
+    *gateway_flags: str, mockers: Sequence[Sequence[str]] = ((), ()), **services: Any
 ) -> AsyncIterator[Stack]:
-    """The stack of `running_stack` in one process."""
-    async with AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        flags = (*gateway_flags, *scheduler_flags, *indexer_flags)
-        served, *started = await enter(
-            together(running("kvscout_serve.main", *flags), *(running_mocker(*each) for each in mockers))
-        )
-        client = await enter(connected(served, served, served))
-        for index, mocker in enumerate(started):
-            await client.register(mocker_worker(f"w{index}", mocker))
-        yield Stack(served, served, served, started, client, None, [served])
+    """Indexer, scheduler, gateway and mockers w0, w1, … registered at the gateway.
+
+    Args:
+        gateway_flags: Further flags of the gateway.
+        mockers: Flags of each mocker.
+        services: Further arguments of `running_services`.
+    """
+    engines = [running_mocker(*flags) for flags in mockers]
+    async with together(running_services(*gateway_flags, **services), *engines) as (served, *started):
+        async with connected(served.gateway, served.scheduler, served.indexer) as client:
+            for index, mocker in enumerate(started):
+                await client.register(mocker_worker(f"w{index}", mocker))
+            gateway, scheduler, indexers, relay = served
+            yield Stack(served.indexer, scheduler, gateway, started, client, relay, indexers)
 
 
 def mocker_worker(worker_id: str, mocker: MockerProcess, **fields: Any) -> workers_pb2.Worker:
