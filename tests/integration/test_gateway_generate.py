@@ -264,7 +264,15 @@ async def test_ten_requests_that_no_engine_runs_are_held_against_none(client: Ga
 
 
 @pytest.mark.parametrize(
-    "script", [drop, hang, refuse(503, "no upstream"), refuse(401, "no key"), refuse(404, "?"), refuse(500, "cuda")]
+    "script",
+    [
+        drop,
+        pytest.param(hang, marks=pytest.mark.services_only),
+        refuse(503, "no upstream"),
+        refuse(401, "no key"),
+        refuse(404, "?"),
+        refuse(500, "cuda"),
+    ],
 )
 async def test_a_worker_that_fails_what_others_run_is_replaced_and_left_out_at_the_third_time(
     client: GatewayClient, script: Script
