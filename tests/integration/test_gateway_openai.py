@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+import pytest_asyncio
 import trustme
 from support.gateway_stack import MODEL, Stack, fresh_prompt, mocker_worker, running_stack
 from support.processes import running
@@ -20,7 +21,7 @@ from support.processes import running
 from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.hashing import native_available
 
-pytestmark = pytest.mark.usefixtures("each_mode")
+pytestmark = [pytest.mark.usefixtures("each_mode"), pytest.mark.asyncio(loop_scope="module")]
 
 
 def words(prompt: Any) -> str:
@@ -28,8 +29,25 @@ def words(prompt: Any) -> str:
     return " ".join(f"w{token}" for token in prompt)
 
 
+async def ran(stack: Stack) -> dict[str, int]:
+    """Requests that each worker was sent."""
+    return {w.worker.worker_id: w.requests for w in (await stack.client.status()).workers}
+
+
 def url_of(stack: Stack) -> str:
     return f"http://127.0.0.1:{stack.gateway.ready['http_port']}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(each_mode: None) -> AsyncIterator[Stack]:
+    async with running_stack("--tokenize-timeout-ms", "5000") as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai_client(stack) as connected:
+        yield connected
 
 
 @asynccontextmanager
@@ -64,66 +82,66 @@ async def test_the_openai_client_is_served_and_what_is_cached_is_found(transport
         await stack.client.until_idle()
 
 
-async def test_a_conversation_streams_and_its_next_turn_goes_where_the_last_one_was() -> None:
-    async with running_stack("--tokenize-timeout-ms", "5000") as stack, openai_client(stack) as client:
-        messages: list[Any] = [{"role": "user", "content": words(fresh_prompt(100))}]
-        previous: list[int] = []
-        for _ in range(3):
-            stream = await client.chat.completions.create(
-                model=MODEL, messages=messages, max_tokens=20, stream=True, stream_options={"include_usage": True}
-            )
-            said, usage = "", None
-            async for chunk in stream:
-                usage = chunk.usage or usage
-                said += "".join(choice.delta.content or "" for choice in chunk.choices)
-            assert usage is not None
-            assert usage.prompt_tokens_details is not None
-            assert len(said.split()) == usage.completion_tokens == 20
-            assert (usage.prompt_tokens_details.cached_tokens or 0) >= len(previous) // 16 * 16
-            _, told = await stack.mockers[0].post("/tokenize", {"messages": messages})
-            previous = told["tokens"]
-            assert len(previous) == usage.prompt_tokens
-            await stack.client.until_indexed(previous, len(previous) // 16)
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": words(fresh_prompt(80))}]
-        ran_at = [w.worker.worker_id for w in (await stack.client.status()).workers if w.requests]
-        assert len(ran_at) == 1
-        await stack.client.until_idle()
-
-
-async def test_errors_come_as_the_clients_own() -> None:
-    async with running_stack() as stack, openai_client(stack) as client:
-        with pytest.raises(openai.NotFoundError, match="nope"):
-            await client.chat.completions.create(model="nope", messages=[{"role": "user", "content": "a"}])
-        with pytest.raises(openai.BadRequestError):
-            await client.completions.create(model=MODEL, prompt="a", max_tokens=10**9)
-        with pytest.raises(openai.BadRequestError):
-            await client.completions.create(model=MODEL, prompt=[1, 2], max_tokens=-1, stream=True)
-        several = await client.completions.create(model=MODEL, prompt=fresh_prompt(40).tolist(), max_tokens=2, n=2)
-        assert len(several.choices) == 2
-        embedding = await client.embeddings.create(model=MODEL, input="a b c", encoding_format="float")
-        assert len(embedding.data[0].embedding) > 0
-        await stack.client.until_idle()
-
-
-async def test_a_client_that_goes_away_frees_its_request() -> None:
-    async with running_stack(mockers=((),)) as stack, openai_client(stack) as client:
-        stream = await client.completions.create(
-            model=MODEL, prompt=fresh_prompt(40).tolist(), max_tokens=4000, stream=True
+async def test_a_conversation_streams_and_its_next_turn_goes_where_the_last_one_was(
+    stack: Stack, client: openai.AsyncOpenAI
+) -> None:
+    before = await ran(stack)
+    messages: list[Any] = [{"role": "user", "content": words(fresh_prompt(100))}]
+    previous: list[int] = []
+    for _ in range(3):
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=20, stream=True, stream_options={"include_usage": True}
         )
-        async for _ in stream:
-            break
-        await stack.client.until_active()
-        await stream.close()
-        await stack.client.until_idle()
-        waiting = asyncio.create_task(client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=4000))
-        await stack.client.until_active()
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await stack.client.until_idle()
+        said, usage = "", None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            said += "".join(choice.delta.content or "" for choice in chunk.choices)
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert len(said.split()) == usage.completion_tokens == 20
+        assert (usage.prompt_tokens_details.cached_tokens or 0) >= len(previous) // 16 * 16
+        _, told = await stack.mockers[0].post("/tokenize", {"messages": messages})
+        previous = told["tokens"]
+        assert len(previous) == usage.prompt_tokens
+        await stack.client.until_indexed(previous, len(previous) // 16)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": words(fresh_prompt(80))}]
+    ran_at = [worker for worker, requests in (await ran(stack)).items() if requests > before.get(worker, 0)]
+    assert len(ran_at) == 1
+    await stack.client.until_idle()
 
 
-async def test_thresholds_are_set_read_cleared_and_listed() -> None:
-    async with running_stack(mockers=((),)) as stack, aiohttp.ClientSession() as http:
+async def test_errors_come_as_the_clients_own(stack: Stack, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="nope"):
+        await client.chat.completions.create(model="nope", messages=[{"role": "user", "content": "a"}])
+    with pytest.raises(openai.BadRequestError):
+        await client.completions.create(model=MODEL, prompt="a", max_tokens=10**9)
+    with pytest.raises(openai.BadRequestError):
+        await client.completions.create(model=MODEL, prompt=[1, 2], max_tokens=-1, stream=True)
+    several = await client.completions.create(model=MODEL, prompt=fresh_prompt(40).tolist(), max_tokens=2, n=2)
+    assert len(several.choices) == 2
+    embedding = await client.embeddings.create(model=MODEL, input="a b c", encoding_format="float")
+    assert len(embedding.data[0].embedding) > 0
+    await stack.client.until_idle()
+
+
+async def test_a_client_that_goes_away_frees_its_request(stack: Stack, client: openai.AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        model=MODEL, prompt=fresh_prompt(40).tolist(), max_tokens=4000, stream=True
+    )
+    async for _ in stream:
+        break
+    await stack.client.until_active()
+    await stream.close()
+    await stack.client.until_idle()
+    waiting = asyncio.create_task(client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=4000))
+    await stack.client.until_active()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await stack.client.until_idle()
+
+
+async def test_thresholds_are_set_read_cleared_and_listed(stack: Stack) -> None:
+    async with aiohttp.ClientSession() as http:
         url = f"{url_of(stack)}/busy_threshold"
 
         async def post(**body: Any) -> tuple[int, Any]:
@@ -140,6 +158,7 @@ async def test_thresholds_are_set_read_cleared_and_listed() -> None:
             assert await response.json() == {"thresholds": [{"model": MODEL, **cleared}]}
         status, answer = await post(model=MODEL, active_decode_blocks_threshold=1.5)
         assert (status, answer["error"]["param"]) == (400, "active_decode_blocks_threshold")
+        assert (await post(model=MODEL, active_prefill_tokens_threshold=None))[1] == {"model": MODEL, **nothing}
 
 
 async def test_a_stream_that_runs_at_sigterm_comes_to_its_end() -> None:
@@ -183,11 +202,11 @@ async def test_prefill_and_decode_apart_answer_the_clients_own_body() -> None:
             )
             said = "".join([choice.delta.content or "" async for chunk in stream for choice in chunk.choices])
             assert len(said.split()) == 7
-        ran = {w.worker.worker_id: w.requests for w in (await stack.client.status()).workers}
-        assert ran == {"w0": 2, "w1": 2}
+        assert await ran(stack) == {"w0": 2, "w1": 2}
         await stack.client.until_idle()
 
 
+@pytest.mark.services_only
 async def test_keys_and_tls_are_those_of_grpc(tmp_path: Path) -> None:
     ca = trustme.CA()
     ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
