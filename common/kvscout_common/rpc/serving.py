@@ -31,7 +31,7 @@ from kvscout_common.hashing import log_backend
 from kvscout_common.http.byte_budget import Budget, BudgetCollector, make_budget
 from kvscout_common.http.factory import serve_http
 from kvscout_common.http.http import HttpCall, HttpHandler, HttpLimits, HttpServer
-from kvscout_common.http.metrics_server import serve_metrics
+from kvscout_common.http.metrics_server import MetricsPage, serve_metrics
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.identity.pem import Pem
 from kvscout_common.identity.tenant_limits import TenantLimits
@@ -223,14 +223,13 @@ async def serve(config: ServerConfig, build: Callable[[], Awaitable[App]]) -> No
         metrics_port = None
         if config.metrics_port >= 0:
             await wait_for_port(config.host, config.metrics_port, "--metrics-port")
-            metrics_port, stop_metrics = serve_metrics(
-                app.metrics,
+            metrics, metrics_port = await serve_metrics(
+                MetricsPage(app.metrics, config.metrics_worker_ranks),
                 config.host,
                 config.metrics_port,
                 tokens if config.metrics_auth else None,
-                worker_ranks=config.metrics_worker_ranks,
             )
-            held.push_async_callback(asyncio.to_thread, stop_metrics)
+            held.push_async_callback(metrics.stop, 0)
         # Everything made so far lives as long as the process: the collector need not look at it.
         gc.freeze()
         gc.enable()

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -13,13 +14,13 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from support.processes import running
 
+from kvscout_common.hashing import native_available
 from kvscout_common.http import metrics_server
-from kvscout_common.http.metrics_server import serve_metrics
+from kvscout_common.http.metrics_server import MetricsPage, registry_of, serve_metrics
 from kvscout_common.observability.rank_series import RankSeries
 
 
@@ -36,13 +37,11 @@ class Readers(Collector):
 
 @asynccontextmanager
 async def served(collector: Collector) -> AsyncIterator[int]:
-    registry = CollectorRegistry()
-    registry.register(collector)
-    port, stop = serve_metrics(registry, "127.0.0.1", 0, worker_ranks=64)
+    server, port = await serve_metrics(MetricsPage(registry_of(collector), 64), "127.0.0.1", 0)
     try:
         yield port
     finally:
-        await asyncio.to_thread(stop)
+        await server.stop(0)
 
 
 async def get(port: int, path: str = "/metrics", **headers: str) -> tuple[int, bytes]:
@@ -97,7 +96,8 @@ async def test_others_go_on_between_the_families_of_a_page(monkeypatch: pytest.M
         going_on.cancel()
     assert [status for status, _ in pages] == [200, 200]
     assert all(page.count(b"\nfamily_") == 20 for _, page in pages)
-    assert len(set(read_at)) == len(read_at) == 2 * 21, "one page after the other, a family a turn"
+    assert len(read_at) in (21, 2 * 21), "one page for both, or one after the other"
+    assert len(set(read_at)) == len(read_at), "a family a turn"
 
 
 async def test_no_page_of_the_web_reads_what_this_machine_alone_may() -> None:
@@ -124,7 +124,8 @@ def closed_by_the_server(connection: socket.socket, drip: bytes = b"") -> bool:
         try:
             if drip:
                 connection.sendall(drip)
-            return connection.recv(1) == b""
+            if connection.recv(1000) == b"":
+                return True
         except TimeoutError:
             continue
         except OSError:
@@ -134,23 +135,21 @@ def closed_by_the_server(connection: socket.socket, drip: bytes = b"") -> bool:
 
 @pytest.mark.parametrize("drip", [b"", b"x"], ids=["silent", "dripping"])
 async def test_a_connection_that_never_asks_is_closed(monkeypatch: pytest.MonkeyPatch, drip: bytes) -> None:
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 60.0 if drip else 0.1)
-    monkeypatch.setattr(metrics_server, "CONNECTION_SECONDS", 0.2 if drip else 60.0)
+    monkeypatch.setattr(metrics_server, "CONNECTION_SECONDS", 0.2)
     async with served(Readers()) as port:
         with closing(socket.create_connection(("127.0.0.1", port))) as connection:
             assert await asyncio.to_thread(closed_by_the_server, connection, drip)
 
 
-async def test_connections_above_the_limit_are_closed_and_the_next_scrape_is_answered_when_there_is_room(
+async def test_a_scrape_is_answered_when_as_many_idle_connections_are_open_as_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metrics_server, "MAX_CONNECTIONS", 3)
     async with served(Readers()) as port:
         waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
-        with closing(socket.create_connection(("127.0.0.1", port))) as one_too_many:
-            assert await asyncio.to_thread(closed_by_the_server, one_too_many)
-        for connection in waiting:
-            connection.close()
+        if not native_available():  # new ones are closed instead
+            for connection in waiting:
+                connection.close()
         async with asyncio.timeout(20):
             while True:
                 try:
@@ -158,6 +157,26 @@ async def test_connections_above_the_limit_are_closed_and_the_next_scrape_is_ans
                     break
                 except (urllib.error.URLError, ConnectionError):
                     await asyncio.sleep(0.01)  # the server has not seen them go
+        for connection in waiting:
+            connection.close()
+
+
+async def test_a_page_is_made_for_all_that_wait_for_it_and_then_not_for_three_times_as_long() -> None:
+    class Slow(Readers):
+        pages = 0
+
+        def collect(self) -> Iterator[Metric]:
+            self.pages += 1
+            time.sleep(0.1)
+            yield from super().collect()
+
+    collector = Slow()
+    async with served(collector) as port:
+        collector.pages = 0
+        began = time.monotonic()
+        assert {status for status, _ in await asyncio.gather(*(get(port) for _ in range(4)))} == {200}
+        took = time.monotonic() - began
+    assert 1 <= collector.pages <= 1 + took / 0.4
 
 
 async def test_with_metrics_auth_a_token_of_all_tenants_is_needed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from kvscout_common.errors import NotFound
 from kvscout_common.http.byte_budget import SHARE
 from kvscout_common.http.http import HttpCall, HttpHandler, HttpLimits
+from kvscout_common.http.metrics_server import MetricsPage
 from kvscout_common.http.web_origins import WebOrigins
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.rpc.serving import HttpPort
@@ -23,7 +24,7 @@ from kvscout_gateway.fronts.openai.passthrough import Passthrough
 from kvscout_gateway.fronts.openai.sessions import Affinity
 from kvscout_gateway.fronts.openai.thresholds import Thresholds
 from kvscout_gateway.fronts.shadow.front import ShadowFront
-from kvscout_gateway.http.router import METRICS, THRESHOLDS, Answer, Router, metrics_page
+from kvscout_gateway.http.router import METRICS, THRESHOLDS, Answer, Router, metrics_answer
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -83,7 +84,7 @@ class GatewayHttp:
             MODELS: Models(gateway.catalog, gateway.engines).answer,
             THRESHOLDS: Thresholds(gateway.scheduler, gateway.charge).answer,
             EVENTS: dashboard.watch if dashboard is not None else _no_dashboard,
-            METRICS: metrics_page(self._metrics),
+            METRICS: metrics_answer(MetricsPage(self._metrics, config.server.metrics_worker_ranks)),
         }
         if config.shadow is not None:
             shadow = ShadowFront(context, config.shadow, gateway.shadow_report, passes_keys=passes_keys)

@@ -6,11 +6,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, TypeAlias
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
-
 from kvscout_common.errors import InvalidArgument, PermissionDenied
 from kvscout_common.http.http import HttpCall, HttpRefused, SinkGone, SinkStalled
+from kvscout_common.http.metrics_server import MetricsPage
 from kvscout_common.http.web_origins import WebOrigins
 from kvscout_common.identity.identity import ANONYMOUS, TokenTable
 from kvscout_common.observability import tracing
@@ -151,13 +149,12 @@ def _rpc_of(route: str | None, method: str) -> str:
     return known[method]
 
 
-def metrics_page(registry: CollectorRegistry) -> Answer:
+def metrics_answer(page: MetricsPage) -> Answer:
     """Return what answers with the metrics of a registry."""
 
     async def answer(call: HttpCall, caller: Caller) -> None:
         if caller.identity.tenant != ALL_TENANTS:
             raise PermissionDenied("metrics are of all tenants, this API key is not")
-        encode, content_type = choose_encoder(header(call.headers, "accept"))
-        await call.respond(200, (("Content-Type", content_type),), encode(registry))
+        await page.answer(call)
 
     return answer
