@@ -1,12 +1,19 @@
 """What is published: a source distribution that has all it takes, and wheels that are named after what is in them."""
 
+import asyncio
+import json
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
+from support.gateway_stack import MODEL, together
+from support.mocker_process import running_mocker
+from support.processes import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -61,10 +68,16 @@ def test_the_source_distribution_has_what_the_extension_is_built_of(unpacked: Pa
     assert {path.relative_to(unpacked) for path in (unpacked / "native/src").rglob("*.rs")} == sources
 
 
-def test_a_wheel_without_the_extension_is_one_for_every_platform(unpacked: Path, tmp_path: Path) -> None:
-    nowhere = tmp_path / "no-cargo"
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built where there is no Rust toolchain."""
+    directory = tmp_path_factory.mktemp("wheel")
+    nowhere = directory / "no-cargo"
     nowhere.mkdir()
-    wheel = build("build_wheel", unpacked, tmp_path / "wheel", str(nowhere))
+    return build("build_wheel", unpacked, directory / "wheel", str(nowhere))
+
+
+def test_a_wheel_without_the_extension_is_one_for_every_platform(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -80,6 +93,50 @@ def test_a_wheel_without_the_extension_is_one_for_every_platform(unpacked: Path,
     assert len(expected) > 400
     assert not expected - set(names)
     assert not [name for name in names if name.startswith("kvscout_bench")]
+
+
+async def test_from_the_wheel_alone_one_process_routes_to_two_engines(wheel: Path, tmp_path: Path) -> None:
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    # Without site nothing of the environment leads to the sources: of kvscout there is what the wheel has.
+    environment = {"PYTHONPATH": f"{installed}:{sysconfig.get_path('purelib')}"}
+    flags = ("--port", "0", "--http-port", "0", "--metrics-port", "0", "--workers-file", "workers.yaml")
+    async with together(running_mocker(), running_mocker()) as mockers:
+        workers = [
+            {
+                "worker_id": f"w{number}",
+                "model": MODEL,
+                "block_size": 16,
+                "http_endpoint": mocker.url,
+                "event_endpoints": [{"endpoint": mocker.ranks[0]["events"]}],
+            }
+            for number, mocker in enumerate(mockers)
+        ]
+        (tmp_path / "workers.yaml").write_text(json.dumps({"workers": workers}))
+        served = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-S", "-c", "from kvscout_cli.main import main; main()", "serve", *flags),
+            cwd=tmp_path,
+            env=environment,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert served.stdout is not None
+            ready = json.loads(await served.stdout.readline())
+            url = f"http://127.0.0.1:{ready['http_port']}/v1/completions"
+
+            async def cached() -> bool:
+                body = {"model": MODEL, "prompt": list(range(64)), "max_tokens": 1}
+                async with mockers[0].http.post(url, json=body) as response:
+                    answer = await response.json()
+                return bool(answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 48)
+
+            await eventually(cached, what="a prompt that is found where it is cached")
+            assert psutil.Process(served.pid).children() == []
+        finally:
+            served.terminate()
+            code = await served.wait()
+        assert code == 0
 
 
 BUILD_EXTENSION = (sys.executable, "setup.py", "--quiet", "build_rust")
