@@ -117,8 +117,9 @@ async def following(cluster: Cluster, account: Path, *selections: str) -> AsyncI
             await task
 
 
+@pytest.mark.parametrize("one_process", [False, True], ids=["services", "one-process"])
 async def test_services_route_to_pods_of_which_they_were_told_a_selector_and_nothing_else(
-    cluster: Cluster, account: Path
+    cluster: Cluster, account: Path, *, one_process: bool
 ) -> None:
     config = account / "kubeconfig"
     config.write_text(
@@ -138,11 +139,14 @@ async def test_services_route_to_pods_of_which_they_were_told_a_selector_and_not
         ports = [int(mocker.url.rpartition(":")[2]) for mocker in mockers]
         for number, port in enumerate(ports):
             cluster.pod(NAMESPACE, f"vllm-{number}", HOST, VLLM, http=port)
-        indexer, scheduler = await enter(
-            together(running("kvscout_indexer.main", *flags), running("kvscout_scheduler.main", *flags))
-        )
-        helpers = ("--indexer", indexer.address, "--scheduler", scheduler.address, "--indexer-timeout-ms", "2000")
-        gateway = await enter(running("kvscout_gateway.main", *helpers, *flags))
+        if one_process:
+            indexer = scheduler = gateway = await enter(running("kvscout_serve.main", *flags))
+        else:
+            indexer, scheduler = await enter(
+                together(running("kvscout_indexer.main", *flags), running("kvscout_scheduler.main", *flags))
+            )
+            helpers = ("--indexer", indexer.address, "--scheduler", scheduler.address, "--indexer-timeout-ms", "2000")
+            gateway = await enter(running("kvscout_gateway.main", *helpers, *flags))
         client = GatewayClient(gateway.address, scheduler.address, indexer.address)
         stack.push_async_callback(client.close)
         names = [f"{NAMESPACE}/vllm-{number}:{port}" for number, port in enumerate(ports)]

@@ -14,7 +14,7 @@ import click
 import pytest
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy/systemd"
-SERVICES = ("bridge", "gateway", "indexer", "scheduler")
+SERVICES = ("bridge", "gateway", "indexer", "scheduler", "serve")
 INSTALLED = "/opt/kvscout/bin/"
 
 
@@ -42,7 +42,8 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:
 def test_a_unit_starts_its_program_waits_until_it_serves_and_outwaits_its_grace(service: str) -> None:
     unit = (UNITS / f"kvscout-{service}.service").read_text()
     defaults: dict[str | None, Any] = {one.name: one.default for one in command(service).params}
-    assert f"ExecStart={INSTALLED}kvscout-{service}\n" in unit
+    program = "kvscout serve" if service == "serve" else f"kvscout-{service}"
+    assert f"ExecStart={INSTALLED}{program}\n" in unit
     assert f"ExecStartPost={INSTALLED}kvscout health localhost:{defaults['port']} --wait 60\n" in unit
     stop = re.search(r"TimeoutStopSec=(\d+)", unit)
     assert stop is not None

@@ -28,7 +28,14 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
 
-PACKAGES = ("kvscout_indexer", "kvscout_scheduler", "kvscout_gateway", "kvscout_bridge", "kvscout_mocker")
+PACKAGES = (
+    "kvscout_indexer",
+    "kvscout_scheduler",
+    "kvscout_gateway",
+    "kvscout_serve",
+    "kvscout_bridge",
+    "kvscout_mocker",
+)
 MAX_REQUEST_BYTES = 1 << 17
 _OF_PYTEST = "PYTEST_"
 """How variables begin that pytest changes with each test."""
