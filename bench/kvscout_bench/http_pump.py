@@ -25,6 +25,7 @@ from kvscout_common.http.http import Form, HttpCall, HttpRequest, HttpServer
 from kvscout_common.rpc.serving import App, run
 from kvscout_common.settings.config import ServerConfig
 from kvscout_common.transport import Transport
+from kvscout_gateway.values.dialects import OPENAI
 
 CONNECT_SECONDS = 5.0
 _SERVICE = "kvscout.v1.Gateway"
@@ -81,7 +82,7 @@ class _Pump:
         request = HttpRequest(self._url + call.path, method=call.method, headers=_JSON, body=await call.body())
         answer = await self._client.send(request, connect_seconds=CONNECT_SECONDS)
         await call.start(answer.status, answer.headers)
-        await answer.relay(call, Form.BYTES)
+        await answer.relay(call, Form.BYTES, OPENAI)
         await call.end()
 
     async def _generate(self, request: bytes, context: Any) -> None:
@@ -89,7 +90,7 @@ class _Pump:
         limit = message.stop_conditions.max_tokens
         sent = HttpRequest(f"{self._url}/v1/completions", headers=_JSON, body=_body(len(message.token_ids), limit))
         answer = await self._client.send(sent, connect_seconds=CONNECT_SECONDS)
-        await answer.relay(context, Form.MESSAGES, max_tokens=limit)
+        await answer.relay(context, Form.MESSAGES, OPENAI, max_tokens=limit)
 
 
 @cache

@@ -69,7 +69,14 @@ def read_tokens(text: str, at: int) -> tuple[bytes, int] | None:
 # --- JSON objects ----------------------------------------------------------------------------------
 
 def scan_object(
-    data: bytes, *, max_fields: int, max_values: int, strict: bool, packed: str
+    data: bytes,
+    *,
+    max_fields: int,
+    max_values: int,
+    strict: bool,
+    packed: str,
+    text_fields: Sequence[str],
+    text_keys: Sequence[str],
 ) -> tuple[list[tuple[str, int, int, int, int, int]], tuple[bytes | None, tuple[int, int] | None, int]]:
     """Return the fields of an object; holds no lock for long texts. See `kvscout_common.http.json_scan`.
 
@@ -894,19 +901,16 @@ class Http:
     def keep(self, answer: int, most: int) -> None:
         """Collect a body, up to so many bytes; it comes with ENDED."""
 
-    def stream(
-        self, answer: int, form: str | None = None, dialect: str = "openai", max_tokens: int | None = None
-    ) -> None:
+    def stream(self, answer: int, events: tuple[str, Dialect, int | None] | None = None) -> None:
         """Deliver a body chunk by chunk, each as CHUNK.
 
         Args:
             answer: Of which.
-            form: A `Form`; None = as it comes, and nothing is noticed.
-            dialect: A `Dialect`.
-            max_tokens: See `HttpAnswer.relay`.
+            events: A `Form`, the dialect and `max_tokens` of `HttpAnswer.relay`; None = as it comes, and nothing is
+                noticed.
 
         Raises:
-            ValueError: There is no such form or dialect.
+            ValueError: There is no such form.
         """
 
     def pass_to_call(
@@ -914,10 +918,8 @@ class Http:
         answer: int,
         call: int,
         write_seconds: float,
-        first: bytes | None = None,
-        form: str | None = None,
-        dialect: str = "openai",
-        max_tokens: int | None = None,
+        first: bytes,
+        events: tuple[str, Dialect, int | None] | None,
     ) -> None:
         """Has a body passed on to a call whose answer was started, which it does not end.
 
@@ -926,9 +928,7 @@ class Http:
             call: Where to.
             write_seconds: Longest wait for it.
             first: Goes out before the first bytes, and with them.
-            form: As of `stream`.
-            dialect: As of `stream`.
-            max_tokens: As of `stream`.
+            events: As of `stream`.
         """
 
     def pass_to_messages(
@@ -937,10 +937,8 @@ class Http:
         server: Rpc,
         call: int,
         write_seconds: float,
-        first: bytes | None = None,
-        form: str | None = None,
-        dialect: str = "openai",
-        max_tokens: int | None = None,
+        first: bytes,
+        events: tuple[str, Dialect, int | None],
     ) -> None:
         """Has a body passed on as messages of a call of a gRPC server, as `pass_to_call`; its form is that of messages."""
 
@@ -956,10 +954,20 @@ class Http:
     def close_idle(self, origins: str) -> None:
         """Close idle connections whose origin begins so."""
 
+class Dialect:
+    """Native form of `kvscout_common.http.dialect.Dialect`."""
+
+    def __init__(self, marks: Sequence[tuple[str, Sequence[str]]], *, cumulative: bool) -> None:
+        """Compile the paths and marks of each meaning.
+
+        Raises:
+            ValueError: There is no such meaning.
+        """
+
 class EventRelay:
     """Native backend of `kvscout_common.http.event_relay.EventRelay`, which passes events on inside `Http`."""
 
-    def __init__(self, form: str, dialect: str = "openai", max_tokens: int | None = None) -> None:
+    def __init__(self, form: str, dialect: Dialect, max_tokens: int | None = None) -> None:
         """As `Http.stream`."""
 
     def feed(self, data: bytes, now: float, ends: bool = False) -> bytes:

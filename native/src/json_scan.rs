@@ -13,8 +13,6 @@ pub const MAX_DEPTH: usize = 128;
 const MAX_NUMBER_BYTES: usize = 4300;
 /// A shorter number without an exponent is finite.
 const MAX_FINITE_BYTES: usize = 300;
-/// Fields whose text is counted.
-const WITH_TEXT: [&str; 3] = ["prompt", "messages", "input"];
 /// Arrays and objects within one another that are looked into for text.
 const TEXT_DEPTH: usize = 8;
 /// A number stands for a token, which is so many characters, about.
@@ -31,6 +29,9 @@ pub struct Bounds<'a> {
     pub strict: bool,
     /// The field whose token ids are packed.
     pub packed: &'a str,
+    /// Fields whose text is counted, and the keys of the text in their objects.
+    pub text_fields: &'a [String],
+    pub text_keys: &'a [String],
 }
 
 /// A field: byte offsets from the quotation mark of its name to the end of its value.
@@ -105,7 +106,7 @@ impl<'a> Scanner<'a> {
                 let begin = self.at;
                 let name = self.name()?;
                 let (value, before) = (self.at, self.values);
-                let counted = if WITH_TEXT.contains(&&*name) { TEXT_DEPTH + 1 } else { 0 };
+                let counted = if self.bounds.text_fields.contains(&name) { TEXT_DEPTH + 1 } else { 0 };
                 let characters = if name == self.bounds.packed {
                     self.packed(&mut packed, counted)?
                 } else {
@@ -178,7 +179,7 @@ impl<'a> Scanner<'a> {
         match self.peek() {
             Some(b'{') => self.within(b'}', depth, |scanner| {
                 let name = scanner.string()?;
-                let is_text = counted > 1 && is_text(name);
+                let is_text = counted > 1 && scanner.is_text(name);
                 scanner.colon()?;
                 scanner.value(depth + 1, if is_text { counted - 1 } else { 0 })
             }),
@@ -287,6 +288,12 @@ impl<'a> Scanner<'a> {
         Ok(())
     }
 
+    /// Whether what stands in an object under this name is text.
+    fn is_text(&self, name: &str) -> bool {
+        let name = decoded(name);
+        self.bounds.text_keys.iter().any(|key| *key == name)
+    }
+
     fn peek(&self) -> Option<u8> {
         self.bytes().get(self.at).copied()
     }
@@ -312,19 +319,16 @@ impl<'a> Scanner<'a> {
     }
 }
 
-/// Whether what stands in an object under this name is text.
-fn is_text(name: &str) -> bool {
-    matches!(&*decoded(name), "content" | "text")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const BOUNDS: Bounds<'_> = Bounds { fields: 10, values: 1000, strict: true, packed: "prompt" };
+    const BOUNDS: Bounds<'_> =
+        Bounds { fields: 10, values: 1000, strict: true, packed: "prompt", text_fields: &[], text_keys: &[] };
 
     fn scanned(text: &str) -> Scanned<Object> {
-        scan(text.as_bytes(), BOUNDS)
+        let (fields, keys) = (["messages".into()], ["content".into(), "text".into()]);
+        scan(text.as_bytes(), Bounds { text_fields: &fields, text_keys: &keys, ..BOUNDS })
     }
 
     fn packed(tokens: &[u32]) -> Option<Vec<u8>> {

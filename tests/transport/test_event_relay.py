@@ -10,13 +10,15 @@ from kvscout.v1 import gateway_pb2
 from kvscout_client import FinishReason, decode
 from kvscout_common.hashing import native_available
 from kvscout_common.http.chunk_documents import MAX_DOCUMENT_BYTES
+from kvscout_common.http.dialect import Dialect, Usage
 from kvscout_common.http.event_relay import EventRelay
-from kvscout_common.http.http import MAX_EVENT_BYTES, MAX_WITHHELD_BYTES, Dialect, Form, StreamReport
+from kvscout_common.http.http import MAX_EVENT_BYTES, MAX_WITHHELD_BYTES, Form, StreamReport
+from kvscout_gateway.values.dialects import OPENAI
 
 ROLE = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
 
 
-def relay(form: Form = Form.MESSAGES, max_tokens: int | None = None, dialect: Dialect = Dialect.OPENAI) -> EventRelay:
+def relay(form: Form = Form.MESSAGES, max_tokens: int | None = None, dialect: Dialect = OPENAI) -> EventRelay:
     return EventRelay(form, dialect, max_tokens, StreamReport())
 
 
@@ -48,7 +50,7 @@ def test_a_stream_is_the_same_in_pieces_of_any_size(size: int, form: Form) -> No
     got = fed(running, sent + USAGE + DONE, size)
     report = running.report
     assert (report.events, report.outputs, report.tokens, report.finish, report.done) == (4, 2, 3, "stop", True)
-    assert json.loads(report.usage)["prompt_tokens"] == 9
+    assert report.usage == Usage(9, 4, 3)
     assert not running.failure
     if form is Form.MESSAGES:
         usage = gateway_pb2.Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=4)
@@ -223,6 +225,6 @@ def test_the_extension_reads_documents_up_to_the_same_length() -> None:
     around = len(event({"choices": [{"text": ""}]})) - len(b"data: \n\n")
     for length, outputs in ((MAX_DOCUMENT_BYTES, 1), (MAX_DOCUMENT_BYTES + 1, 0)):
         document = event({"choices": [{"text": "x" * (length - around)}]})
-        twin, running = kvscout_native.EventRelay(Form.BYTES.value), relay(Form.BYTES)
+        twin, running = kvscout_native.EventRelay(Form.BYTES.value, OPENAI.native), relay(Form.BYTES)
         assert twin.feed(document + DONE, 1.0) == b"".join(fed(running, document + DONE)) == document + DONE
         assert [running.report.outputs, StreamReport(**twin.report).outputs] == [outputs, outputs]

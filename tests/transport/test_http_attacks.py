@@ -30,6 +30,7 @@ from support.processes import eventually
 from kvscout_common.http.factory import connect
 from kvscout_common.http.http import FailureKind, Form, HttpCall, HttpClient, HttpFailed, HttpLimits, HttpRequest
 from kvscout_common.transport import Transport
+from kvscout_gateway.values.dialects import OPENAI
 
 MIB = 1 << 20
 
@@ -81,7 +82,7 @@ async def test_what_never_ends_is_not_kept(client: HttpClient, head: bytes, piec
         with suppress(TimeoutError, HttpFailed):
             async with asyncio.timeout(0.5):
                 answer = await client.send(HttpRequest(engine.url), connect_seconds=2)
-                await answer.relay(Gathered(), Form.BYTES)
+                await answer.relay(Gathered(), Form.BYTES, OPENAI)
         assert rss() - before < 64 * MIB
 
 
@@ -90,7 +91,7 @@ async def test_an_event_without_end_is_refused(client: HttpClient) -> None:
     async with raw_engine(script) as engine:
         answer = await client.send(HttpRequest(engine.url), connect_seconds=2)
         with pytest.raises(HttpFailed) as failed:
-            await answer.relay(Gathered(), Form.BYTES)
+            await answer.relay(Gathered(), Form.BYTES, OPENAI)
         assert failed.value.kind is FailureKind.PROTOCOL
 
         async def closed() -> bool:
@@ -119,7 +120,7 @@ async def test_a_connection_that_its_engine_closed_is_not_used_again(client: Htt
     async with raw_engine(says(stream(WHOLE), closes=True)) as engine:
         for _ in range(3):
             answer = await client.send(HttpRequest(engine.url), connect_seconds=2)
-            assert (await answer.relay(Gathered(), Form.BYTES)).done
+            assert (await answer.relay(Gathered(), Form.BYTES, OPENAI)).done
             await asyncio.sleep(0.05)
         assert engine.connections == 3
 

@@ -31,6 +31,7 @@ from kvscout_common.http.factory import connect
 from kvscout_common.http.http import Form, HttpFailed, HttpRequest, PrefixedSink, SinkStalled, StreamReport
 from kvscout_common.rpc.guard import Guard
 from kvscout_common.transport import Transport
+from kvscout_gateway.values.dialects import OPENAI
 
 SERVICE = "test.Pump"
 ROUTE = gateway_pb2.GenerateResponse(request_id="r").SerializeToString()
@@ -59,7 +60,7 @@ async def running(transport: Transport, script: Script, **options: Any) -> Async
     async def generate(request: bytes, context: Any) -> None:
         try:
             answer = await client.send(HttpRequest(engine.url), connect_seconds=2)
-            reports.append(await answer.relay(PrefixedSink(context, ROUTE), Form.MESSAGES, **options))
+            reports.append(await answer.relay(PrefixedSink(context, ROUTE), Form.MESSAGES, OPENAI, **options))
         except (HttpFailed, SinkStalled) as error:
             reports.append(error)
             await context.abort(grpc.StatusCode.INTERNAL, str(error))

@@ -11,6 +11,7 @@ from support.http2_resets import DATA, END_HEADERS, END_STREAM, HEADERS, PING, P
 from support.http_peers import STREAM_HEAD, chunk
 
 from kvscout_common.hashing import native_available
+from kvscout_gateway.values.dialects import OPENAI
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: it is what is tested")
 
@@ -131,7 +132,7 @@ def test_a_turn_reads_no_more_of_an_engine_than_its_share() -> None:
         def pass_on(events: list[Any]) -> None:
             for event in events:
                 if event[0] == HTTP_EVENTS["ANSWER"]:
-                    core.stream(event[1], "bytes")
+                    core.stream(event[1], ("bytes", OPENAI.native, None))
                 elif event[0] == HTTP_EVENTS["CHUNK"]:
                     core.resume(event[1])
 

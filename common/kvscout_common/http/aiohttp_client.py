@@ -16,12 +16,12 @@ from weakref import WeakSet
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvscout_common.http.dialect import Dialect
 from kvscout_common.http.event_relay import EventRelay
 from kvscout_common.http.http import (
     IDLE_SECONDS,
     TRAILER_SECONDS,
     VANISHED_SECONDS,
-    Dialect,
     FailureKind,
     Form,
     Headers,
@@ -134,8 +134,8 @@ class AiohttpAnswer:
         self,
         sink: Sink,
         form: Form,
+        dialect: Dialect,
         *,
-        dialect: Dialect = Dialect.OPENAI,
         on_first_output: Callable[[], None] | None = None,
         max_tokens: int | None = None,
         write_seconds: float = 60.0,

@@ -1,7 +1,7 @@
-"""What the documents in an engine's events say: output, finish, usage, errors. Pure; one function for each dialect.
+"""Content of the documents in an engine's events, as the paths of a dialect find it. Pure.
 
-A field that is looked at and has the wrong type counts as absent, and the document as `wrong`: who passes bytes on does
-not mind, who makes messages of them does.
+A value at a path that has the wrong type counts as absent, and the document as `wrong`: who passes bytes on does not
+mind, who makes messages of them does. `null` is absent.
 """
 
 from __future__ import annotations
@@ -9,53 +9,58 @@ from __future__ import annotations
 import json
 import re
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+from kvscout_common.http.dialect import MAX_COUNT, Dialect, Usage, is_count
 
 MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
 """Longer ones are not read: the event loop has a few milliseconds for each."""
 MAX_DEPTH = 200
 """Arrays and objects within one another."""
-_MARKS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
+_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
 """What begins and ends lists and objects, and strings, also one that does not end: it would be looked for anew at each
 of its quotation marks."""
-_TEXTS = ("reasoning", "reasoning_content", "refusal")
-"""Of a chat's delta: output, but not the text of the answer."""
 
-
-@dataclass(slots=True)
-class Usage:
-    """Tokens, as the engine counted them."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int | None
-    """None = it does not say."""
+_TYPED = frozenset({"text", "token_ids", "finish", "prompt_tokens", "cached_tokens", "output_tokens"})
+"""Meanings that only values of one type can have."""
 
 
 @dataclass(slots=True)
 class Noticed:
-    """What one document says."""
+    """Content of one document."""
 
     wrong: bool = False
     error: Any = None
     """Of a stream that failed."""
     token_ids: array[int] = field(default_factory=lambda: array("I"))
+    has_ids: bool = False
     text: str = ""
     other_output: bool = False
     """Something else that a model put out."""
     finish: str = ""
-    account: Any = None
-    """Usage as the engine wrote it."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Tokens, by their meaning in the dialect."""
     usage: Usage | None = None
-    empty: bool = False
-    """A chunk, and nothing in it: it stands for nothing that a client waits for."""
-    only_usage: bool = False
+    """Usage of the request: with its end, or in a document of its own."""
+    is_chunk: bool = False
+    is_end: bool = False
 
     @property
     def has_output(self) -> bool:
         """Return whether a model put something out."""
         return bool(self.token_ids or self.text or self.other_output)
+
+    @property
+    def empty(self) -> bool:
+        """Return whether it is a chunk with nothing in it that a client waits for."""
+        return self.is_chunk and not (self.has_output or self.finish or self.usage or self.wrong)
+
+    @property
+    def only_usage(self) -> bool:
+        """Return whether there is nothing but usage in it."""
+        return self.usage is not None and not self.is_chunk
 
 
 class NoDocument(Exception):
@@ -84,149 +89,138 @@ def load(payload: bytes) -> dict[str, Any]:
 
 def _check_depth(text: str) -> None:
     depth = 0
-    for found in _MARKS.finditer(text):
+    for found in _BRACKETS.finditer(text):
         depth += (found[0] in "[{") - (found[0] in "]}")
         if depth > MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} arrays and objects within one another")
 
 
-class OpenAiDocuments:
-    """Chunks of completions and of chat completions.
-
-    Args:
-        one_choice: Only the first choice is looked at.
-    """
-
-    def __init__(self, *, one_choice: bool) -> None:
-        self._last = 1 if one_choice else None
-
-    def read(self, document: dict[str, Any]) -> Noticed:
-        """Return what it says."""
-        found = Noticed()
-        found.error = _error(document)
-        choices = _list(found, document, "choices")
-        for choice in (choices or [])[: self._last]:
-            if isinstance(choice, dict):
-                self._read_choice(found, choice)
-            else:
-                found.wrong = True
-        usage = _dict(found, document, "usage")
-        if usage is not None:
-            found.account = usage
-            found.usage = _usage(found, usage, _dict(found, usage, "prompt_tokens_details") or {})
-        found.empty = bool(choices) and not (found.has_output or found.finish or usage is not None or found.wrong)
-        found.only_usage = choices == [] and usage is not None
-        return found
-
-    def _read_choice(self, found: Noticed, choice: dict[str, Any]) -> None:
-        found.token_ids.extend(_tokens(found, choice, "token_ids"))
-        found.text += _text(found, choice, "text")
-        found.finish = _text(found, choice, "finish_reason") or found.finish
-        delta = _dict(found, choice, "delta")
-        if delta is not None:
-            found.text += _text(found, delta, "content")
-            others = any(isinstance(delta.get(name), str) and delta[name] for name in _TEXTS)
-            calls = delta.get("tool_calls")
-            found.other_output |= others or bool(isinstance(calls, list) and calls)
-
-
-class SglangDocuments:
-    """What `/generate` streams: cumulative, or incremental where the engine was started so; the count of each shows
-    which."""
+class _Node:
+    """Field of a dialect, with the fields below it."""
 
     def __init__(self) -> None:
+        self.meanings: list[tuple[str, str]] = []
+        """Each with the text that the value must have; "" = any."""
+        self.fields: dict[str, _Node] = {}
+        self.items: _Node | None = None
+
+    @property
+    def is_typed(self) -> bool:
+        """Return whether a value can have the wrong type."""
+        return bool(self.fields or self.items or any(meaning in _TYPED for meaning, _ in self.meanings))
+
+    def add(self, meaning: str, mark: str) -> None:
+        """Add a path or mark."""
+        path, _, text = mark.partition("=")
+        node = self
+        for name in path.split("."):
+            name, brackets, _ = name.partition("[]")
+            node = node.fields.setdefault(name, _Node())
+            if brackets:
+                node.items = node = node.items or _Node()
+        node.meanings.append((meaning, text))
+
+
+class Documents:
+    """Reads the documents of one stream.
+
+    Args:
+        dialect: Of the documents.
+        one_choice: Only the first item of each list is read.
+    """
+
+    def __init__(self, dialect: Dialect, *, one_choice: bool) -> None:
+        self._last = 1 if one_choice else None
+        self._cumulative = dialect.cumulative
+        self._fields = _Node()
+        for meaning, paths in dialect.paths().items():
+            for path in paths:
+                self._fields.add(meaning, path)
         self._tokens = 0
         self._characters = 0
+        self.counts: dict[str, int] = {}
+        """Tokens by meaning, as last reported."""
+
+    @property
+    def usage(self) -> Usage | None:
+        """Return the usage reported until now; None = nothing of the prompt."""
+        counts = self.counts
+        if "prompt_tokens" not in counts:
+            return None
+        return Usage(counts["prompt_tokens"], counts.get("cached_tokens"), counts.get("output_tokens", 0))
 
     def read(self, document: dict[str, Any]) -> Noticed:
-        """Return what is new in it."""
+        """Return what is new in a document."""
         found = Noticed()
-        found.error = _error(document)
-        text = _text(found, document, "text")
-        has_ids = document.get("output_ids") is not None
-        token_ids = _tokens(found, document, "output_ids")
-        meta = _dict(found, document, "meta_info")
-        total = _count(found, meta, "completion_tokens") if meta is not None else None
-        if total is None:
-            total = len(token_ids) if has_ids else self._tokens
+        self._read(self._fields, document, document, found)
+        if self._cumulative:
+            self._drop_repeated(found)
+        self.counts |= found.counts
+        if found.counts and (found.finish or found.is_end or not found.is_chunk):
+            found.usage = self.usage
+            found.wrong |= found.usage is None and not found.is_chunk
+        return found
+
+    def _read(self, node: _Node, value: Any, owner: Any, found: Noticed) -> None:
+        if value is None:
+            return
+        fits = False
+        if isinstance(value, dict) and node.fields:
+            fits = True
+            for name, child in node.fields.items():
+                self._read(child, value.get(name), value, found)
+        elif isinstance(value, list) and node.items is not None:
+            fits = True
+            for item in value[: self._last]:
+                self._read(node.items, item, value, found)
+        for meaning, text in node.meanings:
+            fits |= _take(meaning, text, value, owner, found)
+        found.wrong |= node.is_typed and not fits
+
+    def _drop_repeated(self, found: Noticed) -> None:
+        """Leave what is new in a document that may repeat the output before it."""
+        ids, text = found.token_ids, found.text
+        total = found.counts.get("output_tokens", len(ids) if found.has_ids else self._tokens)
         new = max(0, total - self._tokens)
-        incremental = self._tokens > 0 and has_ids and len(token_ids) == new
-        found.token_ids = token_ids[max(0, len(token_ids) - new) :]
+        incremental = self._tokens > 0 and found.has_ids and len(ids) == new
+        del ids[: max(0, len(ids) - new)]
         found.text = text if incremental else text[self._characters :]
         self._tokens = max(self._tokens, total)
         self._characters = self._characters + len(text) if incremental else max(self._characters, len(text))
-        if meta is not None:
-            found.account = meta
-            self._read_end(found, meta, total)
-        found.empty = not (found.has_output or found.finish or found.wrong) and (has_ids or meta is not None)
-        return found
-
-    def _read_end(self, found: Noticed, meta: dict[str, Any], total: int) -> None:
-        reason = meta.get("finish_reason")
-        if isinstance(reason, dict):
-            if found.error is None and reason.get("status_code") is not None:
-                found.error = reason
-            found.finish = _text(found, reason, "type")
-        elif isinstance(reason, str):
-            found.finish = reason
-        elif reason is not None:
-            found.wrong = True
-        prompt, cached = _count(found, meta, "prompt_tokens"), _count(found, meta, "cached_tokens")
-        if found.finish and prompt is not None:
-            found.usage = Usage(prompt, total, cached)
+        if found.counts:
+            found.counts["output_tokens"] = total
 
 
-def _error(document: dict[str, Any]) -> Any:
-    return document.get("error") or (document if document.get("object") == "error" else None)
+def _take(meaning: str, text: str, value: Any, owner: Any, found: Noticed) -> bool:
+    """Note a value; return whether it has the type of its meaning; false for those that have none."""
+    match meaning:
+        case "errors":
+            found.error = found.error or value or None
+        case "error_marks":
+            found.error = found.error or (owner if text in ("", value) else None)
+        case "other_output":
+            found.other_output |= isinstance(value, str | list) and bool(value)
+        case "chunks":
+            found.is_chunk = True
+        case "ends":
+            found.is_end |= text in ("", value)
+        case "token_ids":
+            return isinstance(value, list) and _take_ids(value, found)
+        case "text" if isinstance(value, str):
+            found.text += value
+            return True
+        case "finish" if isinstance(value, str):
+            found.finish = value or found.finish
+            return True
+        case "prompt_tokens" | "cached_tokens" | "output_tokens" if is_count(value):
+            found.counts[meaning] = min(found.counts[meaning] + value, MAX_COUNT)
+            return True
+    return False
 
 
-def _usage(found: Noticed, usage: dict[str, Any], details: dict[str, Any]) -> Usage | None:
-    prompt = _count(found, usage, "prompt_tokens")
-    completion, cached = _count(found, usage, "completion_tokens"), _count(found, details, "cached_tokens")
-    if prompt is None:
-        found.wrong = True
-        return None
-    return Usage(prompt, completion or 0, cached)
-
-
-def _count(found: Noticed, document: dict[str, Any], name: str) -> int | None:
-    value = document.get(name)
-    if type(value) is int and 0 <= value < 1 << 32:
-        return value
-    found.wrong |= value is not None
-    return None
-
-
-def _text(found: Noticed, document: dict[str, Any], name: str) -> str:
-    value = document.get(name)
-    if isinstance(value, str):
-        return value
-    found.wrong |= value is not None
-    return ""
-
-
-def _list(found: Noticed, document: dict[str, Any], name: str) -> list[Any] | None:
-    value = document.get(name)
-    if isinstance(value, list):
-        return value
-    found.wrong |= value is not None
-    return None
-
-
-def _dict(found: Noticed, document: dict[str, Any], name: str) -> dict[str, Any] | None:
-    value = document.get(name)
-    if isinstance(value, dict):
-        return value
-    found.wrong |= value is not None
-    return None
-
-
-def _tokens(found: Noticed, document: dict[str, Any], name: str) -> array[int]:
-    values = _list(found, document, name) or []
-    try:
-        if not any(isinstance(value, bool) for value in values):
-            return array("I", values)
-    except (TypeError, OverflowError):
-        pass  # marked below
-    found.wrong = True
-    return array("I")
+def _take_ids(values: list[Any], found: Noticed) -> bool:
+    if not all(map(is_count, values)):
+        return False
+    found.has_ids = True
+    found.token_ids.extend(values)
+    return True

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.http.chunk_documents import NoDocument, Noticed, OpenAiDocuments, SglangDocuments, Usage, load
-from kvscout_common.http.http import MAX_EVENT_BYTES, MAX_WITHHELD_BYTES, Dialect, Form, StreamReport
+from kvscout_common.http.chunk_documents import Documents, NoDocument, Noticed, load
+from kvscout_common.http.dialect import Dialect, Usage
+from kvscout_common.http.http import MAX_EVENT_BYTES, MAX_WITHHELD_BYTES, Form, StreamReport
 
 MAX_FINISH_REASON = 64
 """Characters of an engine's own word that are passed on."""
@@ -35,7 +36,7 @@ class EventRelay:
     def __init__(self, form: Form, dialect: Dialect, max_tokens: int | None, report: StreamReport) -> None:
         self._messages = form is Form.MESSAGES
         self._drops_usage = form is Form.WITHOUT_USAGE
-        self._documents = OpenAiDocuments(one_choice=self._messages) if dialect is Dialect.OPENAI else SglangDocuments()
+        self._documents = Documents(dialect, one_choice=self._messages)
         self._max_tokens = max_tokens
         self._tokens = 0
         self._texts = 0
@@ -113,12 +114,15 @@ class EventRelay:
         if line.startswith(b"data:"):
             payload = line[5:].strip(b" \t\r\n")
             if payload == _DONE:
-                self._speaking = self.report.done = True
-                self.over = self._messages
+                self._done()
             elif payload and not self._event(payload, now):
                 return
         if not self._messages:
             self._withheld += line
+
+    def _done(self) -> None:
+        self._speaking = self.report.done = True
+        self.over = self._messages
 
     def _event(self, payload: bytes, now: float) -> bool:
         """False: the line is not passed on."""
@@ -144,6 +148,8 @@ class EventRelay:
         self._account(found, now)
         if self._messages:
             self._add(found)
+        if found.is_end:
+            self._done()
         self._speaking = self._speaking or not found.empty
         if self._drops_usage and found.only_usage:
             self._drops_blank = True
@@ -183,8 +189,8 @@ class EventRelay:
             report.tokens += len(found.token_ids) or 1
             report.first_output_at = report.first_output_at or now
             report.last_output_at = now
-        if found.account is not None:
-            report.usage = _json(found.account)
+        if self._documents.usage is not None:
+            report.prompt_tokens, report.cached_tokens, report.output_tokens = self._documents.usage
         if found.finish:
             self._finished = True
             report.finish = _utf8(found.finish)
@@ -205,7 +211,7 @@ class EventRelay:
 
 
 def _set_usage(message: gateway_pb2.Usage, usage: Usage) -> None:
-    message.prompt_tokens, message.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+    message.prompt_tokens, message.completion_tokens = usage.prompt_tokens, usage.output_tokens
     if usage.cached_tokens is None:
         message.ClearField("cached_tokens")
     else:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Protocol, TypeAlias
 
+from kvscout_common.http.dialect import Dialect, Usage
 from kvscout_common.identity.pem import Pem
 from kvscout_common.process.endings import NobodyWaits
 
@@ -93,15 +94,6 @@ class Form(Enum):
     """`GenerateResponse` messages; what comes at once is one message."""
 
 
-class Dialect(Enum):
-    """Whose documents the events of a stream are."""
-
-    OPENAI = "openai"
-    """Chunks of completions or of chat completions, as vLLM and SGLang write them."""
-    SGLANG = "sglang"
-    """What SGLang's `/generate` writes: each with all of the text, or with what is new."""
-
-
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
     """What an engine is asked."""
@@ -124,8 +116,10 @@ class StreamReport:
     """Of these, those with a token, text, reasoning or a call of a tool."""
     tokens: int = 0
     """Token ids in them; one for each output that has none."""
-    usage: bytes = b""
-    """The last account of tokens, in JSON: OpenAI's `usage`, SGLang's `meta_info`."""
+    prompt_tokens: int | None = None
+    """Tokens of the prompt, as last reported; None = not reported."""
+    cached_tokens: int | None = None
+    output_tokens: int = 0
     finish: str = ""
     """The last finish reason."""
     error: bytes = b""
@@ -144,6 +138,13 @@ class StreamReport:
     """Since when the engine's output is read; infinity while the sink takes nothing, and the engine has to wait."""
     passed: int = 0
     """Bytes given to the sink."""
+
+    @property
+    def usage(self) -> Usage | None:
+        """Return the usage reported until now; None = nothing of the prompt."""
+        if self.prompt_tokens is None:
+            return None
+        return Usage(self.prompt_tokens, self.cached_tokens, self.output_tokens)
 
 
 class Sink(Protocol):
@@ -202,8 +203,8 @@ class HttpAnswer(Protocol):
         self,
         sink: Sink,
         form: Form,
+        dialect: Dialect,
         *,
-        dialect: Dialect = Dialect.OPENAI,
         on_first_output: Callable[[], None] | None = None,
         max_tokens: int | None = None,
         write_seconds: float = 60.0,

@@ -23,6 +23,12 @@ MAX_VALUES: Final = 2_000_000
 """In an object, at any depth. Token ids that are packed are none."""
 
 
+TEXT_FIELDS: Final = ("prompt", "messages", "input")
+"""Fields whose text is counted."""
+TEXT_KEYS: Final = ("content", "text")
+"""Keys of the text in their objects."""
+
+
 class Place(NamedTuple):
     """Where a field stands, in bytes: from the quotation mark of its name to the end of its value."""
 
@@ -32,7 +38,7 @@ class Place(NamedTuple):
     values: int
     """In it, at any depth, itself included."""
     characters: int
-    """Of the text in it, as `prompt`, `messages` and `input` have text; 0 in any other field."""
+    """Characters of text in it, if it is one of the text fields; else 0."""
 
 
 class Packed(NamedTuple):
@@ -67,7 +73,13 @@ def scan_object(data: bytes, *, strict: bool = True, packed: str = "prompt", max
         ValueError: It is no JSON object, has a field twice, or is beyond a bound; says which, as a predicate.
     """
     fields, found = _backend.scan_object(
-        data, max_fields=MAX_FIELDS, max_values=max_values, strict=strict, packed=packed
+        data,
+        max_fields=MAX_FIELDS,
+        max_values=max_values,
+        strict=strict,
+        packed=packed,
+        text_fields=TEXT_FIELDS,
+        text_keys=TEXT_KEYS,
     )
     return Scanned({name: Place(*place) for name, *place in fields}, Packed(*found))
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvscout_common.http.token_json_reference import read_tokens, write_tokens
 
@@ -19,8 +19,6 @@ MAX_DEPTH: Final = 128
 """Arrays and objects within one another."""
 MAX_NUMBER_BYTES: Final = 4300
 """Length of one number: Python makes no integer of more."""
-_WITH_TEXT: Final = ("prompt", "messages", "input")
-"""Fields whose text is counted."""
 _TEXT_DEPTH: Final = 8
 """Arrays and objects within one another that are searched for text: a message's content has four."""
 _CHARACTERS_A_NUMBER: Final = 4
@@ -40,6 +38,26 @@ Packed: TypeAlias = tuple[bytes | None, tuple[int, int] | None, int]
 
 class _Members(tuple[tuple[str, Any], ...]):
     """The members of an object, in order: a name may stand there twice."""
+
+
+class _Text(NamedTuple):
+    """Fields whose text is counted, and the keys of the text in their objects."""
+
+    fields: Sequence[str]
+    keys: Sequence[str]
+
+    def characters(self, value: Any, depth: int) -> int:
+        """Return the characters of the text in a value, as far as that many lists and objects within one another."""
+        if depth <= 0:
+            return 0
+        if isinstance(value, str):
+            return len(value)
+        if isinstance(value, list):
+            return sum(self.characters(one, depth - 1) for one in value)
+        if isinstance(value, _Members):
+            return sum(self.characters(one, depth - 1) for name, one in value if name in self.keys)
+        # Python's truth values are integers.
+        return _CHARACTERS_A_NUMBER if isinstance(value, int) else 0
 
 
 class _OutOfRange(Exception):
@@ -76,7 +94,14 @@ _LENIENT: Final = json.JSONDecoder(
 
 
 def scan_object(
-    data: bytes, *, max_fields: int, max_values: int, strict: bool, packed: str
+    data: bytes,
+    *,
+    max_fields: int,
+    max_values: int,
+    strict: bool,
+    packed: str,
+    text_fields: Sequence[str],
+    text_keys: Sequence[str],
 ) -> tuple[Sequence[Field], Packed]:
     """See `kvscout_common.http.json_scan.scan_object`."""
     try:
@@ -85,7 +110,8 @@ def scan_object(
         raise ValueError("is no JSON object: it is no UTF-8") from None
     _require_bounds(_without_strings(data), max_values)
     try:
-        return _scan(data, max_fields, max_values, _STRICT if strict else _LENIENT, packed)
+        decoder, text = _STRICT if strict else _LENIENT, _Text(text_fields, text_keys)
+        return _scan(data, max_fields, max_values, decoder, packed, text)
     except json.JSONDecodeError as error:
         raise ValueError(f"is no JSON object: something else is expected at byte {error.pos}") from None
     except _OutOfRange as error:
@@ -100,7 +126,7 @@ def _place_of_number(data: bytes, number: str) -> int:
 
 
 def _scan(
-    data: bytes, max_fields: int, max_values: int, decoder: json.JSONDecoder, packed_name: str
+    data: bytes, max_fields: int, max_values: int, decoder: json.JSONDecoder, packed_name: str, counted: _Text
 ) -> tuple[Sequence[Field], Packed]:
     text = data.decode("latin-1")
     found: dict[str, Field] = {}
@@ -115,7 +141,7 @@ def _scan(
         # Half of a surrogate pair is no text, and becomes a question mark.
         name = json.loads(data[begin:at]).encode("utf-8", "replace").decode()
         at = value_at = _after(text, at, ":")
-        counts_text = name in _WITH_TEXT
+        counts_text = name in counted.fields
         tokens = read_tokens(text, at) if name == packed_name else None
         if tokens is not None:
             packed, at = (tokens[0], None, 0), tokens[1]
@@ -130,7 +156,9 @@ def _scan(
             characters = 0
             if counts_text:
                 part = data[value_at:at]
-                characters = _characters(value if part.isascii() else decoder.decode(part.decode()), _TEXT_DEPTH + 1)
+                characters = counted.characters(
+                    value if part.isascii() else decoder.decode(part.decode()), _TEXT_DEPTH + 1
+                )
         values += count
         if name in found:
             raise ValueError(f"has the field '{name[:_MAX_NAME]}' twice")
@@ -181,20 +209,6 @@ def _first_of_several(text: str, at: int, value: Any, decoder: json.JSONDecoder)
     _, end = decoder.raw_decode(text, first)
     tokens = read_tokens(text, first)
     return None if tokens is None else tokens[0], (first, end), len(value)
-
-
-def _characters(value: Any, depth: int) -> int:
-    """Return the characters of the text in a value, as far as that many lists and objects within one another."""
-    if depth <= 0:
-        return 0
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, list):
-        return sum(_characters(one, depth - 1) for one in value)
-    if isinstance(value, _Members):
-        return sum(_characters(one, depth - 1) for name, one in value if name in ("content", "text"))
-    # Python's truth values are integers.
-    return _CHARACTERS_A_NUMBER if isinstance(value, int) else 0
 
 
 def _space(text: str, at: int) -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from kvscout_common.http.dialect import Dialect
 from kvscout_common.http.http import (
-    Dialect,
     FailureKind,
     Form,
     Headers,
@@ -208,8 +208,8 @@ class NativeAnswer:
         self,
         sink: Sink,
         form: Form,
+        dialect: Dialect,
         *,
-        dialect: Dialect = Dialect.OPENAI,
         on_first_output: Callable[[], None] | None = None,
         max_tokens: int | None = None,
         write_seconds: float = 60.0,
@@ -218,18 +218,18 @@ class NativeAnswer:
         self._begins = on_first_output
         # Not the core's `http` itself: who is cancelled late would keep it when the core is closed.
         core, number = self._core, self._number
-        noticed = form.value if form is Form.MESSAGES or self._is_events() else None
+        reads = form is Form.MESSAGES or self._is_events()
+        events = (form.value, dialect.native, max_tokens) if reads else None
         to, first = (sink.sink, sink.first) if isinstance(sink, PrefixedSink) else (sink, b"")
-        how = (write_seconds, first, noticed, dialect.value, max_tokens)
         try:
             if isinstance(to, ServerCall) and to.core is core:
-                core.http.pass_to_call(number, to.number, *how)
-            elif form is Form.MESSAGES and isinstance(to, MessageStream) and to.takes_messages:
+                core.http.pass_to_call(number, to.number, write_seconds, first, events)
+            elif events and form is Form.MESSAGES and isinstance(to, MessageStream) and to.takes_messages:
                 self._room = to.room
                 core.rpc_cores[to.core.rpc] = to.core
-                core.http.pass_to_messages(number, to.core.rpc, to.number, *how)
+                core.http.pass_to_messages(number, to.core.rpc, to.number, write_seconds, first, events)
             else:
-                core.http.stream(number, *how[2:])
+                core.http.stream(number, events)
                 core.flush()
                 await self._pass_to(sink, write_seconds)
             core.flush()

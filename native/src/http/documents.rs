@@ -1,27 +1,135 @@
-//! What the documents in an engine's events say: output, finish, usage, errors. `chunk_documents.py` is the reference.
+//! Content of the documents in an engine's events: output, finish, usage, errors, where the paths of a dialect find
+//! them. `chunk_documents.py` is the reference.
 
 use std::borrow::Cow;
+use std::sync::Arc;
 
 use super::json::{Cursor, Field, is_true};
 
 /// Longer ones are not read: the event loop has a few milliseconds for each.
 pub const MAX_DOCUMENT: usize = 4 << 20;
 
-/// Whose documents they are.
+/// What a field stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dialect {
-    /// Chunks of completions and of chat completions.
-    OpenAi,
-    /// What SGLang's `/generate` streams.
-    Sglang,
+pub enum Meaning {
+    Error,
+    ErrorMark,
+    Text,
+    TokenIds,
+    OtherOutput,
+    Finish,
+    /// Tokens of the prompt, cached ones of these, tokens of the output: 0, 1, 2.
+    Count(usize),
+    Chunk,
+    End,
+}
+
+impl Meaning {
+    /// The meaning by its name in `dialect.py`.
+    pub fn of(name: &str) -> Option<Self> {
+        Some(match name {
+            "errors" => Self::Error,
+            "error_marks" => Self::ErrorMark,
+            "text" => Self::Text,
+            "token_ids" => Self::TokenIds,
+            "other_output" => Self::OtherOutput,
+            "finish" => Self::Finish,
+            "prompt_tokens" => Self::Count(PROMPT),
+            "cached_tokens" => Self::Count(CACHED),
+            "output_tokens" => Self::Count(OUTPUT),
+            "chunks" => Self::Chunk,
+            "ends" => Self::End,
+            _ => return None,
+        })
+    }
+
+    /// Whether only values of one type can have it.
+    fn is_typed(self) -> bool {
+        matches!(self, Self::Text | Self::TokenIds | Self::Finish | Self::Count(_))
+    }
+}
+
+const PROMPT: usize = 0;
+const CACHED: usize = 1;
+const OUTPUT: usize = 2;
+
+/// Tokens by meaning, where they are reported.
+type Counts = [Option<u32>; 3];
+
+/// A field of a dialect, with the fields below it.
+#[derive(Debug, Default)]
+struct Node {
+    name: String,
+    /// Each with the text that the value must have, if one.
+    meanings: Vec<(Meaning, Option<String>)>,
+    fields: Vec<Node>,
+    items: Option<Box<Node>>,
+    /// Its number, and that behind the last one below it.
+    number: u16,
+    end: u16,
+}
+
+impl Node {
+    fn add(&mut self, meaning: Meaning, mark: &str) {
+        let (path, text) = mark.split_once('=').map_or((mark, None), |(path, text)| (path, Some(text)));
+        let mut node = self;
+        for name in path.split('.') {
+            let (name, is_list) = name.strip_suffix("[]").map_or((name, false), |name| (name, true));
+            let at = node.fields.iter().position(|field| field.name == name).unwrap_or_else(|| {
+                node.fields.push(Self { name: name.into(), ..Self::default() });
+                node.fields.len() - 1
+            });
+            node = &mut node.fields[at];
+            if is_list {
+                node = node.items.get_or_insert_default();
+            }
+        }
+        node.meanings.push((meaning, text.map(Into::into)));
+    }
+
+    /// Whether a value can have the wrong type.
+    fn is_typed(&self) -> bool {
+        let typed = self.meanings.iter().any(|(meaning, _)| meaning.is_typed());
+        typed || !self.fields.is_empty() || self.items.is_some()
+    }
+
+    /// Whether a node is this one, or below it.
+    fn has(&self, number: u16) -> bool {
+        (self.number..self.end).contains(&number)
+    }
+
+    fn enumerate(&mut self, number: u16) -> u16 {
+        self.number = number;
+        self.end = number + 1;
+        for below in self.fields.iter_mut().chain(self.items.as_deref_mut()) {
+            self.end = below.enumerate(self.end);
+        }
+        self.end
+    }
+}
+
+/// Where the fields stand in the documents of one API.
+#[derive(Debug)]
+pub struct Dialect {
+    fields: Node,
+    cumulative: bool,
+}
+
+impl Dialect {
+    pub fn new<'a>(marks: impl IntoIterator<Item = (Meaning, &'a str)>, cumulative: bool) -> Self {
+        let mut fields = Node::default();
+        marks.into_iter().for_each(|(meaning, mark)| fields.add(meaning, mark));
+        fields.enumerate(0);
+        Self { fields, cumulative }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Usage {
     pub prompt_tokens: u32,
-    pub completion_tokens: u32,
     /// None: the engine does not say.
     pub cached_tokens: Option<u32>,
+    pub output_tokens: u32,
 }
 
 /// Content of one document; the fields are explained in the reference.
@@ -30,47 +138,72 @@ pub struct Noticed<'a> {
     pub wrong: bool,
     pub error: Option<&'a str>,
     pub token_ids: Vec<u32>,
+    has_ids: bool,
     pub text: String,
     pub other_output: bool,
     pub finish: String,
-    pub account: Option<&'a str>,
+    counts: Counts,
     pub usage: Option<Usage>,
-    pub empty: bool,
-    pub only_usage: bool,
+    is_chunk: bool,
+    pub is_end: bool,
 }
 
 impl Noticed<'_> {
     pub fn has_output(&self) -> bool {
         !self.token_ids.is_empty() || !self.text.is_empty() || self.other_output
     }
+
+    pub fn empty(&self) -> bool {
+        let says = self.has_output() || !self.finish.is_empty() || self.usage.is_some() || self.wrong;
+        self.is_chunk && !says
+    }
+
+    pub fn only_usage(&self) -> bool {
+        self.usage.is_some() && !self.is_chunk
+    }
 }
+
+/// A value that was found.
+#[derive(Debug)]
+enum Value<'a> {
+    Wrong,
+    Text(Cow<'a, str>),
+    Finish(Cow<'a, str>),
+    TokenIds(Vec<u32>),
+    Count(usize, u32),
+    OtherOutput,
+    Error(&'a str),
+    /// The object that it stands in is an error.
+    ErrorMark,
+    Chunk,
+    End,
+}
+
+/// Values with the numbers of their nodes, in the order of the document.
+type Found<'a> = Vec<(u16, Value<'a>)>;
 
 /// Reads the documents of one stream.
 #[derive(Debug)]
 pub struct Documents {
-    dialect: Dialect,
-    /// Only the first choice is looked at.
+    dialect: Arc<Dialect>,
+    /// Only the first item of each list is read.
     one_choice: bool,
-    /// Of a cumulative stream, what was told.
+    /// Of a cumulative stream: output until now.
     tokens: usize,
     characters: usize,
-}
-
-#[derive(Default)]
-struct Choice<'a> {
-    wrong: bool,
-    token_ids: Field<Vec<u32>>,
-    text: Field<Cow<'a, str>>,
-    finish: Field<Cow<'a, str>>,
-    has_delta: Field<()>,
-    content: Field<Cow<'a, str>>,
-    others: [bool; 3],
-    calls_tools: bool,
+    counts: Counts,
 }
 
 impl Documents {
-    pub fn new(dialect: Dialect, one_choice: bool) -> Self {
-        Self { dialect, one_choice, tokens: 0, characters: 0 }
+    pub fn new(dialect: Arc<Dialect>, one_choice: bool) -> Self {
+        Self { dialect, one_choice, tokens: 0, characters: 0, counts: Counts::default() }
+    }
+
+    /// Usage reported until now.
+    pub fn usage(&self) -> Option<Usage> {
+        let [prompt_tokens, cached_tokens, output_tokens] = self.counts;
+        let output_tokens = output_tokens.unwrap_or(0);
+        Some(Usage { prompt_tokens: prompt_tokens?, cached_tokens, output_tokens })
     }
 
     /// What is new in a document; `None`: it is none.
@@ -78,305 +211,157 @@ impl Documents {
         if payload.len() > MAX_DOCUMENT {
             return None;
         }
-        let text = std::str::from_utf8(payload).ok()?;
-        match self.dialect {
-            Dialect::OpenAi => self.read_openai(text),
-            Dialect::Sglang => self.read_sglang(text),
+        let mut cursor = Cursor::new(std::str::from_utf8(payload).ok()?);
+        if cursor.peek()? != b'{' {
+            return None;
         }
-    }
-
-    fn read_openai<'a>(&self, text: &'a str) -> Option<Noticed<'a>> {
-        let mut error = Errors::default();
-        let (mut choices, mut has_choices) = (Vec::new(), Field::Absent);
-        let (mut usage, mut account) = (UsageFields::default(), Field::Absent);
-        whole_object(text, |cursor, key| {
-            match key {
-                "choices" => {
-                    choices.clear();
-                    has_choices = cursor.array_field(|cursor| {
-                        choices.push(choice(cursor)?);
-                        Some(())
-                    })?;
-                }
-                "usage" => {
-                    usage = UsageFields::default();
-                    account = cursor.object_field(|cursor, key| usage.field(cursor, key))?;
-                }
-                _ => error.field(cursor, key)?,
-            }
-            Some(())
-        })?;
-        let mut found = Noticed { error: error.of(text), ..Noticed::default() };
-        let has_choices = has_choices.get(&mut found.wrong).is_some();
-        let any_choice = has_choices && !choices.is_empty();
-        let looked_at = if self.one_choice { 1 } else { usize::MAX };
-        if has_choices {
-            choices.into_iter().take(looked_at).for_each(|choice| choice.add_to(&mut found));
+        let mut values = Found::with_capacity(8);
+        self.value(&self.dialect.fields, &mut cursor, &mut values)?;
+        if !cursor.at_end() {
+            return None;
         }
-        found.account = account.get(&mut found.wrong);
-        if found.account.is_some() {
-            found.usage = usage.of(&mut found.wrong);
+        // In the order of the dialect, as the reference meets them.
+        values.sort_by_key(|(number, _)| *number);
+        let mut found = Noticed::default();
+        values.into_iter().for_each(|(_, value)| found.take(value));
+        if self.dialect.cumulative {
+            self.drop_repeated(&mut found);
         }
-        let has_usage = found.account.is_some();
-        found.empty =
-            any_choice && !(found.has_output() || !found.finish.is_empty() || has_usage || found.wrong);
-        found.only_usage = has_choices && !any_choice && has_usage;
+        for (known, count) in self.counts.iter_mut().zip(found.counts) {
+            *known = count.or(*known);
+        }
+        let ends = !found.finish.is_empty() || found.is_end || !found.is_chunk;
+        if ends && found.counts != Counts::default() {
+            found.usage = self.usage();
+            found.wrong |= found.usage.is_none() && !found.is_chunk;
+        }
         Some(found)
     }
 
-    fn read_sglang<'a>(&mut self, text: &'a str) -> Option<Noticed<'a>> {
-        let mut error = Errors::default();
-        let (mut output, mut ids) = (Field::Absent, Field::Absent);
-        let (mut meta, mut account) = (Meta::default(), Field::Absent);
-        whole_object(text, |cursor, key| {
-            match key {
-                "text" => output = cursor.text_field()?,
-                "output_ids" => ids = cursor.tokens_field()?,
-                "meta_info" => {
-                    meta = Meta::default();
-                    account = cursor.object_field(|cursor, key| meta.field(cursor, key))?;
+    /// Reads a value, and what is below it.
+    fn value<'a>(&self, node: &Node, cursor: &mut Cursor<'a>, found: &mut Found<'a>) -> Option<()> {
+        let (start, before) = (cursor.place(), found.len());
+        let means = |wanted| node.meanings.iter().any(|(meaning, _)| *meaning == wanted);
+        let (mut text, mut ids, mut count, mut fits) = (None, Field::Absent, None, false);
+        match cursor.peek()? {
+            b'{' if !node.fields.is_empty() => {
+                fits = true;
+                // The last value of a key counts: where those begin that stand twice.
+                let (mut seen, mut latest) = (0_u64, Vec::<(&Node, usize)>::new());
+                cursor.object(|cursor, key| {
+                    let Some(at) = node.fields.iter().position(|field| field.name == key) else {
+                        return cursor.skip().map(drop);
+                    };
+                    let field = &node.fields[at];
+                    if seen & 1 << (at % 64) != 0 {
+                        latest.retain(|(other, _)| other.number != field.number);
+                        latest.push((field, found.len()));
+                    }
+                    seen |= 1 << (at % 64);
+                    self.value(field, cursor, found)
+                })?;
+                if !latest.is_empty() {
+                    let mut places = 0..;
+                    found.retain(|(number, _)| {
+                        let place = places.next().expect("they do not end");
+                        place < before
+                            || !latest.iter().any(|(field, start)| field.has(*number) && place < *start)
+                    });
                 }
-                _ => error.field(cursor, key)?,
             }
-            Some(())
-        })?;
-        let mut found = Noticed { error: error.of(text), ..Noticed::default() };
-        let output = output.get(&mut found.wrong).unwrap_or_default();
-        let has_ids = ids != Field::Absent;
-        let mut ids = ids.get(&mut found.wrong).unwrap_or_default();
-        let meta = account.get(&mut found.wrong).map(|account| (account, meta));
-        let total = match &meta {
-            Some((_, Meta { completion_tokens: Field::Is(total), .. })) => *total as usize,
-            _ if has_ids => ids.len(),
-            _ => self.tokens,
+            b'[' if let Some(items) = &node.items => {
+                fits = true;
+                let mut rest = if self.one_choice { 1 } else { usize::MAX };
+                cursor.array(|cursor| {
+                    if rest == 0 {
+                        return cursor.skip().map(drop);
+                    }
+                    rest -= 1;
+                    self.value(items, cursor, found)
+                })?;
+            }
+            b'[' if means(Meaning::TokenIds) => ids = cursor.tokens_field()?,
+            b'"' => text = Some(cursor.string()?),
+            b'-' | b'0'..=b'9' => count = cursor.number()?.and_then(|count| u32::try_from(count).ok()),
+            _ => drop(cursor.skip()?),
+        }
+        let raw = cursor.since(start);
+        for (_, value) in &mut found[before..] {
+            if matches!(value, Value::ErrorMark) {
+                *value = Value::Error(raw);
+            }
+        }
+        if raw == "null" {
+            return Some(());
+        }
+        for (meaning, wanted) in &node.meanings {
+            let matches = wanted.is_none() || wanted.as_deref() == text.as_deref();
+            let value = match meaning {
+                Meaning::Text => text.clone().map(Value::Text),
+                Meaning::Finish => text.clone().map(Value::Finish),
+                Meaning::TokenIds => std::mem::take(&mut ids).get(&mut false).map(Value::TokenIds),
+                Meaning::Count(which) => count.map(|count| Value::Count(*which, count)),
+                Meaning::Error => is_true(raw).then_some(Value::Error(raw)),
+                Meaning::ErrorMark => matches.then_some(Value::ErrorMark),
+                Meaning::OtherOutput => {
+                    (raw.starts_with(['"', '[']) && is_true(raw)).then_some(Value::OtherOutput)
+                }
+                Meaning::Chunk => Some(Value::Chunk),
+                Meaning::End => matches.then_some(Value::End),
+            };
+            fits |= meaning.is_typed() && value.is_some();
+            found.extend(value.map(|value| (node.number, value)));
+        }
+        if !fits && node.is_typed() {
+            found.push((node.number, Value::Wrong));
+        }
+        Some(())
+    }
+
+    /// Leaves what is new in a document that may repeat the output before it.
+    fn drop_repeated(&mut self, found: &mut Noticed<'_>) {
+        let ids = &mut found.token_ids;
+        let total = match found.counts[OUTPUT] {
+            Some(total) => total as usize,
+            None if found.has_ids => ids.len(),
+            None => self.tokens,
         };
         let new = total.saturating_sub(self.tokens);
-        let incremental = self.tokens > 0 && has_ids && ids.len() == new;
-        let characters = output.chars().count();
-        found.token_ids = ids.split_off(ids.len().saturating_sub(new));
+        let incremental = self.tokens > 0 && found.has_ids && ids.len() == new;
+        let characters = found.text.chars().count();
+        ids.drain(..ids.len().saturating_sub(new));
         if incremental {
-            found.text = output.into_owned();
             self.characters += characters;
         } else {
-            found.text = output.chars().skip(self.characters).collect();
+            found.text = found.text.chars().skip(self.characters).collect();
             self.characters = self.characters.max(characters);
         }
         self.tokens = self.tokens.max(total);
-        let has_meta = meta.is_some();
-        if let Some((account, meta)) = meta {
-            found.account = Some(account);
-            meta.end(&mut found, total);
+        if found.counts != Counts::default() {
+            found.counts[OUTPUT] = Some(u32::try_from(total).unwrap_or(u32::MAX));
         }
-        let says = found.has_output() || !found.finish.is_empty() || found.wrong;
-        found.empty = !says && (has_ids || has_meta);
-        Some(found)
     }
 }
 
-/// A document is an object and nothing else.
-fn whole_object<'a>(text: &'a str, each: impl FnMut(&mut Cursor<'a>, &str) -> Option<()>) -> Option<()> {
-    let mut cursor = Cursor::new(text);
-    cursor.object(each)?;
-    cursor.at_end().then_some(())
-}
-
-/// One choice; `wrong` alone: it is no object.
-fn choice<'a>(cursor: &mut Cursor<'a>) -> Option<Choice<'a>> {
-    let mut choice = Choice::default();
-    if cursor.peek()? != b'{' {
-        cursor.skip()?;
-        choice.wrong = true;
-        return Some(choice);
-    }
-    cursor.object(|cursor, key| {
-        match key {
-            "token_ids" => choice.token_ids = cursor.tokens_field()?,
-            "text" => choice.text = cursor.text_field()?,
-            "finish_reason" => choice.finish = cursor.text_field()?,
-            "delta" => {
-                (choice.content, choice.others, choice.calls_tools) = (Field::Absent, [false; 3], false);
-                let (content, others, calls) =
-                    (&mut choice.content, &mut choice.others, &mut choice.calls_tools);
-                let delta = cursor.object_field(|cursor, key| {
-                    match key {
-                        "content" => *content = cursor.text_field()?,
-                        "reasoning" => others[0] = says(cursor)?,
-                        "reasoning_content" => others[1] = says(cursor)?,
-                        "refusal" => others[2] = says(cursor)?,
-                        "tool_calls" => {
-                            let value = cursor.skip()?;
-                            *calls = value.starts_with('[') && is_true(value);
-                        }
-                        _ => drop(cursor.skip()?),
-                    }
-                    Some(())
-                })?;
-                choice.has_delta = match delta {
-                    Field::Is(_) => Field::Is(()),
-                    Field::Absent => Field::Absent,
-                    Field::Wrong => Field::Wrong,
-                };
+impl<'a> Noticed<'a> {
+    fn take(&mut self, value: Value<'a>) {
+        match value {
+            Value::Wrong => self.wrong = true,
+            Value::Text(text) => self.text.push_str(&text),
+            Value::Finish(finish) if finish.is_empty() => {}
+            Value::Finish(finish) => self.finish = finish.into_owned(),
+            Value::TokenIds(ids) => {
+                self.has_ids = true;
+                self.token_ids.extend(ids);
             }
-            _ => drop(cursor.skip()?),
-        }
-        Some(())
-    })?;
-    Some(choice)
-}
-
-/// Passes over a value; whether it is a string with something in it.
-fn says(cursor: &mut Cursor<'_>) -> Option<bool> {
-    let value = cursor.skip()?;
-    Some(value.starts_with('"') && value.len() > 2)
-}
-
-impl Choice<'_> {
-    fn add_to(self, found: &mut Noticed<'_>) {
-        found.wrong |= self.wrong;
-        found.token_ids.extend(self.token_ids.get(&mut found.wrong).unwrap_or_default());
-        found.text.push_str(&self.text.get(&mut found.wrong).unwrap_or_default());
-        if let Some(finish) = self.finish.get(&mut found.wrong)
-            && !finish.is_empty()
-        {
-            found.finish = finish.into_owned();
-        }
-        if self.has_delta.get(&mut found.wrong).is_some() {
-            found.text.push_str(&self.content.get(&mut found.wrong).unwrap_or_default());
-            found.other_output |= self.calls_tools || self.others.contains(&true);
-        }
-    }
-}
-
-/// What may say that a stream has failed.
-#[derive(Default)]
-struct Errors<'a> {
-    error: Option<&'a str>,
-    is_one: bool,
-}
-
-impl<'a> Errors<'a> {
-    fn field(&mut self, cursor: &mut Cursor<'a>, key: &str) -> Option<()> {
-        match key {
-            "error" => self.error = Some(cursor.skip()?).filter(|value| is_true(value)),
-            "object" => self.is_one = matches!(cursor.text_field()?, Field::Is(kind) if kind == "error"),
-            _ => drop(cursor.skip()?),
-        }
-        Some(())
-    }
-
-    fn of(self, document: &'a str) -> Option<&'a str> {
-        self.error.or(self.is_one.then_some(document))
-    }
-}
-
-#[derive(Default)]
-struct UsageFields {
-    prompt_tokens: Field<u32>,
-    completion_tokens: Field<u32>,
-    has_details: Field<()>,
-    cached_tokens: Field<u32>,
-}
-
-impl UsageFields {
-    fn field(&mut self, cursor: &mut Cursor<'_>, key: &str) -> Option<()> {
-        match key {
-            "prompt_tokens" => self.prompt_tokens = cursor.count_field()?,
-            "completion_tokens" => self.completion_tokens = cursor.count_field()?,
-            "prompt_tokens_details" => {
-                self.cached_tokens = Field::Absent;
-                let cached = &mut self.cached_tokens;
-                let details = cursor.object_field(|cursor, key| {
-                    match key {
-                        "cached_tokens" => *cached = cursor.count_field()?,
-                        _ => drop(cursor.skip()?),
-                    }
-                    Some(())
-                })?;
-                self.has_details = match details {
-                    Field::Is(_) => Field::Is(()),
-                    Field::Absent => Field::Absent,
-                    Field::Wrong => Field::Wrong,
-                };
+            Value::Count(which, count) => {
+                self.counts[which] = Some(self.counts[which].unwrap_or(0).saturating_add(count));
             }
-            _ => drop(cursor.skip()?),
-        }
-        Some(())
-    }
-
-    fn of(self, wrong: &mut bool) -> Option<Usage> {
-        let has_details = self.has_details.get(wrong).is_some();
-        let prompt_tokens = self.prompt_tokens.get(wrong);
-        let completion_tokens = self.completion_tokens.get(wrong).unwrap_or(0);
-        let cached_tokens = if has_details { self.cached_tokens.get(wrong) } else { None };
-        *wrong |= prompt_tokens.is_none();
-        Some(Usage { prompt_tokens: prompt_tokens?, completion_tokens, cached_tokens })
-    }
-}
-
-/// SGLang's `meta_info`.
-#[derive(Default)]
-struct Meta<'a> {
-    completion_tokens: Field<u32>,
-    prompt_tokens: Field<u32>,
-    cached_tokens: Field<u32>,
-    reason: Field<Reason<'a>>,
-}
-
-#[derive(Default)]
-struct Reason<'a> {
-    kind: Field<Cow<'a, str>>,
-    /// The reason, if it is an error.
-    error: Option<&'a str>,
-}
-
-impl<'a> Meta<'a> {
-    fn field(&mut self, cursor: &mut Cursor<'a>, key: &str) -> Option<()> {
-        match key {
-            "completion_tokens" => self.completion_tokens = cursor.count_field()?,
-            "prompt_tokens" => self.prompt_tokens = cursor.count_field()?,
-            "cached_tokens" => self.cached_tokens = cursor.count_field()?,
-            "finish_reason" => self.reason = reason(cursor)?,
-            _ => drop(cursor.skip()?),
-        }
-        Some(())
-    }
-
-    fn end(self, found: &mut Noticed<'a>, total: usize) {
-        if let Field::Wrong = self.completion_tokens {
-            found.wrong = true;
-        }
-        if let Some(reason) = self.reason.get(&mut found.wrong) {
-            found.error = found.error.or(reason.error);
-            found.finish = reason.kind.get(&mut found.wrong).unwrap_or_default().into_owned();
-        }
-        let prompt = self.prompt_tokens.get(&mut found.wrong);
-        let cached_tokens = self.cached_tokens.get(&mut found.wrong);
-        if let Some(prompt_tokens) = prompt
-            && !found.finish.is_empty()
-        {
-            let completion_tokens = u32::try_from(total).unwrap_or(u32::MAX);
-            found.usage = Some(Usage { prompt_tokens, completion_tokens, cached_tokens });
+            Value::OtherOutput => self.other_output = true,
+            Value::Error(error) => self.error = self.error.or(Some(error)),
+            Value::ErrorMark => unreachable!("it stands in an object"),
+            Value::Chunk => self.is_chunk = true,
+            Value::End => self.is_end = true,
         }
     }
-}
-
-fn reason<'a>(cursor: &mut Cursor<'a>) -> Option<Field<Reason<'a>>> {
-    if cursor.peek()? == b'"' {
-        let kind = Field::Is(cursor.string()?);
-        return Some(Field::Is(Reason { kind, error: None }));
-    }
-    let (mut kind, mut has_status) = (Field::Absent, false);
-    let raw = cursor.object_field(|cursor, key| {
-        match key {
-            "type" => kind = cursor.text_field()?,
-            "status_code" => has_status = cursor.skip()? != "null",
-            _ => drop(cursor.skip()?),
-        }
-        Some(())
-    })?;
-    Some(match raw {
-        Field::Is(raw) => Field::Is(Reason { kind, error: has_status.then_some(raw) }),
-        Field::Absent => Field::Absent,
-        Field::Wrong => Field::Wrong,
-    })
 }

@@ -1,6 +1,8 @@
 //! A stream of server-sent events on its way from an engine to a client: bytes in, bytes out, and a report.
 //! `event_relay.py` is the reference.
 
+use std::sync::Arc;
+
 use memchr::memchr;
 
 use super::documents::{Dialect, Documents, Noticed, Usage};
@@ -28,7 +30,9 @@ pub struct Report {
     pub events: u64,
     pub outputs: u64,
     pub tokens: u64,
-    pub usage: Vec<u8>,
+    pub prompt_tokens: Option<u32>,
+    pub cached_tokens: Option<u32>,
+    pub output_tokens: u32,
     pub finish: String,
     pub error: Vec<u8>,
     pub done: bool,
@@ -79,7 +83,7 @@ const NO_CHUNK: &str = "an event that is no completion chunk";
 const TOO_LONG: &str = "an event of over 64 MiB";
 
 impl EventRelay {
-    pub fn new(form: Form, dialect: Dialect, max_tokens: Option<u64>) -> Self {
+    pub fn new(form: Form, dialect: Arc<Dialect>, max_tokens: Option<u64>) -> Self {
         let chunks = form == Form::Messages;
         Self {
             chunks,
@@ -164,9 +168,7 @@ impl EventRelay {
         if let Some(payload) = line.strip_prefix(b"data:") {
             let payload = trimmed(payload);
             if payload == b"[DONE]" {
-                self.speaking = true;
-                self.report.done = true;
-                self.over = self.chunks;
+                self.done();
             } else if !payload.is_empty() && !self.event(payload, now) {
                 return;
             }
@@ -174,6 +176,12 @@ impl EventRelay {
         if !self.chunks {
             self.withheld.extend_from_slice(line);
         }
+    }
+
+    fn done(&mut self) {
+        self.speaking = true;
+        self.report.done = true;
+        self.over = self.chunks;
     }
 
     /// False: the line is not passed on.
@@ -213,8 +221,11 @@ impl EventRelay {
             "length".clone_into(&mut found.finish);
         }
         self.account(&found, now);
-        self.speaking = self.speaking || !found.empty;
-        let dropped = self.drops_usage && found.only_usage;
+        self.speaking = self.speaking || !found.empty();
+        if found.is_end {
+            self.done();
+        }
+        let dropped = self.drops_usage && found.only_usage();
         if self.chunks {
             self.chunk.add(found);
         }
@@ -248,8 +259,10 @@ impl EventRelay {
             }
             report.last_output_at = now;
         }
-        if let Some(account) = found.account {
-            report.usage = account.as_bytes().to_vec();
+        if let Some(usage) = self.documents.usage() {
+            report.prompt_tokens = Some(usage.prompt_tokens);
+            report.cached_tokens = usage.cached_tokens;
+            report.output_tokens = usage.output_tokens;
         }
         if !found.finish.is_empty() {
             self.finished = true;
@@ -294,7 +307,7 @@ impl Chunk {
         if let Some(usage) = self.usage {
             let mut inner = Writer::default();
             inner.varint(1, u64::from(usage.prompt_tokens));
-            inner.varint(2, u64::from(usage.completion_tokens));
+            inner.varint(2, u64::from(usage.output_tokens));
             if let Some(cached) = usage.cached_tokens {
                 inner.present(3, u64::from(cached));
             }

@@ -55,6 +55,16 @@ impl<'a> Cursor<'a> {
         self.at == self.text.len()
     }
 
+    /// The place itself, for `since`.
+    pub fn place(&self) -> usize {
+        self.at
+    }
+
+    /// The text from a place to this one.
+    pub fn since(&self, start: usize) -> &'a str {
+        &self.text[start..self.at]
+    }
+
     fn bytes(&self) -> &'a [u8] {
         self.text.as_bytes()
     }
@@ -153,14 +163,6 @@ impl<'a> Cursor<'a> {
         Some(json_text::decoded(&self.text[begin..self.at - 1]))
     }
 
-    /// A field that is a string.
-    pub fn text_field(&mut self) -> Option<Field<Cow<'a, str>>> {
-        match self.peek()? {
-            b'"' => self.string().map(Field::Is),
-            _ => self.other(),
-        }
-    }
-
     /// A field that counts something.
     pub fn count_field(&mut self) -> Option<Field<u32>> {
         match self.peek()? {
@@ -186,28 +188,6 @@ impl<'a> Cursor<'a> {
             Some(())
         })?;
         Some(if right { Field::Is(tokens) } else { Field::Wrong })
-    }
-
-    /// A field that is an object; `each` as in `object`.
-    pub fn object_field(
-        &mut self,
-        each: impl FnMut(&mut Self, &str) -> Option<()>,
-    ) -> Option<Field<&'a str>> {
-        if self.peek()? != b'{' {
-            return self.other();
-        }
-        let start = self.at;
-        self.object(each)?;
-        Some(Field::Is(&self.text[start..self.at]))
-    }
-
-    /// A field that is an array; `each` as in `array`.
-    pub fn array_field(&mut self, each: impl FnMut(&mut Self) -> Option<()>) -> Option<Field<()>> {
-        if self.peek()? != b'[' {
-            return self.other();
-        }
-        self.array(each)?;
-        Some(Field::Is(()))
     }
 
     /// Passes over a value of another type than was looked for.

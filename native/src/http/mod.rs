@@ -40,7 +40,7 @@ pub use body::Decoder;
 use calls::record;
 use client::{Client, Step, Target};
 pub use client::{End, Outcome};
-pub use documents::Dialect;
+pub use documents::{Dialect, Meaning};
 pub use events::{EventRelay, Form, Report};
 pub use head::{
     AnswerHead, Headers, RequestHead, answer as read_answer, request as read_request, write_request,

@@ -12,7 +12,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 use super::budget::ByteCharge;
 use super::rpc::{ClientTls, RpcLoop, ServerTls, address};
 use crate::http::{
-    self, Dialect, Event, EventRelay, Form, Headers, Http, Messages, Outcome, Peer, Report, Room,
+    self, Dialect, Event, EventRelay, Form, Headers, Http, Meaning, Messages, Outcome, Peer, Report, Room,
     ServerLimits,
 };
 
@@ -275,64 +275,42 @@ impl HttpLoop {
         self.http.keep(answer, most);
     }
 
-    #[pyo3(signature = (answer, form=None, dialect="openai", max_tokens=None))]
-    fn stream(
-        &mut self,
-        answer: u64,
-        form: Option<&str>,
-        dialect: &str,
-        max_tokens: Option<u64>,
-    ) -> PyResult<()> {
-        let events = form.map(|form| relay(form, dialect, max_tokens)).transpose()?;
+    #[pyo3(signature = (answer, events=None))]
+    fn stream(&mut self, answer: u64, events: Option<Events<'_>>) -> PyResult<()> {
+        let events = events.map(relay).transpose()?;
         self.http.stream(answer, events);
         Ok(())
     }
 
-    #[pyo3(signature = (answer, call, write_seconds, first=None, form=None, dialect="openai", max_tokens=None))]
-    #[allow(clippy::too_many_arguments)]
     fn pass_to_call(
         &mut self,
         answer: u64,
         call: u64,
         write_seconds: f64,
-        first: Option<&[u8]>,
-        form: Option<&str>,
-        dialect: &str,
-        max_tokens: Option<u64>,
+        first: &[u8],
+        events: Option<Events<'_>>,
     ) -> PyResult<()> {
-        let events = form.map(|form| relay(form, dialect, max_tokens)).transpose()?;
-        self.http.pass_to_call(
-            answer,
-            call,
-            events,
-            seconds(write_seconds),
-            first.unwrap_or_default().to_vec(),
-        );
+        let events = events.map(relay).transpose()?;
+        self.http.pass_to_call(answer, call, events, seconds(write_seconds), first.to_vec());
         Ok(())
     }
 
-    #[pyo3(signature = (
-        answer, server, call, write_seconds, first=None, form=None, dialect="openai", max_tokens=None
-    ))]
-    #[allow(clippy::too_many_arguments)]
     fn pass_to_messages(
         &mut self,
         answer: u64,
         server: Py<RpcLoop>,
         call: u64,
         write_seconds: f64,
-        first: Option<&[u8]>,
-        form: Option<&str>,
-        dialect: &str,
-        max_tokens: Option<u64>,
+        first: &[u8],
+        events: Events<'_>,
     ) -> PyResult<()> {
-        let events = relay(form.unwrap_or("messages"), dialect, max_tokens)?;
+        let events = relay(events)?;
         let at = self.servers.add(server);
         if let Some(before) = self.passed_to.insert(answer, at) {
             self.servers.release(before);
         }
         let write = seconds(write_seconds);
-        self.http.pass_to_messages(answer, (at, call), events, write, first.unwrap_or_default().to_vec());
+        self.http.pass_to_messages(answer, (at, call), events, write, first.to_vec());
         Ok(())
     }
 
@@ -362,9 +340,9 @@ struct PyEventRelay {
 #[pymethods]
 impl PyEventRelay {
     #[new]
-    #[pyo3(signature = (form, dialect="openai", max_tokens=None))]
-    fn new(form: &str, dialect: &str, max_tokens: Option<u64>) -> PyResult<Self> {
-        Ok(Self { relay: relay(form, dialect, max_tokens)? })
+    #[pyo3(signature = (form, dialect, max_tokens=None))]
+    fn new(form: &str, dialect: PyRef<'_, PyDialect>, max_tokens: Option<u64>) -> PyResult<Self> {
+        Ok(Self { relay: relay((form, dialect, max_tokens))? })
     }
 
     #[pyo3(signature = (data, now, ends=false))]
@@ -388,19 +366,38 @@ impl PyEventRelay {
     }
 }
 
-fn relay(form: &str, dialect: &str, max_tokens: Option<u64>) -> PyResult<EventRelay> {
+/// Form and dialect of a stream of events, and the length at which its output ends.
+type Events<'a> = (&'a str, PyRef<'a, PyDialect>, Option<u64>);
+
+fn relay((form, dialect, max_tokens): Events<'_>) -> PyResult<EventRelay> {
     let form = match form {
         "bytes" => Form::Bytes,
         "without usage" => Form::WithoutUsage,
         "messages" => Form::Messages,
         _ => return Err(PyValueError::new_err(format!("there is no form {form:?}"))),
     };
-    let dialect = match dialect {
-        "openai" => Dialect::OpenAi,
-        "sglang" => Dialect::Sglang,
-        _ => return Err(PyValueError::new_err(format!("there is no dialect {dialect:?}"))),
-    };
-    Ok(EventRelay::new(form, dialect, max_tokens))
+    Ok(EventRelay::new(form, dialect.dialect.clone(), max_tokens))
+}
+
+/// Where the fields stand in the documents of one API; see the stub.
+#[pyclass(frozen, module = "kvscout_native", name = "Dialect")]
+struct PyDialect {
+    dialect: Arc<Dialect>,
+}
+
+#[pymethods]
+impl PyDialect {
+    #[new]
+    #[pyo3(signature = (marks, *, cumulative))]
+    fn new(marks: Vec<(String, Vec<String>)>, cumulative: bool) -> PyResult<Self> {
+        let mut flat = Vec::new();
+        for (name, marks) in &marks {
+            let meaning = Meaning::of(name)
+                .ok_or_else(|| PyValueError::new_err(format!("no field of a document is {name:?}")))?;
+            flat.extend(marks.iter().map(|mark| (meaning, &**mark)));
+        }
+        Ok(Self { dialect: Arc::new(Dialect::new(flat, cumulative)) })
+    }
 }
 
 /// A time that may be longer than can be told.
@@ -449,6 +446,7 @@ fn outcome(outcome: Outcome) -> &'static str {
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("HTTP_EVENTS", std::collections::HashMap::from(KINDS))?;
+    module.add_class::<PyDialect>()?;
     module.add_class::<PyEventRelay>()?;
     module.add_class::<HttpLoop>()
 }

@@ -13,7 +13,8 @@ const NAME_CHARACTERS: usize = 100;
 type Packed<'py> = (Option<Bound<'py, PyBytes>>, Option<(usize, usize)>, usize);
 
 #[pyfunction]
-#[pyo3(signature = (data, *, max_fields, max_values, strict, packed))]
+#[pyo3(signature = (data, *, max_fields, max_values, strict, packed, text_fields, text_keys))]
+#[allow(clippy::too_many_arguments)]
 fn scan_object<'py>(
     py: Python<'py>,
     data: &[u8],
@@ -21,8 +22,11 @@ fn scan_object<'py>(
     max_values: usize,
     strict: bool,
     packed: &str,
+    text_fields: Vec<String>,
+    text_keys: Vec<String>,
 ) -> PyResult<(Bound<'py, PyList>, Packed<'py>)> {
-    let bounds = Bounds { fields: max_fields, values: max_values, strict, packed };
+    let (text_fields, text_keys) = (&*text_fields, &*text_keys);
+    let bounds = Bounds { fields: max_fields, values: max_values, strict, packed, text_fields, text_keys };
     let run = || scan(data, bounds);
     let found = if data.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
     let object = found.map_err(|refused| PyValueError::new_err(reason(&refused)))?;

@@ -19,7 +19,14 @@ if native_available():
     import kvscout_native
 
     BACKENDS.append(kvscout_native)
-BOUNDS: dict[str, Any] = {"max_fields": 10, "max_values": 1000, "strict": True, "packed": "prompt"}
+BOUNDS: dict[str, Any] = {
+    "max_fields": 10,
+    "max_values": 1000,
+    "strict": True,
+    "packed": "prompt",
+    "text_fields": json_scan.TEXT_FIELDS,
+    "text_keys": json_scan.TEXT_KEYS,
+}
 
 
 @pytest.fixture(params=BACKENDS, ids=lambda module: module.__name__.split(".")[-1])

@@ -89,7 +89,7 @@ async def run(
             answered,
             output,
             body.form,
-            dialect=adapter.dialect,
+            adapter.dialect,
             max_tokens=body.max_tokens,
             on_first_output=lambda: None,
         )

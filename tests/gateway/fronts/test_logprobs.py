@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.http.http import Dialect
+from kvscout_common.http.dialect import Dialect
 from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
+from kvscout_gateway.values.dialects import OPENAI, SGLANG
 
 
 class Kept:
@@ -48,7 +49,7 @@ def completion(tokens: list[int], values: list[float | None], tops: Any = None) 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 async def test_vllms_name_tokens_by_number_and_come_with_each_chunk(size: int) -> None:
     tops = [{"token_id:9": -2.0, "token_id:1": -0.5}, {"token_id:2": -0.25}]
-    got = await run(Dialect.OPENAI, completion([1, 2], [-0.5, None], tops), completion([3], [-1.0]), size=size)
+    got = await run(OPENAI, completion([1, 2], [-0.5, None], tops), completion([3], [-1.0]), size=size)
     assert got == [(1, (-0.5, [1, 9])), (2, (float("-inf"), [2])), (3, (-1.0, []))]
 
 
@@ -62,12 +63,12 @@ async def test_sglangs_come_with_those_before_them_or_without(incremental: bool)
         meta: dict[str, Any] = {"completion_tokens": until, "prompt_tokens": 4, "finish_reason": None}
         meta |= {"output_token_logprobs": values[begin:until], "output_top_logprobs": tops[begin:until]}
         events.append(event({"text": "", "output_ids": [1, 2, 3][begin:until], "meta_info": meta}))
-    got = await run(Dialect.SGLANG, *events)
+    got = await run(SGLANG, *events)
     assert got == [(1, (-0.5, [1, 8])), (2, (-1.5, [])), (3, (-2.5, [3]))]
 
 
 async def test_tokens_past_the_end_have_none_either() -> None:
-    got = await run(Dialect.OPENAI, completion([1, 2, 3], [-1.0, -2.0, -3.0]), max_tokens=2)
+    got = await run(OPENAI, completion([1, 2, 3], [-1.0, -2.0, -3.0]), max_tokens=2)
     assert [token for token, _ in got] == [1, 2]
 
 
@@ -83,6 +84,6 @@ async def test_tokens_past_the_end_have_none_either() -> None:
 )
 async def test_nonsense_is_a_failure_of_the_engine(logprobs: Any) -> None:
     with pytest.raises(EngineFailed, match="log probabilities that are none"):
-        await run(Dialect.OPENAI, event({"choices": [{"token_ids": [1], "logprobs": logprobs}]}))
+        await run(OPENAI, event({"choices": [{"token_ids": [1], "logprobs": logprobs}]}))
     with pytest.raises(EngineFailed, match="no completion chunk"):
-        await run(Dialect.OPENAI, b"data: {\n")
+        await run(OPENAI, b"data: {\n")

@@ -23,6 +23,7 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from kvscout_common.http.dialect import Usage
 from kvscout_common.http.factory import connect
 from kvscout_common.http.http import HttpAnswer, Sink, SinkGone
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
@@ -31,7 +32,6 @@ from kvscout_gateway.engines.faults import EngineFailed, Fault, failure_behind
 from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.timeouts import EngineTimeouts
-from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
 from kvscout_gateway.request.exchange import Exchange, Exchanges

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from kvscout_common.errors import FailedPrecondition
+from kvscout_common.http.dialect import Usage
 from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
-from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.request.sglang_handover import SglangHandover
 from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.dialects import SGLANG
 from kvscout_gateway.values.prompt import Geometry
 
 POOL = Geometry(16, eagle=False)
@@ -53,7 +54,7 @@ def test_a_worker_of_which_nothing_is_known_cannot_be_met() -> None:
 class Prefill:
     """An attempt whose engine has not answered when the other one is done."""
 
-    dialect = None
+    dialect = SGLANG
     decision = placed(0)
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Readers of an engine's answer: a few fields of it, however long it is, and the usage of a stream."""
+"""Readers of an engine's answer: a few fields of it, however long it is, and the error of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import INLINE_BYTES, Fields
 
 MAX_WORDS_BYTES: Final = 64 * 1024
-"""Longest usage, or error, that is read in a stream, in bytes; a longer one counts as none."""
+"""Longest error that is read in a stream, in bytes; a longer one counts as none."""
 _READ: Final = ("usage", "meta_info", "kv_transfer_params")
 _ERROR: Final = "error"
 
@@ -24,17 +24,11 @@ async def answer_read(data: bytes) -> dict[str, Any]:
 
 
 def words_read(text: bytes) -> Any:
-    """Return what stands in a stream's report as JSON: an account, or an error; None = nothing that is read."""
+    """Return the error in a stream's report; None = none that is read."""
     try:
         return json.loads(text) if 0 < len(text) <= MAX_WORDS_BYTES else None
     except (ValueError, RecursionError):
         return None
-
-
-def account_read(text: bytes) -> dict[str, Any]:
-    """Return the account of tokens of a stream's report; empty = there is none."""
-    account = words_read(text)
-    return account if isinstance(account, dict) else {}
 
 
 def _read(data: bytes) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from kvscout_common.http.dialect import Dialect
 from kvscout_common.http.http import (
-    Dialect,
     Form,
     HttpAnswer,
     HttpClient,
@@ -172,8 +172,8 @@ class EngineCall:
         answer: HttpAnswer,
         sink: Sink,
         form: Form,
-        *,
         dialect: Dialect,
+        *,
         max_tokens: int | None,
         on_first_output: Callable[[], None],
     ) -> StreamReport:
@@ -202,7 +202,7 @@ class EngineCall:
             answer.relay(
                 sink,
                 form,
-                dialect=dialect,
+                dialect,
                 on_first_output=begins,
                 max_tokens=max_tokens,
                 write_seconds=self._engines.client_write_seconds,

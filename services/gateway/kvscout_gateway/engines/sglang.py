@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvscout_common.http.http import Dialect, HttpRequest
+from kvscout_common.http.http import HttpRequest
 from kvscout_gateway.engines.vllm import body_of, common_headers, without_none
 from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.dialects import SGLANG
 from kvscout_gateway.values.request import Request
 
 _SAMPLING = {
@@ -37,7 +38,7 @@ _SAMPLING = {
 class SglangAdapter:
     """See `EngineAdapter`."""
 
-    dialect = Dialect.SGLANG
+    dialect = SGLANG
 
     async def completion(
         self, to: Decision, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]

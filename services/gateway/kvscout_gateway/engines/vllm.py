@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvscout_common.http.http import Dialect, HttpRequest
+from kvscout_common.http.http import HttpRequest
 from kvscout_common.http.json_scan import write_tokens
 from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.dialects import OPENAI
 from kvscout_gateway.values.request import Request
 
 TOKENS_A_TURN = 16_384
@@ -20,7 +21,7 @@ _STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "return_
 class VllmAdapter:
     """See `EngineAdapter`."""
 
-    dialect = Dialect.OPENAI
+    dialect = OPENAI
 
     async def completion(
         self, to: Decision, request: Request, parameters: Mapping[str, Any], fields: Mapping[str, Any]

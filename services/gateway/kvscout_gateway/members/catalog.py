@@ -15,6 +15,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.registry import Registry
 from kvscout_common.worker import EngineKind, Role, WorkerSpec
 from kvscout_gateway.values.prompt import Geometry, geometries
+from kvscout_gateway.values.request import Request
 
 ROUTABLE_ENGINES = frozenset({EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG})
 """Engines whose HTTP API the gateway speaks; the others are for Route."""
@@ -75,9 +76,9 @@ class TenantView:
             raise InvalidArgument(f"{model!r} is an adapter itself", field="lora_name")
         return Target(base, model)
 
-    def serving(self, model: str) -> Serving:
-        """Return the workers of a base model; nobody if there are none."""
-        return self.models.get(model, NOBODY)
+    def serving(self, model: str, lora_name: str = "") -> Serving:
+        """Return the workers of a model, or of an adapter's base model; may be nobody. Raises as `resolve`."""
+        return self.models.get(self.resolve(model, lora_name).model, NOBODY)
 
 
 _EMPTY = TenantView(MappingProxyType({}), MappingProxyType({}), MappingProxyType({}))
@@ -106,6 +107,10 @@ class Catalog:
     def serves(self, tenant: str, model: str) -> bool:
         """Return whether a tenant has workers of a model now."""
         return model in self.tenant(tenant).models
+
+    def serving(self, request: Request) -> Serving:
+        """Return the workers of the model that a request names. Raises as `TenantView.resolve`."""
+        return self.tenant(request.tenant).serving(request.model, request.lora_name)
 
     def model_of(self, tenant: str, worker_id: str) -> str:
         """Return the model of a registered worker; "" for any other."""

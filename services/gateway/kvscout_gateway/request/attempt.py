@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
-from kvscout_common.http.http import Dialect, HttpAnswer, Sink, SinkGone, SinkStalled
+from kvscout_common.http.dialect import Dialect, Usage
+from kvscout_common.http.http import HttpAnswer, Sink, SinkGone, SinkStalled
 from kvscout_common.worker import EngineKind, WorkerSpec
-from kvscout_gateway.engines.answer import account_read, answer_read
+from kvscout_gateway.engines.answer import answer_read
 from kvscout_gateway.engines.faults import reported
 from kvscout_gateway.engines.observation import Observations, computes_a_block, predicted_cached_tokens
-from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import NO_FIELDS, EngineAdapter, Request
 
@@ -174,7 +174,7 @@ class Attempt:
             SinkGone: It is gone.
         """
         sink = await reply.begin(answer)
-        dialect, body = self.dialect, self.request.body
+        body = self.request.body
         if body.whole_answer:
             await self._pass_whole(answer, sink)
             return
@@ -190,7 +190,7 @@ class Attempt:
                 answer,
                 sink,
                 body.form,
-                dialect=dialect,
+                self.dialect,
                 max_tokens=body.max_tokens,
                 on_first_output=begins,
             )
@@ -201,10 +201,10 @@ class Attempt:
             # A client may leave when it has read that this was all, before the last byte of how that is framed.
             self.all_passed = answer.report.done
             if self.all_passed:
-                self.ended(usage_of_stream(dialect, account_read(answer.report.usage)))
+                self.ended(answer.report.usage)
             raise
         self._answer = None
-        self.ended(usage_of_stream(dialect, account_read(answer.report.usage)))
+        self.ended(answer.report.usage)
 
     async def read(self, answer: HttpAnswer) -> dict[str, Any]:
         """Read an answer that is no stream (`answer_read`).
@@ -296,7 +296,7 @@ class Attempt:
         document = await self._read_document(body)
         self.first_output(whole_answer=True)
         await sink.write(body)
-        self.ended(usage_of_answer(self.dialect, document))
+        self.ended(self.dialect.usage(document))
 
     async def _read_document(self, body: bytes) -> dict[str, Any]:
         document = await answer_read(body)

@@ -202,14 +202,14 @@ class Disaggregated:
     def _others(self, request: Request) -> list[tuple[Path, Request]]:
         """Return who else can serve a request that no prefill worker did its part for."""
         others = [(Path.FALLBACK_DECODE, self._alone(request))] if self._able(request) else []
-        if not request.pinned and any(spec.role is Role.AGGREGATED for spec in self._specs(request)):
+        if not request.pinned and any(spec.role is Role.AGGREGATED for spec in self._catalog.serving(request).specs):
             others.append((Path.FALLBACK_AGGREGATED, replace(request, role=Role.AGGREGATED)))
         return others
 
     def _able(self, request: Request) -> tuple[str, ...]:
         return tuple(
             spec.worker_id
-            for spec in self._specs(request)
+            for spec in self._catalog.serving(request).specs
             if spec.role is Role.DECODE
             and spec.can_fallback
             and request.pinned in ("", spec.worker_id)
@@ -236,11 +236,7 @@ class Disaggregated:
         )
 
     def _prefillers(self, request: Request) -> list[WorkerSpec]:
-        return [spec for spec in self._specs(request) if spec.role is Role.PREFILL]
-
-    def _specs(self, request: Request) -> tuple[WorkerSpec, ...]:
-        view = self._catalog.tenant(request.tenant)
-        return view.serving(view.resolve(request.model, request.lora_name).model).specs
+        return [spec for spec in self._catalog.serving(request).specs if spec.role is Role.PREFILL]
 
 
 def _decode_request(request: Request) -> Request:

@@ -42,14 +42,12 @@ class PlanChoice:
         Raises:
             InvalidArgument: It is pinned to a worker that only computes prompts for others.
         """
-        view = self._catalog.tenant(request.tenant)
-        serving = view.serving(view.resolve(request.model, request.lora_name).model)
-        pinned = view.specs.get(request.pinned)
+        pinned = self._catalog.tenant(request.tenant).specs.get(request.pinned)
         if pinned is not None and pinned.role is Role.PREFILL:
             raise InvalidArgument(f"{request.pinned!r} is a prefill worker: it answers nobody", field="worker_id")
         if pinned is not None:
             return self._disaggregated if pinned.role is Role.DECODE else self._aggregated
-        return self._disaggregated if Role.DECODE in serving.routable_roles else self._aggregated
+        return self._disaggregated if Role.DECODE in self._catalog.serving(request).routable_roles else self._aggregated
 
     def _handover(self, decode: WorkerSpec | None) -> Handover:
         return self._sglang if decode is not None and decode.engine is EngineKind.SGLANG else self._vllm

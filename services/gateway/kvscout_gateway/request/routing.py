@@ -17,7 +17,7 @@ from kvscout_common.observability import tracing
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.registry.worker_proto import role_to_proto
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_gateway.members.catalog import Catalog, Serving, TenantView
+from kvscout_gateway.members.catalog import Catalog, TenantView
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.round_robin import RoundRobin, eligible
 from kvscout_gateway.upstreams.failover import UpstreamDown
@@ -141,7 +141,7 @@ class RoutingFlow:
             InvalidArgument: As `place`.
             FailedPrecondition: The gateway can run requests on none of the model's workers, or not on the pinned one.
         """
-        serving = self._serving(resolve(request, self._catalog.tenant(request.tenant)))
+        serving = self._catalog.serving(request)
         unroutable = serving.unroutable
         if unroutable and (request.pinned in unroutable or len(unroutable) == len(serving.specs)):
             who = (
@@ -157,16 +157,13 @@ class RoutingFlow:
     def candidates(self, request: Request) -> list[WorkerSpec]:
         """Return the workers that may run a request, whatever their load and health."""
         request = resolve(request, self._catalog.tenant(request.tenant))
-        serving = self._serving(request)
+        serving = self._catalog.serving(request)
         return [spec for spec in eligible(request, serving.specs) if spec.worker_id not in serving.unroutable]
-
-    def _serving(self, request: Request) -> Serving:
-        return self._catalog.tenant(request.tenant).serving(request.model)
 
     def _prepare(self, request: Request) -> tuple[Request, dict[Geometry, bytes]]:
         """Return the request by the name of its base model, and the block hashes of its prompt."""
         request = resolve(request, self._catalog.tenant(request.tenant))
-        serving, prompt = self._serving(request), request.prompt
+        serving, prompt = self._catalog.serving(request), request.prompt
         longest = serving.longest_prompt
         if longest is not None and prompt.own_tokens > longest and not prompt.unknown:
             raise PromptTooLong(prompt.own_tokens, longest, field=prompt.field)
@@ -196,7 +193,7 @@ class RoutingFlow:
             overlaps,
             # What runs is not placed, and not booked as if it came now: `attachment` does that.
             None if request.running else booking,
-            knows_workers=bool(self._serving(request).specs),
+            knows_workers=bool(self._catalog.serving(request).specs),
             refresh=refresh,
         )
         worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
@@ -216,7 +213,7 @@ class RoutingFlow:
         return decision
 
     def _round_robin(self, request: Request, overlaps: Overlaps, problem: str) -> Decision:
-        spec, rank = self._rounds.take(request, self._serving(request).specs)
+        spec, rank = self._rounds.take(request, self._catalog.serving(request).specs)
         self._metrics.degraded("scheduler")
         self._warnings.warning("round-robin", "workers take turns, nothing is booked: %s", problem)
         booking: Booking | None = None
@@ -233,7 +230,7 @@ class RoutingFlow:
     def _round_robin_instead(self, request: Request, overlaps: Overlaps, error: NotFound) -> Decision:
         """Place a request for something that no scheduler knows, but this gateway does: it need not wait until they
         know it."""
-        if not self._serving(request).specs:
+        if not self._catalog.serving(request).specs:
             raise error
         try:
             return self._round_robin(request, overlaps, f"scheduler: {error}")

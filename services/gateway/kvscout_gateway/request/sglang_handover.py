@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
 from kvscout_gateway.engines.faults import Ejection, EngineFailed
-from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.attempt import Attempt, Reply
 from kvscout_gateway.request.plan import PrefillFailed
 from kvscout_gateway.values.decision import Decision
@@ -71,7 +70,7 @@ class SglangHandover:
                 nonlocal answered
                 document = await attempt.read(await attempt.send({**meeting, **_UNSTREAMED}, whole_answer=False))
                 answered = True
-                attempt.prefilled(usage_of_answer(attempt.dialect, document))
+                attempt.prefilled(attempt.dialect.usage(document))
 
             async def generate() -> None:
                 await decode.relay(await decode.send({**meeting, **again}), reply)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_gateway.engines.faults import failure_behind
-from kvscout_gateway.engines.usage import usage_of_answer
 from kvscout_gateway.request.attempt import Attempt, Reply
 from kvscout_gateway.request.plan import PrefillFailed
 from kvscout_gateway.values.request import Request
@@ -49,7 +48,7 @@ class VllmHandover:
         async def compute(attempt: Attempt) -> None:
             nonlocal transfer
             document = await attempt.read(await attempt.send(PREFILL, whole_answer=False))
-            attempt.prefilled(usage_of_answer(attempt.dialect, document))
+            attempt.prefilled(attempt.dialect.usage(document))
             transfer = document.get("kv_transfer_params")
             if not transfer:
                 worker = attempt.decision.worker.worker_id

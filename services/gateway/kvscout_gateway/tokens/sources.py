@@ -115,8 +115,7 @@ class Tokens:
         return ""
 
     def _choose(self, tenant: str, model: str) -> Tokenizing | None:
-        view = self._catalog.tenant(tenant)
-        serving = view.serving(view.resolve(model, "").model)
+        serving = self._catalog.tenant(tenant).serving(model)
         workers = self._reachable(tenant, [w for w in serving.specs if w.worker_id not in serving.unroutable])
         if not workers:
             return None

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from kvscout.v1 import types_pb2
-from kvscout_common.http.http import Dialect, Form, HttpRequest
+from kvscout_common.http.dialect import Dialect
+from kvscout_common.http.http import Form, HttpRequest
 from kvscout_common.observability import tracing
 from kvscout_common.worker import Role
 from kvscout_gateway.values.decision import Decision

@@ -26,13 +26,12 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvscout_common.http.http import Dialect
 from kvscout_common.identity.identity import current_identity
 from kvscout_common.observability import tracing
 from kvscout_common.observability.log_lines import about_request
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.engines.faults import EngineFailed, fault_of_status
-from kvscout_gateway.engines.usage import output_tokens_of, usage_of_stream
+from kvscout_gateway.engines.usage import output_tokens_of
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.endpoint_picker import wire
 from kvscout_gateway.fronts.endpoint_picker.access_log import Over
@@ -47,6 +46,7 @@ from kvscout_gateway.request.exchange import Exchange
 from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.request.routing import resolve
 from kvscout_gateway.tokens.engine_comparison import Compared
+from kvscout_gateway.values.dialects import OPENAI
 from kvscout_gateway.values.request import Request
 
 log = logging.getLogger("kvscout.gateway")
@@ -174,8 +174,7 @@ class ExchangePicker:
 
     def worker_at(self, request: Request, address: str) -> str:
         """Return the id of the worker of a request's model that has an address; "" = there is none."""
-        view = self._catalog.tenant(request.tenant)
-        specs = view.serving(view.resolve(request.model, request.lora_name).model).specs
+        specs = self._catalog.serving(request).specs
         return next((spec.worker_id for spec in specs if address_of(spec.http_endpoint) == address), "")
 
     def keep(self, pick: ExchangePick) -> None:
@@ -222,7 +221,7 @@ class ExchangePicker:
         return priority if limit is None else min(priority, limit)
 
     async def _request_of(self, asked: PickRequest, tenant: str, view: TenantView) -> Request:
-        specs = view.serving(view.resolve(asked.model, "").model).specs
+        specs = view.serving(asked.model).specs
         # A worker that only schedulers know is found out about when it was picked.
         allowed = reachable(specs, asked.subset)
         if not allowed and (specs or asked.subset is not None):
@@ -332,7 +331,7 @@ class ExchangePick:
                 least = 1 if self._attempt.request.output.max_tokens == 1 else 0
                 self._attempt.generated(output_tokens_of(account) or least)
             if self._attempt is not None and account is not None and not self._attempt.request.prompt.unknown:
-                self._attempt.ended(usage_of_stream(Dialect.OPENAI, account))
+                self._attempt.ended(OPENAI.usage({"usage": account}))
                 if self._compared is not None:
                     endpoint = self._attempt.decision.endpoint
                     self._picker.comparison.end(self._compared, endpoint, account.get("prompt_tokens"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvscout.v1 import gateway_pb2
-from kvscout_common.http.http import Dialect, Form, HttpAnswer, PrefixedSink, Sink
+from kvscout_common.http.http import Form, HttpAnswer, PrefixedSink, Sink
 from kvscout_common.identity.identity import AccessRole, Identity
 from kvscout_common.observability.log_lines import about_request
 from kvscout_gateway.fronts.grpc import translate
@@ -13,6 +13,7 @@ from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
 from kvscout_gateway.request.attempt import AttemptContext
 from kvscout_gateway.request.exchange import Exchanges
 from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.dialects import OPENAI
 from kvscout_gateway.values.request import Request
 
 
@@ -63,7 +64,7 @@ class _WithLogprobs:
         self._client = client
         self._context = context
         self._body = request.body
-        self._dialect = Dialect.OPENAI
+        self._dialect = OPENAI
 
     async def placed(self, decision: Decision) -> None:
         """See `Reply`."""

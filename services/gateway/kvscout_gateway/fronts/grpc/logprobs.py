@@ -11,11 +11,13 @@ from functools import partial
 from typing import Any
 
 from kvscout.v1 import gateway_pb2
+from kvscout_common.http.dialect import Dialect
 from kvscout_common.http.engine_http import parsed
 from kvscout_common.http.event_relay import EventRelay
-from kvscout_common.http.http import Dialect, Form, Sink, StreamReport
+from kvscout_common.http.http import Form, Sink, StreamReport
 from kvscout_common.http.json_scan import load_json
 from kvscout_gateway.engines.faults import EngineFailed
+from kvscout_gateway.values.dialects import SGLANG
 
 MAX_VALUES = 500_000
 """In one event: SGLang's has those of all tokens until then."""
@@ -35,7 +37,7 @@ class LogprobSink:
     def __init__(self, sink: Sink, dialect: Dialect, max_tokens: int | None) -> None:
         self._sink = sink
         self._chunks = EventRelay(Form.MESSAGES, dialect, max_tokens, StreamReport())
-        self._read = _of_completion if dialect is Dialect.OPENAI else _SglangLogprobs()
+        self._read = _SglangLogprobs() if dialect is SGLANG else _of_completion
         self._line: list[bytes] = []
         """Chunks of a line that has not ended; the transport bounds it."""
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvscout_common.errors import ResourceExhausted, Unavailable
-from kvscout_common.http.http import Dialect, HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
+from kvscout_common.http.dialect import Dialect, Usage
+from kvscout_common.http.http import HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
 from kvscout_common.observability import tracing
 from kvscout_common.observability.log_lines import about_request
-from kvscout_gateway.engines.answer import account_read, answer_read
+from kvscout_gateway.engines.answer import answer_read
 from kvscout_gateway.engines.vllm import common_headers
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
@@ -23,6 +24,7 @@ from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body
 from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.dialects import OPENAI
 from kvscout_gateway.values.request import EngineAdapter, Request, new_request_id
 
 MAX_READ_BYTES: Final = 64 * 1024
@@ -59,7 +61,7 @@ class ClientJson:
 
     def dialect(self, adapter: EngineAdapter) -> Dialect:
         """See `RequestBody`: OpenAI's, whatever else the engine speaks."""
-        return Dialect.OPENAI
+        return OPENAI
 
     async def write(
         self, adapter: EngineAdapter, to: Decision, request: Request, fields: Mapping[str, Any]
@@ -92,7 +94,7 @@ class Client:
         self._answered = False
         self.request_id = ""
         self.decision: Decision | None = None
-        self.usage: dict[str, Any] = {}
+        self.usage: Usage | None = None
         """Usage that the engine reported."""
 
     async def placed(self, decision: Decision) -> None:
@@ -111,13 +113,13 @@ class Client:
         """See `Sink`: all of an answer that comes at once."""
         assert self._answer is not None
         self._answered = True
-        self.usage = await _usage_of(data)
+        self.usage = OPENAI.usage(await answer_read(data)) if len(data) <= MAX_READ_BYTES else None
         await self._call.respond(self._answer.status, self._headers(self._answer), data)
 
     async def end(self) -> None:
         """End the answer."""
         if not self._whole_answer and self._answer is not None:
-            self.usage = account_read(self._answer.report.usage)
+            self.usage = self._answer.report.usage
             await self._call.end()
 
     async def fail(self, error: Exception) -> None:
@@ -195,7 +197,8 @@ class Generation:
                 await client.fail(error)
                 return
         if compared is not None and client.decision is not None:
-            comparison.end(compared, client.decision.endpoint, client.usage.get("prompt_tokens"))
+            reported = client.usage.prompt_tokens if client.usage is not None else None
+            comparison.end(compared, client.decision.endpoint, reported)
 
     async def _run(self, request: Request, session: str, client: Client) -> None:
         preferred = self._worker_of(session, request) if session else ""
@@ -214,8 +217,3 @@ class Generation:
         attempts = self._context.exchanges.context
         able = attempts.health.reachable(request.tenant, attempts.routing.candidates(request))
         return worker_of(session, (spec.worker_id for spec in able))
-
-
-async def _usage_of(answer: bytes) -> dict[str, Any]:
-    usage = (await answer_read(answer)).get("usage") if len(answer) <= MAX_READ_BYTES else None
-    return usage if isinstance(usage, dict) else {}

@@ -72,7 +72,7 @@ class Passthrough:
     def _workers(self, tenant: str, model: str) -> Sequence[WorkerSpec]:
         """Return who may be asked, in an order that spreads requests; who fails what others run comes last."""
         view = self._context.catalog.tenant(tenant)
-        specs = view.serving(view.resolve(model, "").model).specs if model else tuple(view.specs.values())
+        specs = view.serving(model).specs if model else tuple(view.specs.values())
         if not specs:
             raise NotFound(f"no worker serves {model!r}" if model else "there are no workers", field="model")
         able = random_workers(self._health, tenant, specs, specs)

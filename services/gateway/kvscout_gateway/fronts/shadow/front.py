@@ -8,9 +8,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvscout_common.errors import DeadlineExceeded, InternalError, InvalidArgument, KvscoutError, Unavailable
+from kvscout_common.http.dialect import Usage
 from kvscout_common.http.http import (
     Charge,
-    Dialect,
     Form,
     HttpAnswer,
     HttpCall,
@@ -19,9 +19,8 @@ from kvscout_common.http.http import (
     SinkStalled,
 )
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.engines.answer import account_read, answer_read
+from kvscout_gateway.engines.answer import answer_read
 from kvscout_gateway.engines.faults import EngineFailed, Fault
-from kvscout_gateway.engines.usage import Usage, usage_of_answer, usage_of_stream
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
 from kvscout_gateway.fronts.body import model_of, parsed, with_usage
@@ -32,6 +31,7 @@ from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.fronts.shadow.score import Generation, Score, Scores
+from kvscout_gateway.values.dialects import OPENAI
 
 MAX_READ_BYTES: Final = 1024 * 1024
 """Bytes of an answer that comes as a whole: a longer one is passed on and not read for its usage."""
@@ -204,13 +204,14 @@ class _Passing:
             await answer.relay(
                 self._call,
                 self._form,
+                OPENAI,
                 on_first_output=lambda: self._first_output(score),
                 write_seconds=self._engines.client_write_seconds,
             )
         finally:
             report = answer.report
             self._passed = bool(report.passed)
-            self._usage = usage_of_stream(Dialect.OPENAI, account_read(report.usage))
+            self._usage = report.usage
             self._metrics.of(score.generation.tenant, score.generation.model).between_tokens(report)
         if report.error:
             self.failure = InternalError("an engine reported an error in its stream")
@@ -227,7 +228,7 @@ class _Passing:
         if self._score is not None and 200 <= answer.status < 300:
             self._first_output(self._score, whole_answer=True)
             if len(kept) <= MAX_READ_BYTES:
-                self._usage = usage_of_answer(Dialect.OPENAI, await answer_read(bytes(kept)))
+                self._usage = OPENAI.usage(await answer_read(bytes(kept)))
 
     def _first_output(self, score: Score, *, whole_answer: bool = False) -> None:
         seconds = time.perf_counter() - self._started

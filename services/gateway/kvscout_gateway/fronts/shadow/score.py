@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvscout_common.errors import KvscoutError
+from kvscout_common.http.dialect import Usage
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import Role
 from kvscout_gateway.engines.observation import predicted_cached_tokens
-from kvscout_gateway.engines.usage import Usage
 from kvscout_gateway.fronts.body import JsonBody
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.json_request import request_of
@@ -147,8 +147,7 @@ class Score:
         if request.prompt.unknown:
             return LeftOut.TOKENS
         self._isl_tokens = request.prompt.own_tokens
-        view = self._context.catalog.tenant(generation.tenant)
-        roles = view.serving(view.resolve(generation.model, "").model).routable_roles
+        roles = self._context.catalog.serving(request).routable_roles
         decision = await self._context.exchanges.context.routing.place(
             replace(
                 request,
