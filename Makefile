@@ -127,15 +127,13 @@ ifneq ($(CARGO),)
 	cargo clippy --quiet --manifest-path $(NATIVE) -- -D warnings
 endif
 
-protos: $(DEVELOP) ## Generate anew the code of everything under protos/, docs/api.md and the blocking client.
+protos: $(DEVELOP) ## Generate anew the code of everything under protos/, and docs/api.md.
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) protos/generate.py
 	$(PY) protos/reference.py
-	$(PY) clients/generate_blocking.py
 
 protos-check: $(DEVELOP) ## Fail if the generated code is not what the .proto files say, or they break callers of the last release.
 	PATH="$(CURDIR)/.venv/bin:$$PATH" $(PY) protos/generate.py --check
 	$(PY) protos/reference.py --check
-	$(PY) clients/generate_blocking.py --check
 	$(PY) protos/compatibility.py
 
 protos-release: $(DEVELOP) ## Make the API as it is the one that later changes must not break.

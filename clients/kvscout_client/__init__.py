@@ -11,7 +11,7 @@
         events.publish_stored(token_ids, [16, 16], block_hashes)
 """
 
-from kvscout_client.blocking_router import BlockingBooking, BlockingRouter
+from kvscout_client.blocking import BlockingBooking, BlockingRouter
 from kvscout_client.booking import Booking
 from kvscout_client.calls import NotSecured
 from kvscout_client.kv_publisher import KvEventPublisher, PublisherStatus

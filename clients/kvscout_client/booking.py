@@ -3,55 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvscout_client.results import FreeOutcome, RouteDecision
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import Role
 
+if TYPE_CHECKING:
+    from kvscout_client.router import Router
+
 log = logging.getLogger("kvscout.client")
-
-
-class Lifecycle(Protocol):
-    """Calls of a router that a booking makes."""
-
-    async def mark_prefill_complete(
-        self, request_id: str, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
-    ) -> bool:
-        """Report the first token."""
-        ...
-
-    async def renew(
-        self,
-        request_ids: Iterable[str],
-        *,
-        model: str = "",
-        attempt_id: int = 0,
-        role: Role = Role.AGGREGATED,
-        lease_seconds: int = 0,
-    ) -> list[str]:
-        """Renew leases; return the requests that are no longer booked."""
-        ...
-
-    async def add_output(
-        self, request_id: str, blocks: int, *, model: str = "", attempt_id: int = 0, role: Role = Role.AGGREGATED
-    ) -> int:
-        """Add generated blocks; return their number in all."""
-        ...
-
-    async def free(
-        self,
-        request_id: str,
-        *,
-        model: str = "",
-        attempt_id: int = 0,
-        role: Role = Role.AGGREGATED,
-        output_tokens: int = 0,
-    ) -> FreeOutcome:
-        """End the request."""
-        ...
 
 
 class Booking:
@@ -72,7 +34,7 @@ class Booking:
 
     def __init__(
         self,
-        router: Lifecycle,
+        router: Router,
         decision: RouteDecision,
         *,
         request_id: str,

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from kvscout.v1 import events_pb2
 from kvscout_client.booking import Booking
-from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
-from kvscout_client.router import Router, WorkerId
+from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions, WorkerId
+from kvscout_client.router import Router
 from kvscout_client.tokens import Tokens
 from kvscout_common.errors import InvalidArgument
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import TypeAlias, TypedDict
 
 from kvscout.v1 import gateway_pb2, types_pb2
+from kvscout_common.hashing import MmItem
+from kvscout_common.worker import Role
+
+WorkerId: TypeAlias = str | int
+"""A worker's id; a number stands for its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +72,29 @@ class RouterOverride:
     def to_proto(self) -> types_pb2.RouterConfigOverride:
         """Return the protobuf message."""
         return types_pb2.RouterConfigOverride(**asdict(self))
+
+
+class RouteOptions(TypedDict, total=False):
+    """Keyword arguments of `Router.route`, which explains them."""
+
+    block_hashes: Iterable[int]
+    block_size: int | None
+    isl_tokens: int
+    attempt_id: int
+    model: str
+    lora_name: str
+    cache_salt: str
+    mm_items: Iterable[MmItem]
+    role: Role
+    pinned_worker_id: WorkerId
+    pinned_dp_rank: int | None
+    allowed_worker_ids: Iterable[WorkerId]
+    required_labels: Mapping[str, str] | None
+    override: RouterOverride | None
+    priority: int
+    expected_output_tokens: int
+    max_output_tokens: int
+    output_class: str
+    estimate_prefill_complete: bool
+    explain: bool
+    lease_seconds: int

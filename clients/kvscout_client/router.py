@@ -6,13 +6,20 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from enum import Enum
 from types import TracebackType
-from typing import Any, Final, TypeAlias, TypeVar, overload
+from typing import Any, Final, TypeVar, Unpack, overload
 
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_client import decode, encode
 from kvscout_client.booking import Booking
 from kvscout_client.calls import RETRIES, Calls, started_within
-from kvscout_client.options import OutputOptions, RouterOverride, SamplingOptions, StopConditions
+from kvscout_client.options import (
+    OutputOptions,
+    RouteOptions,
+    RouterOverride,
+    SamplingOptions,
+    StopConditions,
+    WorkerId,
+)
 from kvscout_client.results import (
     ActiveRequest,
     BusyThresholds,
@@ -34,8 +41,6 @@ from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerSpec
 
 M = TypeVar("M")
 
-WorkerId: TypeAlias = str | int
-"""A worker's id; a number stands for its text."""
 PAGE_SIZE = 1_000
 """Entries of a page of a list: an answer stays far below what a message may have."""
 
@@ -99,61 +104,11 @@ class Router:
 
     @overload
     async def route(
-        self,
-        token_ids: Tokens = (),
-        *,
-        request_id: None = None,
-        block_hashes: Iterable[int] = (),
-        block_size: int | None = None,
-        isl_tokens: int = 0,
-        attempt_id: int = 0,
-        model: str = "",
-        lora_name: str = "",
-        cache_salt: str = "",
-        mm_items: Iterable[MmItem] = (),
-        role: Role = Role.AGGREGATED,
-        pinned_worker_id: WorkerId = "",
-        pinned_dp_rank: int | None = None,
-        allowed_worker_ids: Iterable[WorkerId] = (),
-        required_labels: Mapping[str, str] | None = None,
-        override: RouterOverride | None = None,
-        priority: int = 0,
-        expected_output_tokens: int = 0,
-        max_output_tokens: int = 0,
-        output_class: str = "",
-        estimate_prefill_complete: bool = False,
-        explain: bool = False,
-        lease_seconds: int = 0,
+        self, token_ids: Tokens = (), *, request_id: None = None, **options: Unpack[RouteOptions]
     ) -> RouteDecision: ...
 
     @overload
-    async def route(
-        self,
-        token_ids: Tokens = (),
-        *,
-        request_id: str,
-        block_hashes: Iterable[int] = (),
-        block_size: int | None = None,
-        isl_tokens: int = 0,
-        attempt_id: int = 0,
-        model: str = "",
-        lora_name: str = "",
-        cache_salt: str = "",
-        mm_items: Iterable[MmItem] = (),
-        role: Role = Role.AGGREGATED,
-        pinned_worker_id: WorkerId = "",
-        pinned_dp_rank: int | None = None,
-        allowed_worker_ids: Iterable[WorkerId] = (),
-        required_labels: Mapping[str, str] | None = None,
-        override: RouterOverride | None = None,
-        priority: int = 0,
-        expected_output_tokens: int = 0,
-        max_output_tokens: int = 0,
-        output_class: str = "",
-        estimate_prefill_complete: bool = False,
-        explain: bool = False,
-        lease_seconds: int = 0,
-    ) -> Booking: ...
+    async def route(self, token_ids: Tokens = (), *, request_id: str, **options: Unpack[RouteOptions]) -> Booking: ...
 
     async def route(
         self,

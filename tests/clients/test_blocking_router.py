@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from support.fake_gateway import FakeGateway, fake_gateway
@@ -17,8 +14,6 @@ from support.fake_gateway import FakeGateway, fake_gateway
 from kvscout.v1 import gateway_pb2
 from kvscout_client import BlockingBooking, BlockingRouter, Booking, FreeOutcome, RouteDecision, Router
 from kvscout_common.errors import InvalidArgument, NotFound, Unavailable
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -47,11 +42,6 @@ def gateway() -> Iterator[FakeGateway]:
 def router(gateway: FakeGateway) -> Iterator[BlockingRouter]:
     with BlockingRouter(gateway.address, model="m", timeout_seconds=10) as router:
         yield router
-
-
-def test_it_is_what_is_generated() -> None:
-    check = [sys.executable, str(ROOT / "clients" / "generate_blocking.py"), "--check"]
-    subprocess.run(check, check=True, timeout=60)
 
 
 @pytest.mark.parametrize(("original", "twin"), [(Router, BlockingRouter), (Booking, BlockingBooking)])
