@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use super::json::{Cursor, Field, is_true};
+use super::json::{Cursor, is_true};
 
 /// Longer ones are not read: the event loop has a few milliseconds for each.
 pub const MAX_DOCUMENT: usize = 4 << 20;
@@ -242,7 +242,7 @@ impl Documents {
     fn value<'a>(&self, node: &Node, cursor: &mut Cursor<'a>, found: &mut Found<'a>) -> Option<()> {
         let (start, before) = (cursor.place(), found.len());
         let means = |wanted| node.meanings.iter().any(|(meaning, _)| *meaning == wanted);
-        let (mut text, mut ids, mut count, mut fits) = (None, Field::Absent, None, false);
+        let (mut text, mut ids, mut count, mut fits) = (None, None, None, false);
         match cursor.peek()? {
             b'{' if !node.fields.is_empty() => {
                 fits = true;
@@ -280,7 +280,7 @@ impl Documents {
                     self.value(items, cursor, found)
                 })?;
             }
-            b'[' if means(Meaning::TokenIds) => ids = cursor.tokens_field()?,
+            b'[' if means(Meaning::TokenIds) => ids = cursor.tokens()?,
             b'"' => text = Some(cursor.string()?),
             b'-' | b'0'..=b'9' => count = cursor.number()?.and_then(|count| u32::try_from(count).ok()),
             _ => drop(cursor.skip()?),
@@ -299,7 +299,7 @@ impl Documents {
             let value = match meaning {
                 Meaning::Text => text.clone().map(Value::Text),
                 Meaning::Finish => text.clone().map(Value::Finish),
-                Meaning::TokenIds => std::mem::take(&mut ids).get(&mut false).map(Value::TokenIds),
+                Meaning::TokenIds => ids.take().map(Value::TokenIds),
                 Meaning::Count(which) => count.map(|count| Value::Count(*which, count)),
                 Meaning::Error => is_true(raw).then_some(Value::Error(raw)),
                 Meaning::ErrorMark => matches.then_some(Value::ErrorMark),

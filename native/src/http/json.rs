@@ -11,29 +11,6 @@ pub const MAX_DEPTH: usize = 200;
 /// Python refuses to make a number of more digits.
 const MAX_DIGITS: usize = 4300;
 
-/// A field of an object: what was looked for, or that it has another type. `null` is as good as absent.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum Field<T> {
-    #[default]
-    Absent,
-    Wrong,
-    Is(T),
-}
-
-impl<T> Field<T> {
-    /// What it is; notes if it has the wrong type.
-    pub fn get(self, wrong: &mut bool) -> Option<T> {
-        match self {
-            Self::Absent => None,
-            Self::Wrong => {
-                *wrong = true;
-                None
-            }
-            Self::Is(value) => Some(value),
-        }
-    }
-}
-
 /// A place in a text. Everything returns `None` where the text is no JSON.
 #[derive(Debug)]
 pub struct Cursor<'a> {
@@ -163,37 +140,19 @@ impl<'a> Cursor<'a> {
         Some(json_text::decoded(&self.text[begin..self.at - 1]))
     }
 
-    /// A field that counts something.
-    pub fn count_field(&mut self) -> Option<Field<u32>> {
-        match self.peek()? {
-            b'-' | b'0'..=b'9' => {
-                let count = self.number()?.and_then(|count| u32::try_from(count).ok());
-                Some(count.map_or(Field::Wrong, Field::Is))
-            }
-            _ => self.other(),
-        }
-    }
-
-    /// A field that is a list of token ids.
-    pub fn tokens_field(&mut self) -> Option<Field<Vec<u32>>> {
-        if self.peek()? != b'[' {
-            return self.other();
-        }
+    /// A list of token ids; Some(None): another one.
+    pub fn tokens(&mut self) -> Option<Option<Vec<u32>>> {
         let (mut tokens, mut right) = (Vec::new(), true);
         self.array(|cursor| {
-            match cursor.count_field()? {
-                Field::Is(token) => tokens.push(token),
-                _ => right = false,
+            let number = matches!(cursor.peek()?, b'-' | b'0'..=b'9');
+            let token = if number { cursor.number()? } else { cursor.skip().map(|_| None)? };
+            match token.and_then(|token| u32::try_from(token).ok()) {
+                Some(token) => tokens.push(token),
+                None => right = false,
             }
             Some(())
         })?;
-        Some(if right { Field::Is(tokens) } else { Field::Wrong })
-    }
-
-    /// Passes over a value of another type than was looked for.
-    pub fn other<T>(&mut self) -> Option<Field<T>> {
-        let value = self.skip()?;
-        Some(if value == "null" { Field::Absent } else { Field::Wrong })
+        Some(right.then_some(tokens))
     }
 }
 
