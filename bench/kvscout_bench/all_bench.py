@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from kvscout_bench.gateway_bench import GatewayBench
-from kvscout_bench.gateway_stack import ENVOY, SMG
+from kvscout_bench.gateway_stack import ENVOY, ROUTERS
 from kvscout_bench.harness import Bench, Row, Say, rounded
 from kvscout_bench.http_bench import HttpBench
 from kvscout_bench.index_bench import IndexBench
@@ -29,7 +29,7 @@ from kvscout_common.hashing import backend_name
 DYNAMO = "dynamo"
 PEERS: Mapping[str, str] = {
     DYNAMO: f"dynamo-kv-router 1.6.1 (crate), {WHEEL.replace('==', ' ')} (wheel: indexer, selection service)",
-    "smg": SMG.replace("==", " "),
+    **{name: wheel.replace("==", " ") for name, wheel in ROUTERS.items()},
     "envoy": ENVOY.replace("==", " "),
 }
 """Peers, and the parts of each that are measured."""
@@ -70,11 +70,11 @@ class Report:
     quick: bool
     parts: Mapping[str, Measured]
 
-    def lost(self) -> list[tuple[str, Row]]:
-        """Return rows in which a peer that was measured is better, the worst first, with their parts."""
-        rows = [(name, row) for name, part in self.parts.items() for row in part.rows]
-        worse = [(name, row) for name, row in rows if row.ratio is not None and row.ratio < 1 and row.peer_is_measured]
-        return sorted(worse, key=lambda each: each[1].ratio or 0.0)
+    def lost(self) -> list[tuple[str, Row, str]]:
+        """Return rows in which a peer is better, the worst first: with their parts, and the peer."""
+        rows = [(name, row, peer) for name, part in self.parts.items() for row in part.rows for peer in row.peers]
+        ratios = [(ratio, each) for each in rows if (ratio := each[1].ratio(each[2])) is not None and ratio < 1]
+        return [each for _, each in sorted(ratios, key=lambda pair: pair[0])]
 
     def missed(self) -> list[tuple[str, Row]]:
         """Return rows that miss their goals, with their parts."""
@@ -97,8 +97,8 @@ class Report:
                 }
                 for name, part in self.parts.items()
             },
-            "lost": [row.workload for _, row in self.lost()],
-            "missed": [row.workload for _, row in self.missed()],
+            "lost": [f"{row.case.name}: {peer}" for _, row, peer in self.lost()],
+            "missed": [row.case.name for _, row in self.missed()],
         }
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvscout_bench.all_bench import Report
 from kvscout_bench.harness import Row
-
-_COLUMNS = "| | kvscout | p99 | goal | peer | its p99 | ratio | rounds |"
-_RULE = "|---|---|---|---|---|---|---|---|"
 
 
 def markdown(report: Report) -> str:
@@ -37,36 +34,53 @@ def _lines(report: Report) -> Iterator[str]:
             yield f"**Ended early:** {part.failure}"
         if part.rows:
             yield ""
-            yield _COLUMNS
-            yield _RULE
-            yield from map(_row, part.rows)
+            yield from _table(part.rows)
     yield ""
     yield "## Where we lose"
     yield ""
     lost, missed = report.lost(), report.missed()
-    yield from (f"* {name}: {row.title}: {number(row.value)} {row.unit}, peer {number(row.peer)}" for name, row in lost)
-    yield from (
-        f"* {name}: {row.title}: {number(row.value)} {row.unit}, goal {number(row.goal)}" for name, row in missed
-    )
+    for name, row, peer in lost:
+        ours, theirs = number(row.ours.value), number(row.peers[peer].value)
+        yield f"* {name}: {row.title}: {ours} {row.case.unit}, {peer} {theirs}"
+    for name, row in missed:
+        yield f"* {name}: {row.title}: {number(row.ours.value)} {row.case.unit}, goal {number(row.case.goal)}"
     if not lost and not missed:
         yield "Nowhere in this run." if not report.quick else "A short run judges nothing."
 
 
-def _row(row: Row) -> str:
-    value = f"{number(row.value)} {row.unit}"
-    low, high = row.spread
-    peer = "–" if row.peer is None else number(row.peer) if row.peer_is_measured else f"({number(row.peer)})"
-    cells = (
-        row.title.replace("|", "/"),
-        f"**{value}**" if row.met is False else value,
-        number(row.p99),
-        number(row.goal),
-        peer,
-        number(row.peer_p99),
-        f"{row.ratio:.2f}×" if row.ratio else "–",
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    head = columns(rows)
+    yield f"| {' | '.join(['', *head[1:]])} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        title, value, *others = cells(row, head)
+        value = f"**{value}**" if row.met is False else value
+        yield f"| {' | '.join((title.replace('|', '/'), value, *others))} |"
+
+
+def columns(rows: Iterable[Row]) -> list[str]:
+    """Return the heads of a table: one for each peer after those that all tables have."""
+    peers = dict.fromkeys(peer for row in rows for peer in row.peers)
+    return ["workload", "kvscout", "rounds", "p99", "goal", "published", *peers]
+
+
+def cells(row: Row, head: Sequence[str]) -> tuple[str, ...]:
+    """Return the cells of a row below the heads of `columns`."""
+
+    def peer(name: str) -> str:
+        ratio = row.ratio(name) if name in row.peers else None
+        return f"{number(row.peers[name].value)} ({ratio:.2f}×)" if ratio else "–"
+
+    low, high = row.ours.spread
+    return (
+        row.title,
+        f"{number(row.ours.value)} {row.case.unit}",
         f"{number(low)} … {number(high)}",
+        number(row.ours.p99),
+        number(row.case.goal),
+        " … ".join(map(number, row.case.published)) if row.case.published else "–",
+        *map(peer, head[6:]),
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def number(value: float | None) -> str:

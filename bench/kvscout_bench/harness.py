@@ -6,7 +6,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from kvscout_bench.machine import Machine, this_machine
@@ -15,8 +15,6 @@ from kvscout_common.errors import InvalidArgument
 
 OURS = "ours"
 """Name of our side; other sides have the names of the peers."""
-PUBLISHED = " (peer: published)"
-"""End of the title of a row whose peer did not run: its published figures are shown."""
 
 Sample = Any
 """Result of one run of a workload by one side."""
@@ -47,7 +45,9 @@ class Case:
     """Workload that is run; "": the one with the case's name."""
     p99: Callable[[Sample], float] | None = None
     parts: Callable[[Sample], Mapping[str, float]] | None = None
-    """Our value by process."""
+    """The value by process."""
+    beside: Callable[[Sample], Mapping[str, float]] | None = None
+    """The same of processes that are not measured: load generator, engines."""
     published: tuple[float, float] | None = None
     """Least and largest value that a peer published, shown where no peer is run."""
 
@@ -74,6 +74,10 @@ class Side:
     values: tuple[float, ...]
     p99s: tuple[float, ...] = ()
     """99th percentiles of the same; empty: they are not defined."""
+    parts: tuple[Mapping[str, float], ...] = ()
+    """The values by process."""
+    beside: tuple[Mapping[str, float], ...] = ()
+    """The same of processes that are not measured."""
 
     @property
     def value(self) -> float:
@@ -85,95 +89,73 @@ class Side:
         """Return the median over the rounds of each round's 99th percentile."""
         return statistics.median(self.p99s) if self.p99s else None
 
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Return the least and the largest of the rounds."""
+        return min(self.values), max(self.values)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return medians and all rounds as JSON values, numbers to four digits."""
+        rounds = {"values": self.values, "p99s": self.p99s}
+        parts = {"parts": self.parts, "beside": self.beside}
+        return {
+            "value": rounded(self.value),
+            "p99": rounded(self.p99),
+            **{name: [*map(rounded, numbers)] for name, numbers in rounds.items() if numbers},
+            **{
+                name: [{part: rounded(value) for part, value in each.items()} for each in measured]
+                for name, measured in parts.items()
+                if measured
+            },
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result."""
+    """One line of the result: a case, and the sides that have it."""
 
-    workload: str
-    title: str
-    value: float
-    """Median over the rounds, in `unit`."""
-    unit: str
-    goal: float | None
-    met: bool | None
-    """None: there is no goal, or the run was too short to judge."""
-    peer: float | None
-    """The peer's median; None: it was not run, or has no such workload."""
-    ratio: float | None
-    """Factor by which ours is better than the peer; below 1 is worse."""
-    p99: float | None
-    peer_p99: float | None
-    spread: tuple[float, float]
-    """Least and largest of the rounds."""
-    peer_spread: tuple[float, float] | None
-    rounds: int
+    case: Case
+    ours: Side
+    peers: Mapping[str, Side] = field(default_factory=dict)
+    """Those that were run, by name."""
+    judged: bool = True
+    """The run was long enough to say that a goal is met or missed."""
     machine: Machine = field(default_factory=this_machine, repr=False)
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Our value by process, in microseconds."""
 
     @property
-    def peer_is_measured(self) -> bool:
-        """Return whether its peer ran beside ours: else published figures are shown."""
-        return self.peer is not None and PUBLISHED not in self.title
+    def met(self) -> bool | None:
+        """Return whether we reach the goal; None: there is none, or the run was too short to judge."""
+        return self.case.met(self.ours.value) if self.judged else None
+
+    @property
+    def title(self) -> str:
+        """Return the title of the case, with the medians of our processes."""
+        if not self.ours.parts:
+            return self.case.title
+        parts = {name: statistics.median(each[name] for each in self.ours.parts) for name in self.ours.parts[0]}
+        return f"{self.case.title} ({', '.join(f'{name} {value:.0f}' for name, value in parts.items())})"
+
+    def ratio(self, peer: str) -> float | None:
+        """Return the factor by which ours is better than a peer; below 1 is worse."""
+        ours, theirs = self.ours.value, self.peers[peer].value
+        better, worse = (ours, theirs) if self.case.more_is_better else (theirs, ours)
+        return better / worse if worse else None
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as JSON values, numbers to four digits."""
         return {
-            "workload": self.workload,
-            "title": self.title,
-            "value": rounded(self.value),
-            "unit": self.unit,
-            "goal": rounded(self.goal),
+            "workload": self.case.name,
+            "title": self.case.title,
+            "unit": self.case.unit,
+            "goal": rounded(self.case.goal),
             "met": self.met,
-            "peer": rounded(self.peer),
-            "ratio": rounded(self.ratio),
-            "p99": rounded(self.p99),
-            "peer_p99": rounded(self.peer_p99),
-            "spread": [rounded(value) for value in self.spread],
-            "peer_spread": [rounded(value) for value in self.peer_spread] if self.peer_spread else None,
-            "rounds": self.rounds,
+            **self.ours.as_json(),
+            "published": self.case.published,
+            "peers": {
+                name: {"ratio": rounded(self.ratio(name)), **peer.as_json()} for name, peer in self.peers.items()
+            },
             "machine": asdict(self.machine),
-            **({"parts": {name: round(value, 1) for name, value in self.parts.items()}} if self.parts else {}),
         }
-
-
-def compare(
-    case: Case, ours: Side, peer: Side | None, *, judge: bool = True, parts: Mapping[str, float] | None = None
-) -> Row:
-    """Return the row of the two sides of a case.
-
-    Args:
-        peer: None: it has no such workload, or was not run; the ratio is then to the best that it published.
-        judge: The run was long enough to say that a goal is met or missed.
-        parts: Our value by process.
-    """
-    title, ratio, peer_spread = case.title, None, None
-    if peer is not None:
-        peer_spread = min(peer.values), max(peer.values)
-    elif case.published is not None:
-        title, peer, peer_spread = title + PUBLISHED, Side(case.published[:1]), case.published
-    if parts:
-        title += f" ({', '.join(f'{part} {value:.0f}' for part, value in parts.items())})"
-    if peer is not None:
-        better, worse = (ours.value, peer.value) if case.more_is_better else (peer.value, ours.value)
-        ratio = better / worse if worse else None
-    return Row(
-        workload=case.name,
-        title=title,
-        value=ours.value,
-        unit=case.unit,
-        goal=case.goal,
-        met=case.met(ours.value) if judge else None,
-        peer=peer.value if peer else None,
-        ratio=ratio,
-        p99=ours.p99,
-        peer_p99=peer.p99 if peer else None,
-        spread=(min(ours.values), max(ours.values)),
-        peer_spread=peer_spread,
-        rounds=len(ours.values),
-        parts=parts or {},
-    )
 
 
 def side_of(case: Case, side: str, samples: Samples) -> Side | None:
@@ -181,7 +163,11 @@ def side_of(case: Case, side: str, samples: Samples) -> Side | None:
     taken = samples.get((side, case.workload))
     if not taken:
         return None
-    return Side(tuple(map(case.value, taken)), tuple(map(case.p99, taken)) if case.p99 else ())
+
+    def of_each(read: Callable[[Sample], Any] | None) -> tuple[Any, ...]:
+        return tuple(map(read, taken)) if read else ()
+
+    return Side(of_each(case.value), *map(of_each, (case.p99, case.parts, case.beside)))
 
 
 def interleave(sides: Sequence[str], workloads: Sequence[str], measure: Measure, *, rounds: int) -> Samples:
@@ -289,7 +275,7 @@ class Bench(ABC):
         """Start what all runs share, which `running` ends; return what runs a workload."""
 
     def rows(self, cases: Sequence[Case], samples: Samples) -> Iterator[Row]:
-        """Yield a row for each case and each peer that has it.
+        """Yield a row for each case.
 
         Raises:
             DriverFailed: Our side does not have a case.
@@ -298,20 +284,8 @@ class Bench(ABC):
             ours = side_of(case, OURS, samples)
             if ours is None:
                 raise DriverFailed(f"{case.name}: our side does not have it")
-            parts = _median_parts(case, samples[OURS, case.workload])
-            peers = [(name, side) for name in self.peers if (side := side_of(case, name, samples))]
-            for name, peer in peers:
-                row = compare(case, ours, peer, judge=not self.quick, parts=parts)
-                yield replace(row, title=f"{row.title}; peer {name}")
-            if not peers:
-                yield compare(case, ours, None, judge=not self.quick, parts=parts)
-
-
-def _median_parts(case: Case, samples: Sequence[Sample]) -> Mapping[str, float] | None:
-    if case.parts is None:
-        return None
-    parts = [case.parts(sample) for sample in samples]
-    return {name: statistics.median(each[name] for each in parts) for name in parts[0]}
+            peers = {name: side for name in self.peers if (side := side_of(case, name, samples))}
+            yield Row(case, ours, peers, judged=not self.quick)
 
 
 def rounded(value: float | None) -> float | None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from kvscout_bench.gateway_bench import OUR_TRANSPORT, GatewayBench, StartStack, streams
+from kvscout_bench.gateway_bench import OUR_TRANSPORT, GatewayBench, streams
+from kvscout_bench.gateway_loads import StartStack, Target
 from kvscout_bench.gateway_stack import envoy
 from kvscout_bench.harness import OURS
 from kvscout_bench.http_pump import pump_stack
@@ -22,15 +23,14 @@ class HttpBench(GatewayBench):
             "http",
             "HTTP to HTTP",
             lambda chunks: lambda client: client.complete(chunks),
-            http=True,
             goals_us=(400.0, 30.0),
         ),
         *streams(
             "messages",
             "Events to gRPC messages",
             lambda chunks: lambda client: client.generate(chunks),
-            http=False,
-            goals_us=(550.0, 25.0),
+            Target.GRPC,
+            (550.0, 25.0),
         ),
     )
     PEERS: ClassVar[Collection[str]] = ("aiohttp", "envoy")

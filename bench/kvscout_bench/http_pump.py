@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ import grpc
 
 from kvscout.v1 import gateway_pb2
 from kvscout_bench.gateway_engines import MODEL
-from kvscout_bench.gateway_load import random_tokens
+from kvscout_bench.gateway_prompts import random_tokens
 from kvscout_bench.gateway_stack import Stack
 from kvscout_bench.peer import BENCH_ENVIRONMENT
 from kvscout_bench.service_process import ReadyProcess
@@ -32,20 +33,22 @@ _SERVICE = "kvscout.v1.Gateway"
 _JSON = (("content-type", "application/json"),)
 
 
-def pump_stack(engines: list[str], transport: str) -> Stack:
+def pump_stack(engines: list[str], flags: Sequence[str], transport: str) -> Stack:
     """Start the pump before the first of some engines.
 
     Args:
         engines: Addresses.
+        flags: Of our services; it has none.
         transport: Carries the calls.
 
     Raises:
         DriverFailed: It does not become ready.
     """
     command = [sys.executable, "-m", "kvscout_bench.http_pump", "--engine", engines[0], "--transport", transport]
-    pump = ReadyProcess("pump", command, environment=BENCH_ENVIRONMENT)
+    running = ExitStack()
+    pump = running.enter_context(ReadyProcess("pump", command, environment=BENCH_ENVIRONMENT))
     grpc_address, http_address = (f"127.0.0.1:{pump.ready[name]}" for name in ("port", "http_port"))
-    return Stack({"pump": pump}, grpc_address=grpc_address, http_address=http_address)
+    return Stack({"pump": pump}, running, grpc_address=grpc_address, http_address=http_address)
 
 
 class _Pump:

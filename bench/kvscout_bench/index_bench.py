@@ -184,12 +184,11 @@ class IndexBench(Bench):
         """Measure as `Bench.run` does; a row from Python has the native row of the same run for its goal."""
         native_us: dict[str, float] = {}
         for row in Bench.run(self, say):
-            layer, _, workload = row.workload.partition("/")
+            layer, _, workload = row.case.name.partition("/")
             if layer == Layer.NATIVE:
-                native_us[workload] = row.value
-            elif row.goal is None and workload in native_us:
-                goal = native_us[workload] + PYTHON_SURCHARGE_US
-                row = replace(row, goal=goal, met=None if self.quick else row.value <= goal)
+                native_us[workload] = row.ours.value
+            elif row.case.goal is None and workload in native_us:
+                row = replace(row, case=replace(row.case, goal=native_us[workload] + PYTHON_SURCHARGE_US))
             yield row
 
     def start(self, running: ExitStack, say: Say) -> Measure:

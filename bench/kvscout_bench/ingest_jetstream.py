@@ -53,12 +53,12 @@ def _ingest(load: Load, say: Say) -> dict[str, float]:
         server = stack.enter_context(NatsProcess())
         indexer = stack.enter_context(_indexer(server))
         _register(indexer)
-        before, started = indexer.cpu_seconds(), time.monotonic()
+        before, started = indexer.cpu_ns(), time.monotonic()
         asyncio.run(_publish(server.url, load))
         indexer.until_applied(load.messages)
-        used = indexer.cpu_seconds() - before
+        used = indexer.cpu_ns() - before
         say(f"{load.messages} messages of {load.blocks} blocks in {time.monotonic() - started:.2f} s")
-    return {"message": used / load.messages * 1e6, "block": used / (load.messages * load.blocks) * 1e6}
+    return {"message": used / load.messages / 1e3, "block": used / (load.messages * load.blocks) / 1e3}
 
 
 def _restart(load: Load, say: Say) -> dict[str, float]:

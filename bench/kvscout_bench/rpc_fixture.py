@@ -7,7 +7,7 @@ from typing import Self
 
 import zmq
 
-from kvscout_bench.gateway_load import random_tokens
+from kvscout_bench.gateway_prompts import random_tokens
 from kvscout_bench.ingest_publisher import BLOCK_SIZE, Engine, scattered
 from kvscout_bench.peer import DriverFailed
 

@@ -157,14 +157,14 @@ async def _open_stream(address: str) -> AsyncIterator[Any]:
 
 def lifecycle_cpu_us(process: SchedulerProcess, gateway: Gateway, lifecycles: int) -> float:
     """Return the CPU time of the process a lifecycle, in microseconds; blocks."""
-    before = 0.0
+    before = 0
 
     def begins() -> None:
         nonlocal before
-        before = process.cpu_seconds()
+        before = process.cpu_ns()
 
     asyncio.run(gateway.run(process.address, lifecycles, begins))
-    return (process.cpu_seconds() - before) / lifecycles * 1e6
+    return (process.cpu_ns() - before) / lifecycles / 1e3
 
 
 def bytes_a_booking(process: SchedulerProcess, bookings: int, *, blocks: int) -> float:

@@ -15,9 +15,9 @@ from kvscout_common.errors import InvalidArgument
 def test_a_quick_run_gives_a_row_without_a_verdict() -> None:
     said: list[str] = []
     rows = list(IndexBench(only=("python/hot/find_hashes",), quick=True).run(said.append))
-    assert [row.workload for row in rows] == ["python/hot/find_hashes"]
-    assert rows[0].value > 0
-    assert (rows[0].met, rows[0].peer, rows[0].rounds) == (None, None, 1)
+    assert [row.case.name for row in rows] == ["python/hot/find_hashes"]
+    assert rows[0].ours.value > 0
+    assert (rows[0].met, rows[0].peers, len(rows[0].ours.values)) == (None, {}, 1)
     assert json.loads(json.dumps(rows[0].as_json()))["unit"] == "µs"
     assert "python/hot/find_hashes" in said
 
@@ -30,8 +30,8 @@ def test_work_on_a_whole_rank_has_its_rows() -> None:
         # It is done to an index without queries.
         for suffix in (("/call",) if workload is RankWorkload.REPLACE else ("", "/call", "/wait"))
     ]
-    assert [row.workload for row in rows] == (names if len(usable_cores()) > 1 else [])
-    assert all(row.value > 0 and row.goal for row in rows)
+    assert [row.case.name for row in rows] == (names if len(usable_cores()) > 1 else [])
+    assert all(row.ours.value > 0 and row.case.goal for row in rows)
 
 
 def test_names_of_cases_are_unique_and_their_fixtures_exist() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from kvscout_bench.driver_commands import serve
 from kvscout_bench.ingest_bench import IngestBench
 from kvscout_bench.ingest_publisher import Publisher, stored
 from kvscout_bench.peer import DriverFailed
-from kvscout_bench.service_process import TICKS, IndexerProcess, cpu_of, until
+from kvscout_bench.service_process import IndexerProcess, until
 from kvscout_blocks.bytes.events import Stored
 from kvscout_blocks.bytes.wire import decode_batch
 from kvscout_common.errors import InvalidArgument
@@ -22,20 +21,20 @@ from kvscout_common.errors import InvalidArgument
 def test_a_quick_run_gives_rows_without_a_verdict_beside_the_published_figures() -> None:
     said: list[str] = []
     rows = list(IngestBench(only=("zmq/message", "zmq/visible"), quick=True).run(said.append))
-    assert [row.workload for row in rows] == ["zmq/message", "zmq/visible", "zmq/visible_p99"]
+    assert [row.case.name for row in rows] == ["zmq/message", "zmq/visible", "zmq/visible_p99"]
     message, visible, visible_p99 = rows
-    assert message.value > 0
-    assert (message.met, message.goal, message.peer, message.peer_spread) == (None, 8.0, 17.0, (17.0, 25.0))
-    assert 0 < visible.value <= visible_p99.value
-    assert (visible.peer, visible.ratio) == (None, None)
+    assert message.ours.value > 0
+    assert (message.met, message.case.goal, message.case.published, message.peers) == (None, 8.0, (17.0, 25.0), {})
+    assert 0 < visible.ours.value <= visible_p99.ours.value
+    assert visible.case.published is None
     assert json.loads(json.dumps(message.as_json()))["unit"] == "µs"
     assert "zmq/messages" in said
 
 
 def test_events_are_found_through_a_bridge() -> None:
     (row,) = IngestBench(only=("bridge/nats-core",), quick=True).run(lambda _: None)
-    assert row.value > 0
-    assert (row.met, row.goal, row.unit) == (None, 15.0, "ms")
+    assert row.ours.value > 0
+    assert (row.met, row.case.goal, row.case.unit) == (None, 15.0, "ms")
 
 
 def test_names_of_rows_are_unique() -> None:
@@ -67,13 +66,6 @@ def test_the_publisher_answers_every_line() -> None:
     assert prepared == {}
     assert (published["sent"], published["late_p99_ms"]) == (3, 0.0)
     assert "not a command" in refused["error"]
-
-
-def test_cpu_time_is_read_past_a_name_with_spaces(tmp_path: Path) -> None:
-    stat = tmp_path / "stat"
-    stat.write_text(f"7 (a ) b) S {' '.join(str(number) for number in range(4, 24))}\n")
-    # Fields 14 and 15 of proc(5).
-    assert cpu_of(stat) == (14 + 15) / TICKS
 
 
 def test_an_indexer_that_does_not_start_is_told() -> None:

@@ -25,17 +25,17 @@ ONE_OF_EACH = (
 
 @pytest.mark.skipif(not native_available(), reason="the extension is not built: nothing to compare")
 def test_a_quick_run_tells_what_every_kind_of_call_costs() -> None:
-    rows = {row.workload: row for row in RpcBench(only=ONE_OF_EACH, quick=True).run(lambda text: None)}
+    rows = {row.case.name: row for row in RpcBench(only=ONE_OF_EACH, quick=True).run(lambda text: None)}
     last = {w: "through" if w.endswith("/saturated") else "took" for w in ONE_OF_EACH}
     wanted = {f"{value}/{w}" for w in ONE_OF_EACH for value in ("server", "client", last[w])}
     assert set(rows) == wanted
-    assert all(row.value > 0 and row.peer is None and row.met is None for row in rows.values())
-    life = rows["server/life/512/8/100"].as_json()["parts"]
+    assert all(row.ours.value > 0 and not row.peers and row.met is None for row in rows.values())
+    life = rows["server/life/512/8/100"].as_json()["parts"][0]
     assert set(life) == {"gateway", "scheduler", "indexer"}
     assert life["scheduler"] > life["gateway"]
-    assert rows["through/python/0/8/saturated"].unit == "1/s"
+    assert rows["through/python/0/8/saturated"].case.unit == "1/s"
     took = rows["took/find/4096/8/300"]
-    assert took.p99 is not None and took.p99 >= took.value
+    assert took.ours.p99 is not None and took.ours.p99 >= took.ours.value
 
 
 def test_a_side_that_is_closed_leaves_no_service_behind() -> None:

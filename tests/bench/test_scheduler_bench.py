@@ -14,34 +14,29 @@ def test_a_quick_run_gives_rows_without_a_verdict_beside_the_published_figures()
     said: list[str] = []
     rows = list(SchedulerBench(only=("lifecycle/512", "memory", "replica"), quick=True).run(said.append))
     lifecycle, memory, replica = rows
-    assert [row.workload for row in rows] == ["process/lifecycle/512", "process/memory", "replica/visible_p99"]
-    assert lifecycle.value > 0
-    assert (lifecycle.met, lifecycle.goal, lifecycle.peer, lifecycle.peer_spread) == (
-        None,
-        140.0,
-        136.0,
-        (136.0, 172.0),
-    )
-    assert (memory.goal, memory.peer, memory.ratio) == (24.0, None, None)
-    assert (replica.unit, replica.goal, replica.met) == ("ms", 5.0, None)
-    assert replica.value > 0
+    assert [row.case.name for row in rows] == ["process/lifecycle/512", "process/memory", "replica/visible_p99"]
+    assert lifecycle.ours.value > 0
+    assert (lifecycle.met, lifecycle.case.goal, lifecycle.case.published) == (None, 140.0, (136.0, 172.0))
+    assert (memory.case.goal, memory.case.published, memory.peers) == (24.0, None, {})
+    assert (replica.case.unit, replica.case.goal, replica.met) == ("ms", 5.0, None)
+    assert replica.ours.value > 0
     assert "process/memory" in said
 
 
 def test_dequeues_of_a_long_queue_are_timed() -> None:
     (row,) = SchedulerBench(only=("core/queue",), quick=True).run(lambda said: None)
-    assert (row.goal, row.unit, row.met) == (200.0, "µs", None)
-    assert row.p99 is not None and row.p99 >= row.value > 0
+    assert (row.case.goal, row.case.unit, row.met) == (200.0, "µs", None)
+    assert row.ours.p99 is not None and row.ours.p99 >= row.ours.value > 0
 
 
 def test_lives_are_timed_also_while_workers_are_unwell_and_few_hold_a_prompt() -> None:
     well, unwell = SchedulerBench(only=("core/life/256",), quick=True).run(lambda said: None)
-    assert [row.workload for row in (well, unwell)] == ["core/life/256-workers", "core/life/256-workers/unwell"]
-    assert (well.unit, well.met, unwell.met) == ("µs", None, None)
-    assert well.value > 0 < unwell.value
+    assert [row.case.name for row in (well, unwell)] == ["core/life/256-workers", "core/life/256-workers/unwell"]
+    assert (well.case.unit, well.met, unwell.met) == ("µs", None, None)
+    assert well.ours.value > 0 < unwell.ours.value
     (row,) = SchedulerBench(only=("lifecycle/256-workers",), quick=True).run(lambda said: None)
-    assert (row.goal, row.peer) == (60.0, None)
-    assert row.value > 0
+    assert (row.case.goal, row.peers) == (60.0, {})
+    assert row.ours.value > 0
 
 
 def test_names_of_rows_are_unique() -> None:

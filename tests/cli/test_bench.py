@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvscout_bench.gateway_bench import GatewayBench
-from kvscout_bench.harness import Bench, Row, Say
+from kvscout_bench.harness import Bench, Case, Row, Say, Side
 from kvscout_bench.http_bench import HttpBench
 from kvscout_bench.index_bench import IndexBench
 from kvscout_bench.ingest_bench import IngestBench
@@ -20,19 +20,9 @@ from kvscout_bench.scheduler_bench import SchedulerBench
 from kvscout_cli.main import main
 
 ROW = Row(
-    workload="native/hot/find_hashes",
-    title="a find",
-    value=0.5,
-    unit="µs",
-    goal=0.8,
-    met=True,
-    peer=1.0,
-    ratio=2.0,
-    p99=0.7,
-    peer_p99=None,
-    spread=(0.4, 0.6),
-    peer_spread=None,
-    rounds=3,
+    Case(name="native/hot/find_hashes", title="a find", unit="µs", goal=0.4, value=float),
+    Side((0.5, 0.4, 0.6), (0.7,)),
+    {"a peer": Side((1.0,))},
     machine=Machine("a cpu", 2, 4.0, "6.1", "3.11", "rustc 1"),
 )
 
@@ -79,7 +69,7 @@ def test_a_run_of_everything_hands_each_part_its_peers_and_reports_as_json(start
     assert all(bench.quick for bench in started)
     report = json.loads(result.stdout)
     assert set(report["parts"]) == {"index", "rpc", "ingest", "scheduler", "gateway", "http"}
-    assert report["parts"]["index"]["rows"][0]["workload"] == ROW.workload
+    assert report["parts"]["index"]["rows"][0]["workload"] == ROW.case.name
 
 
 @pytest.mark.parametrize(
@@ -99,10 +89,10 @@ def test_every_subcommand_measures_its_own(started: list[Bench], name: str, benc
 
 
 def test_options_reach_the_benchmark(started: list[Bench]) -> None:
-    arguments = ["--peer", "dynamo", "--rounds", "2", "--only", "hot/", "--only", "large/", "--quick"]
+    arguments = ["--peer", "dynamo", "--rounds", "2", "--only", "hot/", "--only", "large/", "--seconds", "3"]
     result = CliRunner().invoke(main, ["bench", "index", *arguments])
     assert result.exit_code == 0, result.output
-    assert started == [IndexBench(peers=("dynamo",), rounds=2, only=("hot/", "large/"), quick=True)]
+    assert started == [IndexBench(peers=("dynamo",), rounds=2, only=("hot/", "large/"), seconds=3.0)]
 
 
 def test_several_peers_are_measured_in_one_run(started: list[Bench]) -> None:
@@ -121,7 +111,8 @@ def test_json_is_one_object_a_line_and_nothing_else(started: list[Bench]) -> Non
 def test_the_table_names_the_workload_its_goal_and_the_machine(started: list[Bench]) -> None:
     result = CliRunner().invoke(main, ["bench", "index"])
     assert "a find" in result.stdout
-    assert "2.00×" in result.stdout
+    assert "a peer" in result.stdout
+    assert "1 (2.00×)" in result.stdout
     assert "a cpu, 2 cores" in result.stdout
     assert len(started) == 1
 
