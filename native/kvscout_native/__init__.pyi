@@ -84,6 +84,13 @@ def scan_object(
         ValueError: It is no object, or beyond a bound.
     """
 
+def load_value(data: bytes, begin: int, end: int) -> Any:
+    """Return a value of a text that was scanned as Python objects; other threads run while a long one is made.
+
+    Raises:
+        ValueError: There is no value between these places.
+    """
+
 # --- index -----------------------------------------------------------------------------------------
 
 _Name = tuple[str, int]

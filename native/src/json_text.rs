@@ -96,42 +96,56 @@ pub fn characters(raw: &[u8]) -> usize {
 
 /// The text of a string that has been passed over; half of a surrogate pair becomes a question mark.
 pub fn decoded(raw: &str) -> Cow<'_, str> {
+    let push = |text: &mut String, code| text.push(char::from_u32(code).unwrap_or('?'));
+    unescape(raw, String::push_str, push).map_or(Cow::Borrowed(raw), Cow::Owned)
+}
+
+/// The same in bytes, of which half of a surrogate pair has three; None: there is no escape in it.
+pub fn decoded_bytes(raw: &str) -> Option<Vec<u8>> {
+    let push = |text: &mut Vec<u8>, code: u32| match char::from_u32(code) {
+        Some(character) => text.extend_from_slice(character.encode_utf8(&mut [0; 4]).as_bytes()),
+        None => text
+            .extend([0xe0 | code >> 12, 0x80 | code >> 6 & 0x3f, 0x80 | code & 0x3f].map(|byte| byte as u8)),
+    };
+    unescape(raw, |text, plain| text.extend_from_slice(plain.as_bytes()), push)
+}
+
+fn unescape<T: Default>(
+    raw: &str,
+    push_plain: impl Fn(&mut T, &str),
+    push: impl Fn(&mut T, u32),
+) -> Option<T> {
     let bytes = raw.as_bytes();
     let mut escapes = memchr(b'\\', bytes);
-    if escapes.is_none() {
-        return Cow::Borrowed(raw);
-    }
-    let (mut at, mut text) = (0, String::with_capacity(raw.len()));
+    escapes?;
+    let (mut at, mut text) = (0, T::default());
     while let Some(plain) = escapes {
-        text.push_str(&raw[at..at + plain]);
-        let (character, taken) = escaped(bytes, at + plain);
-        text.push(character);
+        push_plain(&mut text, &raw[at..at + plain]);
+        let (code, taken) = escaped(bytes, at + plain);
+        push(&mut text, code);
         at += plain + taken;
         escapes = memchr(b'\\', &bytes[at..]);
     }
-    text.push_str(&raw[at..]);
-    Cow::Owned(text)
+    push_plain(&mut text, &raw[at..]);
+    Some(text)
 }
 
-/// The character of an escape that has been passed over, and its bytes.
-fn escaped(raw: &[u8], at: usize) -> (char, usize) {
+/// The code of an escape that has been passed over, and its bytes.
+fn escaped(raw: &[u8], at: usize) -> (u32, usize) {
     match raw[at + 1] {
-        b'b' => ('\u{8}', 2),
-        b'f' => ('\u{c}', 2),
-        b'n' => ('\n', 2),
-        b'r' => ('\r', 2),
-        b't' => ('\t', 2),
+        b'b' => (0x8, 2),
+        b'f' => (0xc, 2),
+        b'n' => (0xa, 2),
+        b'r' => (0xd, 2),
+        b't' => (0x9, 2),
         b'u' => {
             let high = unit(raw, at).expect("it was passed over");
             match unit_of_pair(raw, at, high) {
-                Some(low) => {
-                    let code = 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
-                    (char::from_u32(code).expect("a pair is a character"), 12)
-                }
-                None => (char::from_u32(high).unwrap_or('?'), 6),
+                Some(low) => (0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00), 12),
+                None => (high, 6),
             }
         }
-        other => (other as char, 2),
+        other => (u32::from(other), 2),
     }
 }
 

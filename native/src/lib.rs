@@ -14,6 +14,7 @@ pub mod index;
 pub mod ingest;
 pub mod json_scan;
 mod json_text;
+pub mod json_value;
 pub mod load;
 pub mod protobuf;
 #[cfg(feature = "python")]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.http.json_scan import Packed, Place, scan_object
+from kvscout_common.http.json_scan import Packed, Place, load_value, scan_object
 
 INLINE_BYTES: Final = 256 * 1024
 """A longer text is scanned in a thread: the event loop has a few milliseconds for one request at most."""
 MAX_FIELD_BYTES: Final = 8 * 1024 * 1024
+"""Of a field that tells a prompt and becomes Python objects, in a thread if it is longer than `INLINE_BYTES`. All other
+fields have at most these. What is only passed on may be longer."""
 MAX_FIELD_VALUES: Final = 100_000
-"""Of a field that becomes Python objects, which holds up everything else: 20 ms at most. What is only passed on may be
-longer."""
+"""Of a field that becomes Python objects."""
 _PROMPT: Final = "prompt"
-_decoder: Final = json.JSONDecoder()
+_LONG: Final = frozenset({_PROMPT, "messages", "tools", "documents"})
 
 
 class Prompts(NamedTuple):
@@ -93,14 +93,14 @@ class Fields(Mapping[str, Any]):
     def is_long(self, name: str) -> bool:
         """Return whether a field is too long to be made here."""
         place = self.places[name]
-        return place.end - place.value > MAX_FIELD_BYTES or place.values > MAX_FIELD_VALUES
+        return place.end - place.value > _most_bytes(name) or place.values > MAX_FIELD_VALUES
 
     def _made(self, name: str) -> Any:
         place = self.places[name]
         if self.is_long(name):
             raise InvalidArgument(
                 f"has {place.end - place.value} bytes and {place.values} values;"
-                f" at most {MAX_FIELD_BYTES} and {MAX_FIELD_VALUES} are read",
+                f" at most {_most_bytes(name)} and {MAX_FIELD_VALUES} are read",
                 field=name,
             )
         return self._value(place.value, place.end)
@@ -116,5 +116,8 @@ class Fields(Mapping[str, Any]):
         return Prompts(made, count, self.places[_PROMPT].characters - len(made or ""))
 
     def _value(self, begin: int, end: int) -> Any:
-        value, _ = _decoder.raw_decode(self._data[begin:end].decode())
-        return value
+        return load_value(self._data, begin, end)
+
+
+def _most_bytes(name: str) -> int:
+    return MAX_FIELD_BYTES if name in _LONG else INLINE_BYTES

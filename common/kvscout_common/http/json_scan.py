@@ -7,7 +7,6 @@ extension, which lets other threads run meanwhile if the text is long, or, where
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvscout_common.hashing import native_available
@@ -89,13 +88,24 @@ def load_json(data: bytes, *, max_values: int) -> Any:
 
     Args:
         data: UTF-8.
-        max_values: In it, at any depth: a hundred thousand hold up everything else for 20 ms.
+        max_values: In it, at any depth.
 
     Raises:
         ValueError: It is no JSON, or there is more in it; says which, as a predicate.
     """
     scan_object(b'{"":' + data + b"}", strict=False, max_values=max_values)
-    return json.loads(data)
+    return load_value(data, 0, len(data))
+
+
+def load_value(data: bytes, begin: int, end: int) -> Any:
+    """Return a value of a text that was scanned as Python objects; other threads run while a long one is made.
+
+    Args:
+        data: The text.
+        begin: Where the value begins, in bytes.
+        end: Where it ends.
+    """
+    return _backend.load_value(data, begin, end)
 
 
 def write_tokens(token_ids: bytes) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvscout_common.http.token_json_reference import read_tokens, write_tokens
 
-__all__ = ["scan_object", "write_tokens"]
+__all__ = ["load_value", "scan_object", "write_tokens"]
 
 MAX_DEPTH: Final = 128
 """Arrays and objects within one another."""
@@ -91,6 +91,11 @@ _STRICT: Final = json.JSONDecoder(
 _LENIENT: Final = json.JSONDecoder(
     object_pairs_hook=_Members, parse_int=_integer, parse_float=lambda text: float(_bounded(text))
 )
+
+
+def load_value(data: bytes, begin: int, end: int) -> Any:
+    """See `kvscout_common.http.json_scan.load_value`."""
+    return json.loads(data[begin:end])
 
 
 def scan_object(

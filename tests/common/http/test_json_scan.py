@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from array import array
 from types import ModuleType
 from typing import Any
@@ -204,6 +205,9 @@ def test_random_objects_are_read_as_python_reads_them_and_alike() -> None:
         read = json.loads(bytes(data))
         found = {name: json.loads(bytes(data[value:end])) for name, _, value, end, _, _ in answers[0][0]}
         assert repr(found) == repr(read), bytes(data)
+        for backend in BACKENDS:
+            made = {name: backend.load_value(bytes(data), value, end) for name, _, value, end, _, _ in answers[0][0]}
+            assert repr(made) == repr(read), bytes(data)
     assert 100 < refused < 3900
 
 
@@ -248,3 +252,28 @@ def test_the_bounds_are_those_of_the_module() -> None:
     found = json_scan.scan_object(b'{"model": "m", "tokens": [1, 2]}', packed="tokens")
     assert found.packed.token_ids == packed(1, 2)
     assert found.places["tokens"] == json_scan.Place(15, 25, 31, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["[NaN, -Infinity, Infinity, 1e999, -0.0]", "[" + "9" * 400 + "]", '"\\ud83d\\ude00\\udc00x"']
+)
+def test_values_beyond_those_of_other_languages_are_pythons(backend: ModuleType, text: str) -> None:
+    assert repr(backend.load_value(text.encode(), 0, len(text))) == repr(json.loads(text))
+
+
+def test_other_threads_run_while_a_long_value_is_made() -> None:
+    if not native_available():
+        pytest.skip("json of the standard library holds the lock")
+    text = b"[" + b"[]," * 2_000_000 + b"[]]"
+    made, turns = threading.Event(), 0
+
+    def make() -> None:
+        json_scan.load_value(text, 0, len(text))
+        made.set()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    while not made.wait(0.0001):
+        turns += 1
+    thread.join()
+    assert turns > 100, "two thousand values at a time"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from array import array
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.http.json_fields import MAX_FIELD_BYTES, MAX_FIELD_VALUES, Prompts
-from kvscout_gateway.fronts.body import JsonBody
+from kvscout_common.http.json_fields import INLINE_BYTES, MAX_FIELD_BYTES, MAX_FIELD_VALUES, Prompts
+from kvscout_common.http.json_scan import load_value
+from kvscout_gateway.fronts.body import JsonBody, parsed
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -63,6 +65,29 @@ def test_a_field_with_too_much_in_it_is_passed_on_and_not_made() -> None:
         assert raised.value.field == "a"
         assert body.changed({"b": 2}) == b'{"a":' + value + b',"b":2,"prompt":[' + value + b"]}"
         assert body.changed({"a": 0, "prompt": None}) == b'{"a":0,"b":1}'
+
+
+def test_only_what_tells_a_prompt_may_be_longer_than_is_read_on_the_event_loop() -> None:
+    value = b'"' + b"x" * INLINE_BYTES + b'"'
+    body = JsonBody(b'{"messages":' + value + b',"tool_choice":' + value + b"}")
+    assert len(body.get("messages")) == INLINE_BYTES
+    with pytest.raises(InvalidArgument):
+        body.get("tool_choice")
+
+
+async def test_the_prompt_of_a_long_body_is_made_in_the_thread_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_in = set[int]()
+
+    def noted(data: bytes, begin: int, end: int) -> object:
+        made_in.add(threading.get_ident())
+        return load_value(data, begin, end)
+
+    monkeypatch.setattr("kvscout_common.http.json_fields.load_value", noted)
+    text = "a\n" * INLINE_BYTES
+    body = await parsed(json.dumps({"prompt": text}).encode())
+    assert body.get("prompt") == text
+    assert len(made_in) == 1
+    assert threading.get_ident() not in made_in
 
 
 def test_text_is_counted_whatever_its_length() -> None:

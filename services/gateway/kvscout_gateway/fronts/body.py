@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from kvscout_common.errors import InvalidArgument
@@ -84,9 +85,17 @@ async def parsed(data: bytes, charge: Charge | None = None) -> JsonBody:
     Raises:
         InvalidArgument: As `JsonBody`.
     """
-    read = JsonBody(data) if len(data) <= INLINE_BYTES else await read_in_thread(charge, JsonBody, data)
+    read = JsonBody(data) if len(data) <= INLINE_BYTES else await read_in_thread(charge, _read_long, data)
     read.charge = charge
     return read
+
+
+def _read_long(data: bytes) -> JsonBody:
+    """Read a body, and the prompt in it, which is looked at on the event loop."""
+    body = JsonBody(data)
+    with suppress(InvalidArgument):  # raised again by whoever looks at it
+        body.get("prompt")
+    return body
 
 
 async def json_of(call: HttpCall, charge: Charge) -> JsonBody:
