@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import socket
+import sys
+from pathlib import Path
 
 import aiohttp
+import grpc
 import pytest
+from chaos.members import Member
 from click.testing import CliRunner
-from support.gateway_stack import MODEL, connected, fresh_prompt, mocker_worker
+from support.free_ports import free_ports
+from support.gateway_stack import MODEL, GatewayClient, connected, fresh_prompt, mocker_worker
 from support.mocker_process import running_mocker
 from support.processes import eventually, running
 
@@ -78,21 +85,6 @@ async def test_requests_wait_for_room_and_leave_the_queue_when_their_client_does
             assert await queued() == 0
 
 
-async def test_an_indexer_or_scheduler_of_its_own_process_takes_the_place_of_the_embedded_one() -> None:
-    async with running("kvscout_scheduler.main") as scheduler, running("kvscout_indexer.main") as indexer:
-        flags = ("--scheduler", scheduler.address, "--indexer-timeout-ms", "2000")
-        async with running(SERVE, *flags) as half, running(SERVE, "--indexer", indexer.address, *flags) as none:
-            async with running_mocker() as mocker:
-                for served, its_indexer in ((half, half), (none, indexer)):
-                    async with connected(served, scheduler, its_indexer) as client:
-                        await client.register(mocker_worker("w0", mocker))
-                        prompt = fresh_prompt(64)
-                        await client.generate(prompt)
-                        await client.until_indexed(prompt, 4)
-                        assert (await client.route(prompt)).overlap_blocks == 4
-                        await client.until_idle()
-
-
 async def test_without_events_routed_prompts_are_predicted() -> None:
     async with running(SERVE, "--no-kv-events") as served, running_mocker() as mocker:
         async with connected(served, served, served) as client:
@@ -125,14 +117,76 @@ async def test_busy_thresholds_loads_and_dumps_come_from_the_same_process() -> N
         assert [batch async for batch in dumped]
 
 
-async def test_a_stop_lets_what_runs_end() -> None:
+async def test_a_stop_lets_streams_end_over_grpc_and_http_and_takes_no_more() -> None:
     slow = ("--speedup", "1", "--step-base-ms", "100")
     async with running(SERVE) as served, running_mocker(*slow) as mocker, connected(served, served, served) as client:
         await client.register(mocker_worker("w0", mocker))
-        generating = asyncio.create_task(client.generate(fresh_prompt(32), max_tokens=10))
-        await client.until_active()
-        served.process.send_signal(signal.SIGTERM)
-        assert len((await generating).token_ids) == 10
+        generating = asyncio.create_task(client.generate(fresh_prompt(32), max_tokens=20))
+        url = f"http://127.0.0.1:{served.ready['http_port']}/v1/completions"
+        body = {"model": MODEL, "prompt": list(fresh_prompt(32)), "max_tokens": 20, "stream": True}
+        async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+            await client.until_active()
+            served.process.send_signal(signal.SIGTERM)
+            assert (await answer.text()).rstrip().endswith("data: [DONE]")
+        assert len((await generating).token_ids) == 20
+        async with aiohttp.ClientSession() as http:
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await http.post(url, json=body)
+
+
+async def test_a_process_that_is_killed_under_load_starts_again_at_once_with_all_its_ports(tmp_path: Path) -> None:
+    ports = dict(zip(("--port", "--http-port", "--metrics-port", "--endpoint-picker-port"), free_ports(4), strict=True))
+    slow = ("--speedup", "1", "--step-base-ms", "20")
+    async with running_mocker(*slow) as mocker:
+        worker = {"worker_id": "w0", "model": MODEL, "block_size": 16, "engine": "mock", "http_endpoint": mocker.url}
+        events = [{"endpoint": mocker.ranks[0]["events"], "replay_endpoint": mocker.ranks[0]["replay"]}]
+        file = tmp_path / "workers.yaml"
+        file.write_text(json.dumps({"workers": [worker | {"event_endpoints": events}]}))
+        flags = [str(each) for pair in ports.items() for each in pair]
+        member = Member("serve", SERVE, *flags, "--workers-file", str(file))
+        address = f"127.0.0.1:{ports['--port']}"
+        prompt = fresh_prompt(64)
+        try:
+            for _ in range(3):
+                await member.start()
+                client = GatewayClient(address, address, address)
+                # Its index is that of the engine's cache, and nothing is booked.
+                answered = await client.generate(prompt)
+                assert answered.usage is not None
+                await client.until_indexed(prompt, 4)
+                assert await client.active() == []
+                calls = [client.start(fresh_prompt(32), max_tokens=1_000) for _ in range(8)]
+                await client.until_active()
+                await member.kill()
+                for each in calls:
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        async for _ in each:
+                            pass
+                await client.close()
+        finally:
+            await member.kill()
+
+
+async def test_a_port_that_is_taken_is_named_with_its_flag() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        async def error_of(flag: str) -> str:
+            ports = {"--port": 0, "--http-port": 0, "--metrics-port": 0, flag: port}
+            flags = [str(each) for pair in ports.items() for each in pair]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", SERVE, *flags, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
+            out, err = await process.communicate()
+            assert (process.returncode, out) == (1, b"")
+            return err.decode()
+
+        flags = ("--port", "--http-port", "--metrics-port", "--endpoint-picker-port")
+        for flag, error in zip(flags, await asyncio.gather(*map(error_of, flags)), strict=True):
+            assert f"cannot serve: cannot bind 127.0.0.1:{port} ({flag}): Address already in use" in error
+            assert "Traceback" not in error
 
 
 def test_flags_of_all_services_are_there_once_and_wrong_ones_are_named() -> None:
