@@ -138,9 +138,23 @@ _SHARE = click.FloatRange(0, 1)
 @option(
     "--gateways", type=_COUNT, default=1, show_default=True, help="Number of gateways; requests are spread over them."
 )
-@option("--replicas", type=_COUNT, default=1, show_default=True, help="Replicas of the scheduler.")
+@option(
+    "--replicas",
+    "replicas",
+    type=_COUNT,
+    multiple=True,
+    default=(1,),
+    help="Replicas of the scheduler, to which gateways belong in turn; may be repeated.  [default: 1]",
+)
 @option("--event-ms", type=_TIME, default=Latencies().event_ms, show_default=True, help="Delay of KV events.")
-@option("--sync-ms", type=_TIME, default=Latencies().sync_ms, show_default=True, help="Delay between replicas.")
+@option(
+    "--sync-ms",
+    "sync_ms",
+    type=_TIME,
+    multiple=True,
+    default=(Latencies().sync_ms,),
+    help=f"Delay between replicas; may be repeated.  [default: {Latencies().sync_ms:g}]",
+)
 @option("--lost-events", type=_SHARE, default=0.0, help="Share of the batches of KV events that never arrive.")
 @option("--restart-scheduler", type=_SHARE, help="After this share of the time in which flows arrive.")
 @option("--restart-gateway", type=_SHARE, help="Likewise; the first of them.")
@@ -254,20 +268,28 @@ def _replay(contenders: Sequence[Contender], options: dict[str, Any]) -> None:
 
 
 def _clusters(options: dict[str, Any]) -> list[Cluster]:
-    """Return a cluster for each number of workers and size of caches."""
+    """Return a cluster for each number of workers, size of caches, and replicas; a delay makes none for one replica."""
     kv_tokens, step = options["kv_tokens"], _made(StepTime, options | {"base_ms": options["step_base_ms"]})
     if options["engine_name"] is not None:
         known = known_engine(options["engine_name"])
         kv_tokens, step = kv_tokens or (known.kv_tokens,), known.step
-    parts = {"latencies": _made(Latencies, options), "faults": _made(Faults, options)}
+    faults = _made(Faults, options)
+    delays = options["sync_ms"]
+    replicas = [(count, delay) for count in options["replicas"] for delay in (delays if count > 1 else delays[:1])]
+    sizes = product(options["workers"], kv_tokens or (EngineSettings().kv_tokens,), replicas)
     return [
         _made(
             Cluster,
             options
-            | parts
-            | {"workers": workers, "engine": _made(EngineSettings, options | {"step": step, "kv_tokens": tokens})},
+            | {
+                "workers": workers,
+                "replicas": count,
+                "latencies": _made(Latencies, options | {"sync_ms": delay}),
+                "faults": faults,
+                "engine": _made(EngineSettings, options | {"step": step, "kv_tokens": tokens}),
+            },
         ).validate()
-        for workers, tokens in product(options["workers"], kv_tokens or (EngineSettings().kv_tokens,))
+        for workers, tokens, (count, delay) in sizes
     ]
 
 

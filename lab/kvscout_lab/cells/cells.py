@@ -69,6 +69,10 @@ class Cell(NamedTuple):
     load: float | None
     """Share of the rate at which `kv` saturates; None = the rate was given."""
     results: tuple[Result, ...]
+    replicas: int = 1
+    """Replicas of the scheduler."""
+    sync_ms: float = 0.0
+    """Delay between them, in milliseconds."""
 
 
 class Experiment:
@@ -143,6 +147,8 @@ class Experiment:
             rate,
             load,
             tuple(results),
+            cluster.replicas,
+            cluster.latencies.sync_ms,
         )
 
     def saturation(self, settings: SchedulerSettings | None = None) -> float:

@@ -33,6 +33,8 @@ def title(cell: Cell) -> str:
     workers = f"{cell.workers} workers"
     if cell.prefill_workers:
         workers = f"{cell.prefill_workers} prefill and {cell.workers} decode workers"
+    if cell.replicas > 1:
+        workers += f", {cell.replicas} schedulers {cell.sync_ms:g} ms apart"
     load = "" if cell.load is None else f" = {cell.load:.0%} of where kv saturates"
     requests = cell.results[0].measures.requests if cell.results else 0
     return (
@@ -110,6 +112,9 @@ class _Over(NamedTuple):
     """Above the policy with the most, seed by seed."""
     itl: Estimate
     hit_rate: Estimate
+    ttft_p99: Estimate
+    hottest: Estimate
+    """Mean batch of the fullest worker, in those of the mean worker."""
 
 
 def _over(group: Sequence[Cell]) -> list[_Over]:
@@ -129,6 +134,8 @@ def _over(group: Sequence[Cell]) -> list[_Over]:
             percent_apart(goodput[label], goodput[most]),
             estimate([each.itl.mean for each in found]),
             estimate([each.hit_rate for each in found]),
+            estimate([each.ttft.p99 for each in found]),
+            estimate([each.hottest for each in found]),
         )
         for label, found in runs.items()
     ]
@@ -138,7 +145,8 @@ def seeds_table(group: Sequence[Cell]) -> Table:
     """Return the policies of a cell side by side, over seeds, of which each is a cell of its own."""
     heading = f"{title(group[0])}, {len(group)} seeds"
     shown = Table(box=None, pad_edge=False, header_style="bold", title=heading, title_justify="left")
-    columns = ("policy", "TTFT mean", "above the least", "ITL mean", "well served", "above the most", "hit rate")
+    columns = ("policy", "TTFT mean", "above the least", "p99", "ITL mean", "well served", "above the most", "hit rate",
+               "hottest")  # fmt: skip
     for column in columns:
         shown.add_column(column, justify="left" if column == "policy" else "right")
     for each in _over(group):
@@ -146,10 +154,12 @@ def seeds_table(group: Sequence[Cell]) -> Table:
             each.label,
             _plus_minus(each.ttft, 1e3, " ms"),
             _plus_minus(each.ttft_percent, 1.0, " %"),
+            _plus_minus(each.ttft_p99, 1e3, " ms"),
             _plus_minus(each.itl, 1e3, " ms"),
             _plus_minus(each.goodput, 100.0, " %"),
             _plus_minus(each.goodput_percent, 1.0, " %"),
             _plus_minus(each.hit_rate, 100.0, " %"),
+            f"{each.hottest.mean:.2f}×",
         )
     return shown
 

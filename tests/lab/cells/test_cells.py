@@ -117,6 +117,17 @@ def test_the_command_makes_a_cell_of_each_combination() -> None:
     assert [(cell["workers"], cell["rate"]) for cell in cells] == [(2, 2.0), (2, 4.0), (3, 2.0), (3, 4.0)]
 
 
+def test_replicas_and_their_delays_make_cells_and_one_replica_has_no_delay() -> None:
+    arguments = [*SMALL, "--rate", "20", "--gateways", "2", "--replicas", "1", "--replicas", "2"]
+    result = CliRunner().invoke(main, [*arguments, "--sync-ms", "2", "--sync-ms", "1e9", "--seeds", "2", "--json"])
+    assert result.exit_code == 0
+    cells = [json.loads(line) for line in result.output.splitlines()]
+    assert [(cell["replicas"], cell["sync_ms"]) for cell in cells] == [(1, 2), (2, 2), (2, 1e9)]
+    assert all(row["ttft_p99"]["mean"] > 0 and row["hottest"]["mean"] >= 1 for cell in cells for row in cell["results"])
+    titles = CliRunner().invoke(main, [*arguments, "--sync-ms", "2"]).output
+    assert titles.count("2 schedulers 2 ms apart") == 1
+
+
 def test_cells_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra lab is not installed")
     picture = tmp_path / "cells.svg"
