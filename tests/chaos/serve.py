@@ -7,7 +7,7 @@ request may fail unless the process that it came through was killed, or stopped 
 
 When the faults end, requests are held open through every process: a quiet second later all three must have the same
 bookings and loads, and exactly those of the requests held once the owner timeout of the killed processes is over; a
-quiet second after the last is gone, nothing.
+quiet second after the last is gone, nothing. Their indexes must give the same overlaps.
 CHAOS_SEED repeats the choice of faults.
 """
 
@@ -27,6 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
+import grpc
 from support.free_ports import free_ports
 from support.nats_server import NatsServer
 from support.processes import eventually
@@ -35,9 +36,9 @@ from support.tcp_relay import TcpRelay
 
 from chaos.fronts import Front, GrpcFront, HttpFront, Wanted
 from chaos.members import Member, kill_all
-from kvscout.v1 import scheduler_pb2, workers_pb2
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, scheduler_pb2, workers_pb2
 from kvscout_common.errors import KvscoutError
-from kvscout_common.rpc.channel import call
+from kvscout_common.rpc.channel import call, open_channel
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("CHAOS_SEED", SystemRandom().randrange(2**32)))
@@ -123,6 +124,7 @@ class World:
         member = Member(
             f"w{number}", "kvscout_mocker.main", "--port", str(http), "--events-port", str(events),
             "--replay-port", str(replay), "--model", MODEL, "--speedup", "2",
+            "--buffer-steps", "1000000",
         )  # fmt: skip
         endpoint = workers_pb2.EventEndpoint(
             endpoint=f"tcp://127.0.0.1:{events}", replay_endpoint=f"tcp://127.0.0.1:{replay}"
@@ -162,11 +164,11 @@ class World:
     def fronts(self) -> list[Front]:
         """Return clients of every process and of the gateway."""
         made: list[Front] = []
-        for name, grpc, http in [
+        for name, rpc, http in [
             *((serve.name, serve.client.address, serve.http_port) for serve in self.serves),
             (GATEWAY, f"127.0.0.1:{self.gateway.ready['port']}", self.gateway.ready["http_port"]),
         ]:
-            made.append(GrpcFront(name, grpc))
+            made.append(GrpcFront(name, rpc))
             made.append(HttpFront(f"{name} http", name, f"http://127.0.0.1:{http}", begins_with_headers=False))
         return made
 
@@ -230,6 +232,23 @@ class World:
     async def states(self) -> list[State]:
         """Return what each process has booked."""
         return await asyncio.gather(*(serve.client.state() for serve in self.serves))
+
+    async def overlaps(self) -> list[list[dict[str, int]]]:
+        """Return the overlaps of prompts that many requests began with, as each process has them."""
+        channels = [open_channel(serve.client.address) for serve in self.serves]
+        prompts = [[topic * 10_000 + position for position in range(40 * BLOCK)] for topic in range(8)]
+
+        async def at(channel: grpc.aio.Channel) -> list[dict[str, int]]:
+            stub: Any = indexer_pb2_grpc.IndexerStub(channel)
+            requests = [indexer_pb2.FindMatchesRequest(model=MODEL, token_ids=prompt) for prompt in prompts]
+            found = [(await call(stub.FindMatches, request, timeout=10.0)).overlaps for request in requests]
+            return [dict(zip(one.worker_ids, one.device_blocks, strict=True)) for one in found]
+
+        try:
+            return [await at(channel) for channel in channels]
+        finally:
+            for channel in channels:
+                await channel.close()
 
     async def until_settled(self) -> None:
         """Wait until all processes are connected again."""
@@ -359,6 +378,11 @@ async def _compared(world: World, stack: AsyncExitStack, say: Any) -> list[str]:
         await asyncio.gather(*reading, return_exceptions=True)
     await asyncio.sleep(QUIET_SECONDS)
     wrong += [f"after all was freed: {line}" for line in differences(await world.states(), 0)]
+    overlaps = await world.overlaps()
+    if any(each != overlaps[0] for each in overlaps):
+        wrong.append(f"indexes differ: {overlaps}")
+    if not any(map(any, overlaps)):
+        wrong.append("indexes are empty")
     for serve in world.serves:
         figures = await call(serve.client.stub.GetReplicas, scheduler_pb2.GetReplicasRequest(), timeout=10)
         wrong += [f"{serve.name} diverged from {each.replica_id}" for each in figures.replicas if each.divergences]

@@ -19,7 +19,7 @@ from support.mocker_process import MockerProcess, running_mocker
 from support.nats_server import NatsServer, nats_server
 from support.processes import DEADLINE_SECONDS, Running, eventually, running, start
 
-from kvscout.v1 import gateway_pb2, scheduler_pb2
+from kvscout.v1 import gateway_pb2, scheduler_pb2, workers_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.rpc.channel import call
 
@@ -161,23 +161,32 @@ class Several:
 
 @asynccontextmanager
 async def several(number: int, *mockers: Sequence[str], transport: str = "zmq") -> AsyncIterator[Several]:
-    """Some processes, with workers w0, w1, … whose events come over ZMQ, or by bridges over NATS."""
+    """Some processes, and workers w0, w1, …
+
+    Args:
+        number: Of processes.
+        mockers: Flags of each engine.
+        transport: "zmq": registered at the first process; "file": in a workers file of all; else by bridges, whose
+            events come over NATS.
+    """
     async with nats_server() as nats, AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        shared = ("--nats-server", nats.url, "--router-replica-sync", "--indexer-timeout-ms", "2000")
-        started = await enter(
-            together(*(running(SERVE, *shared) for _ in range(number)), *(running_mocker(*each) for each in mockers))
-        )
-        processes, engines = started[:number], started[number:]
+        engines: list[MockerProcess] = await enter(together(*(running_mocker(*each) for each in mockers)))
+        workers = [mocker_worker(f"w{index}", engine) for index, engine in enumerate(engines)]
+        shared = ["--nats-server", nats.url, "--router-replica-sync", "--indexer-timeout-ms", "2000"]
+        if transport == "file":
+            file = nats.store / "workers.yaml"
+            file.write_text(json.dumps({"workers": [_entry(worker) for worker in workers]}))
+            shared += ["--workers-file", str(file)]
+        processes: list[Running] = await enter(together(*(running(SERVE, *shared) for _ in range(number))))
         clients = [await enter(connected(each, each, each)) for each in processes]
-        for index, engine in enumerate(engines):
+        for worker, engine in zip(workers, engines, strict=True):
             if transport == "zmq":
-                await clients[0].register(mocker_worker(f"w{index}", engine))
-            else:
-                bridge = await _bridge(f"w{index}", engine, nats, transport)
-                stack.push_async_callback(bridge.stop)
+                await clients[0].register(worker)
+            elif transport != "file":
+                stack.push_async_callback((await _bridge(worker.worker_id, engine, nats, transport)).stop)
         for client in clients:
-            await client.until_known(*(f"w{index}" for index in range(len(engines))))
+            await client.until_known(*(worker.worker_id for worker in workers))
 
             async def agrees(client: GatewayClient = client) -> bool:
                 known = await call(client.scheduler.GetReplicas, scheduler_pb2.GetReplicasRequest(), timeout=5)
@@ -187,6 +196,16 @@ async def several(number: int, *mockers: Sequence[str], transport: str = "zmq") 
         yield Several(nats, processes, clients)
 
 
+def _entry(worker: workers_pb2.Worker) -> dict[str, Any]:
+    """A worker as a workers file has it."""
+    (events,) = worker.event_endpoints
+    return {
+        "worker_id": worker.worker_id, "model": worker.model, "block_size": worker.block_size, "engine": "mock",
+        "http_endpoint": worker.http_endpoint, "total_kv_blocks": worker.total_kv_blocks,
+        "event_endpoints": [{"endpoint": events.endpoint, "replay_endpoint": events.replay_endpoint}],
+    }  # fmt: skip
+
+
 async def _bridge(worker_id: str, mocker: MockerProcess, nats: NatsServer, transport: str) -> Running:
     return await start(
         "kvscout_bridge.main", "--nats-server", nats.url, "--transport", transport, "--worker-id", worker_id,
@@ -194,7 +213,7 @@ async def _bridge(worker_id: str, mocker: MockerProcess, nats: NatsServer, trans
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("transport", ["zmq", "nats-core", "jetstream"])
+@pytest.mark.parametrize("transport", ["zmq", "file", "nats-core", "jetstream"])
 async def test_several_processes_have_the_same_workers_index_and_loads(transport: str) -> None:
     async with several(3, SLOW, SLOW, transport=transport) as world:
         prompt = fresh_prompt(4 * BLOCK)
