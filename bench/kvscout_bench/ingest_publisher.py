@@ -38,7 +38,7 @@ class Engine:
     """Publisher of one rank: a socket and its next batches, in the bytes of vLLM ≥ 0.24."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], blocks: int, hashes: Iterator[int]) -> None:
-        # An XPUB is a PUB that can tell when somebody has subscribed.
+        # An XPUB is a PUB that reports when somebody has subscribed.
         self.socket = context.socket(zmq.XPUB)
         self.socket.set(zmq.XPUB_VERBOSE, 1)
         self.socket.set(zmq.SNDHWM, 0)

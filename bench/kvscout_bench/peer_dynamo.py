@@ -112,7 +112,7 @@ class DynamoIndexer(DynamoService):
         return bool(json.loads(self._kept.getresponse().read())["scores"])
 
     def until_applied(self, batches: int) -> float:
-        """Wait until it has nothing to do, since it does not tell what it applied; return how long that took."""
+        """Wait until it has nothing to do, since it does not report what it applied; return how long that took."""
         self.until_quiet()
         return QUIET_SECONDS
 

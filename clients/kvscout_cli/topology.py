@@ -201,7 +201,7 @@ async def _connected(running: Running) -> None:
 
 def _unconnected(status: RouterStatus) -> str:
     missing = [
-        f"{helper.kind} {helper.address}: {helper.last_error or f'{helper.pending_registrations} workers not told yet'}"
+        f"{helper.kind} {helper.address}: {helper.last_error or f'{helper.pending_registrations} workers missing'}"
         for helper in status.helpers
         if helper.pending_registrations or helper.last_error
     ]

@@ -119,7 +119,7 @@ def _token_bytes(token_ids: Sequence[int] | bytes | bytearray | memoryview) -> b
             raise InvalidArgument("the bytes are not whole u32s", field="token_ids")
         return tokens
     try:
-        # operator.index: struct's own errors do not tell a float from a number out of range.
+        # operator.index: struct's own errors do not distinguish a float from a number out of range.
         ids = [operator.index(token) for token in token_ids]
     except TypeError:
         raise InvalidArgument("must be integers or the bytes of u32s", field="token_ids") from None

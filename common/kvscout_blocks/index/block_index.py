@@ -39,7 +39,7 @@ Invariants, checked by `check_invariants`:
    the longest time, in 64ths of the bound, the deepest before their parents. So whole prefixes stay, and
    nothing that was rooted becomes hidden. What was bound becomes a ghost that the engine still has: when a
    Stored names it, by itself or as a parent, it and its like above it get a copy again in each place in which all
-   full-attention groups had one, as far as no Removed told otherwise since.
+   full-attention groups had one, unless a Removed since said otherwise.
 
 Events of one worker must come in order, from one caller at a time. The reference (`reference`) serves one thread,
 such as an event loop, and does everything at once. The native backend serves any number of readers during writes: a

@@ -6,7 +6,7 @@ prefix that every group serves.
 
 An engine names a block alike in all groups, and most often keeps only some blocks of an event's tokens. So the prefix
 of a block follows from the full-attention groups, once the batch that stored it is applied (`settle`). Where they have
-not got it, it follows from the event, if that tells the content of each of its blocks.
+not got it, it follows from the event, if that has the content of each of its blocks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class WindowGroups:
         self.blocks, self.prefixes = {}, {}
 
     def learn(self, event: Stored) -> bool:
-        """Note a group's window the first time it is told; return whether it has one that can be judged."""
+        """Note a group's window the first time that an event names it; return whether it has one that can be judged."""
         if event.group not in self.groups:
             if not event.window or not event.block_size or event.block_size % self._block_size:
                 return False

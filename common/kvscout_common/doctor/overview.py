@@ -220,7 +220,7 @@ def _unknown_rows(worker: workers_pb2.Worker, seen: dict[RankName, Seen], *, wit
                 model=worker.model,
                 indexer="",
                 state=UNKNOWN,
-                reason="there is no indexer" if without_indexer else "no indexer told of it",
+                reason="there is no indexer" if without_indexer else "no indexer reported it",
                 well=without_indexer,
                 endpoint="",
                 last_event_age_seconds=None,

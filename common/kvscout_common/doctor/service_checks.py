@@ -27,7 +27,7 @@ def check_services(snapshot: Snapshot) -> Iterator[Symptom]:
         if symptom is not None:
             yield symptom
         for text in service.untold:
-            yield Symptom(UNTOLD, f"{service.name} does not tell {text}")
+            yield Symptom(UNTOLD, f"{service.name} does not report {text}")
 
 
 def check_helpers(snapshot: Snapshot) -> Iterator[Symptom]:

@@ -28,6 +28,7 @@ from kvscout_common.process.endings import INTENDED
 from kvscout_common.process.running_calls import ENDLESS, RunningCall, RunningCalls, draining
 from kvscout_common.rpc.handlers import Context, Continuation, Handler, Synchronous, read_message
 from kvscout_common.transport.statuses import caller_gone, status_of
+from kvscout_common.transport.waiting import running_task
 
 BEGIN_TRACES = frozenset({"FindMatches", "Generate", "Reserve", "Route", "Select", "SelectAndReserve"})
 """Rpcs with which a request begins; without a trace of their caller, all others are part of none."""
@@ -232,8 +233,7 @@ class GuardedMethod:
         return tracing.span(self.name.lstrip("/"), tracing.Kind.SERVER, parent=parent)
 
     async def _counted(self, request: Any, context: Context, identity: Identity) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
+        task = running_task()
         self.begin(task, identity)
         entered = enter(identity)
         try:

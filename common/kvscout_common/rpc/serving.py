@@ -52,6 +52,7 @@ from kvscout_common.rpc.transport_metrics import TransportCollector
 from kvscout_common.settings.config import ServerConfig
 from kvscout_common.transport import Transport, choose
 from kvscout_common.transport.keepalive import SERVER_OPTIONS
+from kvscout_common.transport.waiting import running_task
 from kvscout_common.variables import warn_of_variables
 
 log = logging.getLogger("kvscout.serving")
@@ -399,8 +400,7 @@ async def _bind(
 
 def _counted(handler: HttpHandler, calls: RunningCalls) -> HttpHandler:
     async def handle(call: HttpCall) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+        task = running_task()
         calls.begin(task, "HTTP")
         try:
             await handler(call)

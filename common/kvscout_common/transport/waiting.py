@@ -4,6 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
+
+
+def running_task() -> asyncio.Task[Any]:
+    """Return the task that runs now.
+
+    Raises:
+        RuntimeError: None does.
+    """
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("no task runs")
+    return task
 
 
 class Notice:

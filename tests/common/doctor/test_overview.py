@@ -50,7 +50,7 @@ def test_a_worker_that_no_indexer_told_of_and_one_where_there_is_no_indexer_are_
     [row] = overview(Snapshot((gateway(),))).sources
     assert (row.state, row.reason, row.well) == ("unknown", "there is no indexer", True)
     [row] = overview(Snapshot((gateway(), Service("h:1", Kind.INDEXER, error="no answer")))).sources
-    assert (row.state, row.reason, row.well) == ("unknown", "no indexer told of it", False)
+    assert (row.state, row.reason, row.well) == ("unknown", "no indexer reported it", False)
 
 
 def test_of_a_worker_that_claims_a_million_ranks_no_more_rows_are_made_than_a_worker_can_have() -> None:

@@ -21,7 +21,7 @@ from kvscout_gateway.tokens.found_tokenizers import (
     MAX_MODELS,
     FoundTokenizers,
     first_folder,
-    folder_told,
+    model_folder,
 )
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
@@ -88,7 +88,7 @@ def test_a_name_that_is_no_models_reads_nothing_else(cache: Path, name: str) -> 
     ],
 )
 def test_an_engines_page_names_its_folder_or_none(page: bytes, folder: str) -> None:
-    assert folder_told(page, "m") == folder
+    assert model_folder(page, "m") == folder
 
 
 async def test_no_request_waits_for_a_search(cache: Path) -> None:

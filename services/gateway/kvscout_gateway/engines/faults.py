@@ -1,4 +1,4 @@
-"""Failures of engines: the one table of who pays for each, and what tells them apart.
+"""Failures of engines: the one table of who pays for each, and how they are distinguished.
 
 A new kind of failure is a member of `Fault` and a row of `RULES`.
 """
@@ -174,7 +174,7 @@ def failed_everywhere(failures: Sequence[EngineFailed], suffix: str = "") -> Kvs
 
 
 def failure_behind(error: BaseException) -> EngineFailed | None:
-    """Return what an engine did that an error tells of; None = no engine is behind it."""
+    """Return the failure of an engine behind an error; None = no engine is behind it."""
     return error.__cause__ if isinstance(error.__cause__, EngineFailed) else None
 
 

@@ -73,7 +73,7 @@ class HealthChecks:
         for spec in due:
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             if self._has_output(spec, self._period):
-                self._told(spec)
+                self._report(spec)
                 continue
             await self._places.acquire()
             group.create_task(self._check(spec), name=f"check {spec.worker_id}")
@@ -88,7 +88,7 @@ class HealthChecks:
             self._places.release()
         if problem:
             self._warnings.warning(spec.worker_id, "worker %s: %s", spec.worker_id, problem)
-        self._told(spec, problem)
+        self._report(spec, problem)
         if self._health.is_silent(spec.tenant, spec.worker_id):
             self._lost(spec, f"does not answer its health checks: {problem}", asked_at)
 
@@ -105,7 +105,7 @@ class HealthChecks:
             return f"{request.url}: no answer within {TIMEOUT_SECONDS:g} s"
         return f"{request.url} answers {answer.status}" if answer.status >= 500 else ""
 
-    def _told(self, spec: WorkerSpec, problem: str = "") -> None:
+    def _report(self, spec: WorkerSpec, problem: str = "") -> None:
         if self._health.checked(spec.tenant, spec.worker_id, problem):
             gets = "no requests: it does not answer its health checks" if problem else "requests again"
             log.warning("worker %s gets %s", spec.worker_id, gets)

@@ -6,7 +6,7 @@ A request may stand in line inside its engine. Output for others says that the e
 request is that of its worker rank, up to a limit; and the prompts that came before its own take their time, too.
 
 An answer that comes as a whole shows nothing of its engine until it is complete: its silence says nothing, and only its
-time is limited. Health checks tell when an engine is lost, and end at once whatever waits for it.
+time is limited. Health checks find that an engine is lost, and end at once whatever waits for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from kvscout_common.http.http import StreamReport
+from kvscout_common.transport.waiting import running_task
 
 LOOK_SECONDS = 5.0
 """Seconds between two checks of a request whose timeout is over."""
@@ -188,10 +189,8 @@ class Bounded:
         self._expired = False
 
     def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task, self._cancelling = task, task.cancelling()
-        self._loop = task.get_loop()
+        self._task = running_task()
+        self._cancelling, self._loop = self._task.cancelling(), self._task.get_loop()
         now = self._loop.time()
         left = max(0.0, min(self._watch.left(now), LOOK_SECONDS))
         self._timer = self._loop.call_at(now + left, self._look)

@@ -76,7 +76,7 @@ def to_balancer(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bo
 
 
 def from_balancer(answer: Headers) -> list[tuple[str, str]]:
-    """Return the headers of its answer: all but those that tell browsers which pages may see it."""
+    """Return the headers of its answer: all but those that say to browsers which pages may see it."""
     dropped = _connection_options(answer) | _OF_ONE_HOP
     return [
         (name, value)

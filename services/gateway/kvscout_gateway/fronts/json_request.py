@@ -27,7 +27,7 @@ async def request_of(
         model: Model or adapter, as the client names it.
 
     Raises:
-        InvalidArgument: The prompt is too long, or what tells prompts apart is no text.
+        InvalidArgument: The prompt is too long, or the salt of its cache is no text.
     """
     prompt = await _prompt_of(context, path, fields, size, tenant, model)
     limit, salt = context.max_prompt_tokens, fields.get("cache_salt")

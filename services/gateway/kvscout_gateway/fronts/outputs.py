@@ -1,4 +1,4 @@
-"""Output of a request in an engine's HTTP form, as far as its fields tell. Pure.
+"""Expected output of a request in an engine's HTTP form, by its fields. Pure.
 
 `max_tokens` is a bound: nearly every client sets one, few outputs reach it. How long outputs are schedulers learn, by
 class. A class is made of what a request asks for, from lists that stand here, and of nothing that its client wrote:
@@ -60,7 +60,7 @@ Values: TypeAlias = Mapping[str, Any]
 
 
 def output_of(path: str, fields: Fields) -> Output:
-    """Return what a request tells of its output.
+    """Return the expected output of a request.
 
     Args:
         path: Of its URL, without the query; "" = unknown.

@@ -205,7 +205,7 @@ class _Generation(Extension):
 def reads_parts(tree: nodes.Template) -> bool:
     """Tell whether a template reads the contents of messages as lists of parts: it loops over one.
 
-    That is how vLLM tells, and what it tells decides what a template is shown.
+    That is how vLLM decides what a template is shown.
     """
     messages = set(_names_of(tree, {"messages"}))
     each = {loop.target.name for loop in tree.find_all(nodes.For)

@@ -78,7 +78,7 @@ class EngineTokenize:
 
         Raises:
             InvalidArgument: The engine says that this is no prompt.
-            Unavailable: No engine tells them in time.
+            Unavailable: No engine returns them in time.
         """
         text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
         known = self.cache.get(tenant, text)
@@ -108,11 +108,11 @@ class EngineTokenize:
         return tokens
 
     async def ask(self, engine: Tokenizing, body: str) -> bytes:
-        """Return the tokens that an engine tells, however long that takes it.
+        """Return an engine's tokens, however long that takes it.
 
         Raises:
             InvalidArgument: It says that this is no prompt.
-            Unavailable: It tells none.
+            Unavailable: It returns none.
         """
         headers = (("Content-Type", "application/json"), *engine.headers)
         try:

@@ -39,7 +39,7 @@ FILE: Final = "tokenizer.json"
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(?:/[A-Za-z0-9][\w.-]{0,95})?")
 
 AskFolder = Callable[[str, str], Awaitable[str]]
-"""Asks an engine of a tenant's model for the folder that it serves; "" = it tells none."""
+"""Asks an engine of a tenant's model for the folder that it serves; "" = it names none."""
 
 
 class FoundTokenizers:
@@ -139,7 +139,7 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "huggingface" / "hub"
 
 
-def folder_told(page: bytes, model: str) -> str:
+def model_folder(page: bytes, model: str) -> str:
     """Return the folder that an engine's page names for a model; "" = it names none.
 
     Args:

@@ -14,7 +14,7 @@ from kvscout_common.rpc.service_info import TenantWarning, Warned
 log = logging.getLogger("kvscout.gateway")
 
 EVERY: Final = 256
-"""One request in so many is compared token by token; of each that tells its usage, the number of tokens is."""
+"""One request in so many is compared token by token; of each that reports its usage, the number of tokens is."""
 MAX_MODELS: Final = 256
 """Models of which mismatches are remembered."""
 
@@ -50,7 +50,7 @@ class ParityCheck:
         return self._seen % self._every == 1 or self._every == 1
 
     def lengths(self, tenant: str, model: str, ours: int, theirs: int) -> None:
-        """Compare the number of a prompt's tokens with what the engine's usage tells."""
+        """Compare the number of a prompt's tokens with the engine's usage."""
         if ours == theirs:
             self._counter.labels(Parity.LENGTH_MATCH).inc()
         else:

@@ -19,7 +19,7 @@ from kvscout_gateway.engines.engine_key import EngineKey
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.tokens.engine_comparison import EngineComparison
 from kvscout_gateway.tokens.engine_tokenize import EngineTokenize, Tokenizing
-from kvscout_gateway.tokens.found_tokenizers import FoundTokenizers, folder_told, require_libraries
+from kvscout_gateway.tokens.found_tokenizers import FoundTokenizers, model_folder, require_libraries
 from kvscout_gateway.tokens.parity import ParityCheck
 from kvscout_gateway.tokens.prompt_tokens import PromptTokenizer
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
@@ -99,7 +99,7 @@ class Tokens:
         self._threads.close()
 
     async def _folder_of(self, tenant: str, model: str) -> str:
-        """Ask an engine which folder it serves; "" = it tells none."""
+        """Ask an engine which folder it serves; "" = it names none."""
         engine = self._choose(tenant, model)
         if engine is None:
             return ""
@@ -110,7 +110,7 @@ class Tokens:
             except Unavailable as error:
                 log.debug("no folder of model %s: %s", model, error)
                 continue
-            if page is not None and (folder := await parsed(page, partial(folder_told, model=model))):
+            if page is not None and (folder := await parsed(page, partial(model_folder, model=model))):
                 return folder
         return ""
 

@@ -48,6 +48,6 @@ class Threads:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _ended(loop: asyncio.AbstractEventLoop, tell: Callable[[], None]) -> None:
+def _ended(loop: asyncio.AbstractEventLoop, notify: Callable[[], None]) -> None:
     if not loop.is_closed():
-        loop.call_soon_threadsafe(tell)
+        loop.call_soon_threadsafe(notify)

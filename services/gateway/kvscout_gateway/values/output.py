@@ -22,7 +22,7 @@ class Output(NamedTuple):
     output_class: str = ""
     """Requests of one class are expected to have outputs of similar lengths; "" = nothing is known."""
     unseen: bool = False
-    """Nobody will see its first token: the engine answers as a whole, or to somebody who tells nothing of it."""
+    """Nobody will see its first token: the engine answers as a whole, or to somebody who reports nothing of it."""
 
     def of_adapter(self, lora_name: str) -> Output:
         """Return the output for an adapter, whose outputs are unlike those of its base model.

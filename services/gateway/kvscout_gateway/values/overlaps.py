@@ -29,7 +29,7 @@ class Overlaps:
     """Answers that the rows were united from, by geometry."""
 
     def confirmed(self, pool: Geometry, tenant: str, worker: WorkerRank, overlap_blocks: int) -> int | None:
-        """Return how much of an overlap the worker's events confirm, in blocks; None = they do not tell.
+        """Return how much of an overlap the worker's events confirm, in blocks; None = they do not show it.
 
         Args:
             pool: The worker's geometry.

@@ -26,7 +26,7 @@ class Ender(Protocol):
     """Knows the picks that were left."""
 
     def end(self, over: Over) -> None:
-        """End a pick, if it is one of those that the caller may end and that nobody else tells the end of."""
+        """End a pick, if it is one of those that the caller may end and whose end nobody else reports."""
         ...
 
 

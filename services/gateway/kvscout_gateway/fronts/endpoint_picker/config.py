@@ -49,7 +49,7 @@ class EndpointPickerConfig:
     """0 = none is sampled."""
     pick_seconds: float = 2.0
     lease_seconds: float = 60.0
-    """A booking of which nobody tells the end lasts this long."""
+    """A booking whose end nobody reports lasts this long."""
     fallbacks: int = 2
     """Further endpoints, in case that the first cannot be reached."""
     body_bytes: int = 64 * 1024 * 1024
@@ -77,7 +77,7 @@ class EndpointPickerConfig:
         )
 
     def follow(self) -> Callable[[], Follow]:
-        """Return a function that tells for one request after another how to follow it."""
+        """Return a function that decides for one request after another how to follow it."""
         others = Follow.PROXY if self.watch is Watch.OBSERVE or self.conformance else Follow.LEAVE
         numbers = itertools.count()
 

@@ -1,7 +1,7 @@
 """Headers of the Gateway API Inference Extension's conformance tests, beyond the protocol. Pure.
 
-Their requests name the endpoints that they are to go to, and their answers tell where they went. Any client could send
-its requests where it likes by that: it is for test runs only (`--endpoint-picker-conformance`).
+Their requests name the endpoints that they are to go to, and their answers name the one that they went to. Any
+client could send its requests where it likes by that: it is for test runs only (`--endpoint-picker-conformance`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def steered(asked: PickRequest, headers: Mapping[str, str]) -> PickRequest:
 
 
 def report(response: pb.ProcessingRequest, picked: str) -> dict[str, str]:
-    """Return the headers of a response that tell where it comes from.
+    """Return the headers of a response that name its endpoint.
 
     Args:
         response: Its headers, as the proxy shows them.

@@ -1,4 +1,4 @@
-"""Picks by the gateway's own routing: each request is an exchange that others send, and this front tells what happens.
+"""Picks by the gateway's own routing: each request is an exchange that others send, observed by this front.
 
 What is booked for a request ends with its stream; where that shows no end, with its line in the proxy's access log, at
 the latest with its lease.
@@ -77,7 +77,7 @@ class PickerMetrics:
         )
         self.logged = Counter(
             "kvscout_endpoint_picks_logged",
-            "Requests that were left and whose end the access log told",
+            "Requests that were left and whose end the access log reported",
             registry=registry,
         )
 
@@ -178,7 +178,7 @@ class ExchangePicker:
         return next((spec.worker_id for spec in specs if address_of(spec.http_endpoint) == address), "")
 
     def keep(self, pick: ExchangePick) -> None:
-        """Keep a pick whose end only an access log will tell."""
+        """Keep a pick whose end only an access log will report."""
         self._left[pick.name] = pick
         self.metrics.left.inc()
         if self._exchanges.draining:
@@ -202,7 +202,7 @@ class ExchangePicker:
             pick.aborted()
 
     def forget(self) -> None:
-        """End all that nobody will tell the end of: this gateway is leaving."""
+        """End all whose end nobody will report: this gateway is leaving."""
         for pick in list(self._left.values()):
             pick.over()
 

@@ -46,7 +46,7 @@ def require_path(headers: Mapping[str, str], paths: ClientPaths) -> None:
 
     Args:
         headers: Of the request, by their lower-case names. A proxy may show no path: it is not judged then.
-        paths: Those of clients, beside the health and the models that the gateway's other fronts tell of themselves.
+        paths: Those of clients, beside the health and the models that the gateway's other fronts answer themselves.
 
     Raises:
         PermissionDenied: The path is for operators.

@@ -24,8 +24,8 @@ class Pick(Protocol):
 
         Args:
             status: HTTP status.
-            served: The endpoint; "" = the proxy does not tell.
-            in_chunks: Whether output comes as it is generated; None = the response does not tell.
+            served: The endpoint; "" = the proxy does not report it.
+            in_chunks: Whether output comes as it is generated; None = the response does not show it.
         """
         ...
 

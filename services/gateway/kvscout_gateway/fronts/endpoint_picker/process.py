@@ -54,7 +54,7 @@ class Limits:
     ends_with_answers: bool = True
     """See `RequestStream`."""
     conformance: bool = False
-    """Tests say where their requests go, and are told: see `conformance`. They have paths of their own."""
+    """Tests choose endpoints by headers, and answers name them: see `conformance`. They have paths of their own."""
 
 
 class ExternalProcessor:

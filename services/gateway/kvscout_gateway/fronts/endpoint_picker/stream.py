@@ -76,10 +76,10 @@ class Answering:
 
     status: int
     served: str
-    """Its endpoint; "" = the proxy does not tell."""
+    """Its endpoint; "" = the proxy does not report it."""
     in_chunks: bool | None = None
-    """True = its output comes as it is generated, so that the first chunk tells when the prompt was computed; None =
-    it does not tell."""
+    """True = its output comes as it is generated, so that the first chunk shows when the prompt was computed; None =
+    it does not show it."""
 
     @property
     def ok(self) -> bool:

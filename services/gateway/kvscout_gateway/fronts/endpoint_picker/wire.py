@@ -71,27 +71,25 @@ def response_chunk(message: bytes) -> Chunk | None:
     try:
         size, at = read_varint(message, 1)
         fields = message[at : at + size]
-        return _chunk_of(fields) if len(fields) == size else None
+        return chunk_of(fields) if len(fields) == size else None
     except ValueError:
         return None
 
 
 def chunk_of(fields: bytes) -> Chunk:
-    """Return the chunk that protobuf itself has written."""
-    chunk = _chunk_of(fields)
-    assert chunk is not None
-    return chunk
+    """Return the chunk of a message's fields.
 
-
-def _chunk_of(fields: bytes) -> Chunk | None:
+    Raises:
+        ValueError: They are not written as Envoy and protobuf write them.
+    """
     if not fields or fields == _END:
         return Chunk(fields, len(fields), 0, bool(fields))
     if fields[0] != _BODY:
-        return None
+        raise ValueError("no chunk of a body")
     body_bytes, body_at = read_varint(fields, 1)
     rest = fields[body_at + body_bytes :]
     if (rest and rest != _END) or body_at + body_bytes > len(fields):
-        return None
+        raise ValueError("no chunk of a body")
     return Chunk(fields, body_at, body_bytes, bool(rest))
 
 
@@ -257,13 +255,13 @@ def endpoints_in(text: str) -> tuple[str, ...]:
 
 
 def served_by_metadata(request: pb.ProcessingRequest) -> str:
-    """Return the endpoint that answers, by the protocol's metadata; "" = the proxy does not tell."""
+    """Return the endpoint that answers, by the protocol's metadata; "" = the proxy does not report it."""
     namespace = request.metadata_context.filter_metadata.get(LB_NAMESPACE)
     return namespace.fields[SERVED].string_value if namespace is not None and SERVED in namespace.fields else ""
 
 
 def served_endpoint(request: pb.ProcessingRequest) -> str:
-    """Return the endpoint that answers, where the proxy tells: by the protocol's metadata, or by Envoy's attribute."""
+    """Return the endpoint that answers, by the protocol's metadata or Envoy's attribute; "" = not reported."""
     if served := served_by_metadata(request):
         return served
     for attributes in request.attributes.values():

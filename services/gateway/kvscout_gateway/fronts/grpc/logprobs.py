@@ -93,15 +93,15 @@ class _SglangLogprobs:
     """Each document has those of all tokens until then, or of its own."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._reported = 0
 
     def __call__(self, document: dict[str, Any]) -> list[gateway_pb2.TokenLogprobs]:
         meta = document["meta_info"]
         values: Sequence[Any] = meta.get("output_token_logprobs") or ()
         tops: Sequence[Any] = meta.get("output_top_logprobs") or [None] * len(values)
         total = int(meta["completion_tokens"])
-        new = max(0, total - self._told)
-        self._told = max(total, self._told)
+        new = max(0, total - self._reported)
+        self._reported = max(total, self._reported)
         places = list(zip(values, tops, strict=True))[len(values) - min(new, len(values)) :]
         return [
             _place(value, [(token_id, top) for top, token_id, *_ in likeliest or ()])

@@ -39,7 +39,7 @@ _OWN_FIELDS = frozenset(
 GENERATE = "generate"
 """The class of outputs of token ids that are continued as they are."""
 FLOAT_DIGITS = range(6, 10)
-"""Significant digits that tell every two single-precision numbers apart: six do for some, nine for all."""
+"""Significant digits that distinguish every two single-precision numbers: six do for some, nine for all."""
 
 
 WithTokens = TypeVar(
@@ -190,7 +190,7 @@ def generate_request(
 
 
 def _output(stop: gateway_pb2.StopConditions) -> Output:
-    """Return what they tell of an output: it is as long as it may be only where nothing else can end it."""
+    """Return the output that they describe: it is as long as it may be only where nothing else can end it."""
     reaches_it = stop.ignore_eos or 0 < stop.max_tokens <= stop.min_tokens
     ends_before = stop.stop or stop.stop_token_ids
     return Output(stop.max_tokens if reaches_it and not ends_before else 0, stop.max_tokens, GENERATE)

@@ -59,7 +59,7 @@ class Sums:
     """Requests among these that the policy would have sent there, too."""
     same_worker_prompt_tokens: int = 0
     same_worker_error_tokens: int = 0
-    """Σ |what was predicted to be cached − what was|: they ran where it was predicted, and tell how far to trust it."""
+    """Σ |what was predicted to be cached − what was|: they ran where it was predicted, and show how far to trust it."""
 
     def add(self, one: Comparison) -> None:
         """Add one request; what its engine does not report counts as 0."""
@@ -119,7 +119,7 @@ class ShadowReport(Collector):
         self._hours: dict[Hour, Span] = {}
         self._totals: dict[tuple[str, str], Span] = {}
         self._telling: set[tuple[str, str]] = set()
-        """Tenants' models whose engines tell of cached tokens."""
+        """Tenants' models whose engines report cached tokens."""
 
     def hours(self) -> Iterator[tuple[Hour, Span]]:
         """Return the hours that are kept, the oldest first."""

@@ -97,9 +97,9 @@
     return [list(texts.slice(0, 3)), element("details", { open }, element("summary", {}, `and ${texts.length - 3} more`), list(texts.slice(3)))];
   }
   let lastFound = null;
-  function showDoctor(told) {
-    const found = told.findings;
-    const when = `looked at ${at(told.at)}`;
+  function showDoctor(report) {
+    const found = report.findings;
+    const when = `looked at ${at(report.at)}`;
     say($("doctor-summary"), found.length ? `${many(found.length, "finding")}; ${when}` : `✓ Nothing is wrong; ${when}`);
     rows($("doctor"), found, (one) => one.id, (one, row) => {
       const [word, kind] = SEVERITY[one.severity] ?? [one.severity, ""];
@@ -204,9 +204,9 @@
         });
       }
       this.svg.replaceChildren(...parts);
-      const told = chosen ?? this.points.findLast((one) => this.valuesOf(one).some((value) => value != null));
-      const texts = told ? this.valuesOf(told).map((value, index) => `${this.names[index]}${this.format(value)}`) : ["nothing yet"];
-      say(this.readout, told ? `${chosen ? at(told.at) + "  " : ""}${texts.join(" · ")}` : texts[0]);
+      const shown = chosen ?? this.points.findLast((one) => this.valuesOf(one).some((value) => value != null));
+      const texts = shown ? this.valuesOf(shown).map((value, index) => `${this.names[index]}${this.format(value)}`) : ["nothing yet"];
+      say(this.readout, shown ? `${chosen ? at(shown.at) + "  " : ""}${texts.join(" · ")}` : texts[0]);
       const span = values.length ? `, between ${this.format(Math.min(...values))} and ${this.format(Math.max(...values))} since ${at(this.begin)}` : "";
       this.svg.setAttribute("aria-label", `${this.title}: ${texts.join(", ")}${span}. Arrow keys read single values.`);
     }
@@ -434,7 +434,7 @@
       const headers = token() ? { Authorization: `Bearer ${token()}` } : {};
       const response = await fetch("dashboard/events", { headers, cache: "no-store", credentials: "omit", redirect: "error", signal: stop.signal });
       if (!response.ok) {
-        const text = await response.json().then((told) => told.error.message, () => `status ${response.status}`);
+        const text = await response.json().then((answer) => answer.error.message, () => `status ${response.status}`);
         if (response.status === 401 || (response.status === 403 && token())) throw new Refused(text);
         throw new Error(text);
       }
