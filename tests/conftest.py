@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,8 @@ choose(Transport(os.environ.get(f"{PREFIX}rpc_transport", default_transport())))
 TESTS = Path(__file__).parent
 # Where bytecode is not written, each of a thousand processes would compile every module for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ.setdefault("PYTHONPYCACHEPREFIX", str(TESTS.parent / "build" / "bytecode"))
+sys.dont_write_bytecode = False
+sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(TESTS.parent / "build" / "bytecode"))
 STARTS_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|create_subprocess_\w+|os\.fork|kvscout_bench|playwright)\b"
 )
@@ -45,6 +47,13 @@ def starts_processes(path: Path) -> bool:
     return False
 
 
+@cache
+def needs_processes(path: Path) -> bool:
+    """Return whether a file of tests, or a conftest.py of its folders, starts processes."""
+    shared = (folder / "conftest.py" for folder in path.parents if TESTS in folder.parents)
+    return any(map(starts_processes, (path, *filter(Path.exists, shared))))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "process: set on tests of files that start processes, or import one that does")
@@ -56,10 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that start processes, and put those that may take minutes first: or all others would be through when
     the last of them begins."""
     for item in items:
-        folders = [
-            folder / "conftest.py" for folder in item.path.parents if folder.is_relative_to(TESTS) and folder != TESTS
-        ]
-        if any(starts_processes(path) for path in (item.path, *folders) if path.exists()):
+        if needs_processes(item.path):
             item.add_marker("process")
 
     def longest(item: pytest.Item) -> float:

@@ -8,10 +8,9 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import openai
 import pytest
 import pytest_asyncio
 import trustme
@@ -20,6 +19,9 @@ from support.processes import running
 
 from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.hashing import native_available
+
+if TYPE_CHECKING:
+    import openai  # loading it takes a second, at every worker of pytest
 
 pytestmark = [pytest.mark.usefixtures("each_mode"), pytest.mark.asyncio(loop_scope="module")]
 
@@ -52,6 +54,8 @@ async def client(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @asynccontextmanager
 async def openai_client(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
+    import openai
+
     async with openai.AsyncOpenAI(api_key="unused", base_url=f"{url_of(stack)}/v1", max_retries=0) as client:
         yield client
 
@@ -111,6 +115,8 @@ async def test_a_conversation_streams_and_its_next_turn_goes_where_the_last_one_
 
 
 async def test_errors_come_as_the_clients_own(stack: Stack, client: openai.AsyncOpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match="nope"):
         await client.chat.completions.create(model="nope", messages=[{"role": "user", "content": "a"}])
     with pytest.raises(openai.BadRequestError):
