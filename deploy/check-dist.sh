@@ -24,18 +24,19 @@ engines=""
 {
     echo "workers:"
     for engine in 0 1; do
-        kvscout-mocker --port $((18100 + engine)) --events-port $((15557 + engine)) --model m >"mocker-$engine.log" &
+        events=$((15557 + engine)) replay=$((15657 + engine))
+        kvscout-mocker --port $((18100 + engine)) --events-port $events --replay-port $replay --model m >"mocker-$engine.log" &
         engines="$engines $!"
         echo "  - {worker_id: m-$engine, model: m, block_size: 16, engine: mock, http_endpoint: 'http://127.0.0.1:$((18100 + engine))',"
-        echo "     event_endpoints: [{endpoint: 'tcp://127.0.0.1:$((15557 + engine))'}]}"
+        echo "     event_endpoints: [{endpoint: 'tcp://127.0.0.1:$events'}]}"
     done
 } >workers.yaml
 kvscout serve --port 17050 --http-port 18000 --metrics-port 0 --workers-file workers.yaml >serve.log 2>&1 &
 trap 'kill $engines $! 2>/dev/null || true; rm -rf "$place"' EXIT
-kvscout health 127.0.0.1:17050 --wait 60
+kvscout health 127.0.0.1:17050 http://127.0.0.1:18100/health http://127.0.0.1:18101/health --wait 60
 for _ in 1 2; do
     kvscout generate $(seq 1 64) --gateway 127.0.0.1:17050 --model m --max-tokens 2
     sleep 1
-done | grep ' 48 cached'
+done 2>&1 | grep ' 48 cached'
 ps -o pid,ppid,args -p $!
 test -z "$(pgrep -P $!)"
