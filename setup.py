@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: when the extension is built, and what a wheel without it is called.
+"""Build steps that pyproject.toml cannot express: when the extension is built, and the name of a wheel without it.
 
 With a Rust toolchain it is built, or the build fails. Without one the wheel is plain Python, one for every platform,
 and says so; `kvscout_native=0` asks for that, `kvscout_require_native=1` makes it an error.

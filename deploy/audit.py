@@ -127,7 +127,7 @@ def not_audited(tool: str, why: str) -> bool:
 
 
 def last_line(text: str) -> str:
-    """What a tool said last, without its colours."""
+    """Return the last line of a tool, without its colours."""
     lines = [line for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it said nothing"
 

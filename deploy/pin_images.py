@@ -18,7 +18,7 @@ DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def digest(image: str) -> str:
-    """What an image is now, for all platforms.
+    """Return the digest of an image now, for all platforms.
 
     Raises:
         SystemExit: It cannot be found out.

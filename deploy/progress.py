@@ -20,13 +20,13 @@ LOG_SECONDS = 10.0
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 CARGO_BAR = re.compile(r"\[=*>? *\] ")
 DETAIL = re.compile(r"^Running `|[Uu]ninstall|^Found existing|^Stored in|^Created wheel|^Preparing metadata")
-"""What cargo and pip say in between, which would hide how far they are."""
+"""Lines of cargo and pip in between, which would hide how far they are."""
 CARGO = {"CARGO_TERM_COLOR": "never", "CARGO_TERM_PROGRESS_WHEN": "always", "CARGO_TERM_PROGRESS_WIDTH": "80"}
 """Have cargo say `34/57` where no terminal is."""
 
 
 class Progress:
-    """What a command does now, by the last line it wrote."""
+    """Step of a command now, by the last line it wrote."""
 
     def __init__(self, name: str) -> None:
         self.name = name

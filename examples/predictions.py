@@ -1,4 +1,4 @@
-"""How often the gateway predicts an engine's cached tokens exactly, through each of its fronts.
+"""Share of exact predictions of an engine's cached tokens, through each of the gateway's fronts.
 
     python predictions.py --front grpc   [--gateway localhost:7050] [--metrics http://127.0.0.1:9093/metrics]
     python predictions.py --front openai [--url http://127.0.0.1:8000] …
@@ -32,7 +32,7 @@ Turns = list[dict[str, str]]
 
 
 class Answer(NamedTuple):
-    """What came back, as text and as the engine's account."""
+    """Answer, as text and as the engine's usage."""
 
     text: str
     prompt_tokens: int

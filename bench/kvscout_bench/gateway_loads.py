@@ -1,4 +1,4 @@
-"""What `kvscout bench gateway` does to each side, and what it costs there: rates, saturation, starts."""
+"""Loads that `kvscout bench gateway` puts on each side, and their costs: rates, saturation, starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ StartStack = Callable[[list[str], Sequence[str]], Stack]
 
 
 class Target(Enum):
-    """Where requests go."""
+    """Side that requests go to."""
 
     GRPC = auto()
     HTTP = auto()
@@ -53,7 +53,7 @@ class Cost:
     grown_kib: Mapping[str, float] = field(default_factory=dict)
     """Largest growth of each process since its start, a request."""
     figure: float = 0.0
-    """What a run measured that is no cost: a rate, seconds of a start."""
+    """Figure of a run that is no cost: a rate, seconds of a start."""
     beside: Mapping[str, float] = field(default_factory=dict)
     """Microseconds a request of the processes beside it: load generator and engines."""
 

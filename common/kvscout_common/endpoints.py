@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from kvscout_common.plain_text import printable, text_problem
 
 WILDCARDS: Final = ("*", "0.0.0.0", "::")
-"""What an engine binds where every address of its machine is meant; nobody can connect to it."""
+"""Hosts that an engine binds where every address of its machine is meant; nobody can connect to one."""
 MAX_PORT: Final = 65_535
 MAX_IPC_BYTES: Final = 107
 """Path of a socket, on Linux."""
@@ -23,7 +23,7 @@ _HOST: Final = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?"
 
 
 class Allowed(StrEnum):
-    """What an operator may allow event endpoints beside TCP connections to the engine."""
+    """Kinds of event endpoints that an operator may allow beside TCP connections to the engine."""
 
     IPC = "ipc"
     """Sockets in the file system: whoever registers a worker names a path."""
@@ -47,7 +47,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_problem(host: str) -> str:
-    """Of a host name, or an IP address without brackets."""
+    """Return the problem of a host name, or of an IP address without brackets; "" = none."""
     if ":" in host:
         try:
             ipaddress.IPv6Address(host)
@@ -58,13 +58,13 @@ def host_problem(host: str) -> str:
 
 
 def address_problem(address: str) -> str:
-    """Of host:port."""
+    """Return the problem of host:port; "" = none."""
     host, _, port = address.rpartition(":")
     return _host_and_port_problem(host, port)
 
 
 def url_problem(url: str) -> str:
-    """Of a base URL of HTTP."""
+    """Return the problem of a base URL of HTTP; "" = none."""
     if problem := text_problem(url):
         return problem
     try:
@@ -84,7 +84,7 @@ def url_problem(url: str) -> str:
 
 
 def event_endpoint_problem(address: str, *, bind: bool = False) -> str:
-    """Of a ZMQ address that we connect to, or bind."""
+    """Return the problem of a ZMQ address that we connect to, or bind; "" = none."""
     if problem := text_problem(address):
         return problem
     if address.startswith("ipc://"):

@@ -1,4 +1,4 @@
-"""What kvscout knows of a worker: the registry's entry, whichever backend it came from."""
+"""Worker: the registry's entry, whichever backend it came from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_RANKS: Final = 1024
 
 
 class Role(StrEnum):
-    """What part of a request a worker runs."""
+    """Part of a request that a worker runs."""
 
     AGGREGATED = "aggregated"
     PREFILL = "prefill"
@@ -45,14 +45,14 @@ class EngineKind(StrEnum):
 
 
 class DeviceClass(StrEnum):
-    """What kind of device a worker computes on."""
+    """Kind of device that a worker computes on."""
 
     GPU = "gpu"
     CPU = "cpu"
 
 
 class CopyMode(StrEnum):
-    """How repeated Stored events of one block count."""
+    """Rule by which repeated Stored events of one block count."""
 
     COUNT = "count"
     """One per physical copy: the block is held until as many Removed came."""
@@ -61,7 +61,7 @@ class CopyMode(StrEnum):
 
 
 class Transport(StrEnum):
-    """How the events of a worker reach the indexer."""
+    """Transport of the events of a worker to the indexer."""
 
     ZMQ = "zmq"
     NATS_CORE = "nats-core"
@@ -78,7 +78,7 @@ class WorkerRank(NamedTuple):
 
 
 class PoolKey(NamedTuple):
-    """What prefix caches can be compared within: the key of a block index."""
+    """Key of a block index: prefix caches can be compared within one pool."""
 
     model: str
     tenant: str
@@ -88,7 +88,7 @@ class PoolKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EventEndpoint:
-    """Where one rank publishes its KV events.
+    """Endpoint at which one rank publishes its KV events.
 
     `endpoint` and `replay_endpoint` are ZMQ addresses as the subscriber connects to them (an engine's
     `tcp://*:5557` is `tcp://host:5557` here). `bind` turns it around: the engine connects, we bind.

@@ -16,7 +16,7 @@ PROMPT = list(range(1, 513))
 
 
 def uncached_blocks(decision: RouteDecision) -> float:
-    """What the best worker of a group would have to compute."""
+    """Return the blocks that the best worker of a group would have to compute."""
     return decision.num_blocks - decision.effective_overlap_blocks
 
 

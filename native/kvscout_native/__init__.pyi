@@ -316,7 +316,7 @@ class Intake:
 # --- load ------------------------------------------------------------------------------------------
 
 class Allocation:
-    """What one request occupies; opaque but for its slot, valid until removed."""
+    """Allocation of one request; opaque but for its slot, valid until removed."""
 
     @property
     def slot(self) -> int: ...
@@ -339,7 +339,7 @@ class Overlaps:
         """Return whether no row says more than a prompt has."""
 
 class Costs:
-    """What each candidate costs."""
+    """Cost of each candidate."""
 
     def __len__(self) -> int: ...
     def at(self, index: int) -> float: ...
@@ -549,7 +549,7 @@ class Answers:
     """Makes answers of messages where a server has them, without Python. Messages above 256 KiB are declined."""
 
 class AnswerTimes:
-    """How long answers took that Python has not seen, in the buckets of a histogram. Thread-safe."""
+    """Durations of answers that Python has not seen, in the buckets of a histogram. Thread-safe."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """The upper bounds of the buckets, in seconds, ascending."""
@@ -950,7 +950,7 @@ class Http:
         """Has a body passed on as messages of a call of a gRPC server, as `pass_to_call`; its form is that of messages."""
 
     def resume(self, answer: int) -> None:
-        """What came was handled: the next may come."""
+        """Report that what came was handled: the next may come."""
 
     def report(self, answer: int) -> dict[str, Any] | None:
         """Return what was noticed until now; None = it is over."""

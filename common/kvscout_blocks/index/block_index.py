@@ -269,7 +269,7 @@ class Cut(Work):
 
 
 class Load(Protocol):
-    """What a `Loading` does, once its dump is read."""
+    """Steps of a `Loading`, once its dump is read."""
 
     def step(self) -> bool:
         """See `Work.step`."""

@@ -9,7 +9,7 @@ from kvscout_blocks.index.block_index import GROUP_LIMIT, MAX_COPIES, ORPHAN_LIM
 from kvscout_common.errors import InvalidArgument
 
 Rules = Iterator[tuple[bool, str, str]]
-"""Whether each holds, the field it is about, and what to say if it does not."""
+"""Rules: True = it holds; the field it is about; the message if it does not."""
 
 
 def check_dump(dump: WorkerDump, block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a kvscout, from what its services say of themselves.
+"""Diagnosis of a kvscout, from the statuses of its services.
 
 ::
 

@@ -53,7 +53,7 @@ from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 
 AT_ONCE = 32
 MAX_ASKED = 1000
-"""Of services, and of engines; more are left out."""
+"""Largest number of services, and of engines, that are queried; more are left out."""
 
 _STUBS: dict[Kind, Callable[[Any], Any]] = {
     Kind.GATEWAY: gateway_pb2_grpc.GatewayStub,

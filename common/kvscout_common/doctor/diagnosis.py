@@ -49,7 +49,7 @@ class Finding:
     severity: Severity
     what: str
     evidence: tuple[str, ...]
-    """Where and how it shows, a sentence each."""
+    """Symptoms, a sentence each."""
     remedy: str
 
 

@@ -1,4 +1,4 @@
-"""What engines answer, and what gateways say of them, beside the registrations. Pure."""
+"""Checks of engines: their answers and gateways' observations against the registrations. Pure."""
 
 from __future__ import annotations
 

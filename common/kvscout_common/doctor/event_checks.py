@@ -1,4 +1,4 @@
-"""Whether the events of every worker come, and can be read. Pure."""
+"""Checks of events: those of every worker come, and can be read. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What services say of the processes and machines that they run on. Pure."""
+"""Checks of the processes and machines that services run on. Pure."""
 
 from __future__ import annotations
 

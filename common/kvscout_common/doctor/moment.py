@@ -1,4 +1,4 @@
-"""What was known of a kvscout at one time, beside what its services say of themselves: load, and rates. Pure."""
+"""State of a kvscout at one time beside the statuses of its services: load, and rates. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvscout_common.doctor.snapshot import RankName, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What was known at one time."""
+    """State of a kvscout at one time."""
 
     at: float
     """Seconds."""

@@ -1,4 +1,4 @@
-"""What services say of NATS, each and compared. Pure."""
+"""Checks of NATS, as each service reports it and compared. Pure."""
 
 from __future__ import annotations
 

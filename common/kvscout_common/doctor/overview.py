@@ -37,7 +37,7 @@ class ServiceRow:
     """"ok", "draining", "not serving", or what is wrong with it."""
     well: bool
     warnings: tuple[str, ...]
-    """What it says an operator should know."""
+    """Warnings that it reports to operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SourceRow:
     """Why it is not live; "" = it is."""
     well: bool
     endpoint: str
-    """Where its events are read; "" = they are pushed, or not read."""
+    """Endpoint at which its events are read; "" = they are pushed, or not read."""
     last_event_age_seconds: float | None
     """None = nothing came yet."""
     blocks: int
@@ -81,7 +81,7 @@ class Overview:
 
 @dataclass(slots=True)
 class Seen:
-    """What all gateways saw of one worker rank together."""
+    """Observations of one worker rank, of all gateways together."""
 
     requests: int = 0
     failures: int = 0
@@ -94,7 +94,7 @@ class Seen:
     error_tokens: int = 0
 
     def add(self, one: gateway_pb2.WorkerObservation) -> None:
-        """What one more gateway saw."""
+        """Add the observations of one more gateway."""
         self.requests += one.requests
         self.failures += one.failures
         self.prompt_tokens += one.prompt_tokens

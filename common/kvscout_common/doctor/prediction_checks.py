@@ -1,4 +1,4 @@
-"""Whether what is predicted of caches is what engines report. Pure."""
+"""Checks of predictions: what is predicted of caches against what engines report. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an Envoy counts of the requests that its limits refused or that passed the picker by. Pure."""
+"""Checks of an Envoy: requests that its limits refused, or that passed the picker by. Pure."""
 
 from __future__ import annotations
 

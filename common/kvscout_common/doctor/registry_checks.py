@@ -1,4 +1,4 @@
-"""Whether a gateway and its helpers know the same workers. Pure."""
+"""Checks of the registry: a gateway and its upstreams know the same workers. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the schedulers share what they have booked. Pure."""
+"""Checks of replicas: the schedulers share their bookings. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who answers, and who does not. Pure."""
+"""Checks of services: those that answer, and those that do not. Pure."""
 
 from __future__ import annotations
 

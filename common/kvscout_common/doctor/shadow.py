@@ -1,4 +1,4 @@
-"""What gateways in shadow mode have seen: what the user's own balancer did, and the policy would have. Pure."""
+"""Results of gateways in shadow mode: the choices of the user's own balancer beside the policy's. Pure."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Shadow:
 
     @property
     def total(self) -> ShadowRow:
-        """Of all hours."""
+        """Return the sum of all hours."""
         row = ShadowRow()
         for hour in self.hours:
             row.add(hour)

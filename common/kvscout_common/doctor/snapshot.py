@@ -1,4 +1,4 @@
-"""What the services and engines of one kvscout said at one time. Values only."""
+"""Answers of the services and engines of one kvscout at one time. Values only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Status)
 
 
 class Kind(StrEnum):
-    """What a service is."""
+    """Kind of a service."""
 
     GATEWAY = "gateway"
     INDEXER = "indexer"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 
 HELPER_KINDS = {gateway_pb2.HELPER_KIND_INDEXER: Kind.INDEXER, gateway_pb2.HELPER_KIND_SCHEDULER: Kind.SCHEDULER}
-"""What a gateway's helpers are."""
+"""Kinds of a gateway's upstreams."""
 
 
 class WorkerName(NamedTuple):
@@ -61,9 +61,9 @@ class Service:
 
     address: str
     kind: Kind | None = None
-    """What it is taken for; None = nobody says, and it does not."""
+    """Kind that it is taken for; None = nobody says, and it does not."""
     actual: Kind | None = None
-    """What answers there, where it is no `kind`."""
+    """Kind of the service that answers there, where it is no `kind`."""
     named_by: str = ""
     """Address of the gateway, or worker, that names it; "" = whoever asks."""
     error: str = ""
@@ -74,7 +74,7 @@ class Service:
     workers: tuple[workers_pb2.WorkerEntry, ...] | None = None
     """Those that it knows; None = it was not asked, or does not say."""
     replicas: scheduler_pb2.GetReplicasResponse | None = None
-    """Of a scheduler."""
+    """Replicas of a scheduler; None = it is another service."""
     clock_offset_seconds: float | None = None
     """By which its wall clock is ahead of ours; None = unknown."""
     clock_doubt_seconds: float = 0.0
@@ -112,7 +112,7 @@ class Proxy:
     """An Envoy in front of the engines, as its admin interface answers."""
 
     url: str
-    """Of the admin interface."""
+    """URL of the admin interface."""
     counters: Mapping[str, int] = field(default_factory=dict)
     """Those of `PROXY_COUNTERS`, by their full names."""
     error: str = ""
@@ -129,7 +129,7 @@ class Snapshot:
 
     services: tuple[Service, ...]
     engines: tuple[Engine, ...] = ()
-    """Of the workers that have an HTTP endpoint; empty = engines were not asked."""
+    """Engines of the workers that have an HTTP endpoint; empty = engines were not asked."""
     left_out: int = 0
     """Services and engines that were too many to ask."""
     proxies: tuple[Proxy, ...] = ()

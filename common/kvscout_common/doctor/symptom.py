@@ -1,4 +1,4 @@
-"""What one check says about one snapshot."""
+"""Finding of one check about one snapshot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Symptom(NamedTuple):
 
     condition: Condition
     evidence: str
-    """Who, and what was seen; one sentence."""
+    """Subject and observation; one sentence."""
     explains: tuple[str, ...] = ()
     """Texts by which services' own warnings of the same thing are known."""
 

@@ -146,7 +146,7 @@ def make_budget(limit: int) -> Budget:
 
 
 class BudgetCollector(Collector):
-    """What is held of a budget, for Prometheus."""
+    """Bytes held of a budget, for Prometheus."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget

@@ -20,7 +20,7 @@ MAX_DOCUMENT_BYTES = 4 * 1024 * 1024
 MAX_DEPTH = 200
 """Arrays and objects within one another."""
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
-"""What begins and ends lists and objects, and strings, also one that does not end: it would be looked for anew at each
+"""Brackets of lists and objects, and strings, also one that does not end: it would be looked for anew at each
 of its quotation marks."""
 
 _TYPED = frozenset({"text", "token_ids", "finish", "prompt_tokens", "cached_tokens", "output_tokens"})
@@ -33,7 +33,7 @@ class Noticed:
 
     wrong: bool = False
     error: Any = None
-    """Of a stream that failed."""
+    """Error of a stream that failed."""
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     has_ids: bool = False
     text: str = ""

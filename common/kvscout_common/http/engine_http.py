@@ -1,4 +1,4 @@
-"""What engines answer over HTTP: read whole, but only so much and for so long; nothing of it is unpacked or followed.
+"""Answers of engines over HTTP: read whole, but only so much and for so long; nothing of it is unpacked or followed.
 
 An engine that is hostile, or only broken, costs its own answer and nothing else: whatever is wrong is `Unavailable`.
 """
@@ -17,7 +17,7 @@ from kvscout_common.plain_text import printable
 
 MAX_PAGE_BYTES: Final = 4 * 1024 * 1024
 MAX_PAGE_VALUES: Final = 100_000
-"""Of a page of JSON."""
+"""Largest number of values in a page of JSON."""
 INLINE_BYTES: Final = 32 * 1024
 """Larger pages are parsed in a thread: the event loop has less than a millisecond for one engine."""
 _ABSENT: Final = (404, 405, 501)

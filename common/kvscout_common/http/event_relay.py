@@ -164,7 +164,7 @@ class EventRelay:
         return True
 
     def _beyond(self, found: Noticed) -> int:
-        """Of its tokens, those past the end."""
+        """Return the number of its tokens that are past the end."""
         self._tokens += len(found.token_ids)
         # Each stands for a token at least, but for what was held back and comes with the end.
         self._texts += bool((found.text or found.other_output) and not found.token_ids and not found.finish)

@@ -29,7 +29,7 @@ Headers: TypeAlias = Sequence[tuple[str, str]]
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 """A longer event is no output: the first one repeats the prompt's token ids, 7 bytes each."""
 MAX_WITHHELD_BYTES = 64 * 1024
-"""Of a stream that has said nothing yet, such as comments; more of it is passed on."""
+"""Bytes withheld of a stream that has said nothing yet, such as comments; more of it is passed on."""
 TRAILER_SECONDS = 1.0
 """Longest wait for the end of a body whose last event came; after it the connection can be used again."""
 IDLE_SECONDS = 4.0
@@ -42,18 +42,18 @@ holds its connection for longer. One that is merely slow acknowledges."""
 FULL = "%d connections are open, as many as may be: idle ones of clients without a token are closed, or else new ones"
 """The log line; `kvscout_http_refused_total` and `kvscout_rpc_refused_total` count them."""
 LAST_REQUEST_SECONDS = 1.0
-"""Of a server that stops: how long an idle connection is left open for the request that may be on its way."""
+"""Seconds that a stopping server leaves an idle connection open for the request that may be on its way."""
 
 
 class FailureKind(StrEnum):
-    """What went wrong below HTTP."""
+    """Kind of a failure below HTTP."""
 
     UNREACHABLE = "unreachable"
     """There is no connection: refused, no such name, no valid certificate, too slow."""
     BROKEN = "broken"
     """The connection was lost before the answer was whole."""
     PROTOCOL = "protocol"
-    """What came is no valid answer, or more than is taken."""
+    """The answer is not valid, or larger than is taken."""
     RESOURCES = "resources"
     """This process has no descriptors or no memory left."""
 
@@ -76,18 +76,18 @@ class HttpRefused(Exception):
 
 
 class SinkGone(NobodyWaits):
-    """Who was to take the bytes is no longer there."""
+    """The receiver of the bytes is gone."""
 
 
 class SinkStalled(Exception):
-    """Who was to take the bytes takes none."""
+    """The receiver of the bytes takes none."""
 
 
 class Form(Enum):
-    """What an engine's body becomes on the way."""
+    """Form in which an engine's body is passed on."""
 
     BYTES = "bytes"
-    """What it is, byte for byte."""
+    """Unchanged, byte for byte."""
     WITHOUT_USAGE = "without usage"
     """The same but for the event that carries nothing but usage, which the client has not asked for."""
     MESSAGES = "messages"
@@ -96,7 +96,7 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What an engine is asked."""
+    """Request to an engine."""
 
     url: str
     """Absolute, http or https."""
@@ -107,13 +107,13 @@ class HttpRequest:
 
 @dataclass(slots=True)
 class StreamReport:
-    """What a pump has noticed until now; times are the loop's, 0 = not yet. Of a body without events only `passed`,
+    """Observations of a pump until now; times are the loop's, 0 = not yet. Of a body without events only `passed`,
     `done` and `listening_since` are known."""
 
     events: int = 0
     """Server-sent events that carry a document."""
     outputs: int = 0
-    """Of these, those with a token, text, reasoning or a call of a tool."""
+    """Events with a token, text, reasoning or a call of a tool."""
     tokens: int = 0
     """Token ids in them; one for each output that has none."""
     prompt_tokens: int | None = None
@@ -123,8 +123,8 @@ class StreamReport:
     finish: str = ""
     """The last finish reason."""
     error: bytes = b""
-    """What the engine reports inside the stream, in JSON. It was passed on if something had been before it, and if the
-    form has a place for it; otherwise the stream ends with it."""
+    """Error that the engine reports inside the stream, in JSON. It was passed on if something had been before it, and
+    if the form has a place for it; otherwise the stream ends with it."""
     done: bool = False
     """The stream said that it is done; a body without events: it came to its end. False behind a relay that raised
     nothing: the engine broke its stream off, if it is one that says when it is done."""
@@ -187,7 +187,7 @@ class HttpAnswer(Protocol):
 
     @property
     def report(self) -> StreamReport:
-        """Of its relay, also while that runs: as of now, to be asked for again."""
+        """Return the report of its relay, also while that runs: as of now."""
 
     async def read(self, limit: int) -> bytes:
         """Return all of the body.
@@ -251,7 +251,7 @@ class HttpClient(Protocol):
 
 
 class Charge(Protocol):
-    """What one request holds of a budget, until it is released or collected."""
+    """Share of a budget that one request holds until it is released or collected."""
 
     @property
     def bytes(self) -> int:
@@ -310,13 +310,13 @@ HttpHandler: TypeAlias = Callable[[HttpCall], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What clients may cost."""
+    """Limits of what clients may cost."""
 
     connections: int = 10_000
     """Open at once. Above, idle ones of clients without a token are closed, first those that have asked nothing, of
     them the longest idle; if there is none, the new one is."""
     header_bytes: int = 32 * 1024
-    """Of a request's head, its line included."""
+    """Bytes of a request's head, its line included."""
     headers: int = 128
     body_bytes: int = 64 * 1024 * 1024
     idle_seconds: float = 60.0

@@ -14,19 +14,19 @@ MAX_FIELD_BYTES: Final = 8 * 1024 * 1024
 """Of a field that tells a prompt and becomes Python objects, in a thread if it is longer than `INLINE_BYTES`. All other
 fields have at most these. What is only passed on may be longer."""
 MAX_FIELD_VALUES: Final = 100_000
-"""Of a field that becomes Python objects."""
+"""Values in a field that becomes Python objects."""
 _PROMPT: Final = "prompt"
 _LONG: Final = frozenset({_PROMPT, "messages", "tools", "documents"})
 
 
 class Prompts(NamedTuple):
-    """What stands for a list of prompts: only the first is made."""
+    """List of prompts, of which only the first is made."""
 
     first: str | bytes | None
     """None = it is neither text nor token ids, or too long."""
     number: int
     further_characters: int
-    """Of the others."""
+    """Characters of the others."""
 
 
 class Fields(Mapping[str, Any]):
@@ -41,7 +41,7 @@ class Fields(Mapping[str, Any]):
     ) -> None:
         self._data = data
         self.places = places or {}
-        """Where each of them stands in the text."""
+        """Place of each of them in the text."""
         self._packed = packed or Packed()
         self._known: dict[str, Any] = {}
 
@@ -87,7 +87,7 @@ class Fields(Mapping[str, Any]):
 
     @property
     def characters(self) -> int:
-        """Of the text of its prompt, whichever field has that: images and names are not counted."""
+        """Return the characters of its prompt's text, whichever field has that: images and names are not counted."""
         return sum(place.characters for place in self.places.values())
 
     def is_long(self, name: str) -> bool:

@@ -17,7 +17,7 @@ else:
     import kvscout_native as _backend
 
 MAX_FIELDS: Final = 10_000
-"""Of the object itself."""
+"""Largest number of fields of the object itself."""
 MAX_VALUES: Final = 2_000_000
 """In an object, at any depth. Token ids that are packed are none."""
 
@@ -29,7 +29,7 @@ TEXT_KEYS: Final = ("content", "text")
 
 
 class Place(NamedTuple):
-    """Where a field stands, in bytes: from the quotation mark of its name to the end of its value."""
+    """Place of a field, in bytes: from the quotation mark of its name to the end of its value."""
 
     begin: int
     value: int
@@ -46,9 +46,9 @@ class Packed(NamedTuple):
     token_ids: bytes | None = None
     """Little-endian u32: its list, or the first of its lists; None = there is no such list."""
     first: tuple[int, int] | None = None
-    """Where the first of several texts or lists begins and ends, in bytes; None = it is no list of such."""
+    """Beginning and end of the first of several texts or lists, in bytes; None = it is no list of such."""
     prompts: int = 0
-    """How many of such there are, other values in the list counted as well."""
+    """Number of such, other values in the list counted as well."""
 
 
 class Scanned(NamedTuple):

@@ -65,7 +65,7 @@ class MetricsPage:
         self._begun_at = self._next_at = 0.0
         self._families = _Families(())
         self._bodies: dict[tuple[str, bool], bytes] = {}
-        """Of the last page, by content type and whether they are compressed."""
+        """Bodies of the last page, by content type and whether they are compressed."""
 
     async def answer(self, call: HttpCall) -> None:
         """Answer with the page as it is now, in the format that is asked for."""

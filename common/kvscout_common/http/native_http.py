@@ -47,11 +47,11 @@ class ServerCall:
 
     core: HttpCore
     number: int
-    """Of the call."""
+    """Number of the call."""
 
 
 class ClosedHttp:
-    """What is left of the extension's `Http` when its core was closed: calls and answers that end after it say so to
+    """Stand-in for the extension's `Http` when its core was closed: calls and answers that end after it say so to
     this."""
 
     def report(self, answer: int) -> None:
@@ -69,7 +69,7 @@ class ClosedHttp:
         return {"connections_refused": 0, "connections_evicted": 0}
 
     def ignore(self, *_: object) -> None:
-        """What there is nobody to say to."""
+        """Ignore a call of a core that is closed."""
 
     want_body = respond = start = end = handled = set_tls = trust = ignore
     keep = stream = pass_to_call = pass_to_messages = resume = abort = close_idle = ignore
@@ -85,7 +85,7 @@ class HttpCore:
         self.answers: dict[int, EventHandler] = {}
         self.listeners: dict[int, EventHandler] = {}
         self.rpc_cores: dict[Any, NativeCore] = {}
-        """Of gRPC servers that answers were passed to."""
+        """Cores of gRPC servers that answers were passed to."""
         self._users = 0
         self._closed = False
         self._flushing = False

@@ -39,7 +39,7 @@ _numbers = itertools.count(1)
 
 
 class _Place(NamedTuple):
-    """Where a URL leads to."""
+    """Place that a URL leads to."""
 
     origin: str
     """Scheme, host and port."""
@@ -64,7 +64,7 @@ class NativeHttpClient:
         self._tls: ClientTls | None = None
         self._core = shared()
         self._prefix = f"{next(_numbers)} "
-        """Of its origins: a connection is used again by who made it."""
+        """Prefix of its origins: a connection is reused only by the client that made it."""
         self._closed = False
         self._answers: set[NativeAnswer] = set()
 

@@ -21,18 +21,18 @@ Headers: TypeAlias = Sequence[tuple[str, str]]
 ANY: Final = "*"
 FLAG: Final = "cors_origin"
 PREFLIGHT_SECONDS: Final = 600
-"""How long browsers may remember the answer to a preflight."""
+"""Seconds for which browsers may remember the answer to a preflight."""
 METHODS: Final = "GET, POST, PUT, PATCH, DELETE"
 EXPOSED: Final = "Retry-After, X-Request-Id, X-Kvscout-Degraded"
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
 _NAMES: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
-"""Of headers, in a list."""
+"""Names of headers, in a list."""
 _MAX_NAMES: Final = 2048
 """Characters of such a list."""
 
 
 class WebOrigins:
-    """Who may ask one port."""
+    """Origins that may call one port."""
 
     def __init__(self, *, guarded: bool, host: str, allowed: Iterable[str] = ()) -> None:
         """Take what is configured.

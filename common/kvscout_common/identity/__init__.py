@@ -1,1 +1,1 @@
-"""Who calls: tokens, tenants, TLS and the audit log."""
+"""Identity of callers: tokens, tenants, TLS and the audit log."""

@@ -19,7 +19,7 @@ MAX_TOKEN_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ClientSecurity:
-    """How a client proves who it is and checks whom it talks to. Empty = plaintext, anonymous."""
+    """Credentials of a client, and its check of the server. Empty = plaintext, anonymous."""
 
     ca: StrPath | None = None
     """CA of the server's certificate; turns TLS on."""

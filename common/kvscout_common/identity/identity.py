@@ -1,4 +1,4 @@
-"""Who is calling: bearer token → role and tenant, and what a role may call.
+"""Identity of a caller: bearer token → role and tenant, and what a role may call.
 
 A tokens file is YAML::
 
@@ -43,14 +43,14 @@ from kvscout_common.process.running_calls import ENDLESS
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
 MAX_BYTES = 1024 * 1024
-"""Of a tokens file."""
+"""Largest size of a tokens file."""
 MAX_PRIORITY = (1 << 31) - 1
 _KEYS = frozenset({"token", "sha256", "role", "tenant", "name", "priority"})
-"""Of an entry in it."""
+"""Keys of an entry in it."""
 
 
 class AccessRole(StrEnum):
-    """What a caller may do."""
+    """Rights of a caller."""
 
     VIEWER = "viewer"
     WORKER = "worker"
@@ -131,7 +131,7 @@ class Identity:
     role: AccessRole
     tenant: str
     name: str = ""
-    """Of the token's bearer; "" = the tokens file does not say."""
+    """Name of the token's bearer; "" = the tokens file does not say."""
     max_priority: int | None = None
     """The highest priority that its requests may have; None = any."""
 
@@ -175,7 +175,7 @@ def leave(entered: Token[Identity]) -> None:
 
 
 class TokensFile(NamedTuple):
-    """What a tokens file says."""
+    """Content of a tokens file."""
 
     by_digest: Mapping[str, Identity]
     limits: TenantTable
@@ -287,7 +287,7 @@ def _digest(token: str) -> str:
 
 
 class Admission:
-    """Who may call one method, and name which tenants; without tokens, everybody all.
+    """Roles that may call one method, and the tenants they may name; without tokens, everybody all.
 
     Args:
         method: Its full name.

@@ -1,4 +1,4 @@
-"""How much one tenant may have at once at one service, whatever others have.
+"""Limits of what one tenant may have at once at one service, whatever others have.
 
 ::
 
@@ -29,7 +29,7 @@ RETRY_SECONDS: Final = 1.0
 
 
 class Limit(StrEnum):
-    """What is limited."""
+    """Kind of a limit."""
 
     REQUESTS = "requests"
     """That a gateway runs."""
@@ -46,7 +46,7 @@ TenantTable = Mapping[str, Mapping[Limit, int]]
 
 
 class TenantLimits(Collector):
-    """Of one service; none until some are set."""
+    """Limits of the tenants of one service; none until some are set."""
 
     def __init__(self) -> None:
         self._table: TenantTable = {}
@@ -56,7 +56,7 @@ class TenantLimits(Collector):
             limit: lambda held=held: held  # type: ignore[misc]  # mypy does not infer the default
             for limit, held in self._held.items()
         }
-        """What each tenant has, by who counts it."""
+        """Usage of each tenant, by who counts it."""
 
     def set(self, table: TenantTable) -> None:
         """From now on these count; what is over them stays."""

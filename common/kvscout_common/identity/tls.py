@@ -15,7 +15,7 @@ from kvscout_common.settings.config import TlsFiles
 
 
 class ServerCertificates:
-    """What new connections are answered with; those that exist keep what they began with.
+    """Certificates of new connections; those that exist keep the ones that they began with.
 
     Args:
         files: Read at once, and followed.
@@ -27,7 +27,7 @@ class ServerCertificates:
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self.current: Pem
-        """What new connections should be answered with."""
+        """Certificates for new connections."""
         self.renewed: list[Callable[[Pem], None]] = []
         """Called with each renewal."""
         paths = [files.certificate, files.key, *([files.client_ca] if files.client_ca else [])]

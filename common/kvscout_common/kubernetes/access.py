@@ -1,4 +1,4 @@
-"""Where the Kubernetes API is, and how one shows there who one is: a pod's service account, or a kubeconfig.
+"""Address of the Kubernetes API and credentials for it: a pod's service account, or a kubeconfig.
 
 What a pod is given is renewed in its files while it runs, the token about every hour: they are followed.
 """
@@ -33,7 +33,7 @@ class KubernetesAccess:
     server: str
     """Its base URL."""
     namespace: str
-    """Where things are looked for that name none."""
+    """Namespace of objects that name none."""
     token: TokenFile | str = ""
     tls: FollowedTls | None = None
     """None = plain HTTP."""

@@ -34,12 +34,12 @@ log = logging.getLogger("kvscout.kubernetes")
 
 PAGE_OBJECTS: Final = 100
 MAX_PAGE_BYTES: Final = 8 * 1024 * 1024
-"""Of larger ones half as many objects are asked for the next time."""
+"""Size of a page above which the next request asks for half as many objects."""
 MAX_PAGE_VALUES: Final = 200_000
 """A pod has some hundred."""
 LARGE_PAGE_BYTES: Final = 1024 * 1024
 MAX_EVENT_BYTES: Final = 4 * 1024 * 1024
-"""Of one watched object; what a cluster stores is below 2 MiB."""
+"""Largest watched object; what a cluster stores is below 2 MiB."""
 MAX_OBJECTS: Final = 5_000
 """As in a workers file."""
 LIST_SECONDS: Final = 30.0
@@ -108,14 +108,14 @@ class ListWatch(Generic[T]):
         self._changed = changed
         self._page_objects = PAGE_OBJECTS
         self._version = ""
-        """What is known, as the API calls it; "" = nothing."""
+        """Version of what is known, as the API calls it; "" = nothing."""
         self.objects: dict[str, T] = {}
         self.listed = False
-        """Whether `objects` was all there is, once."""
+        """True = `objects` was complete once."""
         self.problem = ""
         """Why `objects` may not be what is there now; "" = it is."""
         self.unreadable = ""
-        """What is wrong with an object that is left out; "" = none is."""
+        """Problem of an object that is left out; "" = none is."""
 
     async def run(self, http: aiohttp.ClientSession) -> None:
         """Follow the collection for ever."""

@@ -14,7 +14,7 @@ from kvscout_common.endpoints import MAX_PORT
 from kvscout_common.plain_text import text_problem
 
 MAX_PORTS: Final = 64
-"""Of one pod, or one pool."""
+"""Largest number of ports of one pod, or one pool."""
 MAX_SELECTOR_LABELS: Final = 64
 MAX_NOTES: Final = 64
 """Labels and annotations of one pod that are kept."""
@@ -56,7 +56,7 @@ class Pod:
     ended: bool
     """Its containers will not run again; its address may be another pod's by now."""
     restarts: int
-    """Of all of its containers."""
+    """Restarts of all of its containers."""
     ports: tuple[ContainerPort, ...]
     notes: Mapping[str, str]
     """Those of its labels and annotations that say something of a worker; an annotation comes before a label."""

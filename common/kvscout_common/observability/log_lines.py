@@ -1,4 +1,4 @@
-"""What becomes of a log record: a line of bounded length that is nothing but text, and of each kind so many a second.
+"""Log records as lines of bounded length that are nothing but text, with a limit a second for each kind.
 
 Records quote what clients, engines and neighbours sent. Whatever that is, it writes no line of its own, moves no
 cursor of a terminal and fills no disk; here, so that no place that logs has to think of it.
@@ -20,7 +20,7 @@ from kvscout_common.observability import tracing
 from kvscout_common.plain_text import printable
 
 MAX_ARGUMENT_CHARACTERS = 256
-"""Of a text that is filled into a message: the length of the longest id."""
+"""Largest text that is filled into a message: the length of the longest id."""
 MAX_MESSAGE_CHARACTERS = 2_048
 MAX_TRACEBACK_CHARACTERS = 16_384
 BURST_LINES = 50
@@ -34,7 +34,7 @@ _request_id: ContextVar[str] = ContextVar("kvscout_request_id", default="")
 
 @contextmanager
 def about_request(request_id: str) -> Iterator[None]:
-    """What is logged inside is about a request."""
+    """Mark records that are logged inside as about a request."""
     entered = _request_id.set(request_id)
     try:
         yield

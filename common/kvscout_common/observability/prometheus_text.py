@@ -13,7 +13,7 @@ MAX_HITS: Final = 16_384
 """Places where the names that are asked for stand: 1,024 ranks with four metrics each, and as much again."""
 MAX_LINE_BYTES: Final = 16_384
 MAX_LABELS: Final = 65_536
-"""Of all samples."""
+"""Largest number of labels of all samples."""
 MAX_NUMBER_CHARACTERS: Final = 32
 _LABEL: Final = re.compile(r'[ \t]*([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"[ \t]*(,?)')
 _CLOSING: Final = re.compile(r"[ \t]*\}")

@@ -188,7 +188,7 @@ def _rose(before: Mapping[tuple[str, int], float], ranks: Sequence[tuple[str, in
 
 
 class _Places:
-    """Where ranks that are named are in columns, looked up once for the columns that share their ranks."""
+    """Places of named ranks in columns, looked up once for the columns that share their ranks."""
 
     def __init__(self, named: dict[_Rank, None]) -> None:
         self._named = named

@@ -1,4 +1,4 @@
-"""How the calls of a service ended, and how long they took, under the names that gRPC's own middlewares use."""
+"""Outcomes and durations of the calls of a service, under the names that gRPC's own middlewares use."""
 
 from __future__ import annotations
 

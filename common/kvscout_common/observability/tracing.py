@@ -196,7 +196,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 class _Tracer:
-    """What there is of OpenTelemetry."""
+    """Parts of OpenTelemetry that are used."""
 
     def __init__(self, service: str, endpoint: str, ratio: float, version: str) -> None:
         from opentelemetry import context, trace

@@ -1,4 +1,4 @@
-"""What a service warns its operators of, beside its log."""
+"""Warnings of a service to its operators, beside its log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class TenantWarning(NamedTuple):
-    """What only callers who see a tenant may read: it names a worker, or where it is."""
+    """Warning for callers who see a tenant alone: it names a worker, or where it is."""
 
     tenant: str
     """"*" = for callers who see all of them."""

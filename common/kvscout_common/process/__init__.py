@@ -1,1 +1,1 @@
-"""What one process asks of its system: memory, descriptors, files, its end."""
+"""Use of the system by one process: memory, descriptors, files, its end."""

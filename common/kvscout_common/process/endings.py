@@ -1,4 +1,4 @@
-"""How tasks and processes end: what is closed is waited for, and the first defect is the last.
+"""Ends of tasks and processes: what is closed is waited for, and the first defect is the last.
 
 A panic of native code is no `Exception`, so that nobody takes it for an error to go on from: asyncio would log it, and
 whatever it has left half done would stay so. Wherever it comes up, it ends the process.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 INTENDED = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
-"""What ends tasks and processes because somebody wants it."""
+"""Exceptions that end tasks and processes because somebody wants it."""
 
 
 class NobodyWaits(Exception):

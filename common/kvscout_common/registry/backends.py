@@ -1,4 +1,4 @@
-"""What fills a service's registry, as configured: worker rpcs, a watched file, a bucket in NATS, DNS, Kubernetes."""
+"""Sources of a service's registry, as configured: worker rpcs, a watched file, a bucket in NATS, DNS, Kubernetes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("kvscout.registry")
 WARM_SECONDS = 5.0
 """Longest time at start that health waits for the workers that others know."""
 EXPIRY_SECONDS = 0.5
-"""How often leases are looked at: a fraction of the shortest lease, one second."""
+"""Seconds between two looks at leases: a fraction of the shortest lease, one second."""
 
 Task = Callable[[], Coroutine[Any, Any, None]]
 
@@ -57,9 +57,9 @@ class Backends:
         self.link = link
         """NATS; None = this process runs without."""
         self.registrar: Registrar = OwnRegistrar(registry)
-        """Where worker rpcs take effect."""
+        """Registrar of worker rpcs."""
         self.tasks: dict[str, Task] = {"registry-leases": self._expire_leases}
-        """What runs beside the server, by name."""
+        """Tasks that run beside the server, by name."""
         self._warnings: list[Callable[[], Sequence[Warned]]] = []
         self._read: list[asyncio.Event] = []
         if config.workers_file is not None:

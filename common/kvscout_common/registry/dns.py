@@ -34,7 +34,7 @@ from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 log = logging.getLogger("kvscout.registry")
 
 RESOLVE_SECONDS = 5.0
-"""How often a name is looked up: a few times within the readiness of a pod."""
+"""Seconds between two lookups of a name: a few times within the readiness of a pod."""
 LOOKUP_SECONDS = 5.0
 MAX_ADDRESSES = 4096
 CONCURRENT_QUERIES = 32

@@ -25,7 +25,7 @@ log = logging.getLogger("kvscout.discovery")
 FIRST_RETRY_SECONDS = 0.5
 LAST_RETRY_SECONDS = 10.0
 AGAIN_SECONDS = 60.0
-"""How often an engine that answered is asked again."""
+"""Seconds until an engine that answered is queried again."""
 CONCURRENT_QUERIES = 32
 
 Ask = Callable[[HttpClient, str, EngineKind | None], Awaitable[EngineFacts]]

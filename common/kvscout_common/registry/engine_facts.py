@@ -1,4 +1,4 @@
-"""What an engine reports of itself, and how that completes and contradicts a registration."""
+"""Facts that an engine reports, and how they complete or contradict a registration."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ ASKED = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
 
 
 SHOWN = 8
-"""Of a list, in a sentence."""
+"""Entries of a list that a sentence shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What one engine said; zero, "" and () mean that it did not say."""
+    """Facts that one engine reports; zero, "" and () = not reported."""
 
     http_endpoint: str
-    """Where it was asked."""
+    """URL at which it was queried."""
     event_endpoints: tuple[EventEndpoint, ...] = ()
     """By rank, as a subscriber connects to them."""
     models: tuple[str, ...] = ()

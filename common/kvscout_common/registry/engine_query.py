@@ -30,7 +30,7 @@ ANY_HOSTS = (*WILDCARDS, "[::]", "")
 NULL_BLOCKS = 1
 """vLLM counts a block that never holds tokens."""
 _OWNERS = {"vllm": EngineKind.VLLM, "sglang": EngineKind.SGLANG, "kvscout-mocker": EngineKind.MOCK}
-"""Of models, as engines name them."""
+"""Owners of models, as engines name them."""
 _CACHE_CONFIG = "vllm:cache_config_info"
 _COUNT_DIGITS = 9
 

@@ -47,7 +47,7 @@ PODS_A_SLICE = 32
 REFRESH_SECONDS = 60.0
 """After so long all pods are looked at again: another source may have let go of a worker of theirs."""
 WARNED_PODS = 20
-"""Of one selection, by name; the others are counted."""
+"""Pods of one selection that warnings name; the others are counted."""
 
 
 class _Life(NamedTuple):
@@ -60,18 +60,18 @@ class _Life(NamedTuple):
 
 @dataclass(slots=True)
 class _Question:
-    """What an engine is asked, or was."""
+    """Query of an engine, running or over."""
 
     life: _Life
     task: asyncio.Task[None]
     facts: EngineFacts | None = None
-    """Of this life, or until it has answered of the one before."""
+    """Facts of this life of the engine, or, until it has answered, of the one before."""
     problem: str = ""
     tried: bool = False
 
 
 class _Offer(NamedTuple):
-    """What a pod has to offer, worked out once for as long as it and the pool are what they are."""
+    """Workers that a pod offers, computed once for as long as it and the pool do not change."""
 
     pod: Pod
     pool: InferencePool | None
@@ -88,12 +88,12 @@ class _Spec(NamedTuple):
 
 
 class _Standing(NamedTuple):
-    """What one pod comes to."""
+    """Result of one pod."""
 
     specs: dict[WorkerName, WorkerSpec]
     uid: str
     worker_ids: frozenset[str]
-    """Of all its ports, also of those that are not known yet."""
+    """Ids of the workers of all its ports, also of those that are not known yet."""
 
 
 _GONE = _Standing({}, "", frozenset())
@@ -108,12 +108,12 @@ class _Followed:
     pools: ListWatch[InferencePool] | None
     pods: ListWatch[Pod] | None = None
     labels: str = ""
-    """What `pods` is selected by."""
+    """Selection of `pods`."""
     following: asyncio.Task[None] | None = None
     admitted: dict[str, str] = field(default_factory=dict)
     """The uids of the pods that have been Ready, by key."""
     offers: dict[str, _Offer] = field(default_factory=dict)
-    """What each pod was found to offer."""
+    """Offer of each pod."""
     problems: dict[str, dict[str, str]] = field(default_factory=dict)
     """By pod: the pod, or ports of it, that are no workers, and why."""
 

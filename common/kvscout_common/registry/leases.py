@@ -1,4 +1,4 @@
-"""How a process keeps a registration that ends without it, over rpcs or in NATS."""
+"""Lease of a registration that ends without its process, over rpcs or in NATS."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 log = logging.getLogger("kvscout.registry")
 
 CHECK_SECONDS = 0.5
-"""How often the server is asked for its last value: leases end up to two such rounds late."""
+"""Seconds between two reads of the server's last value: leases end up to two such rounds late."""
 LAG_SECONDS = 5.0
 """A watch that has not brought by then what the server has is broken."""
 RETRY_SECONDS = 0.5
@@ -51,14 +51,14 @@ SHOWN = 3
 
 
 class _Sample(NamedTuple):
-    """What the server had at a time."""
+    """State of the server at a time."""
 
     revision: int
     at: float
 
 
 class _ReadAgain(Exception):
-    """What was followed is not all of the bucket any more."""
+    """The watch no longer covers all of the bucket."""
 
 
 class NatsRegistry:
@@ -76,7 +76,7 @@ class NatsRegistry:
         self._clock = clock
         self._bucket = WorkerBucket(link)
         self._table: dict[WorkerName, Stored] = {}
-        """What the bucket has, and what it lost but is still believed."""
+        """Entries of the bucket, and those it lost that are still believed."""
         self._unreadable: dict[str, str] = {}
         self._revision = 0
         """Everything up to it is in the registry."""

@@ -56,7 +56,7 @@ OF_PODS: Final = frozenset(
         "replay_port",
     }
 )
-"""What a pod may say of itself: nothing that leads to another address than its own, nor to another tenant."""
+"""Fields that a pod may set itself: nothing that leads to another address than its own, nor to another tenant."""
 HTTP_PORT: Final = 8000
 """Default port of vLLM."""
 _LLM_D_ROLES: Final = {

@@ -1,4 +1,4 @@
-"""Where the worker rpcs of a service take effect: its own registry, or one that services share."""
+"""Target of the worker rpcs of a service: its own registry, or one that services share."""
 
 from __future__ import annotations
 

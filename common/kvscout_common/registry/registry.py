@@ -31,14 +31,14 @@ log = logging.getLogger("kvscout.registry")
 
 
 class WorkerName(NamedTuple):
-    """What identifies a registration."""
+    """Identity of a registration."""
 
     tenant: str
     worker_id: str
 
 
 class Source(StrEnum):
-    """Where a registration comes from."""
+    """Source of a registration."""
 
     RPC = "rpc"
     FILE = "file"
@@ -64,7 +64,7 @@ class Entry:
     source: Source
     registered: WorkerSpec
     reported: WorkerSpec | None = None
-    """What one of `DECLARED` said last: `registered` but for the draining that was asked for since."""
+    """Last declaration by one of `DECLARED`: `registered` but for the draining that was asked for since."""
     lease_seconds: int = 0
     """0 = no lease."""
     expires_at: float | None = None
@@ -105,7 +105,7 @@ class Registry:
     def __init__(self, clock: Callable[[], float], admit: Callable[[WorkerSpec], None] = any_worker) -> None:
         self.admit = admit
         self.limits = TenantLimits()
-        """Of the service that this is the registry of."""
+        """Tenant limits of the service that has this registry."""
         self.limits.use[Limit.WORKERS] = lambda: Counter(name.tenant for name in self._entries)
         self._clock = clock
         self._entries: dict[WorkerName, Entry] = {}

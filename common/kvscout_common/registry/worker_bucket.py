@@ -30,14 +30,14 @@ from kvscout_common.worker import WorkerSpec
 VERSION = 1
 CALL_SECONDS = 2.0
 MARKER_SECONDS = 3600
-"""How long a removal can be distinguished from a lease that ended: longer than any network split that heals by
+"""Seconds for which a removal can be distinguished from a lease that ended: longer than any network split that heals by
 itself."""
 MAX_VALUE_BYTES = 512 * 1024
 """NATS refuses more than 1 MiB by default."""
 ENDED = "Kvscout-Ended"
 """Header of a deletion that only says that a lease ended."""
 ATTEMPTS = 8
-"""Of a change that others overtake."""
+"""Tries of a change that others overtake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Stored:
 
 
 class Renewal(Enum):
-    """What became of a renewal."""
+    """Outcome of a renewal."""
 
     RENEWED = auto()
     LOST = auto()
@@ -102,7 +102,7 @@ class WorkerBucket:
         self._names = link.names
         self._stream = f"KV_{link.names.workers_bucket}"
         self.keeps_time: bool | None = None
-        """Whether the server ends leases; None = the bucket was not opened yet."""
+        """True = the server ends leases; None = the bucket was not opened yet."""
 
     async def open(self) -> tuple[KeyValue, StreamInfo]:
         """Return the bucket, made if there is none, and its state."""

@@ -1,4 +1,4 @@
-"""What the workers behind one name or selector have in common, and which of the rest their engines are asked for."""
+"""Common properties of the workers behind one name or selector; which of the rest engines are queried for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class WorkerTemplate:
 
     values: Mapping[str, Any]
     where: str
-    """Who gives them, for errors."""
+    """Source of them, for errors."""
 
     def __post_init__(self) -> None:
         """Raises: ConfigError: A field is wrong."""

@@ -1,4 +1,4 @@
-"""How a stream ended, as its server said.
+"""Status with which a server ended a stream.
 
 grpc.aio forgets that where a write fails because the stream has ended: its own INTERNAL takes the place of the status
 that had come (grpc issue 36066). Which of the two a caller sees is chance.

@@ -1,4 +1,4 @@
-"""What every call passes on its way to its handler and back, whatever carries it and however it is handled.
+"""Guard that every call passes on its way to its handler and back, whatever carries it and however it is handled.
 
 ::
 
@@ -36,7 +36,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Of one server.
+    """Admission and accounting of the calls of one server.
 
     Args:
         tokens: Who may call; None = everybody.
@@ -102,12 +102,12 @@ class GuardedMethod:
         self._begins_traces = name.rpartition("/")[2] in BEGIN_TRACES
         self._answers = isinstance(self._behaviour, Synchronous)
         self.synchronous = self._answers and not self._traced
-        """Whether calls need no task; one that is traced has one, to which what it is part of belongs."""
+        """True = calls need no task; one that is traced has one, to which what it is part of belongs."""
         self.native: Any = getattr(self._behaviour, "native", None) if self.synchronous else None
         """The extension's `Answers`; None = it has none."""
         self._audited = name.startswith("/kvscout.") and name.rpartition("/")[2] in AUDITED
         self.streams = (bool(handler.request_streaming), bool(handler.response_streaming))
-        """Whether there are many requests, many answers."""
+        """(many requests, many answers)"""
 
     def begin(self, call: RunningCall, identity: Identity) -> None:
         """A call runs from here on, until `end`.
@@ -226,7 +226,7 @@ class GuardedMethod:
             raise asyncio.CancelledError from error
 
     def _span(self, metadata: Any) -> tracing.Span:
-        """Of a call: part of its caller's trace; of those that have none, requests begin one."""
+        """Return the span of a call: part of its caller's trace; of those without one, requests begin one."""
         parent = next((str(value) for key, value in metadata if key == tracing.TRACEPARENT), "")
         if not parent and not self._begins_traces:
             return tracing.NOTHING

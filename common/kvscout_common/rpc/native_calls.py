@@ -79,14 +79,14 @@ class NativeCall:
         self._received: Callable[[bytes], object] | None = None
         """Called with messages as they come."""
         self._receive_error: Exception | None = None
-        """What that raised."""
+        """Exception that the callback raised."""
         self._status: tuple[grpc.StatusCode, str, Any] | None = None
         self._headers: Any = None
         self._callbacks: list[Callable[[Any], None]] = []
         self._unsent: list[bytes] = []
         """Written before there was a connection."""
         self._again: list[bytes] | None = None
-        """What was sent, as long as the call can be made again."""
+        """Messages sent, as long as the call can be made again."""
         self._made_again = False
         self._writes_all = False
         self._ends_at = None if timeout is None else self._loop.time() + timeout

@@ -26,7 +26,7 @@ FIRST_BACK_OFF_SECONDS = 0.1
 MAX_BACK_OFF_SECONDS = 1.0
 CONNECT_SECONDS = 5.0
 CALL_OPTIONS = {"timeout", "metadata", "wait_for_ready"}
-"""What a caller may say of a call."""
+"""Options of a call."""
 
 Call = TypeVar("Call", bound=NativeCall)
 
@@ -63,7 +63,7 @@ class NativeChannel:
         self._open = False
         self._connecting: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[str] | None = None
-        """Of the attempt that is made: "" = connected."""
+        """Outcome of the attempt to connect that runs: "" = connected."""
         self._back_off = 0.0
         self._not_before = 0.0
         self._problem = ""

@@ -1,4 +1,4 @@
-"""What a handler sees of its call on the native transport: `grpc.aio.ServicerContext`, as far as kvscout uses it."""
+"""Context of a handler on the native transport: `grpc.aio.ServicerContext`, as far as kvscout uses it."""
 
 from __future__ import annotations
 

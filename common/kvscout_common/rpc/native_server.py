@@ -84,7 +84,7 @@ class NativeServer:
         self._closed = asyncio.Event()
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """What generated code calls beside `add_registered_method_handlers`, with the same handlers."""
+        """Ignore what generated code calls beside `add_registered_method_handlers`, with the same handlers."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Add a service's methods; of two with one name the later counts."""

@@ -96,7 +96,7 @@ def _reflection_v1() -> FileDescriptorProto:
 
 
 def _details() -> FileDescriptorProto:
-    """Of google/rpc/error_details.proto, the messages that errors carry."""
+    """Return google/rpc/error_details.proto, the messages that errors carry."""
     file = FileDescriptorProto(
         name="google/rpc/error_details.proto",
         package="google.rpc",

@@ -1,4 +1,4 @@
-"""What every service says of itself in GetStatus."""
+"""Part of GetStatus that every service has."""
 
 from __future__ import annotations
 

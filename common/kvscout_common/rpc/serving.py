@@ -58,7 +58,7 @@ from kvscout_common.variables import warn_of_variables
 log = logging.getLogger("kvscout.serving")
 
 MAX_PENDING_CALLS = 16_000
-"""Of all connections, calls that the loop has not looked at. Above, grpc refuses at random whoever calls; its own 1,000
+"""Calls of all connections that the loop has not looked at. Above, grpc refuses at random whoever calls; its own 1,000
 are what a few connections reach that only open streams and reset them."""
 
 
@@ -73,15 +73,15 @@ class SidePort:
     services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]]
     """As those of the app; there is no reflection here."""
     make_pem: Callable[[], Pem] | None
-    """What it proves itself with where the service has no certificate of its own; None = plaintext, in any case."""
+    """Certificate where the service has none of its own; None = plaintext, in any case."""
     needs_token: bool = True
-    """Where the service has tokens; else whoever reaches it may call."""
+    """True = callers show tokens, where the service has them; else whoever reaches it may call."""
     alive_names: tuple[str, ...] = ()
     """Health says SERVING of these as long as the process answers."""
     ready_names: tuple[str, ...] = ()
     """And of these, as of the services, once the app is warm."""
     shutdown_delay_seconds: float = 0.0
-    """Where the configuration does not say; see there."""
+    """Default where the configuration does not say; see there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class HttpPort:
 
 @dataclass(slots=True)
 class App:
-    """What a service brings: its servicers and what runs beside them."""
+    """Parts of a service: its servicers and what runs beside them."""
 
     name: str
     """Such as "indexer"."""

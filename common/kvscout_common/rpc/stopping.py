@@ -1,4 +1,4 @@
-"""How a server stops: nothing new comes, what runs has its time, and who does not want to wait says so twice."""
+"""Stop of a server: nothing new comes, what runs has its time, and a second signal ends the wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAVE_SECONDS = 10.0
 
 
 class Signals:
-    """What the signals of the process ask for, on the running loop."""
+    """Requests to stop by the signals of the process, on the running loop."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What carries the calls of a service, and what it holds and has refused, for Prometheus."""
+"""Metrics of the transport of a service: what it holds and has refused."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How one gRPC server is bound, secured, observed and stopped."""
+    """Settings of one gRPC server: address, security, observability, stop."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -40,7 +40,7 @@ class ServerConfig:
     workers_k8s: tuple[str, ...] = ()
     """Label selectors, or `pool/NAME`, whose pods are workers."""
     kubeconfig: Path | None = None
-    """How the Kubernetes API is reached; None = as a pod does, or kubectl."""
+    """Access to the Kubernetes API; None = as a pod does, or kubectl."""
     auth_tokens: Path | None = None
     allow_anonymous: bool = False
     metrics_auth: bool = False
@@ -48,7 +48,7 @@ class ServerConfig:
     tls: TlsFiles | None = None
     max_message_bytes: int = 64 * 1024 * 1024
     request_memory_bytes: int = 512 * 1024 * 1024
-    """Of memory, for requests that are still coming or not yet passed on; no tenant may hold more than half of it."""
+    """Memory for requests that are still coming or not yet passed on; no tenant may hold more than half of it."""
     max_concurrent_streams: int = 1000
     """Calls that one connection may have open; a client holds further ones back."""
     max_connection_age_seconds: float = 0.0
@@ -61,9 +61,9 @@ class ServerConfig:
     log_level: str = "info"
     log_format: str = "text"
     otlp_endpoint: str = ""
-    """Where traces go; "" = there are none."""
+    """Endpoint that traces are sent to; "" = there are none."""
     trace_ratio: float = 1.0
-    """Of requests that come without a trace, the share that begins one."""
+    """Share of the requests without a trace that begin one."""
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> ServerConfig:

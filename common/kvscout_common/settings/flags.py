@@ -26,7 +26,7 @@ SERVER = "Server"
 BEHAVIOUR = "Behaviour"
 PERFORMANCE = "Performance"
 SHUTDOWN_DELAY_SECONDS = 5.0
-"""Where callers find out by health checks: more than two intervals of the Envoy configuration that is shipped."""
+"""Delay where callers find out by health checks: over two intervals of the Envoy configuration that is shipped."""
 _UNCUT = 1_000
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 

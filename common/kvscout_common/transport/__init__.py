@@ -1,4 +1,4 @@
-"""How calls travel: one interface, that of `grpc.aio` as far as kvscout uses it, and two transports behind it.
+"""Transport of calls: one interface, that of `grpc.aio` as far as kvscout uses it, with two backends.
 
 ::
 
@@ -18,7 +18,7 @@ from kvscout_common.hashing import native_available
 
 
 class Transport(StrEnum):
-    """What carries the calls of this process."""
+    """Transport of the calls of this process."""
 
     NATIVE = "native"
     GRPCIO = "grpcio"

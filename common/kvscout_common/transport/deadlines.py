@@ -14,7 +14,7 @@ SPARE = 256
 
 
 class Deadlines:
-    """Of one core.
+    """Deadlines of one core.
 
     Args:
         loop: The running one.

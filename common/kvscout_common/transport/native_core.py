@@ -47,7 +47,7 @@ CROWDED: Final = RPC_EVENTS["CROWDED"]
 HEAD: Final = RPC_EVENTS["HEAD"]
 
 SEEN_MAYBE, SEEN_NOT_SENT = 0, 2
-"""Of END: whether the peer may have looked at the call."""
+"""Values of END: whether the peer may have looked at the call."""
 
 _OF_CONNECTIONS = frozenset({CONNECTED, CLOSED})
 _BEGINNINGS = frozenset({OPEN, HEAD})
@@ -66,7 +66,7 @@ class EventHandler(Protocol):
 
 
 class ClosedRpc:
-    """What is left of the extension's `Rpc` when its core was closed: calls that end after it say so to this.
+    """Stand-in for the extension's `Rpc` when its core was closed: calls that end after it say so to this.
 
     Args:
         stats: Its last.
@@ -90,7 +90,7 @@ class ClosedRpc:
         """Everybody has gone."""
 
     def ignore(self, *_: object) -> None:
-        """What there is nobody to say to."""
+        """Ignore a call of a core that is closed."""
 
     answer = answer_stream = admit = finish = headers = consumed = half_close = reset = close = set_tls = ignore
     trust = ignore
@@ -101,7 +101,7 @@ class MessageStream:
 
     core: NativeCore
     number: int
-    """Of the call."""
+    """Number of the call."""
     takes_messages: bool
     """Its messages are sent as they are, without a serializer."""
     room: Notice
@@ -152,7 +152,7 @@ class NativeCore:
         self.deadlines = Deadlines(self.loop)
         self.calls: dict[int, EventHandler] = {}
         self.connections: dict[int, EventHandler] = {}
-        """Of a channel."""
+        """Handlers of a channel's connections."""
         self._opened = opened
         self._failed = failed
         self._crowded = crowded

@@ -31,7 +31,7 @@ class ReadyTasks:
         self._loop = loop
         self._ready: list[_ReadyTask] = []
         self._idle: set[asyncio.Task[None]] = set()
-        """Of those, and of those that are about to stand ready."""
+        """Tasks that stand ready, or are about to."""
         self._closed = False
         self._keep_ready()
 

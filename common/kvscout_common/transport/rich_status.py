@@ -16,7 +16,7 @@ DETAILS_TRAILER = "grpc-status-details-bin"
 MAX_DETAILS_BYTES = 4 * 1024
 """More does not go with a status: all its headers together have to stay below the 8 KiB that some peers take."""
 MAX_RETRY_SECONDS = 315_576_000_000
-"""What a `google.protobuf.Duration` holds."""
+"""Largest value of a `google.protobuf.Duration`."""
 _TYPES = "type.googleapis.com/google.rpc."
 
 

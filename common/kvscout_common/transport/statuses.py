@@ -92,7 +92,7 @@ def from_status(
 
 
 class Status(NamedTuple):
-    """How a call ends."""
+    """Status with which a call ends."""
 
     code: grpc.StatusCode
     text: str

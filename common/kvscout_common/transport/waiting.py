@@ -1,4 +1,4 @@
-"""What calls of either side wait for: something to happen, and the next message."""
+"""Waits of calls of either side: for something to happen, and for the next message."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Inbox:
         self.news.notify()
 
     def clear(self) -> None:
-        """What came is not read any more."""
+        """Drop what came: it is not read any more."""
         self._messages.clear()
 
     def first(self) -> bytes | None:

@@ -169,7 +169,7 @@ class Gateway:
             limits=self.registry.limits,
         )
         self.budget = make_budget(config.server.request_memory_bytes)
-        """Of requests that are not passed on yet."""
+        """Bytes of requests that are not passed on yet."""
         self.shadow_report = ShadowReport()
         """Empty unless this gateway shadows."""
         self.leaving = False

@@ -36,15 +36,15 @@ Stub = TypeVar("Stub")
 Answer = TypeVar("Answer")
 
 COOL_DOWN_SECONDS = 1.0
-"""How long a member that failed is passed over while others are left."""
+"""Seconds for which a member that failed is passed over while others are left."""
 RETIRE_SECONDS = 30.0
-"""How long a member that left the list may be called still: what runs is booked at another one by then."""
+"""Seconds for which a member that left the list may still be called: what runs is booked elsewhere by then."""
 DNS = "dns://"
 
 _REFUSALS = (Draining, Unauthenticated, PermissionDenied, Unimplemented)
 """Answers that say something of the member or of the gateway's access to it, nothing of the request."""
 _TRANSPORT = (Unavailable, DeadlineExceeded, Cancelled)
-"""Where the member did not answer them itself: it is gone, too slow, or was stopped."""
+"""Statuses that the member did not answer itself: it is gone, too slow, or was stopped."""
 
 
 def is_member_fault(error: KvscoutError) -> bool:

@@ -1,4 +1,4 @@
-"""What a request needs of indexers and schedulers, be they in this process or behind rpcs."""
+"""Interfaces of indexers and schedulers to a request, be they in this process or behind rpcs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rpc: TypeAlias = "Callable[[SchedulerLink], Callable[..., Awaitable[Answer]]]"
 
 
 class Indexer(Protocol):
-    """What a request needs of the indexers."""
+    """Indexers, as a request uses them."""
 
     async def match(
         self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0
@@ -40,7 +40,7 @@ class Indexer(Protocol):
 
 
 class Scheduler(Protocol):
-    """What a request needs of the schedulers."""
+    """Schedulers, as a request uses them."""
 
     @property
     def overlap_score_weight(self) -> float:

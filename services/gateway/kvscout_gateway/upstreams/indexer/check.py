@@ -38,7 +38,7 @@ class CheckedIndexer:
     """The workers that `--indexer` expects there."""
     ranks: BlindRanks
     wrong_shard: str = ""
-    """How its shard differs; "" = it does not."""
+    """Difference of its shard; "" = it does not."""
 
 
 class IndexerCheck:

@@ -41,7 +41,7 @@ LINGER_SECONDS = 0.005
 """Between two messages to one replica: what comes meanwhile goes together. The first one does not wait."""
 RETRY_SECONDS = 0.5
 REFUSAL_SECONDS = 5.0
-"""How long a replica is left alone about a model of which it takes no decisions."""
+"""Seconds for which a replica is sent nothing of a model whose decisions it refused."""
 MAX_REFUSED = 4096
 """Models that are remembered as such; above, the one that was refused first is tried again."""
 CALL_SECONDS = 1.0
@@ -124,7 +124,7 @@ class ReplicaReports:
         self.member = member
         self.delivered = 0
         self.unknown = 0
-        """Of workers that it did not know."""
+        """Decisions about workers that it did not know."""
         self.problem = ""
         """Why nothing can be reported to it; "" = it can."""
         self.queue = DecisionQueue()

@@ -1,4 +1,4 @@
-"""What this gateway has booked: every booking is held while it runs and freed exactly once.
+"""Bookings of this gateway: every booking is held while it runs and freed exactly once.
 
 A booking is held by the stream to its scheduler (`attachment`), and follows its request when this gateway goes to
 another scheduler. Reports go over the stream and nobody waits for them. What a stream that broke left undelivered needs

@@ -52,7 +52,7 @@ REFRESH_SECONDS = 1.0
 MAX_REFRESH_SECONDS = 8.0
 
 SETTINGS_SECONDS = 5.0
-"""How often the scheduler's settings are read."""
+"""Seconds between two reads of the scheduler's settings."""
 UNDO_SECONDS = (0.1, 0.5, 2.0)
 """After each try of a Free for a call that was cancelled."""
 MAX_FAILURE_REPORTS = 256
