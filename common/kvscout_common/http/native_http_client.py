@@ -71,21 +71,19 @@ class NativeHttpClient:
     async def send(self, request: HttpRequest, *, connect_seconds: float) -> NativeAnswer:
         """See `http.HttpClient.send`."""
         place = _place(request.url)
-        peers: list[tuple[str, int] | None] = [(place.host, place.port) if place.is_numeric else None]
-        answer = self._ask(request, place, peers[0], connect_seconds)
-        if answer is None:
-            peers = list(await _resolve(place, connect_seconds))
-            answer = self._ask(request, place, peers[0], connect_seconds)
-        for peer in (*peers[1:], None):
-            assert answer is not None, "an address was given"
+        if place.is_numeric:
+            return await self._sent(request, place, (place.host, place.port), connect_seconds)
+        idle = self._begin(request, place, None, connect_seconds)
+        if idle is not None:
+            return await self._head_of(idle)
+        *peers, last = await _resolve(place, connect_seconds)
+        for peer in peers:
             try:
-                await answer.head()
-                return answer
+                return await self._sent(request, place, peer, connect_seconds)
             except HttpFailed as error:
-                if error.kind is not FailureKind.UNREACHABLE or peer is None:
+                if error.kind is not FailureKind.UNREACHABLE:
                     raise
-            answer = self._ask(request, place, peer, connect_seconds)
-        raise AssertionError("the last address returns or raises")
+        return await self._sent(request, place, last, connect_seconds)
 
     async def close(self) -> None:
         """See `http.HttpClient.close`."""
@@ -96,13 +94,29 @@ class NativeHttpClient:
             self._core.http.close_idle(self._prefix)
             self._core.release()
 
-    def _ask(
+    async def _sent(
+        self, request: HttpRequest, place: _Place, peer: tuple[str, int], connect_seconds: float
+    ) -> NativeAnswer:
+        number = self._begin(request, place, peer, connect_seconds)
+        if number is None:
+            raise HttpFailed(f"{place.origin}: there is no connection", FailureKind.UNREACHABLE)
+        return await self._head_of(number)
+
+    async def _head_of(self, number: int) -> NativeAnswer:
+        self._core.flush()
+        answer = NativeAnswer(self._core, number, self._answers.discard)
+        self._answers.add(answer)
+        await answer.head()
+        return answer
+
+    def _begin(
         self, request: HttpRequest, place: _Place, peer: tuple[str, int] | None, connect_seconds: float
-    ) -> NativeAnswer | None:
+    ) -> int | None:
+        """Send a request; return its answer's number, or None: there is no address, and no idle connection."""
         if place.is_secure and self._tls is None:
             self._tls = _trusting(self._ca)
         try:
-            number = self._core.http.send(
+            return self._core.http.send(
                 self._prefix + place.origin,
                 peer,
                 connect_seconds,
@@ -117,12 +131,6 @@ class NativeHttpClient:
         except OSError as error:
             own = error.errno in _OWN_RESOURCES
             raise HttpFailed(str(error), FailureKind.RESOURCES if own else FailureKind.UNREACHABLE) from error
-        if number is None:
-            return None
-        self._core.flush()
-        answer = NativeAnswer(self._core, number, self._answers.discard)
-        self._answers.add(answer)
-        return answer
 
 
 class NativeAnswer:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 READY = 2
@@ -76,8 +77,9 @@ class _ReadyTask:
         self._loop = loop
         self._stands = stands
         self._work: Coroutine[Any, Any, None] | None = None
-        self._callback: Callable[[Any], object] | None = None
-        self._context: Context | None = None
+        self._resume: Callable[[], object] = _cannot_resume
+        """What asyncio wants to have called when the task is to go on."""
+        self._awaited = False
         self._cancelled = False
         self._at_once = False
         """Its work began in the call of `begin` that runs now."""
@@ -86,16 +88,14 @@ class _ReadyTask:
     @property
     def stands(self) -> bool:
         """Return whether it can begin: nobody has cancelled it."""
-        return self._callback is not None and not self._cancelled
+        return self._awaited and not self._cancelled
 
     def begin(self, work: Coroutine[Any, Any, None]) -> bool:
         """Run work up to where it first waits; whether that was its end, and the task stands ready again."""
-        assert self._context is not None
-        assert self._callback is not None
         self._work = work
-        callback, self._callback = self._callback, None
+        self._awaited = False
         self._at_once = True
-        self._context.run(callback, self)
+        self._resume()
         self._at_once = False
         return self.stands
 
@@ -119,8 +119,8 @@ class _ReadyTask:
         return self._loop
 
     def add_done_callback(self, callback: Callable[[Any], object], *, context: Context) -> None:
-        first = self._context is None
-        self._callback, self._context = callback, context
+        first = self._resume is _cannot_resume
+        self._resume, self._awaited = partial(context.run, callback, self), True
         if first:
             self._stands(self)
 
@@ -130,8 +130,12 @@ class _ReadyTask:
 
     def cancel(self, msg: object = None) -> bool:
         """Cancel the task while it stands ready."""
-        if self._callback is None or self._cancelled:
+        if not self.stands:
             return False
         self._cancelled = True
-        self._loop.call_soon(self._callback, self, context=self._context)
+        self._loop.call_soon(self._resume)
         return True
+
+
+def _cannot_resume() -> None:
+    raise RuntimeError("the task does not stand ready")
