@@ -27,7 +27,7 @@ TIMEOUTS = ("--bootstrap-timeout-seconds", "1.5", "--waiting-timeout-seconds", "
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack() -> AsyncIterator[Stack]:
+async def stack(each_mode: None) -> AsyncIterator[Stack]:
     flags = ("--engine-first-output-seconds", "3", "--engine-connect-seconds", "1")
     mockers = ((*SGLANG, *TIMEOUTS, "--role", "prefill"), (*SGLANG, *TIMEOUTS, "--role", "decode"))
     async with running_stack(*flags, "--http-port", "0", mockers=mockers) as started:

@@ -17,7 +17,7 @@ SGLANG = ("--api", "both", "--model", "sg")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack() -> AsyncIterator[Stack]:
+async def stack(each_mode: None) -> AsyncIterator[Stack]:
     async with running_stack(mockers=((*SGLANG, "--lora", "poet"), (*SGLANG, "--dp-size", "2"))) as started:
         for index, mocker in enumerate(started.mockers):
             worker = mocker_worker(f"w{index}", mocker, model="sg")
