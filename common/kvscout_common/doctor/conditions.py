@@ -272,8 +272,8 @@ REPLICAS_ALONE = _warning(
 REPLICA_SILENT = _warning(
     "replica-silent",
     "A replica of the scheduler has stopped sending.",
-    "If it was removed on purpose, this clears by itself, and its bookings end with their leases. Otherwise restart "
-    "it.",
+    "If it was removed on purpose, this clears by itself: bookings of gateways that are gone, too, end within 12 s, "
+    "others with their leases. Otherwise restart it.",
 )
 
 # The machines
