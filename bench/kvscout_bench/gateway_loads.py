@@ -46,8 +46,8 @@ class Cost:
 
     parts: Mapping[str, float]
     """Microseconds a request, by process; without what the same processes take while idle."""
-    p99: float = 0.0
-    """Milliseconds from when a request was due to its end."""
+    p99: float | None = None
+    """Milliseconds from when a request was due to its end; None = not of requests."""
     first_ms: Mapping[int, float] = field(default_factory=dict)
     """Percentiles of the milliseconds from then to its first output."""
     grown_kib: Mapping[str, float] = field(default_factory=dict)

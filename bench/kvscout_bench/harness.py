@@ -43,7 +43,7 @@ class Case:
     more_is_better: bool = False
     workload: str = ""
     """Workload that is run; "": the one with the case's name."""
-    p99: Callable[[Sample], float] | None = None
+    p99: Callable[[Sample], float | None] | None = None
     parts: Callable[[Sample], Mapping[str, float]] | None = None
     """The value by process."""
     beside: Callable[[Sample], Mapping[str, float]] | None = None
@@ -165,7 +165,7 @@ def side_of(case: Case, side: str, samples: Samples) -> Side | None:
         return None
 
     def of_each(read: Callable[[Sample], Any] | None) -> tuple[Any, ...]:
-        return tuple(map(read, taken)) if read else ()
+        return tuple(value for value in map(read, taken) if value is not None) if read else ()
 
     return Side(of_each(case.value), *map(of_each, (case.p99, case.parts, case.beside)))
 
