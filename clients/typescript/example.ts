@@ -16,9 +16,9 @@ async function main(address: string, model: string): Promise<void> {
   );
 
   const request = { model, tokenIds, stopConditions: { maxTokens: 4 } };
-  for await (const piece of gateway.generate(request, { timeoutMs: 30_000 })) {
+  for await (const chunk of gateway.generate(request, { timeoutMs: 30_000 })) {
     // None are in a last message that has the usage alone.
-    if (piece.tokenIds.length > 0) console.log(piece.tokenIds);
+    if (chunk.tokenIds.length > 0) console.log(chunk.tokenIds);
   }
 }
 

@@ -26,7 +26,7 @@ def text_problem(text: str) -> str:
 
 
 def printable(text: str, limit: int = SHOWN_CHARACTERS) -> str:
-    """Return a text of at most about so many characters, none of which is a control character, a surrogate or
+    """Return a text of about that many characters at most, none of which is a control character, a surrogate or
     invisible."""
     if len(text) > limit:
         text = f"{text[: limit * 3 // 4]} …({len(text):,} characters)… {text[-limit // 4 :]}"

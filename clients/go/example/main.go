@@ -54,15 +54,15 @@ func run(address, model string) error {
 		return err
 	}
 	for {
-		piece, err := stream.Recv()
+		chunk, err := stream.Recv()
 		if errors.Is(err, io.EOF) {
 			return nil
 		}
 		if err != nil {
 			return err
 		}
-		if len(piece.TokenIds) > 0 { // none are in a last message that has the usage alone
-			fmt.Println(piece.TokenIds)
+		if len(chunk.TokenIds) > 0 { // none are in a last message that has the usage alone
+			fmt.Println(chunk.TokenIds)
 		}
 	}
 }

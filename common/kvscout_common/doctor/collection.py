@@ -1,7 +1,7 @@
 """Asks services, and the engines that they know, what they say of themselves.
 
 It begins with the addresses that it is given. A gateway names its indexers and schedulers, registrations name bridges
-and engines; each is asked once, many at a time, none for longer than a few seconds.
+and engines; each is queried once, many at a time, none for longer than a few seconds.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Collection:
 
         Args:
             security: How services are talked to.
-            tenant: Whose workers are asked about; "*" = all that the caller may see.
+            tenant: Whose workers are queried; "*" = all that the caller may see.
             timeout_seconds: For each answer.
             wall_clock: Seconds since the Unix epoch.
         """
@@ -122,26 +122,26 @@ class Collection:
 
         Args:
             named: Where to begin.
-            known: Services that need not be asked: whoever asks is one.
+            known: Services that need not be queried: the caller is one.
             engines: Ask the workers' engines, too.
             proxies: Base URLs of the admin interfaces of Envoys to ask.
         """
         services = list(known)
-        asked: set[tuple[Kind | None, str]] = {(one.kind, one.address) for one in services}
+        queried: set[tuple[Kind | None, str]] = {(one.kind, one.address) for one in services}
         waiting, left_out = [*named, *(other for service in services for other in _named_by(service))], 0
         while waiting:
             due = []
             for one in waiting:
-                if (one.kind, one.place) not in asked:
-                    asked.add((one.kind, one.place))
+                if (one.kind, one.place) not in queried:
+                    queried.add((one.kind, one.place))
                     due.append(one)
             room = MAX_ASKED - len(services)
             left_out += max(0, len(due) - room)
             answered = await asyncio.gather(*(self._ask(one) for one in due[:room]))
             for one, service in zip(due, answered, strict=False):
-                if one.kind is not service.kind and (service.kind, one.place) in asked:
+                if one.kind is not service.kind and (service.kind, one.place) in queried:
                     continue  # a service that was named otherwise, too
-                asked.add((service.kind, one.place))
+                queried.add((service.kind, one.place))
                 services.append(service)
             waiting = [other for service in answered for other in _named_by(service)]
         services.sort(key=lambda service: list(Kind).index(service.kind) if service.kind else len(Kind))
@@ -199,8 +199,8 @@ class Collection:
         untold: list[str] = []
         workers = replicas = None
         if kind is not Kind.BRIDGE:
-            asked = workers_pb2.ListWorkersRequest(tenant=self._tenant)
-            workers = await self._or_none(stub.ListWorkers, asked, "its workers", untold)
+            every = workers_pb2.ListWorkersRequest(tenant=self._tenant)
+            workers = await self._or_none(stub.ListWorkers, every, "its workers", untold)
         if kind is Kind.SCHEDULER:
             tenant = "" if self._tenant == ALL_TENANTS else self._tenant
             replicas = await self._or_none(
@@ -278,7 +278,7 @@ def _named_by(service: Service) -> list[Named]:
 
 
 def _specs(snapshot: Snapshot) -> list[WorkerSpec]:
-    """Workers whose engines can be asked."""
+    """Workers whose engines can be queried."""
     found = []
     for worker in snapshot.workers.values():
         try:

@@ -50,7 +50,7 @@ def check_engines(snapshot: Snapshot) -> Iterator[Symptom]:
 
 
 def _asked(snapshot: Snapshot, silent: set[WorkerName]) -> Iterator[Symptom]:
-    """Yield what the engines that were asked answered."""
+    """Yield the answers of the engines that were queried."""
     served = {name.worker for name, seen in seen_by_gateways(snapshot).items() if seen.requests > seen.failures}
     workers = snapshot.workers
     for engine in snapshot.engines:
@@ -67,6 +67,6 @@ def _asked(snapshot: Snapshot, silent: set[WorkerName]) -> Iterator[Symptom]:
         try:
             spec = spec_from_proto(workers[engine.worker])
         except InvalidArgument:
-            continue  # a newer release's: it was not asked
+            continue  # a newer release's: it was not queried
         for field, text in engine.facts.contradictions(spec).items():
             yield Symptom(_BY_FIELD[field], f"worker {spec.worker_id} at {engine.url}: {text}", about)

@@ -36,7 +36,7 @@ class Gathering:
 
         Args:
             security: How services are talked to.
-            tenant: Whose workers are asked about; "*" = all that the caller may see.
+            tenant: Whose workers are queried; "*" = all that the caller may see.
             timeout_seconds: For each answer.
             clock: Seconds.
         """
@@ -57,7 +57,7 @@ class Gathering:
 
         Args:
             named: Whom to ask first.
-            known: Who need not be asked.
+            known: Services that need not be queried.
         """
         snapshot = await self.snapshot(named, known=known, engines=False)
         schedulers = list(snapshot.statuses(scheduler_pb2.SchedulerGetStatusResponse))
@@ -69,7 +69,7 @@ class Gathering:
         """Watch the schedulers' decisions until exit.
 
         Args:
-            kept: The last so many; of more between two looks, the first so many.
+            kept: Number of the last ones that are kept; of more between two looks, the first.
             explain: Each with its candidates.
         """
         async with asyncio.TaskGroup() as group:

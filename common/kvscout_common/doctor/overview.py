@@ -134,7 +134,7 @@ def overview(snapshot: Snapshot) -> Overview:
 
 
 def out_of_sight(service: Service, reached: gateway_pb2.HelperStatus | None) -> bool:
-    """Return whether a service cannot be asked from here, and serves its gateway all the same."""
+    """Return whether a service cannot be reached from here, and serves its gateway all the same."""
     return bool(service.error) and service.actual is None and reached is not None and reached.healthy
 
 

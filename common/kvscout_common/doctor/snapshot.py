@@ -72,7 +72,7 @@ class Service:
     """Its health says so."""
     status: Status | None = None
     workers: tuple[workers_pb2.WorkerEntry, ...] | None = None
-    """Those that it knows; None = it was not asked, or does not say."""
+    """Those that it knows; None = it was not queried, or does not report them."""
     replicas: scheduler_pb2.GetReplicasResponse | None = None
     """Replicas of a scheduler; None = it is another service."""
     clock_offset_seconds: float | None = None
@@ -120,7 +120,7 @@ class Proxy:
 
 
 PROXY_COUNTERS = r"upstream_(cx|rq_pending|rq_retry)_overflow$|ext_proc\..*failure_mode_allowed$"
-"""Envoy's counters of what its limits refused, and of requests that no picker was asked for; a regular expression."""
+"""Envoy's counters of what its limits refused, and of requests without a pick; a regular expression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Snapshot:
 
     services: tuple[Service, ...]
     engines: tuple[Engine, ...] = ()
-    """Engines of the workers that have an HTTP endpoint; empty = engines were not asked."""
+    """Engines of the workers that have an HTTP endpoint; empty = engines were not queried."""
     left_out: int = 0
     """Services and engines that were too many to ask."""
     proxies: tuple[Proxy, ...] = ()

@@ -18,7 +18,7 @@ from kvscout_common.http.http import Charge
 from kvscout_common.transport import Transport, chosen
 
 SHARE = 2
-"""A tenant may hold one part in so many of the whole."""
+"""Divisor of the whole that gives the share of one tenant."""
 PROCESS_FULL = (503, "the server holds as many bytes of requests as it may (--request-memory-bytes)")
 TENANT_FULL = (429, "the tenant holds its share of the bytes of requests (half of --request-memory-bytes)")
 
@@ -74,7 +74,7 @@ class ReferenceBudget:
         return ReferenceCharge(self, tenant, copies)
 
     def take(self, tenant: str | None, amount: int, *, keep: bool) -> tuple[int, str] | None:
-        """Charge so many bytes, if there is room for them.
+        """Charge bytes, if there is room for them.
 
         Args:
             tenant: See `charge`.
@@ -136,7 +136,7 @@ class ReferenceCharge:
 
 
 def make_budget(limit: int) -> Budget:
-    """Return a budget of so many bytes for what the chosen transport reads."""
+    """Return a budget in bytes for what the chosen transport reads."""
     if chosen() is Transport.NATIVE:
         # Imported here: the extension may not be there.
         from kvscout_common.transport.native_core import ByteBudget

@@ -29,7 +29,7 @@ class EventRelay:
     Args:
         form: What becomes of it.
         dialect: Of its documents.
-        max_tokens: The output ends with so many; None = with what the engine sends.
+        max_tokens: Tokens at which the output ends; None = with what the engine sends.
         report: Is kept up to date.
     """
 
@@ -40,7 +40,7 @@ class EventRelay:
         self._max_tokens = max_tokens
         self._tokens = 0
         self._texts = 0
-        """Pieces of text that came without token ids."""
+        """Chunks of text that came without token ids."""
         self._finished = False
         self.report = report
         self.over = False

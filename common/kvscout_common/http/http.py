@@ -89,7 +89,7 @@ class Form(Enum):
     BYTES = "bytes"
     """Unchanged, byte for byte."""
     WITHOUT_USAGE = "without usage"
-    """The same but for the event that carries nothing but usage, which the client has not asked for."""
+    """The same but for the event that carries nothing but usage, which the client has not requested."""
     MESSAGES = "messages"
     """`GenerateResponse` messages; what comes at once is one message."""
 
@@ -129,7 +129,7 @@ class StreamReport:
     """The stream said that it is done; a body without events: it came to its end. False behind a relay that raised
     nothing: the engine broke its stream off, if it is one that says when it is done."""
     overrun: bool = False
-    """The engine went on past the end of what was asked for, which was left out; the stream is done all the same."""
+    """The engine went on past the end of what was requested, which was left out; the stream is done all the same."""
     first_output_at: float = 0.0
     last_output_at: float = 0.0
     progress_at: float = 0.0
@@ -219,7 +219,7 @@ class HttpAnswer(Protocol):
             form: What becomes of it.
             dialect: Of its events.
             on_first_output: Called when output begins.
-            max_tokens: The output ends with so many, whatever the engine sends; None = the engine knows when.
+            max_tokens: Tokens at which the output ends, whatever the engine sends; None = the engine knows when.
             write_seconds: Longest wait for the sink.
 
         Raises:
@@ -258,7 +258,7 @@ class Charge(Protocol):
         """Charged now."""
 
     def grow(self, bytes: int, /) -> tuple[int, str] | None:
-        """Charge for so many bytes that came; the HTTP status and text of a refusal if there is no room for them."""
+        """Charge for bytes that came; the HTTP status and text of a refusal if there is no room for them."""
 
     def look(self, bytes: int, /) -> tuple[int, str] | None:
         """Check the same and charge nothing: for bytes that are to come."""
@@ -313,7 +313,7 @@ class HttpLimits:
     """Limits of what clients may cost."""
 
     connections: int = 10_000
-    """Open at once. Above, idle ones of clients without a token are closed, first those that have asked nothing, of
+    """Open at once. Above, idle ones of clients without a token are closed, first those that have sent no request, of
     them the longest idle; if there is none, the new one is."""
     header_bytes: int = 32 * 1024
     """Bytes of a request's head, its line included."""
@@ -349,7 +349,7 @@ class HttpServer(Protocol):
         """New connections are answered with other certificates."""
 
     async def stop(self, grace: float) -> None:
-        """Accept no connection, wait so many seconds for what runs, then close what is left. Requests that come in
+        """Accept no connection, wait these seconds for what runs, then close what is left. Requests that come in
         the first moments, on connections that are open, are served as the last of theirs."""
 
     def stats(self) -> dict[str, int]:

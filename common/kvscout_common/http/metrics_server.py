@@ -68,7 +68,7 @@ class MetricsPage:
         """Bodies of the last page, by content type and whether they are compressed."""
 
     async def answer(self, call: HttpCall) -> None:
-        """Answer with the page as it is now, in the format that is asked for."""
+        """Answer with the page as it is now, in the format that is requested."""
         asked = {name.lower(): value for name, value in call.headers}
         encode, content_type = choose_encoder(asked.get("accept", ""))
         packed = gzip_accepted(asked.get("accept-encoding", ""))

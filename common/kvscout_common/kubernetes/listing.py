@@ -8,7 +8,7 @@
 
 While nothing can be had, everything that was known stays. Nothing that the API sends is trusted to be small, to end, or
 to be of the right type: pages, lines, objects and pages of a list are counted, and every wait has an end. A watch is
-asked for anew each minute, so that a connection that is dead without having ended is noticed by then.
+requested anew each minute, so that a connection that is dead without having ended is noticed by then.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FIRST_PAUSE_SECONDS: Final = 0.25
 LAST_PAUSE_SECONDS: Final = 15.0
 MAX_RETRY_AFTER_SECONDS: Final = 60.0
 GOOD_WATCH_SECONDS: Final = 1.0
-"""A watch that ended sooner counts as a failure: what ends each at once is not asked without pause."""
+"""A watch that ended sooner counts as a failure: what ends each at once is not tried again without pause."""
 
 
 class Keyed(Protocol):
@@ -74,7 +74,7 @@ class Refused(Unavailable):
 
 
 class Expired(Unavailable):
-    """The API no longer knows what changed since the version that was asked for."""
+    """The API no longer knows what changed since the version that was requested."""
 
 
 def api_session() -> aiohttp.ClientSession:

@@ -94,7 +94,7 @@ class JsonFormatter(BoundedFormatter):
 
 
 class RateFilter(logging.Filter):
-    """Lets so many records of each place in the code pass, and has the next one that passes say how many did not.
+    """Lets a number of records of each place in the code pass, and has the next one that passes say how many did not.
 
     A record that says that it is `unlimited` passes. Thread-safe, as handlers call their filters outside of their lock.
     Bounded by the size of the code.

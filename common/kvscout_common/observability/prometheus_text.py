@@ -1,6 +1,6 @@
 """A few samples of a page in Prometheus' text format, in time linear in the page, whatever it is.
 
-What is not asked for is not parsed: an engine has some hundred metrics, of which three or four are read.
+Only the wanted names are parsed: an engine has some hundred metrics, of which three or four are read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 MAX_HITS: Final = 16_384
-"""Places where the names that are asked for stand: 1,024 ranks with four metrics each, and as much again."""
+"""Places where the wanted names stand: 1,024 ranks with four metrics each, and as much again."""
 MAX_LINE_BYTES: Final = 16_384
 MAX_LABELS: Final = 65_536
 """Largest number of labels of all samples."""

@@ -1,4 +1,4 @@
-"""Traces of requests across services, in OpenTelemetry's form, where they are asked for (`--otlp-endpoint`).
+"""Traces of requests across services, in OpenTelemetry's form, where they are turned on (`--otlp-endpoint`).
 
 ::
 

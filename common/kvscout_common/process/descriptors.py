@@ -12,7 +12,7 @@ log = logging.getLogger("kvscout.serving")
 FEW = 16_384
 """Below this an operator is warned: ten thousand requests in flight have a connection to their engine each."""
 UNLIMITED = 1 << 20
-"""Asked for where nothing else limits it: some systems refuse to lift a limit to infinity."""
+"""Limit where nothing else sets one: some systems refuse to lift a limit to infinity."""
 
 
 _OPEN = Path("/proc/self/fd")

@@ -119,7 +119,7 @@ class Backends:
             log.warning("serving before every worker source was read")
 
     def discover(self) -> None:
-        """Has the engines asked for what registrations leave open of their events."""
+        """Query engines for what registrations leave open of their events."""
         discovery = Discovery(self.registry)
         self.tasks["discovery"] = discovery.run
         self._warnings.append(discovery.warnings)

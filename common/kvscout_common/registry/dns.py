@@ -6,7 +6,7 @@
 
 The parameters are fields of `kvscout.v1.Worker`, written as in the workers file, that all of its workers share. What
 distinguishes one from another is made from the address: `worker_id` and `http_endpoint`; model, block size, event
-endpoints and size of the cache are asked of the engine where they are left out. A lookup that fails changes nothing.
+endpoints and size of the cache come from the engine where they are left out. A lookup that fails changes nothing.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class DnsWorkers:
         urls: The names, as `DnsName.parse` reads them.
         registry: What is kept.
         resolve: How a name is looked up.
-        ask: How an engine is asked.
+        ask: Query of an engine.
 
     Raises:
         ConfigError: A URL is wrong.

@@ -1,6 +1,6 @@
 """Completes registrations with what the engines report: a worker may be registered with its HTTP endpoint alone.
 
-One task an engine that is to be asked: until it answers, with pauses that grow, and then again once in a while, since
+One task an engine that is queried: until it answers, with pauses that grow, and then again once in a while, since
 an engine behind the same address may be restarted with other flags.
 """
 
@@ -36,7 +36,7 @@ class Discovery:
 
     Args:
         registry: What is completed (`Registry.complete`).
-        wanted: Whether a worker, as registered, is to be asked about.
+        wanted: Predicate of the workers, as registered, that are queried.
         ask: How.
     """
 

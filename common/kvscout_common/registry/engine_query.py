@@ -1,4 +1,4 @@
-"""Asking an engine over HTTP what it is: where it publishes KV events, what it serves, how large its cache is.
+"""Query of an engine over HTTP: where it publishes KV events, what it serves, how large its cache is.
 
 vLLM lists its event sockets at `/kv_event_sources` (0.31 and later; one object a rank, or a list), SGLang at
 `/server_info`; both their models at `/v1/models`; vLLM the shape of its cache in its metrics. What an engine does not

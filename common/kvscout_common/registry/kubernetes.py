@@ -7,7 +7,7 @@
     deleted, ended, another of its name   removed
     the API is away                       as last known
 
-A pod becomes a worker when it is first Ready; what it leaves open of model, block size and engine is asked of its
+A pod becomes a worker when it is first Ready; what it leaves open of model, block size and engine comes from its
 engine then, and again after a container of it was restarted.
 """
 
@@ -152,7 +152,7 @@ class KubernetesWorkers:
         registry: What is kept.
         kubeconfig: How the API is reached; None = as a pod does, or kubectl.
         access: How it is reached; None = by `kubeconfig`.
-        ask: How an engine is asked.
+        ask: Query of an engine.
 
     Raises:
         ConfigError: A selection is wrong, or there is no way to the API.
@@ -185,7 +185,7 @@ class KubernetesWorkers:
         """By worker id."""
         self._followed = [self._begin(selection) for selection in parsed]
         self.read = asyncio.Event()
-        """Set when everything was listed, and every engine that is up asked once."""
+        """Set when everything was listed, and every engine that is up queried once."""
 
     def warnings(self) -> list[Warned]:
         """Return what an operator should know, one sentence each."""

@@ -64,7 +64,7 @@ class Entry:
     source: Source
     registered: WorkerSpec
     reported: WorkerSpec | None = None
-    """Last declaration by one of `DECLARED`: `registered` but for the draining that was asked for since."""
+    """Last declaration by one of `DECLARED`: `registered` but for the draining that was requested since."""
     lease_seconds: int = 0
     """0 = no lease."""
     expires_at: float | None = None

@@ -54,12 +54,12 @@ class WorkerTemplate:
 
     @property
     def open(self) -> bool:
-        """Return whether the engine is asked for something without which there is no worker."""
+        """Return whether the engine is queried for something without which there is no worker."""
         return not {"model", "block_size"} <= self.values.keys()
 
     @property
     def engine(self) -> EngineKind | None:
-        """Return which engine they are; None = the engine is asked."""
+        """Return which engine they are; None = the engine is queried."""
         given = self.values.get("engine")
         return None if given is None else EngineKind(str(given).lower())
 

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable
 
 SPARE = 256
-"""Deadlines that were taken back stay in the heap until there are so many more of them than of others."""
+"""Deadlines that were taken back stay in the heap until they outnumber the others by this."""
 
 
 class Deadlines:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 READY = 2
-"""Kept so many."""
+"""Largest number of tasks that stand ready."""
 
 
 class ReadyTasks:

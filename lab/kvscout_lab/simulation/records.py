@@ -112,4 +112,4 @@ class Run:
     queued: int = 0
     """Requests that waited at the scheduler."""
     steps: int = 0
-    """Pieces that the simulation was computed in."""
+    """Parts that the simulation was computed in."""

@@ -74,7 +74,7 @@ class GatewayConfig:
     tokenizer_cache_bytes: int = 64 * 1024 * 1024
     """Bytes of the cache of texts and their tokens, for each tenant and model."""
     tokenize_timeout_seconds: float = 0.05
-    """Longest wait for an engine that tokenizes a prompt, where there is no tokenizer here; 0 = none is asked."""
+    """Longest wait for an engine that tokenizes a prompt, where there is no tokenizer here; 0 = none is used."""
     session_affinity: str = ""
     """Location of the session's name: "user" or "header:NAME"; "" = no session affinity."""
     lease_seconds: int = 30

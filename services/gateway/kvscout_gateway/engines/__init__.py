@@ -1,1 +1,1 @@
-"""The engines that run requests: how each is asked, read, judged and waited for."""
+"""Engines that run requests: calls, answers, faults, health and timeouts."""

@@ -214,7 +214,7 @@ class EngineCall:
             raise EngineFailed("the engine broke off its stream")
         if report.overrun:
             self._engines.warnings.warning(
-                self._endpoint, "%s goes on past the end of what was asked for", self._endpoint
+                self._endpoint, "%s goes on past the end of what was requested", self._endpoint
             )
         return report
 

@@ -136,7 +136,7 @@ class WorkerHealth:
 
         Args:
             tenant: Whose request.
-            candidates: Gives the workers that could take it; not asked while all are well.
+            candidates: Gives the workers that could take it; not called while all are well.
             tried: Ids of those that failed it: where all others are left out, only those are that say they are busy.
         """
         if not (self._records or self._missed):

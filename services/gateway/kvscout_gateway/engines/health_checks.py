@@ -1,7 +1,7 @@
-"""Asking engines whether they are well, so that no request has to find out.
+"""Health checks of engines, so that no request has to find out.
 
-Each worker with an API that has `/health` is asked once a period, at moments of its own. What puts out tokens is well
-and is not asked; what has no such path answers, which is enough.
+Each worker with an API that has `/health` is checked once a period, at moments of its own. What puts out tokens is well
+and is not checked; what has no such path answers, which is enough.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HealthChecks:
             workers: Those that are registered now.
             has_output: Tells whether a worker has put out anything within that many seconds.
             lost: Told of each failed check of a worker that gets no requests for that: what was wrong, and when it was
-                asked on the loop's clock. What waits for it waits in vain.
+                checked on the loop's clock. What waits for it waits in vain.
             period_seconds: Between two checks of a worker.
         """
         self._client = client

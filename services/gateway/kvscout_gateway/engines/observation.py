@@ -75,7 +75,7 @@ class Observation:
     """Those of them of which a part was predicted to be cached."""
     eventful: deque[float] = field(default_factory=lambda: deque(maxlen=EVENTFUL_KEPT))
     """When the last requests were dispatched that ran to their end and computed a block of their prompt, in seconds on
-    the clock of Generate: whoever hears the worker's events heard of each."""
+    the clock of Generate: a subscriber to the worker's events has received each."""
     liveness: Liveness = field(default_factory=Liveness)
 
 

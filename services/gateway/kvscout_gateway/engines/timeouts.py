@@ -43,7 +43,7 @@ class Liveness:
 
         Args:
             problem: What is wrong.
-            asked_at: When that was asked, on the loop's clock.
+            asked_at: Time of that check, on the loop's clock.
         """
         for watch in [*self.prefilling, *self.decoding]:
             if watch.silent_since <= asked_at:
@@ -140,7 +140,7 @@ class Watch:
 
     @property
     def silent_since(self) -> float:
-        """Since when the engine could have been heard, and was not; infinity while nobody listens."""
+        """Time since which the engine has been silent while its output was read; infinity while nobody listens."""
         return max(self.last_output_at, self._noticed().listening_since) if self._noticed is not None else self._since
 
     @property
@@ -162,7 +162,7 @@ class Watch:
         return min(max(since, self._liveness.last_beat()) + self.seconds, since + at_most)
 
     def left(self, now: float) -> float:
-        """Seconds until then; 0 or less = it hangs. Others of the worker rank are asked only if it matters."""
+        """Seconds until then; 0 or less = it hangs. Others of the worker rank are looked at only if it matters."""
         if self.lost:
             return 0.0
         left = self.silent_since + self._seconds - now

@@ -141,7 +141,7 @@ def text_of(value: str, field: str) -> str:
 
 
 def with_usage(body: JsonBody) -> tuple[Form, dict[str, Any]]:
-    """Have an engine end a stream with its account of tokens: a client that has not asked for it does not see it.
+    """Have an engine end a stream with its account of tokens: a client that has not requested it does not see it.
 
     Returns:
         The form in which the answer is passed on, and the fields of the body that change.

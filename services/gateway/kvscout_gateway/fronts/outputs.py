@@ -150,8 +150,8 @@ def _effort(values: Values) -> str:
     for effort in given:
         if isinstance(effort, str) and effort in _EFFORTS:
             return f"/effort-{effort}"
-    asked = values.get("thinking")
-    thinks = (asked.get("type") != "disabled") if isinstance(asked, dict) and "type" in asked else None
+    thinking = values.get("thinking")
+    thinks = (thinking.get("type") != "disabled") if isinstance(thinking, dict) and "type" in thinking else None
     for name in ("enable_thinking", "thinking"):
         if isinstance(template.get(name), bool):
             thinks = template[name]

@@ -63,10 +63,10 @@ def changes_of(fields: Mapping[str, Any], *, max_priority: int | None) -> dict[s
         if cleaned != fields[name]:
             changes[name] = cleaned
     if max_priority is not None and PRIORITY in fields:
-        asked = fields[PRIORITY]
-        is_number = isinstance(asked, int) and not isinstance(asked, bool)
+        priority = fields[PRIORITY]
+        is_number = isinstance(priority, int) and not isinstance(priority, bool)
         # An engine without priorities refuses any but 0, which is what it takes for none.
-        changes[PRIORITY] = (max(-max_priority, min(asked, max_priority)) or None) if is_number else None
+        changes[PRIORITY] = (max(-max_priority, min(priority, max_priority)) or None) if is_number else None
     return changes
 
 

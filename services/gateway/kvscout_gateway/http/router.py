@@ -117,7 +117,7 @@ class Router:
         if not tracing.enabled() or route not in (COMPLETIONS, CHAT, None):
             await answer(call, caller)
             return
-        # Paths of engines, and how they are asked for, are whatever clients like: they have one name together.
+        # Paths of engines, and their methods, are whatever clients like: they have one name together.
         name = f"{call.method} {route}" if route else "passed on"
         parent = header(call.headers, tracing.TRACEPARENT)
         with tracing.span(name, tracing.Kind.SERVER, parent=parent) as span:

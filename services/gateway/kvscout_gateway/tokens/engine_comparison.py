@@ -28,7 +28,7 @@ class Compared:
     model: tuple[str, str]
     count: int
     all_of_them: tuple[bytes, Mapping[str, Any]] | None
-    """Our tokens, and what /tokenize is asked for the engine's; None = only their number is compared."""
+    """Our tokens, and the body of /tokenize for the engine's; None = only their number is compared."""
     judge: Judge | None = None
     """Called with whether the number is the engine's."""
 
@@ -59,7 +59,7 @@ class EngineComparison:
         Args:
             model: Tenant and model.
             prompt: With our tokens.
-            body: What /tokenize is asked for the same; None = only their number is compared.
+            body: Body of /tokenize for the same; None = only their number is compared.
         """
         if not prompt.tokenized_here:
             return None

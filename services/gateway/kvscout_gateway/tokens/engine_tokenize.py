@@ -29,7 +29,7 @@ _REQUESTS_FAULT: Final = (400, 413, 422)
 
 
 class Tokenizing(NamedTuple):
-    """An engine that can be asked."""
+    """Engine that can tokenize."""
 
     endpoint: str
     """Base URL of its HTTP API."""

@@ -14,7 +14,7 @@ from kvscout_common.rpc.service_info import TenantWarning, Warned
 log = logging.getLogger("kvscout.gateway")
 
 EVERY: Final = 256
-"""One request in so many is compared token by token; of each that reports its usage, the number of tokens is."""
+"""Requests of which one is compared token by token; of each that reports its usage, the number of tokens is."""
 MAX_MODELS: Final = 256
 """Models of which mismatches are remembered."""
 

@@ -42,7 +42,7 @@ class PromptTokenizer:
 
         Args:
             tokenizers: By model; that of `ANY_MODEL` is for all others.
-            ask_engine: For models that have none here; None = no engine is asked.
+            ask_engine: For models that have none here; None = no engine is used.
             found: Tokenizers of further models, where they are looked for.
         """
         self._tokenizers = tokenizers
@@ -178,14 +178,14 @@ def _given(token_ids: list[Any]) -> Prompt:
 
 
 def completion_body(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what /tokenize is asked for a completion request: the tokens of its first prompt."""
+    """Return the body of /tokenize for a completion request: the tokens of its first prompt."""
     prompt, _ = _first(request.get("prompt"))
     special = request.get("add_special_tokens", True) is not False
     return {"model": request.get("model"), "prompt": prompt, "add_special_tokens": special}
 
 
 def chat_body(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what /tokenize is asked for a chat request.
+    """Return the body of /tokenize for a chat request.
 
     Raises:
         NotText: The request is not only text.

@@ -60,7 +60,7 @@ class Tokens:
             tokenizers: Folder of each model's tokenizer; "" = of all models that have none of their own.
             finds_tokenizers: Look for those of other models on this machine.
             cache_bytes: Size of the cache of texts and their tokens, for each tenant and model.
-            timeout_seconds: Longest wait for an engine that tokenizes a prompt; 0 = none is asked.
+            timeout_seconds: Longest wait for an engine that tokenizes a prompt; 0 = none is used.
             connect_seconds: Longest wait for a connection to it.
 
         Raises:

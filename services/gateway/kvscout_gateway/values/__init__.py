@@ -1,1 +1,1 @@
-"""Plain data on the way of a request: what is asked, and where it goes."""
+"""Plain data of a request on its way."""

@@ -57,7 +57,7 @@ class Decision:
 
     @property
     def engine_model(self) -> str:
-        """Return the name under which the engine serves what was asked for: the adapter's, or the model's."""
+        """Return the name under which the engine serves the requested model: the adapter's, or the model's."""
         return self.lora_name or self.model
 
     @property

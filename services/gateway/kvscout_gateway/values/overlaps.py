@@ -22,7 +22,7 @@ class Overlaps:
     hashes: Mapping[Geometry, bytes] = field(default_factory=dict)
     """Local hashes of the prompt by geometry, little-endian u64s."""
     rows: Mapping[Geometry, types_pb2.Overlaps] = field(default_factory=dict)
-    """Overlaps by geometry; one that is missing was not asked for, or no shard answered."""
+    """Overlaps by geometry; one that is missing was not requested, or no shard answered."""
     problems: Mapping[str, str] = field(default_factory=dict)
     """Why the answer is not complete, by the upstream that is missed, such as "indexer 0/2"; empty = it is."""
     answers: Mapping[Geometry, Answers] = field(default_factory=dict)

@@ -118,7 +118,7 @@ def new_request_id() -> str:
 # What each request makes is not frozen, which would make it three times as dear; it is not changed all the same.
 @dataclass(slots=True)
 class Request:
-    """A request of a client: what is to run, and what is asked of its worker."""
+    """A request of a client: what is to run, and the requirements on its worker."""
 
     model: str
     tenant: str
@@ -133,7 +133,7 @@ class Request:
     allowed: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     preferred: tuple[str, ...] = ()
-    """Workers that are asked for first; the others, if none of these takes it."""
+    """Workers that are tried first; the others, if none of these takes it."""
     pinned: str = ""
     pinned_rank: int | None = None
     required_labels: Mapping[str, str] = field(default_factory=dict)
@@ -154,10 +154,10 @@ class Request:
     """It is on the worker that it is pinned to already, whatever that has room for: it is booked there as one that was
     not sent there now."""
     fallback_reason: str = ""
-    """Why no upstream is asked, and the worker whose turn it is takes it; "" = they are asked."""
+    """Why no upstream is called, and round-robin picks the worker; "" = they are called."""
 
     def trace(self) -> None:
-        """Add what is asked to the span that runs now, if there are traces."""
+        """Add the request to the span that runs now, if there are traces."""
         if tracing.enabled():
             tracing.current().record(tenant=self.tenant, model=self.model, request_id=self.request_id)
 

@@ -55,7 +55,7 @@ class CheckedPolicy:
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         """See `Policy`."""
-        # Asked by every request, as `pick` is: without a call more than it takes.
+        # Called by every request, as `pick` is: without a call more than it takes.
         try:
             given = self._policy.costs(candidates)
             return given if is_ranked(given) else _column(given, candidates)

@@ -5,5 +5,5 @@
     sampling ── every 10 s, of this process alone ──▶ History ─┐
     looking ── while somebody watches ──▶ Moment, findings ────┴─▶ document ──▶ viewers ──▶ page/script.js
 
-Nobody is asked anything while nobody watches.
+Nothing is queried while nobody watches.
 """

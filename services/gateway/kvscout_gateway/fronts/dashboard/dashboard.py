@@ -33,7 +33,7 @@ LOOK_SECONDS: Final = 2.0
 EXAMINE_SECONDS: Final = 15.0
 """Between two examinations: each asks every engine."""
 REST: Final = 4.0
-"""After a look that took long nobody is asked for so many times as long, and not for longer than an examination."""
+"""Pause after a look, as a multiple of its duration; never longer than an examination."""
 DECISIONS: Final = 20
 
 
@@ -52,7 +52,7 @@ class Dashboard:
         """Show nothing yet.
 
         Args:
-            gateway: The one that is asked first.
+            gateway: The one that is queried first.
             look_seconds: Between two looks.
             examine_seconds: Between two examinations by doctor.
             span_seconds: Of the history.

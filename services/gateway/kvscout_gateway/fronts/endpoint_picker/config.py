@@ -28,9 +28,9 @@ class Watch(StrEnum):
     """Handling of responses after the pick."""
 
     OBSERVE = "observe"
-    """Followed as the proxy passes them on; where it passes no bodies on, it is asked to for one in so many."""
+    """Followed as the proxy passes them on; where it passes no bodies on, it is asked to for a share of them."""
     SAMPLE = "sample"
-    """One in so many is followed, all others are left."""
+    """A share of the requests is followed, all others are left."""
     LEAVE = "leave"
     """All are left: leases end their bookings."""
 

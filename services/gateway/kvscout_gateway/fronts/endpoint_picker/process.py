@@ -62,7 +62,7 @@ class ExternalProcessor:
 
     Args:
         picker: Picks.
-        follow: Asked for each request: what is done once its pick is out.
+        follow: Called for each request: decides what is done once its pick is out.
         limits: Bounds.
         count: Told of each request's outcome: "picked", or the error's name.
     """
@@ -144,7 +144,7 @@ class ExternalProcessor:
         return call.stream.refused(_refused(error))
 
     async def _picked(self, asked: PickRequest) -> Pick:
-        """In time; and where whoever is asked for it hangs, or this process had no time itself, by what is known here.
+        """Return a pick in time; where an upstream hangs, or this process had no time itself, by what is known here.
 
         Raises:
             KvscoutError: There is none.

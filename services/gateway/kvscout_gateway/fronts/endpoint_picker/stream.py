@@ -259,7 +259,7 @@ class RequestStream:
         elif self._request_mode == pb.BODY_MODE_STREAMED:
             chunks = len(self._chunks)
             if body is not None and chunks:
-                answers += wire.changed_piece_answers(body, chunks)
+                answers += wire.changed_chunk_answers(body, chunks)
             else:
                 answers += [wire.ANSWER_REQUEST_CHUNK] * chunks
         answers += self._trailers

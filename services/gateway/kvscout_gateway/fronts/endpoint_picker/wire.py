@@ -1,6 +1,6 @@
 """The messages of Envoy's external processing, in bytes. Pure.
 
-What comes once a request goes through protobuf. Pieces of bodies come by the hundred, and go back as the bytes that
+What comes once a request goes through protobuf. Chunks of bodies come by the hundred, and go back as the bytes that
 they came as, wrapped anew: `HttpBody`, which comes, and `StreamedBodyResponse`, which goes, have the same fields.
 """
 
@@ -186,7 +186,7 @@ def _is_foreign(name: str) -> bool:
     return is_reserved_header(name) and not name.startswith(PROXY_HEADERS)
 
 
-def changed_piece_answers(body: bytes, chunks: int) -> list[bytes]:
+def changed_chunk_answers(body: bytes, chunks: int) -> list[bytes]:
     """Answer the chunks of a request's body, in mode STREAMED, with another one: all of it in place of the first."""
     bodies = [pb.BodyMutation(body=body), *(pb.BodyMutation(clear_body=True) for _ in range(chunks - 1))]
     responses = (pb.BodyResponse(response=pb.CommonResponse(body_mutation=mutation)) for mutation in bodies[:chunks])

@@ -129,7 +129,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self, request: scheduler_pb2.ListActiveRequestsRequest, context: Any
     ) -> scheduler_pb2.ListActiveRequestsResponse:
         answer = await self._gateway.scheduler.call(lambda stub: stub.ListActiveRequests, request)
-        if current_identity().role is not AccessRole.ADMIN:  # the scheduler was asked by this gateway, which is one
+        if current_identity().role is not AccessRole.ADMIN:  # the scheduler's caller was this gateway, which is one
             for one in answer.requests:
                 one.ClearField("owner_id")
         return answer
@@ -149,8 +149,8 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     async def GetPotentialLoads(
         self, request: gateway_pb2.GatewayGetPotentialLoadsRequest, context: Any
     ) -> scheduler_pb2.GetPotentialLoadsResponse:
-        asked = translate.loads_request(request, self._gateway.config.max_prompt_tokens)
-        return await self._gateway.routing.potential_loads(asked)
+        query = translate.loads_request(request, self._gateway.config.max_prompt_tokens)
+        return await self._gateway.routing.potential_loads(query)
 
     async def DumpEvents(
         self, request: gateway_pb2.DumpEventsRequest, context: Any

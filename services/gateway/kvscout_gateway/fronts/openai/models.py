@@ -54,9 +54,9 @@ class Models:
         kept = self._kept.get(tenant)
         if kept is not None and kept[1] is view and now < kept[0]:
             return kept[2]
-        asked = [random.choice(able) for serving in view.models.values() if (able := _reachable(serving.specs))]
+        chosen = [random.choice(able) for serving in view.models.values() if (able := _reachable(serving.specs))]
         reported: dict[str, dict[str, Any]] = {}
-        for cards in await asyncio.gather(*(self._ask(spec) for spec in asked[:MAX_ASKED])):
+        for cards in await asyncio.gather(*(self._ask(spec) for spec in chosen[:MAX_ASKED])):
             reported.update((card["id"], card) for card in cards)
         names: list[tuple[str, str | None]] = [(name, None) for name in sorted(view.models)]
         names += [(name, base) for name, base in sorted(view.base_of.items()) if name not in view.models]

@@ -70,7 +70,7 @@ class Passthrough:
                     raise error.error() from error
 
     def _workers(self, tenant: str, model: str) -> Sequence[WorkerSpec]:
-        """Return who may be asked, in an order that spreads requests; who fails what others run comes last."""
+        """Return the workers to try, in an order that spreads requests; who fails what others run comes last."""
         view = self._context.catalog.tenant(tenant)
         specs = view.serving(model).specs if model else tuple(view.specs.values())
         if not specs:

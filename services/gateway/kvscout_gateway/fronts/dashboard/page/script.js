@@ -211,18 +211,18 @@
       this.svg.setAttribute("aria-label", `${this.title}: ${texts.join(", ")}${span}. Arrow keys read single values.`);
     }
     line(index) {
-      const kind = index ? "second" : "first", parts = [], pieces = [];
-      let piece = [];
+      const kind = index ? "second" : "first", parts = [], segments = [];
+      let segment = [];
       const begin = this.begin;
       for (const one of this.points) {
         const value = this.valuesOf(one)[index];
         if (value == null || one.at < begin) {
-          pieces.push(piece);
-          piece = [];
-        } else piece.push([this.x(one.at), this.y(Math.min(value, this.most)), one.at, value]);
+          segments.push(segment);
+          segment = [];
+        } else segment.push([this.x(one.at), this.y(Math.min(value, this.most)), one.at, value]);
       }
-      pieces.push(piece);
-      for (const each of pieces) {
+      segments.push(segment);
+      for (const each of segments) {
         if (each.length === 1) parts.push(this.dot(index, each[0][2], each[0][3]));
         if (each.length < 2) continue;
         const path = "M" + each.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L");
