@@ -115,8 +115,8 @@ class ExternalProcessor:
                 case BodyTooLong():
                     self._count("too long")
                     return call.stream.refused(_too_long(self._limits.body_bytes))
-                case _:
-                    call.hear(event)
+                case _ if call.pick is not None:
+                    call.report(call.pick, event)
         if not self._hold(call, call.stream.held_bytes):
             self._count("full")
             error = ResourceExhausted("too much waits for picks already", retry_after_seconds=1.0)
@@ -178,10 +178,8 @@ class _Call:
         self.held_bytes = 0
         self.is_over = False
 
-    def hear(self, event: Event) -> None:
-        """Pass on what happened to the request."""
-        pick = self.pick
-        assert pick is not None
+    def report(self, pick: Pick, event: Event) -> None:
+        """Report to its pick what happened to the request."""
         match event:
             case Answering():
                 pick.answering(event.status, event.served, event.in_chunks)

@@ -87,7 +87,8 @@ class ShadowFront:
             return
         form, own = with_usage(generation.body)
         changes = {**changes_of(generation.body.fields, max_priority=max_priority), **own}
-        passing = _Passing(self._context, self._config, call, self.scores.begin(generation), form)
+        score = self.scores.begin(generation)
+        passing = _Passing(self._context, self._config, call, score, form)
         failed: BaseException | None = None
         try:
             await passing.run(self._request(call, generation.body.changed(changes)))
@@ -97,7 +98,7 @@ class ShadowFront:
             raise
         finally:
             self._context.exchanges.over(generation.tenant, generation.model, failed)
-            passing.end(failed=failed is not None)
+            passing.end(score, failed=failed is not None)
 
     def _request(self, call: HttpCall, body: bytes) -> HttpRequest:
         target = f"{call.path}?{call.query}" if call.query else call.path
@@ -178,11 +179,10 @@ class _Passing:
             if self._answer is not None:
                 self._answer.abort()
 
-    def end(self, *, failed: bool) -> None:
+    def end(self, score: Score, *, failed: bool) -> None:
         """Count a request that is over."""
-        assert self._score is not None
         answered = self._answer is not None and 200 <= self._answer.status < 300
-        tenant = self._score.generation.tenant
+        tenant = score.generation.tenant
         worker_id = self._served_by(tenant)
         if self._usage is not None and answered:
             spec = self._catalog.tenant(tenant).specs.get(worker_id)
@@ -197,7 +197,7 @@ class _Passing:
                 cached=self._usage.cached_tokens,
                 predicted=None,
             )
-        self._score.end(failed=failed or not answered, usage=self._usage, served_by=worker_id)
+        score.end(failed=failed or not answered, usage=self._usage, served_by=worker_id)
 
     async def _relay(self, answer: HttpAnswer, score: Score) -> None:
         try:
