@@ -107,8 +107,9 @@ chaos-serve: $(DEVELOP) ## Kill, stop and cut off three kvscout serve and their 
 chaos-rolling: $(DEVELOP) ## Replace every service in turn while clients far away ask; no request fails that another gateway would run.
 	PYTHONPATH=tests $(PY) -m chaos.rolling
 
-chaos-flood: $(DEVELOP) ## Floods from other processes, one after another; no honest request fails, and how long each waited.
+chaos-flood: $(DEVELOP) ## Floods from other processes, one after another; no honest request fails, or waits for much work.
 	PYTHONPATH=tests $(PY) -m chaos.flood
+	CHAOS_ONE_PROCESS=1 PYTHONPATH=tests $(PY) -m chaos.flood
 
 h2spec: $(DEVELOP) ## The cases of h2spec (needs Go) against the native transport.
 	PYTHONPATH=tests $(PY) tests/h2spec.py
