@@ -1,4 +1,4 @@
-"""What a change of the API breaks for those who call an older one, by its descriptors alone.
+"""Breaks of the API for callers of an older one, by its descriptors alone.
 
 `released.binpb` is the API of the last release, a `FileDescriptorSet`. What is in it keeps its name, number and type;
 what goes leaves its number and name reserved. `compatibility.py` exits 1 on any difference that breaks somebody, and
@@ -43,7 +43,7 @@ def described(*, comments: bool = False) -> FileDescriptorSet:
 
 
 def breaks(old: FileDescriptorSet, new: FileDescriptorSet) -> list[str]:
-    """What of an older API does not hold any more, one sentence each."""
+    """Return what of an older API does not hold any more, one sentence each."""
     return list(_breaks(old, new))
 
 

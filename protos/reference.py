@@ -14,7 +14,7 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorP
 
 PAGE = ROOT.parent / "docs" / "api.md"
 FILES = ("gateway", "scheduler", "indexer", "bridge", "workers", "types", "events")
-"""What callers meet, in this order. What replicas and snapshots hold is read by kvscout alone."""
+"""Files that callers use, in this order. Those of replicas and snapshots are read by kvscout alone."""
 HEAD = """# API
 
 Written by `make protos` from the comments of [protos/kvscout/v1](../protos/kvscout/v1): do not edit.
@@ -24,7 +24,7 @@ Every service also answers `grpc.health.v1.Health` and reflection (`grpc.reflect
 """
 _LINTS = re.compile(r"^\s*buf:lint:ignore.*\n?", re.MULTILINE)
 _CODES = re.compile(r"^(?:As \w+, and: )?[A-Z]{2,}[A-Z_, ]*: ", re.MULTILINE)
-"""Where an rpc's comment begins to tell of a status."""
+"""Beginning of the part of an rpc's comment that names a status."""
 
 
 class Reference:
@@ -108,7 +108,7 @@ def _comments(file: FileDescriptorProto) -> dict[tuple[int, ...], str]:
 
 
 def _conventions(file: FileDescriptorProto) -> str:
-    """What types.proto says of the whole API, before its first statement."""
+    """Return the comment on the whole API in types.proto, before its first statement."""
     _, _, rules = _comments(file)[12,].partition("Conventions of the whole API\n")
     return "## Conventions\n\n" + rules
 

@@ -22,7 +22,7 @@ class MethodTimes:
     def __init__(self) -> None:
         self.codes: Counter[grpc.StatusCode] = Counter()
         self.latencies = Latencies(BUCKETS)
-        self._elsewhere: list[Callable[[], tuple[list[int], float]]] = []
+        self._other_counts: list[Callable[[], tuple[list[int], float]]] = []
 
     def count_with(self, read: Callable[[], tuple[list[int], float]]) -> None:
         """Count calls that were answered by the extension, too.
@@ -30,14 +30,14 @@ class MethodTimes:
         Args:
             read: How many those are until now, by bucket, and the seconds that they took; asked by any thread.
         """
-        self._elsewhere.append(read)
+        self._other_counts.append(read)
 
     def totals(self) -> tuple[Counter[grpc.StatusCode], Latencies]:
         """Return all until now, by status, and how long they took."""
         # In one step: the loop goes on meanwhile.
         codes, latencies = Counter(dict(self.codes)), Latencies(BUCKETS)
         latencies.add(self.latencies.counts, self.latencies.seconds)
-        for read in self._elsewhere:
+        for read in self._other_counts:
             counts, seconds = read()
             latencies.add(counts, seconds)
             if answered := sum(counts):

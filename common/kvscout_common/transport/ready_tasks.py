@@ -78,7 +78,7 @@ class _ReadyTask:
         self._stands = stands
         self._work: Coroutine[Any, Any, None] | None = None
         self._resume: Callable[[], object] = _cannot_resume
-        """What asyncio wants to have called when the task is to go on."""
+        """Callback with which asyncio has the task go on."""
         self._awaited = False
         self._cancelled = False
         self._at_once = False
