@@ -92,7 +92,76 @@ class _Outlet(Outlet, Protocol):
     async def close(self, *, deregister: bool) -> None: ...
 
 
-class KvEventPublisher:
+class CacheEvents:
+    """Events of one rank's cache, published where `publish` says."""
+
+    spec: WorkerSpec
+
+    def publish(self, events: Sequence[Event], event_id: int | None = None) -> int | None:
+        """Publish ready-made events; the other methods call it."""
+        raise NotImplementedError
+
+    def publish_stored(
+        self,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        parent_hash: int | None = None,
+        *,
+        lora_name: str | None = None,
+        medium: str | None = None,
+        cache_salt: str | None = None,
+        mm_items: Sequence[Sequence[str]] = (),
+        event_id: int | None = None,
+    ) -> int | None:
+        """Publish that blocks were stored; a short one and the ones after it are left out.
+
+        Args:
+            token_ids: Tokens of all blocks, u32. Empty, and `num_block_tokens` too: the blocks are known already and
+                are now on this medium as well.
+            num_block_tokens: Tokens in each block.
+            block_hashes: The engine's own hash of each block: any 64 bits that name it until it is removed.
+            parent_hash: Hash of the block before the first one; None = the first one begins a prompt.
+            lora_name: Adapter that computed them; None = the base model.
+            medium: Medium that holds them, such as "CPU"; None = the device.
+            cache_salt: Salt of the prompt.
+            mm_items: Ids of the multimodal items in each block; empty = no block has any.
+            event_id: The engine's number of this event, one above the one before, from 0; a larger one means that
+                events are missing. None = the next one.
+
+        Returns:
+            Number of the last event; None if there was none.
+
+        Raises:
+            ValueError: The arguments contradict each other, or the number was published already.
+        """
+        return self.publish(
+            stored_events(
+                token_ids,
+                num_block_tokens,
+                block_hashes,
+                parent_hash,
+                block_size=self.spec.block_size,
+                lora_name=lora_name,
+                medium=medium,
+                cache_salt=cache_salt,
+                mm_items=mm_items,
+            ),
+            event_id,
+        )
+
+    def publish_removed(
+        self, block_hashes: Sequence[int], *, medium: str | None = None, event_id: int | None = None
+    ) -> int | None:
+        """Publish that one physical copy of each block is gone from a medium; arguments as of `publish_stored`."""
+        return self.publish(removed_events(block_hashes, medium=medium), event_id)
+
+    def publish_cleared(self, *, event_id: int | None = None) -> int | None:
+        """Publish that the whole cache was dropped."""
+        return self.publish([Cleared()], event_id)
+
+
+class KvEventPublisher(CacheEvents):
     """Publishes the events of one rank. Everything runs on the event loop that opens it; see `in_thread` for others.
 
     Args:
@@ -251,65 +320,6 @@ class KvEventPublisher:
 
         return ThreadedKvEventPublisher(self)
 
-    def publish_stored(
-        self,
-        token_ids: Sequence[int],
-        num_block_tokens: Sequence[int],
-        block_hashes: Sequence[int],
-        parent_hash: int | None = None,
-        *,
-        lora_name: str | None = None,
-        medium: str | None = None,
-        cache_salt: str | None = None,
-        mm_items: Sequence[Sequence[str]] = (),
-        event_id: int | None = None,
-    ) -> int | None:
-        """Publish that blocks were stored; a short one and the ones after it are left out.
-
-        Args:
-            token_ids: Tokens of all blocks, u32. Empty, and `num_block_tokens` too: the blocks are known already and
-                are now on this medium as well.
-            num_block_tokens: Tokens in each block.
-            block_hashes: The engine's own hash of each block: any 64 bits that name it until it is removed.
-            parent_hash: Hash of the block before the first one; None = the first one begins a prompt.
-            lora_name: Adapter that computed them; None = the base model.
-            medium: Medium that holds them, such as "CPU"; None = the device.
-            cache_salt: Salt of the prompt.
-            mm_items: Ids of the multimodal items in each block; empty = no block has any.
-            event_id: The engine's number of this event, one above the one before, from 0; a larger one means that
-                events are missing. None = the next one.
-
-        Returns:
-            Number of the last event; None if there was none.
-
-        Raises:
-            ValueError: The arguments contradict each other, or the number was published already.
-        """
-        return self.publish(
-            stored_events(
-                token_ids,
-                num_block_tokens,
-                block_hashes,
-                parent_hash,
-                block_size=self.spec.block_size,
-                lora_name=lora_name,
-                medium=medium,
-                cache_salt=cache_salt,
-                mm_items=mm_items,
-            ),
-            event_id,
-        )
-
-    def publish_removed(
-        self, block_hashes: Sequence[int], *, medium: str | None = None, event_id: int | None = None
-    ) -> int | None:
-        """Publish that one physical copy of each block is gone from a medium; arguments as of `publish_stored`."""
-        return self.publish(removed_events(block_hashes, medium=medium), event_id)
-
-    def publish_cleared(self, *, event_id: int | None = None) -> int | None:
-        """Publish that the whole cache was dropped."""
-        return self.publish([Cleared()], event_id)
-
     def restart(self, *, epoch: int | None = None) -> None:
         """Begin the next incarnation: the engine lost its cache, and counts from 0 again.
 
@@ -319,7 +329,7 @@ class KvEventPublisher:
         self._rank.restart(self._open_outlet(), epoch)
 
     def publish(self, events: Sequence[Event], event_id: int | None = None) -> int | None:
-        """Publish ready-made events; `publish_stored` and the others call it."""
+        """See `CacheEvents.publish`."""
         return self._rank.publish(self._open_outlet(), events, event_id)
 
     async def flush(self, timeout: float | None = None) -> bool:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from kvscout_blocks.bytes.events import Cleared, Event
-from kvscout_client.kv_publisher import CLOSE_SECONDS, KvEventPublisher, PublisherStatus
-from kvscout_client.kv_publisher_rank import removed_events, stored_events
+from kvscout_blocks.bytes.events import Event
+from kvscout_client.kv_publisher import CLOSE_SECONDS, CacheEvents, KvEventPublisher, PublisherStatus
 from kvscout_client.loop_thread import LoopThread
 
 T = TypeVar("T")
 
 
-class ThreadedKvEventPublisher:
+class ThreadedKvEventPublisher(CacheEvents):
     """`KvEventPublisher` for any thread; made by its `in_thread`; methods and arguments are the same.
 
     Args:
@@ -21,7 +20,7 @@ class ThreadedKvEventPublisher:
     """
 
     def __init__(self, publisher: KvEventPublisher) -> None:
-        self._publisher = publisher
+        self._publisher, self.spec = publisher, publisher.spec
         self._thread = LoopThread(f"kv-events-{publisher.spec.worker_id}")
         self._opened = self._open = False
 
@@ -42,43 +41,13 @@ class ThreadedKvEventPublisher:
             raise
         return self
 
-    def publish_stored(
-        self,
-        token_ids: Sequence[int],
-        num_block_tokens: Sequence[int],
-        block_hashes: Sequence[int],
-        parent_hash: int | None = None,
-        *,
-        lora_name: str | None = None,
-        medium: str | None = None,
-        cache_salt: str | None = None,
-        mm_items: Sequence[Sequence[str]] = (),
-        event_id: int | None = None,
-    ) -> int | None:
-        """See `KvEventPublisher.publish_stored`."""
-        # Hashed in the caller's thread: the other one is left to the network.
-        events = stored_events(
-            token_ids,
-            num_block_tokens,
-            block_hashes,
-            parent_hash,
-            block_size=self._publisher.spec.block_size,
-            lora_name=lora_name,
-            medium=medium,
-            cache_salt=cache_salt,
-            mm_items=mm_items,
-        )
-        return self._wait(self._publish(events, event_id))
+    def publish(self, events: Sequence[Event], event_id: int | None = None) -> int | None:
+        """See `CacheEvents.publish`; events were hashed in the caller's thread: the loop is left to the network."""
 
-    def publish_removed(
-        self, block_hashes: Sequence[int], *, medium: str | None = None, event_id: int | None = None
-    ) -> int | None:
-        """See `KvEventPublisher.publish_removed`."""
-        return self._wait(self._publish(removed_events(block_hashes, medium=medium), event_id))
+        async def publish() -> int | None:
+            return self._publisher.publish(events, event_id)
 
-    def publish_cleared(self, *, event_id: int | None = None) -> int | None:
-        """See `KvEventPublisher.publish_cleared`."""
-        return self._wait(self._publish([Cleared()], event_id))
+        return self._wait(publish())
 
     def restart(self, *, epoch: int | None = None) -> None:
         """See `KvEventPublisher.restart`."""
@@ -116,9 +85,6 @@ class ThreadedKvEventPublisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def _publish(self, events: Sequence[Event], event_id: int | None) -> int | None:
-        return self._publisher.publish(events, event_id)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run something on the loop. Waiting for it bounds what threads can have under way, and brings its errors."""
