@@ -240,6 +240,11 @@ class Queries:
     def set_incomplete(self, pool: _Pool, ranks: Sequence[_Name]) -> None:
         """Ranks of a pool whose history is incomplete: answers say so."""
 
+    def find(
+        self, pool: _Pool, hashes: bytes, prompt_tokens: int, now: float
+    ) -> tuple[Overlaps, bool, list[int]] | None:
+        """Return overlaps, whether workers may have more, and the rows whose history is incomplete."""
+
     def answer(self, request: bytes, now: float, caller_tenant: str) -> bytes | None: ...
     def answer_stream(self, message: bytes, now: float, caller_tenant: str) -> bytes | None: ...
     def answers(self) -> Answers:
@@ -332,9 +337,11 @@ class Overlaps:
         predicted: Sequence[int],
     ) -> Overlaps: ...
     @property
-    def message(self) -> bytes:
-        """The protobuf message that they were read from; has no meaning if they were made of columns."""
+    def columns(self) -> tuple[list[str], list[int], list[int], list[int], list[int], list[int], list[int]]:
+        """Worker ids, ranks, device, host, disk, external and predicted blocks, made anew; empty as in the message."""
 
+    @property
+    def has_predictions(self) -> bool: ...
     def within(self, blocks: int) -> bool:
         """Return whether no row says more than a prompt has."""
 

@@ -172,6 +172,25 @@ impl Queries {
         Some(answers.into_bytes())
     }
 
+    /// Finds the overlaps of a prompt; None: the plain path must, and words the error.
+    ///
+    /// `prompt_tokens`: its length; 0 = unknown. `found` is called with ranks and rows, the ranks whose history is
+    /// incomplete among them, and whether there may be more than is said.
+    pub fn find_hashes<T>(
+        &self,
+        (tenant, model, block_size, eagle): (&str, &str, u32, bool),
+        hashes: &[u64],
+        prompt_tokens: usize,
+        now: f64,
+        found: impl FnOnce(&Found<'_>) -> T,
+    ) -> Option<T> {
+        let tenants = self.tenants.read();
+        let pools = tenants.get(tenant)?.get(model)?;
+        let pool = pools.iter().find(|pool| (pool.block_size, pool.eagle) == (block_size, eagle))?;
+        let usable = usable(hashes.len(), prompt_tokens, block_size)?;
+        Some(search(pool, &mut HashedPrompt { hashes, usable }, false, now, found))
+    }
+
     fn find(
         &self,
         request: &Request<'_>,
@@ -195,45 +214,74 @@ impl Queries {
         let (pool, None) = (fitting.next()?, fitting.next()) else { return None };
         if request.token_ids.is_empty() {
             let hashes = hashes_from_bytes(request.block_hashes)?;
-            let usable = match request.prompt_tokens as usize {
-                0 => hashes.len(),
-                tokens if tokens < hashes.len() * pool.block_size as usize => return None,
-                tokens => (tokens - 1) / pool.block_size as usize,
-            };
+            let usable = usable(hashes.len(), request.prompt_tokens as usize, pool.block_size)?;
             let mut prompt = HashedPrompt { hashes: &hashes, usable };
-            search(pool, &mut prompt, request.early_exit, now, answer);
+            search(pool, &mut prompt, request.early_exit, now, |found| write(found, pool.block_size, answer));
         } else {
             let size = pool.block_size as usize;
             let hasher =
                 BlockHasher::new(size, request.lora_name, request.cache_salt, &[], pool.eagle).ok()?;
             let mut prompt = TokenPrompt::new(hasher, request.token_ids);
-            search(pool, &mut prompt, request.early_exit, now, answer);
+            search(pool, &mut prompt, request.early_exit, now, |found| write(found, pool.block_size, answer));
         }
         Some(())
     }
 }
 
-fn search(pool: &Pool, prompt: &mut impl Prompt, early_exit: bool, now: f64, answer: &mut Writer) {
-    let blocks = prompt.len() as u64;
+/// The most blocks of a prompt that an engine takes from its cache; None: it is shorter than its blocks.
+fn usable(blocks: usize, prompt_tokens: usize, block_size: u32) -> Option<usize> {
+    match prompt_tokens {
+        0 => Some(blocks),
+        tokens if tokens < blocks * block_size as usize => None,
+        tokens => Some((tokens - 1) / block_size as usize),
+    }
+}
+
+/// What a search finds.
+#[derive(Debug)]
+pub struct Found<'a> {
+    pub rows: Vec<(WorkerRank, &'a Row)>,
+    /// Blocks of the prompt.
+    pub blocks: usize,
+    /// Workers may have more than is said.
+    pub lower_bound: bool,
+    /// The rows whose history is incomplete.
+    pub incomplete: Vec<u32>,
+}
+
+fn search<T>(
+    pool: &Pool,
+    prompt: &mut impl Prompt,
+    early_exit: bool,
+    now: f64,
+    found: impl FnOnce(&Found<'_>) -> T,
+) -> T {
+    let blocks = prompt.len();
     pool.index.find(prompt, now, early_exit, |rows, directory| {
         let rows: Vec<(WorkerRank, &Row)> = rows
             .iter()
             .filter_map(|row| directory.name(row.worker).cloned().map(|rank| (rank, row)))
             .collect();
-        answer.bytes(1, overlaps(&rows).as_bytes());
-        answer.varint(2, blocks);
-        answer.varint(3, u64::from(pool.block_size));
         let limited = directory.incomplete();
         let all_complete = pool.incomplete.is_empty() && limited.is_empty();
-        answer.varint(4, u64::from(early_exit || !all_complete));
-        if !all_complete {
-            let incomplete = rows
-                .iter()
-                .enumerate()
-                .filter(|(_, (rank, row))| pool.incomplete.contains(rank) || limited.contains(&row.worker));
-            answer.packed(5, incomplete.map(|(place, _)| place as u64));
-        }
-    });
+        let is_incomplete = |(rank, row): &(WorkerRank, &Row)| {
+            !all_complete && (pool.incomplete.contains(rank) || limited.contains(&row.worker))
+        };
+        let places = rows.iter().enumerate().filter(|(_, row)| is_incomplete(row));
+        let incomplete = places.map(|(place, _)| place as u32).collect();
+        found(&Found { rows, blocks, lower_bound: early_exit || !all_complete, incomplete })
+    })
+}
+
+/// A `FindMatchesResponse`.
+fn write(found: &Found<'_>, block_size: u32, answer: &mut Writer) {
+    answer.bytes(1, overlaps(&found.rows).as_bytes());
+    answer.varint(2, found.blocks as u64);
+    answer.varint(3, u64::from(block_size));
+    answer.varint(4, u64::from(found.lower_bound));
+    if !found.incomplete.is_empty() {
+        answer.packed(5, found.incomplete.iter().map(|place| u64::from(*place)));
+    }
 }
 
 /// `Overlaps`: columns that say nothing new are left out.

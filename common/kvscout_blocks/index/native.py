@@ -208,6 +208,20 @@ class NativeQueries:
         """Return `answer_stream` as a method that a native server calls without Python."""
         return self._queries.stream_answers()
 
+    def find(
+        self, pool: PoolKey, hashes: bytes, prompt_tokens: int, *, now: float
+    ) -> tuple[kvscout_native.Overlaps, bool, list[int]] | None:
+        """Return overlaps, whether workers may have more, and the rows whose history is incomplete; None: the plain
+        servicer has to.
+
+        Args:
+            pool: The pool.
+            hashes: Local hashes of the prompt, packed.
+            prompt_tokens: Its length; 0 = unknown.
+            now: The index's clock.
+        """
+        return self._queries.find(_identity(pool), hashes, prompt_tokens, now)
+
     def answer(self, request: bytes, *, now: float, caller_tenant: str) -> bytes | None:
         """Answer a serialised `FindMatchesRequest`; None: the plain servicer has to.
 

@@ -69,12 +69,17 @@ class Fields(Mapping[str, Any]):
             self._known[name] = self._prompt() if name == _PROMPT else self._made(name)
         return self._known[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a field, as `[]` does; the default where there is none."""
+        if name in self._known:
+            return self._known[name]
+        return self[name] if name in self.places else default
+
     def __contains__(self, name: object) -> bool:
         return name in self._known or name in self.places
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.places
-        yield from (name for name in self._known if name not in self.places)
+        return iter({**self.places, **self._known} if self._known else self.places)
 
     def __len__(self) -> int:
         return len(self.places.keys() | self._known.keys())

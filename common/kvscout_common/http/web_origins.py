@@ -71,8 +71,10 @@ class WebOrigins:
                 f"without --auth-tokens this port is for this machine alone, not for {printable(host)}: ask for"
                 " localhost, or name the page that may with --cors-origin"
             )
+        if self._guarded:
+            return
         origin = _value(headers, "origin").lower()
-        if origin and not self._guarded and not self._allows(origin) and origin.partition("://")[2] != host.lower():
+        if origin and not self._allows(origin) and origin.partition("://")[2] != host.lower():
             raise PermissionDenied(
                 f"pages of {printable(origin)} may not ask here without --auth-tokens; --cors-origin allows it"
             )
@@ -99,8 +101,10 @@ class WebOrigins:
             method: Of the request.
             headers: Of it.
         """
+        if method != "OPTIONS":
+            return None
         origin, asked = _value(headers, "origin"), _value(headers, "access-control-request-method")
-        if method != "OPTIONS" or not asked or not origin or not self._allows(origin.lower()):
+        if not asked or not origin or not self._allows(origin.lower()):
             return None
         names = _value(headers, "access-control-request-headers")
         known = len(names) <= _MAX_NAMES and _NAMES.fullmatch(names)
@@ -132,4 +136,7 @@ def _name_of(host: str) -> str:
 
 
 def _value(headers: Headers, name: str) -> str:
-    return next((value.strip() for one, value in headers if one.lower() == name), "")
+    for one, value in headers:
+        if one.lower() == name:
+            return value.strip()
+    return ""

@@ -11,8 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,14 +31,19 @@ LINES_PER_SECOND = 1.0
 _request_id: ContextVar[str] = ContextVar("kvscout_request_id", default="")
 
 
-@contextmanager
-def about_request(request_id: str) -> Iterator[None]:
-    """Mark records that are logged inside as about a request."""
-    entered = _request_id.set(request_id)
-    try:
-        yield
-    finally:
-        _request_id.reset(entered)
+class about_request:
+    """Context manager that marks records that are logged inside as about a request."""
+
+    __slots__ = ("_before", "_request_id")
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def __enter__(self) -> None:
+        self._before = _request_id.set(self._request_id)
+
+    def __exit__(self, *_: object) -> None:
+        _request_id.reset(self._before)
 
 
 class BoundedFormatter(logging.Formatter):

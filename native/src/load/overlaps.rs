@@ -29,6 +29,7 @@ pub struct Overlaps {
     /// What the names are parts of: the message, or nothing but them.
     text: Box<[u8]>,
     rows: Vec<Row>,
+    columns: Columns,
     /// The largest number in any column.
     most: u32,
     /// Whether anything but the device is known of.
@@ -63,13 +64,38 @@ impl Overlaps {
                 column.push(numbers.varint()? as u32);
             }
         }
-        Self::new(message.into(), &names, &columns)
+        Self::new(message.into(), &names, columns)
+    }
+
+    /// What an index finds: a worker rank, and its leading blocks on device, host, disk, external, and with predictions.
+    pub fn of_rows<'a>(
+        ranks: impl ExactSizeIterator<Item = (&'a str, u32)>,
+        blocks: impl Fn(usize, usize) -> u32,
+    ) -> Option<Self> {
+        let (mut text, mut names, mut dp_ranks) = (Vec::new(), Vec::with_capacity(ranks.len()), Vec::new());
+        for (worker_id, dp_rank) in ranks {
+            let start = text.len() as u32;
+            text.extend_from_slice(worker_id.as_bytes());
+            names.push((start, text.len() as u32));
+            dp_ranks.push(dp_rank);
+        }
+        let column = |level: usize| (0..names.len()).map(|row| blocks(row, level)).collect::<Vec<_>>();
+        let [device, host, disk, external, predicted] = [0, 1, 2, 3, 4].map(column);
+        // Columns that say nothing new are left out, as in a message.
+        let slower = [host, disk, external];
+        let slower = if slower.iter().all(|column| *column == device) { Default::default() } else { slower };
+        let predicted = if predicted == device { Vec::new() } else { predicted };
+        let [host, disk, external] = slower;
+        if dp_ranks.iter().all(|rank| *rank == 0) {
+            dp_ranks.clear();
+        }
+        Self::new(text.into(), &names, Columns { dp_ranks, tiers: [device, host, disk, external], predicted })
     }
 
     /// Rows of columns; None: they contradict each other.
     ///
     /// `names` says where in the text each worker id begins and ends.
-    pub fn new(text: Box<[u8]>, names: &[(u32, u32)], columns: &Columns) -> Option<Self> {
+    pub fn new(text: Box<[u8]>, names: &[(u32, u32)], columns: Columns) -> Option<Self> {
         let rows = names.len();
         let complete = |column: &[u32]| column.is_empty() || column.len() == rows;
         let [device, slower @ ..] = &columns.tiers;
@@ -77,8 +103,8 @@ impl Overlaps {
         if device.len() != rows || !all_complete {
             return None;
         }
-        let mut made = Self { text, rows: Vec::with_capacity(rows), most: 0, slower_tiers: false };
-        made.slower_tiers = slower.iter().any(|column| !column.is_empty());
+        let slower_tiers = slower.iter().any(|column| !column.is_empty());
+        let mut made = Self { text, rows: Vec::with_capacity(rows), slower_tiers, ..Self::default() };
         for (row, &(start, end)) in names.iter().enumerate() {
             let confirmed = device[row];
             let reach = |column: &[u32], faster: u32| match column.get(row) {
@@ -95,6 +121,7 @@ impl Overlaps {
             made.rows.push(Row { start, end, dp_rank, device: predicted, host, slowest });
             made.most = made.most.max(slowest);
         }
+        made.columns = columns;
         Some(made)
     }
 
@@ -108,9 +135,9 @@ impl Overlaps {
         self.rows.iter().map(|row| (&self.text[row.start as usize..row.end as usize], row))
     }
 
-    /// The message that they were read from.
-    pub fn text(&self) -> &[u8] {
-        &self.text
+    /// The columns that the rows were made of.
+    pub fn columns(&self) -> &Columns {
+        &self.columns
     }
 }
 
@@ -134,7 +161,7 @@ mod tests {
     #[test]
     fn slower_tiers_and_predictions_reach_at_least_as_far() {
         let columns = columns([&[2, 5], &[4, 5], &[], &[8, 5]], &[3, 5]);
-        let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], &columns).unwrap();
+        let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], columns).unwrap();
         let rows: Vec<_> = overlaps.rows().collect();
         assert_eq!(rows[0].0, b"a");
         assert_eq!((rows[0].1.device, rows[0].1.host, rows[0].1.slowest), (3, 4, 8));
@@ -147,7 +174,8 @@ mod tests {
     fn columns_that_contradict_each_other_are_none() {
         let (short, low) = (columns([&[2], &[], &[], &[]], &[]), columns([&[2, 5], &[1, 5], &[], &[]], &[]));
         for columns in [short, low, columns([&[2, 5], &[], &[], &[]], &[1, 5])] {
-            assert!(Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], &columns).is_none(), "{columns:?}");
+            let shown = format!("{columns:?}");
+            assert!(Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], columns).is_none(), "{shown}");
         }
     }
 

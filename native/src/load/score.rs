@@ -224,7 +224,7 @@ mod tests {
         load.add(0, POOL_KEY, &[], 30, 0);
         let columns =
             Columns { dp_ranks: vec![0, 0], tiers: [vec![2, 5], vec![], vec![], vec![]], predicted: vec![] };
-        let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], &columns).unwrap();
+        let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], columns).unwrap();
         let scores = load.score(None, &question(Some(&overlaps)));
         assert_eq!(scores.device_blocks, [2, 5, 0]);
         assert_eq!(load.costs_with(&scores, &[]).0, [18.0, 45.0, 20.0]);
@@ -265,7 +265,7 @@ mod tests {
     fn a_weight_of_zero_ignores_caches_and_prefill() {
         let columns =
             Columns { dp_ranks: vec![], tiers: [vec![9], vec![], vec![], vec![]], predicted: vec![] };
-        let overlaps = Overlaps::new((*b"a").into(), &[(0, 1)], &columns).unwrap();
+        let overlaps = Overlaps::new((*b"a").into(), &[(0, 1)], columns).unwrap();
         let load = load();
         let scores = load.score(None, &Question { overlap_score_weight: 0.0, ..question(Some(&overlaps)) });
         assert_eq!(load.costs_with(&scores, &[]).0, [10.0; 3]);

@@ -313,8 +313,8 @@ impl Scores {
 
 /// Overlaps that stay native; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
-struct Overlaps {
-    overlaps: load::Overlaps,
+pub struct Overlaps {
+    pub overlaps: load::Overlaps,
 }
 
 #[pymethods]
@@ -332,7 +332,7 @@ impl Overlaps {
             text.extend_from_slice(worker_id.as_bytes());
             names.push((start, text.len() as u32));
         }
-        let overlaps = load::Overlaps::new(text.into(), &names, &Columns { dp_ranks, tiers, predicted });
+        let overlaps = load::Overlaps::new(text.into(), &names, Columns { dp_ranks, tiers, predicted });
         let overlaps = overlaps.ok_or_else(|| PyValueError::new_err("columns that contradict each other"))?;
         Ok(Self { overlaps })
     }
@@ -342,8 +342,18 @@ impl Overlaps {
     }
 
     #[getter]
-    fn message<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, self.overlaps.text())
+    fn has_predictions(&self) -> bool {
+        !self.overlaps.columns().predicted.is_empty()
+    }
+
+    /// (worker ids, ranks, device, host, disk, external, predicted)
+    #[getter]
+    fn columns<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let names = self.overlaps.rows().map(|(name, _)| String::from_utf8_lossy(name).into_owned());
+        let columns = self.overlaps.columns();
+        let [device, host, disk, external] = &columns.tiers;
+        let names: Vec<_> = names.collect();
+        (names, &columns.dp_ranks, device, host, disk, external, &columns.predicted).into_pyobject(py)
     }
 }
 

@@ -3,11 +3,15 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 use pyo3::types::PyBytes;
 
 use super::answers::{Answers, DETACH_ABOVE_BYTES};
 use super::index::BlockIndex;
+use super::load::Overlaps;
+use crate::hashing::hashes_from_bytes;
 use crate::index::{WorkerName, WorkerRank};
+use crate::load;
 use crate::query::{self, PoolName};
 
 /// The indexes that queries can reach; see the stub.
@@ -38,6 +42,36 @@ impl Queries {
             .map(|(worker_id, dp_rank)| WorkerRank::from(WorkerName { worker_id, dp_rank: *dp_rank }))
             .collect();
         self.queries.set_incomplete(pool, ranks);
+    }
+
+    /// (overlaps, lower bound, incomplete rows)
+    fn find(
+        &self,
+        py: Python<'_>,
+        pool: (PyBackedStr, PyBackedStr, u32, bool),
+        hashes: &Bound<'_, PyBytes>,
+        prompt_tokens: usize,
+        now: f64,
+    ) -> PyResult<Option<(Overlaps, bool, Vec<u32>)>> {
+        let Some(packed) = hashes_from_bytes(hashes.as_bytes()) else { return Ok(None) };
+        let (tenant, model, block_size, eagle) = &pool;
+        let run = || {
+            self.queries.find_hashes(
+                (tenant, model, *block_size, *eagle),
+                &packed,
+                prompt_tokens,
+                now,
+                |found| {
+                    let ranks = found.rows.iter().map(|(rank, _)| (&*rank.worker_id, rank.dp_rank));
+                    let overlaps =
+                        load::Overlaps::of_rows(ranks, |row, level| found.rows[row].1.blocks[level]);
+                    overlaps
+                        .map(|overlaps| (Overlaps { overlaps }, found.lower_bound, found.incomplete.clone()))
+                },
+            )
+        };
+        let found = if hashes.as_bytes().len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
+        Ok(found.flatten())
     }
 
     fn answer<'py>(

@@ -6,27 +6,57 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
 from kvscout.v1 import events_pb2, gateway_pb2, indexer_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.rpc.service_info import TenantWarning, Warned
-from kvscout_common.worker import ALL_TENANTS, WorkerRank
+from kvscout_common.worker import ALL_TENANTS, PoolKey, WorkerRank
 from kvscout_gateway.upstreams.indexer.blindness import BlindRanks, Served
 from kvscout_gateway.upstreams.indexer.check import CHECK_SECONDS
-from kvscout_gateway.upstreams.indexer.remote import find_matches_request
 from kvscout_gateway.values.decision import Decision
-from kvscout_gateway.values.overlaps import Overlaps
-from kvscout_gateway.values.prompt import Geometry
+from kvscout_gateway.values.overlaps import Columns, Overlaps, Rows, row_of
+from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
 from kvscout_indexer.index.routed import RoutedPrompt
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.rpc.servicer import IndexerServicer
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, PackedOverlaps
+from kvscout_scheduler.values.overlaps import Overlaps as ColumnOverlaps
 
 log = logging.getLogger("kvscout.serve")
 
 MAX_DECISIONS = 1_024
 """Routing decisions that wait to be recorded; the oldest are dropped, and counted."""
+
+
+class FoundRows(NamedTuple):
+    """See `Rows`: what an index of this process found."""
+
+    overlaps: AnyOverlaps
+    """As the scheduler of this process reads them."""
+    has_predictions: bool
+    lower_bound: bool
+    """Workers may have more than is found."""
+    incomplete_rows: Sequence[int]
+    """Rows of workers whose history is incomplete."""
+
+    @property
+    def columns(self) -> Columns:
+        """See `Rows`."""
+        plain = self.overlaps.plain
+        slower = (plain.host_blocks, plain.disk_blocks, plain.external_blocks)
+        return (plain.worker_ids, plain.dp_ranks, plain.device_blocks, *slower, plain.predicted_blocks)
+
+    def confirmed(self, tenant: str, worker: WorkerRank, overlap_blocks: int) -> int | None:
+        """See `Rows`."""
+        if not self.lower_bound and not self.has_predictions:
+            return overlap_blocks  # the usual case: no need to look for the row
+        row = row_of(self.columns, worker)
+        if row is None:
+            return None if self.lower_bound else 0
+        return None if row in self.incomplete_rows else self.overlaps.plain.device_blocks[row]
 
 
 class EmbeddedIndexer:
@@ -54,23 +84,46 @@ class EmbeddedIndexer:
         self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0
     ) -> Overlaps:
         """Return the overlaps of a prompt with every cache; see `Indexer.match` of the gateway."""
-        rows: dict[Geometry, types_pb2.Overlaps] = {}
+        rows: dict[Geometry, Rows] = {}
         problems: dict[str, str] = {}
-        answers: dict[Geometry, tuple[indexer_pb2.FindMatchesResponse | None, ...]] = {}
         for pool, packed in hashes.items():
             if not packed:
                 continue
             self.calls += 1
+            # A caller that sends hashes may have given any length.
+            tokens = prompt_tokens if prompt_tokens >= len(packed) // HASH_BYTES * pool.block_size else 0
             try:
-                request = find_matches_request(model, tenant, pool, packed, prompt_tokens)
-                answer = indexer_pb2.FindMatchesResponse.FromString(self._servicer.find_matches(request))
+                rows[pool] = self._find(PoolKey(model, tenant, *pool), packed, tokens)
             except KvscoutError as error:
                 self.failures += 1
                 problems["indexer"] = f"indexer: {error}"
-                answers[pool] = (None,)
-                continue
-            answers[pool], rows[pool] = (answer,), answer.overlaps
-        return Overlaps(hashes, rows, problems, answers)
+        return Overlaps(hashes, rows, problems)
+
+    def _find(self, key: PoolKey, hashes: bytes, prompt_tokens: int) -> Rows:
+        """Return the overlaps of a prompt with the caches of one pool.
+
+        Raises:
+            KvscoutError: There is no such pool.
+        """
+        now = time.monotonic()
+        if self._indexer.queries is not None:
+            found = self._indexer.queries.find(key, hashes, prompt_tokens, now=now)
+            if found is not None:
+                native, lower_bound, incomplete_rows = found
+                return FoundRows(PackedOverlaps(native), native.has_predictions, lower_bound, incomplete_rows)
+        pool = self._indexer.pools.find(key.tenant, key.model, key.block_size, key.eagle)
+        if pool is None:
+            return FoundRows(NO_OVERLAPS, has_predictions=False, lower_bound=False, incomplete_rows=())
+        usable = (prompt_tokens - 1) // key.block_size if prompt_tokens else None
+        matched = pool[1].find_matches(hashes, now=now, usable=usable)
+        workers, incomplete = matched.workers, self._indexer.pools.incomplete(key)
+        ids, ranks = [rank.worker_id for rank in workers], [rank.dp_rank for rank in workers]
+        return FoundRows(
+            ColumnOverlaps(ids, ranks, *matched[1:]),
+            matched.predicted != matched.device,
+            bool(incomplete),
+            [row for row, rank in enumerate(workers) if rank in incomplete],
+        )
 
     def routed(self, decision: Decision) -> None:
         """Predict the blocks of a prompt on its worker, where predictions are on."""

@@ -12,28 +12,37 @@ from typing import Any
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
-from kvscout_common.hashing import native_available
+from kvscout_common.observability import tracing
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.upstreams.interfaces import Answer, Rpc
+from kvscout_gateway.upstreams.scheduler.attachment import REBOOK_SECONDS
 from kvscout_gateway.upstreams.scheduler.remote import (
     MAX_REFRESH_SECONDS,
     REFRESH_SECONDS,
     WaitedTooLong,
     waited_too_long,
 )
-from kvscout_gateway.upstreams.scheduler.select_request import select_request
 from kvscout_gateway.values.booking import Booking
-from kvscout_gateway.values.overlaps import Overlaps
+from kvscout_gateway.values.decision import Choice
+from kvscout_gateway.values.overlaps import Overlaps, Rows
 from kvscout_gateway.values.request import Request
-from kvscout_scheduler.load import native as native_load
 from kvscout_scheduler.messages import translate
-from kvscout_scheduler.messages.codec import select_of
-from kvscout_scheduler.messages.operation_messages import operation_from_proto
 from kvscout_scheduler.rpc.operations import Operations
 from kvscout_scheduler.service import SchedulerService
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.operations import CompletePrefill, Free, Operation, Outcome, Select
-from kvscout_scheduler.values.reservation import OwnerName
+from kvscout_scheduler.values.operations import CompletePrefill, Free, Operation, Outcome, Reserve, Select
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps
+from kvscout_scheduler.values.overlaps import Overlaps as ColumnOverlaps
+from kvscout_scheduler.values.request import (
+    EMPTY_PROMPT,
+    NO_OVERRIDE,
+    UNCONSTRAINED,
+    Prompt,
+    SelectionRequest,
+    WorkerConstraints,
+)
+from kvscout_scheduler.values.reservation import OwnerName, RequestKey, Reservation
+from kvscout_serve.embedded_indexer import FoundRows
 
 log = logging.getLogger("kvscout.serve")
 
@@ -75,7 +84,7 @@ class EmbeddedScheduler:
         *,
         knows_workers: bool,
         refresh: Callable[[], Awaitable[Overlaps]],
-    ) -> tuple[scheduler_pb2.SelectResponse, Overlaps]:
+    ) -> tuple[Choice, Overlaps]:
         """Have a worker chosen, and the request booked on it; see `Scheduler.reserve` of the gateway."""
         self.calls += 1
         operations = self._owned if request.owned else self._leased
@@ -89,7 +98,7 @@ class EmbeddedScheduler:
             raise TypeError(f"a selection ended with {outcome!r}")
         if booking is not None:
             booking.scheduler = self
-        return translate.decision_to_proto(outcome), overlaps
+        return _choice(outcome), overlaps
 
     async def _wait(
         self,
@@ -137,12 +146,33 @@ class EmbeddedScheduler:
     def hold(self, booking: Booking) -> None:
         """Take over a booking; one that was not booked is booked now, as a request that runs."""
         self._open.add(booking)
-        if booking.scheduler is not None:
+        if booking.scheduler is None:
+            self._book(booking)
+
+    def _book(self, booking: Booking) -> None:
+        """Book what runs; what cannot be booked is tried again until it ends."""
+        if booking not in self._open or booking.scheduler is not None:
             return
-        reserve = operation_from_proto("reserve", booking.reserve_request())
-        outcome = self._owned.carry_out(next(self._numbers), reserve)
+        output = booking.output
+        reservation = Reservation(
+            _key(booking),
+            booking.attempt_id,
+            booking.worker,
+            booking.isl_tokens,
+            booking.isl_tokens - booking.cached_tokens,
+            output.expected_tokens,
+            booking.block_hashes,
+            max_output_tokens=output.max_tokens,
+            output_class=output.output_class,
+            estimates_prefill=output.unseen,
+            running=True,
+            prefilled=booking.prefilled,
+        )
+        operation = Reserve(reservation)
+        outcome = self._owned.carry_out(next(self._numbers), operation)
         if isinstance(outcome, KvscoutError):
-            self._failed(reserve, outcome)
+            self._failed(operation, outcome)
+            asyncio.get_running_loop().call_later(REBOOK_SECONDS, self._book, booking)
         else:
             booking.scheduler = self
 
@@ -152,8 +182,7 @@ class EmbeddedScheduler:
             return
         booking.prefilled = True
         if booking.scheduler is not None:
-            ref = booking.ref
-            self._carry_out(CompletePrefill(translate.key_from_proto(ref), ref.attempt_id))
+            self._carry_out(CompletePrefill(_key(booking), booking.attempt_id))
 
     def free(self, booking: Booking, output_tokens: int = 0) -> None:
         """Free a booking. A second call does nothing."""
@@ -223,17 +252,67 @@ class EmbeddedScheduler:
 
 
 def _select(request: Request, overlaps: Overlaps, booking: Booking | None) -> Select:
-    message = select_request(request, overlaps, booking)
-    read = native_load.select_request(message) if native_available() else None
-    if read is not None:
-        operation = select_of(read)
-        return operation._replace(books=booking is not None)
-    parsed = scheduler_pb2.SelectRequest.FromString(message)
-    read_select = operation_from_proto("select" if booking is None else "select_and_reserve", parsed)
-    if not isinstance(read_select, Select):
-        raise TypeError(f"a selection was read as {read_select!r}")
-    return read_select
+    prompts = [
+        Prompt(hashes, pool.block_size, pool.eagle, _overlaps(overlaps.rows.get(pool)))
+        for pool, hashes in overlaps.hashes.items()
+    ]
+    if prompts:
+        prompts[0].eagle = None  # as the pool's workers want it
+    output = request.output
+    selection = SelectionRequest(
+        model=request.model,
+        isl_tokens=request.prompt.isl_tokens,
+        prompt=prompts[0] if prompts else EMPTY_PROMPT,
+        other_prompts=tuple(prompts[1:]),
+        tenant=request.tenant,
+        role=request.role,
+        request_id=booking.request_id if booking is not None else "",
+        attempt_id=booking.attempt_id if booking is not None else 0,
+        constraints=_constraints(request),
+        override=NO_OVERRIDE if request.override is None else translate.override_from_proto(request.override),
+        priority=request.priority,
+        expected_output_tokens=output.expected_tokens,
+        max_output_tokens=output.max_tokens,
+        output_class=output.output_class,
+        estimates_prefill=output.unseen,
+        charge_prefill=not request.remote_prefill,
+        explain=request.explain,
+    )
+    return Select(selection, booking is not None, request.lease_seconds, tracing.traceparent())
+
+
+def _overlaps(rows: Rows | None) -> AnyOverlaps:
+    if isinstance(rows, FoundRows):
+        return rows.overlaps
+    return NO_OVERLAPS if rows is None else ColumnOverlaps(*rows.columns)
+
+
+def _constraints(request: Request) -> WorkerConstraints:
+    pinned, allowed, excluded = request.pinned, request.allowed, request.excluded
+    labels, lora_name = request.required_labels, request.lora_name
+    if not (pinned or request.pinned_rank is not None or allowed or excluded or labels or lora_name):
+        return UNCONSTRAINED
+    named = frozenset(allowed), frozenset(excluded), frozenset(labels.items())
+    return WorkerConstraints(pinned, request.pinned_rank, *named, lora_name)
+
+
+def _choice(decision: Decision) -> Choice:
+    spec, explanation = decision.spec, decision.explanation
+    return Choice(
+        decision.rank,
+        spec.http_endpoint,
+        spec.block_size,
+        decision.overlap_blocks,
+        decision.effective_overlap_blocks,
+        decision.uncached_tokens,
+        decision.cost,
+        None if explanation is None else translate.explanation_to_proto(explanation),
+    )
+
+
+def _key(booking: Booking) -> RequestKey:
+    return RequestKey(booking.tenant, booking.model, booking.role, booking.request_id)
 
 
 def _free(booking: Booking) -> Free:
-    return Free(translate.key_from_proto(booking.ref), booking.ref.attempt_id, booking.output_tokens)
+    return Free(_key(booking), booking.attempt_id, booking.output_tokens)

@@ -14,7 +14,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from support.scripted_engine import Script, answer, begin, drop, hang, refuse, scripted_engine, send_tokens
 
-from kvscout.v1 import gateway_pb2, scheduler_pb2
+from kvscout.v1 import gateway_pb2
 from kvscout_common.errors import (
     DeadlineExceeded,
     Draining,
@@ -69,7 +69,6 @@ class Upstreams:
         else:
             raise Unavailable("nobody is left")
         await asyncio.sleep(0)
-        ref = scheduler_pb2.RequestRef(request_id=request.request_id, attempt_id=request.attempt_id)
         self.log.append(f"book {request.role} w{index}")
         return Decision(
             "default",
@@ -79,7 +78,7 @@ class Upstreams:
             b"",
             endpoint=self.urls[index],
             spec=self.spec(index),
-            booking=Booking(ref),
+            booking=Booking("default", "m", request.role, request.request_id, request.attempt_id),
         )
 
     def unroutable(self, request: Request) -> tuple[str, ...]:
@@ -95,14 +94,14 @@ class Upstreams:
         self.log.append(f"withdraw {decision.worker.worker_id}")
 
     def hold(self, booking: Booking) -> None:
-        self.open.add(booking.ref.attempt_id)
+        self.open.add(booking.attempt_id)
 
     def prefill_complete(self, booking: Booking) -> None:
         self.log.append("prefilled")
 
     def free(self, booking: Booking, output_tokens: int) -> None:
         self.output_tokens.append(output_tokens)
-        self.open.remove(booking.ref.attempt_id)
+        self.open.remove(booking.attempt_id)
 
 
 class Client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from support.engine_events import prompt
 from support.grpc_server import serving
 from support.indexer_client import BLOCK_SIZE, local_indexer
 
-from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
+from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_blocks.bytes.events import EventBatch, Stored, Tier
 from kvscout_blocks.index.block_index import TWIN_LIMIT
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
@@ -124,12 +125,37 @@ async def test_random_requests_get_the_plain_path_s_bytes_or_are_left_to_it(inde
         answered = indexer_pb2.FindMatchesResponse.FromString(raw)
         assert _by_worker(answered) == _by_worker(plain), f"KVSCOUT_TEST_SEED={SEED}: {request}"
         assert len(raw) == plain.ByteSize(), f"KVSCOUT_TEST_SEED={SEED}: {request}"
+        if request.block_hashes and not request.early_exit:
+            assert _found(indexer, request) == answered, f"KVSCOUT_TEST_SEED={SEED}: {request}"
         stream = indexer_pb2.StreamFindMatchesRequest(requests=[request, request])
         raw_stream = indexer.queries.answer_stream(stream.SerializeToString(), now=1.0, caller_tenant="*")
         assert raw_stream is not None
         streamed = indexer_pb2.StreamFindMatchesResponse.FromString(raw_stream).results
         assert [(r.id, r.code, r.response) for r in streamed] == [(request.id, 0, answered)] * 2
     assert native > 300, f"KVSCOUT_TEST_SEED={SEED}"
+
+
+def _found(indexer: Indexer, request: indexer_pb2.FindMatchesRequest) -> indexer_pb2.FindMatchesResponse:
+    """The answer to a request of hashes as a caller in this process gets it, without a message."""
+    named = {name: getattr(request, name) if request.HasField(name) else None for name in ("block_size", "eagle")}
+    pool = indexer.pools.find(request.tenant or "default", request.model, **named)
+    assert pool is not None
+    assert indexer.queries is not None
+    hashes = array("Q", request.block_hashes).tobytes()
+    found = indexer.queries.find(pool[0], hashes, request.prompt_tokens, now=1.0)
+    assert found is not None
+    native, lower_bound, incomplete_rows = found
+    names = (column.name for column in types_pb2.Overlaps.DESCRIPTOR.fields)
+    columns: dict[str, Any] = dict(zip(names, native.columns, strict=True))
+    overlaps = types_pb2.Overlaps(**columns)
+    assert native.has_predictions == bool(overlaps.predicted_blocks)
+    return indexer_pb2.FindMatchesResponse(
+        overlaps=overlaps,
+        num_blocks=len(request.block_hashes),
+        block_size=pool[0].block_size,
+        lower_bound=lower_bound,
+        incomplete_rows=incomplete_rows,
+    )
 
 
 def _by_worker(response: indexer_pb2.FindMatchesResponse) -> Any:

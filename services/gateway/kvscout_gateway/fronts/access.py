@@ -59,7 +59,10 @@ def caller_of(headers: Headers, tokens: TokenTable | None) -> Caller:
 
 def header(headers: Headers, name: str) -> str:
     """Return the first value of a header, by its name in lower case; "" = there is none."""
-    return next((value for one, value in headers if one.lower() == name), "")
+    for one, value in headers:
+        if one.lower() == name:
+            return value
+    return ""
 
 
 def _identify(headers: Headers, tokens: TokenTable) -> Identity:

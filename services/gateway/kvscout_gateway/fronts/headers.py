@@ -91,8 +91,10 @@ def as_value(text: str) -> str:
     return " ".join(words).encode("ascii", "replace").decode()[:MAX_VALUE]
 
 
-def _connection_options(headers: Headers) -> frozenset[str]:
+def _connection_options(headers: Headers) -> set[str]:
     """Names of further headers that are for one hop only."""
-    return frozenset(
-        option.strip().lower() for name, value in headers if name.lower() == "connection" for option in value.split(",")
-    )
+    options: set[str] = set()
+    for name, value in headers:
+        if name.lower() == "connection":
+            options.update(option.strip().lower() for option in value.split(","))
+    return options

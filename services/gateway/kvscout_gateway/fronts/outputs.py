@@ -42,14 +42,17 @@ _STRUCTURED: Final = (
     *("json_schema", "regex", "ebnf", "structural_tag"),  # SGLang
 )
 _EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_READ: Final = frozenset(
+_SHAPING: Final = frozenset(
     {
-        *_BOUNDS,
         *_STRUCTURED,
-        *("sampling_params", "stream", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "n", "best_of"),
-        *("tool_choice", "response_format", "text"),
+        *("response_format", "text"),
         *("reasoning_effort", "reasoning", "output_config", "thinking", "chat_template_kwargs"),
     }
+)
+"""Fields by which an output has a form, or is thought about first."""
+_READ: Final = _SHAPING.union(
+    _BOUNDS,
+    ("sampling_params", "stream", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "n", "best_of", "tool_choice"),
 )
 _SMALL_BYTES: Final = 4096
 _LONG: Final = object()
@@ -93,18 +96,21 @@ def _class(path: str, fields: Fields, values: Values, outputs: int) -> str:
     choice = values.get("tool_choice")
     if "tools" in fields.places and fields.places["tools"].values > 1 and choice != "none":
         name += "/tools" if choice in (None, "auto") else "/call"
-    if _is_structured(values):
-        name += "/structured"
-    name += _effort(values)
+    if not _SHAPING.isdisjoint(values):
+        if _is_structured(values):
+            name += "/structured"
+        name += _effort(values)
     return f"{name}/many" if outputs > 1 else name
 
 
 def _bound(values: Values) -> int:
     """Tokens at which each of a request's outputs ends; 0 = it does not say."""
+    for name in _BOUNDS:
+        if name in values and 0 < (bound := _number(values[name])) <= MAX_BOUND:
+            return bound
     sampling = values.get("sampling_params")
-    given = [values.get(name) for name in _BOUNDS]
-    given.append(sampling.get("max_new_tokens") if isinstance(sampling, dict) else None)
-    return next((bound for bound in map(_number, given) if 0 < bound <= MAX_BOUND), 0)
+    bound = _number(sampling.get("max_new_tokens")) if isinstance(sampling, dict) else 0
+    return bound if 0 < bound <= MAX_BOUND else 0
 
 
 def _reaches_it(values: Values, bound: int) -> bool:

@@ -57,11 +57,14 @@ def changes_of(fields: Mapping[str, Any], *, max_priority: int | None) -> dict[s
     Returns:
         Values by the names of fields of the body; None = the field goes.
     """
-    changes: dict[str, Any] = dict.fromkeys(RESERVED_FIELDS & fields.keys())
-    for name in NESTING_FIELDS & fields.keys():
-        cleaned = _cleaned(fields[name], _DEPTH)
-        if cleaned != fields[name]:
-            changes[name] = cleaned
+    changes: dict[str, Any] = {}
+    for name in fields:
+        if name in RESERVED_FIELDS:
+            changes[name] = None
+        elif name in NESTING_FIELDS:
+            cleaned = _cleaned(fields[name], _DEPTH)
+            if cleaned != fields[name]:
+                changes[name] = cleaned
     if max_priority is not None and PRIORITY in fields:
         priority = fields[PRIORITY]
         is_number = isinstance(priority, int) and not isinstance(priority, bool)

@@ -13,8 +13,7 @@ for a failure, the request or the worker, is in the table of `engines.faults`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from types import TracebackType
 from typing import TypeAlias
@@ -96,7 +95,7 @@ class Exchanges:
         if not request.request_id:
             request = replace(request, request_id=new_request_id())
         request.trace()
-        return Exchange(self, request, nullcontext() if admitted else self.admit(request.tenant))
+        return Exchange(self, request, admitted=admitted)
 
     def require_open(self) -> None:
         """Raise unless requests are taken.
@@ -107,12 +106,16 @@ class Exchanges:
         if self.draining:
             raise Draining("the gateway is draining")
 
-    @contextmanager
-    def admit(self, tenant: str) -> Iterator[None]:
-        """Take one of the places for requests for the length of a block: before the body is read, where there is one.
+    def admit(self, tenant: str) -> Admission:
+        """Return one of the places for requests, to be entered and left: before the body is read, where there is one.
 
         Args:
             tenant: Whose request it is.
+        """
+        return Admission(self, tenant)
+
+    def enter(self, tenant: str) -> None:
+        """Take a place; see `admit`.
 
         Raises:
             Draining, ResourceExhausted: This gateway takes nothing now, or nothing more of this tenant.
@@ -120,16 +123,18 @@ class Exchanges:
         self.require_open()
         if self.in_flight >= self._max_in_flight:
             raise ResourceExhausted(f"{self.in_flight} requests are in flight (limit)", retry_after_seconds=1.0)
-        with self.limits.hold(Limit.REQUESTS, tenant):
-            self.in_flight += 1
-            self.requests += 1
+        self.limits.take(Limit.REQUESTS, tenant)
+        self.in_flight += 1
+        self.requests += 1
+        if self.in_flight == 1:
             self.idle.clear()
-            try:
-                yield
-            finally:
-                self.in_flight -= 1
-                if self.in_flight == 0:
-                    self.idle.set()
+
+    def leave(self, tenant: str) -> None:
+        """Give a place back."""
+        self.limits.give_back(Limit.REQUESTS, tenant)
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self.idle.set()
 
     def over(self, tenant: str, model: str, error: BaseException | None) -> None:
         """Count a request that has ended."""
@@ -142,10 +147,26 @@ class Exchanges:
         self.context.metrics.of(tenant, model).ended(outcome)
 
 
+class Admission:
+    """A place for one request; see `Exchanges.admit`."""
+
+    __slots__ = ("_exchanges", "_tenant")
+
+    def __init__(self, exchanges: Exchanges, tenant: str) -> None:
+        self._exchanges = exchanges
+        self._tenant = tenant
+
+    def __enter__(self) -> None:
+        self._exchanges.enter(self._tenant)
+
+    def __exit__(self, *_: object) -> None:
+        self._exchanges.leave(self._tenant)
+
+
 class Exchange:
     """One request of a client; entered before anything is asked of it, and left when nobody waits for it any more."""
 
-    def __init__(self, all_of_them: Exchanges, request: Request, admitted: AbstractContextManager[None]) -> None:
+    def __init__(self, all_of_them: Exchanges, request: Request, *, admitted: bool) -> None:
         self._all = all_of_them
         self._admitted = admitted
         self._context = all_of_them.context
@@ -154,7 +175,8 @@ class Exchange:
         self._next_attempt = all_of_them.draw_attempt()
         self._all_passed = False
         """The client has all of the answer."""
-        self._stack = ExitStack()
+        self._placed: list[Attempt] = []
+        """Attempts of `place`."""
 
     @property
     def request_id(self) -> str:
@@ -162,7 +184,8 @@ class Exchange:
         return self.request.request_id
 
     def __enter__(self) -> Exchange:
-        self._stack.enter_context(self._admitted)
+        if not self._admitted:
+            self._all.enter(self.request.tenant)
         return self
 
     def __exit__(
@@ -170,7 +193,12 @@ class Exchange:
     ) -> None:
         served = self._all_passed and isinstance(error, SinkGone | asyncio.CancelledError)
         self._all.over(self.request.tenant, self.request.model, None if served else error)
-        self._stack.close()
+        try:
+            while self._placed:
+                self._placed.pop().free()
+        finally:
+            if not self._admitted:
+                self._all.leave(self.request.tenant)
 
     async def run(self, reply: Reply) -> None:
         """Run the request to its end, by the plan that suits it.
@@ -199,7 +227,8 @@ class Exchange:
         """
         request = request or self.request
         attempt = await self._open(request, (*request.excluded, *self._ejected(request)), lambda: None)
-        return self._stack.enter_context(attempt)
+        self._placed.append(attempt)
+        return attempt
 
     async def probe(self, request: Request) -> Decision:
         """Return where a request would go: nothing is booked.
@@ -265,6 +294,8 @@ class Exchange:
 
     async def _nearest(self, request: Request) -> Decision | None:
         """Place the request among its preferred workers; None = none of them takes it."""
+        if not request.preferred:
+            return None
         preferred = tuple(
             worker_id
             for worker_id in request.preferred

@@ -15,7 +15,6 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.observability import tracing
 from kvscout_common.observability.telemetry import RateLimitedLog
-from kvscout_common.registry.worker_proto import role_to_proto
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.members.catalog import Catalog, TenantView
 from kvscout_gateway.request.metrics import GatewayMetrics
@@ -188,7 +187,7 @@ class RoutingFlow:
             return await self._match(request, overlaps.hashes) if self._wants_overlaps(request) else overlaps
 
         booking = booking_of(request) if request.request_id else None
-        answer, overlaps = await self._scheduler.reserve(
+        choice, overlaps = await self._scheduler.reserve(
             request,
             overlaps,
             # What runs is not placed, and not booked as if it came now: `attachment` does that.
@@ -196,20 +195,22 @@ class RoutingFlow:
             knows_workers=bool(self._catalog.serving(request).specs),
             refresh=refresh,
         )
-        worker = WorkerRank(answer.worker.worker_id, answer.worker.dp_rank)
+        worker = choice.worker
         spec = self._catalog.tenant(request.tenant).specs.get(worker.worker_id)
-        block_size = answer.block_size or next((pool.block_size for pool in overlaps.hashes), 0)
+        block_size = choice.block_size or next((pool.block_size for pool in overlaps.hashes), 0)
         decision = self._decision(request, overlaps, worker, Geometry(block_size, bool(spec and spec.eagle)), booking)
-        decision.endpoint = answer.http_endpoint
+        decision.endpoint = choice.endpoint
         decision.spec = spec
-        decision.overlap_blocks = answer.overlap_blocks
-        decision.confirmed_blocks = overlaps.confirmed(decision.pool, request.tenant, worker, answer.overlap_blocks)
-        decision.effective_overlap_blocks = answer.effective_overlap_blocks
-        decision.uncached_tokens = answer.uncached_tokens
+        decision.overlap_blocks = choice.overlap_blocks
+        rows = overlaps.rows.get(decision.pool)
+        if rows is not None:
+            decision.confirmed_blocks = rows.confirmed(request.tenant, worker, choice.overlap_blocks)
+        decision.effective_overlap_blocks = choice.effective_overlap_blocks
+        decision.uncached_tokens = choice.uncached_tokens
         if booking is not None and request.owned:
-            booking.cached_tokens = request.prompt.isl_tokens - answer.uncached_tokens
-        decision.cost = answer.cost
-        decision.explanation = answer.explanation if answer.HasField("explanation") else None
+            booking.cached_tokens = request.prompt.isl_tokens - choice.uncached_tokens
+        decision.cost = choice.cost
+        decision.explanation = choice.explanation
         return decision
 
     def _round_robin(self, request: Request, overlaps: Overlaps, problem: str) -> Decision:
@@ -219,7 +220,7 @@ class RoutingFlow:
         booking: Booking | None = None
         if request.owned and request.request_id:
             booking = booking_of(request)
-            booking.ref.attempt_id |= UNBOOKED_ATTEMPT
+            booking.attempt_id |= UNBOOKED_ATTEMPT
         decision = self._decision(request, overlaps, rank, Geometry(spec.block_size, spec.eagle), booking)
         decision.endpoint = spec.http_endpoint
         decision.spec = spec
@@ -275,15 +276,7 @@ def resolve(request: Request, view: TenantView) -> Request:
 
 def booking_of(request: Request) -> Booking:
     """Return what a request is booked by."""
-    return Booking(
-        scheduler_pb2.RequestRef(
-            model=request.model,
-            tenant=request.tenant,
-            role=role_to_proto(request.role),
-            request_id=request.request_id,
-            attempt_id=request.attempt_id,
-        )
-    )
+    return Booking(request.tenant, request.model, request.role, request.request_id, request.attempt_id)
 
 
 def _record(span: tracing.Span, request: Request, decision: Decision) -> None:

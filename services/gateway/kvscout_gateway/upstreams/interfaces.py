@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 from kvscout.v1 import events_pb2, indexer_pb2, scheduler_pb2, types_pb2
 from kvscout_common.rpc.service_info import Warned
 from kvscout_gateway.values.booking import Booking
-from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.decision import Choice, Decision
 from kvscout_gateway.values.overlaps import Overlaps
 from kvscout_gateway.values.prompt import Geometry
 from kvscout_gateway.values.request import Request
@@ -54,7 +54,7 @@ class Scheduler(Protocol):
         *,
         knows_workers: bool,
         refresh: Callable[[], Awaitable[Overlaps]],
-    ) -> tuple[scheduler_pb2.SelectResponse, Overlaps]:
+    ) -> tuple[Choice, Overlaps]:
         """Have a worker chosen, and the request booked on it unless it is a query."""
 
     def hold(self, booking: Booking) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
+import os
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvscout.v1 import scheduler_pb2
-from kvscout_common.registry.worker_proto import rank_to_proto
-from kvscout_common.worker import WorkerRank
+from kvscout_common.registry.worker_proto import rank_to_proto, role_to_proto
+from kvscout_common.worker import Role, WorkerRank
 from kvscout_gateway.values.output import UNKNOWN, Output
 
 UNBOOKED_ATTEMPT = 128
@@ -18,19 +18,21 @@ MAX_TRIES = 256
 """Attempt ids leave eight bits for the number of the try, the highest of which is `UNBOOKED_ATTEMPT`."""
 UNPLACED = WorkerRank("", 0)
 
-_SYSTEM_RANDOM = random.SystemRandom()
-
 
 def draw_attempt() -> int:
     """Draw an attempt id, of `MAX_TRIES`s, that no other booking call has."""
-    return _SYSTEM_RANDOM.randrange(1, 1 << 55) * MAX_TRIES
+    return (int.from_bytes(os.urandom(7), "little") >> 1 or 1) * MAX_TRIES
 
 
 @dataclass(slots=True, eq=False)
 class Booking:
     """A reservation that somebody owes a Free, and the scheduler that has it. Two are never equal."""
 
-    ref: scheduler_pb2.RequestRef
+    tenant: str
+    model: str
+    role: Role
+    request_id: str
+    attempt_id: int
     scheduler: object | None = None
     """The scheduler that has it, as `upstreams` knows it; None = none has it (yet)."""
     worker: WorkerRank = UNPLACED
@@ -47,30 +49,30 @@ class Booking:
     output_tokens: int = 0
     """Tokens generated until it was freed; 0 = unknown."""
 
+    @property
+    def ref(self) -> scheduler_pb2.RequestRef:
+        """Return its name in messages."""
+        return scheduler_pb2.RequestRef(
+            model=self.model,
+            tenant=self.tenant,
+            role=role_to_proto(self.role),
+            request_id=self.request_id,
+            attempt_id=self.attempt_id,
+        )
+
     def again(self) -> Booking:
         """Return the same, prefilled and without a scheduler: it will be booked as what runs."""
-        ref = scheduler_pb2.RequestRef()
-        ref.CopyFrom(self.ref)
-        ref.attempt_id |= UNBOOKED_ATTEMPT
-        return Booking(
-            ref,
-            worker=self.worker,
-            block_hashes=self.block_hashes,
-            isl_tokens=self.isl_tokens,
-            cached_tokens=self.cached_tokens,
-            output=self.output,
-            prefilled=True,
-        )
+        attempt_id = self.attempt_id | UNBOOKED_ATTEMPT
+        return replace(self, attempt_id=attempt_id, scheduler=None, prefilled=True, prefill_reported=False)
 
     def reserve_request(self) -> scheduler_pb2.ReserveRequest:
         """Return what books it anew, where it runs: the scheduler learns nothing from how long it takes from now on."""
-        ref = self.ref
         return scheduler_pb2.ReserveRequest(
-            model=ref.model,
-            tenant=ref.tenant,
-            role=ref.role,
-            request_id=ref.request_id,
-            attempt_id=ref.attempt_id,
+            model=self.model,
+            tenant=self.tenant,
+            role=role_to_proto(self.role),
+            request_id=self.request_id,
+            attempt_id=self.attempt_id,
             worker=rank_to_proto(self.worker),
             block_hashes=array("Q", self.block_hashes),
             isl_tokens=self.isl_tokens,

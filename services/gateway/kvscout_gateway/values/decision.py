@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
+
+
+class Choice(NamedTuple):
+    """Worker that a scheduler chose for a prompt."""
+
+    worker: WorkerRank
+    endpoint: str
+    """URL of its HTTP API."""
+    block_size: int
+    """Tokens a block; 0 = the scheduler does not say."""
+    overlap_blocks: int
+    effective_overlap_blocks: float
+    uncached_tokens: int
+    cost: float
+    explanation: scheduler_pb2.Explanation | None
+    """None unless the request wanted one."""
 
 
 @dataclass(slots=True, eq=False)

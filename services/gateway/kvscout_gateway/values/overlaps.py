@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from kvscout.v1 import indexer_pb2, types_pb2
-from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.values.prompt import Geometry
 
-Answers: TypeAlias = "tuple[indexer_pb2.FindMatchesResponse | None, ...]"
-"""Answers by shard; None = it did not answer."""
+Columns: TypeAlias = tuple[
+    Sequence[str], Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int]
+]
+"""Worker ids, ranks, and leading blocks on device, host, disk, external, and with predictions; a column that says
+nothing new is empty."""
+
+
+class Rows(Protocol):
+    """Overlaps with the caches of one geometry, one row a worker rank."""
+
+    @property
+    def columns(self) -> Columns:
+        """Return them as columns."""
+
+    def confirmed(self, tenant: str, worker: WorkerRank, overlap_blocks: int) -> int | None:
+        """Return how much of an overlap the worker's events confirm, in blocks; None = they do not show it.
+
+        Args:
+            tenant: The worker's.
+            worker: Its rank.
+            overlap_blocks: What was counted for it, confirmed or predicted.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,37 +39,15 @@ class Overlaps:
 
     hashes: Mapping[Geometry, bytes] = field(default_factory=dict)
     """Local hashes of the prompt by geometry, little-endian u64s."""
-    rows: Mapping[Geometry, types_pb2.Overlaps] = field(default_factory=dict)
-    """Overlaps by geometry; one that is missing was not requested, or no shard answered."""
+    rows: Mapping[Geometry, Rows] = field(default_factory=dict)
+    """Overlaps by geometry; one that is missing was not requested, or no indexer answered."""
     problems: Mapping[str, str] = field(default_factory=dict)
     """Why the answer is not complete, by the upstream that is missed, such as "indexer 0/2"; empty = it is."""
-    answers: Mapping[Geometry, Answers] = field(default_factory=dict)
-    """Answers that the rows were united from, by geometry."""
-
-    def confirmed(self, pool: Geometry, tenant: str, worker: WorkerRank, overlap_blocks: int) -> int | None:
-        """Return how much of an overlap the worker's events confirm, in blocks; None = they do not show it.
-
-        Args:
-            pool: The worker's geometry.
-            tenant: The worker's.
-            worker: Its rank.
-            overlap_blocks: What was counted for it, confirmed or predicted.
-        """
-        answers = self.answers.get(pool)
-        answer = answers[shard_of(tenant, worker.worker_id, len(answers))] if answers else None
-        if answer is None:
-            return None
-        if not answer.lower_bound and not answer.overlaps.predicted_blocks:
-            return overlap_blocks  # the usual case: no need to look for the row
-        row = _row(answer.overlaps, worker)
-        if row is None:
-            return None if answer.lower_bound else 0
-        return None if row in answer.incomplete_rows else answer.overlaps.device_blocks[row]
 
 
-def _row(overlaps: types_pb2.Overlaps, worker: WorkerRank) -> int | None:
+def row_of(columns: Columns, worker: WorkerRank) -> int | None:
     """Return the row of a worker rank; None = it has none."""
-    ids, ranks = list(overlaps.worker_ids), overlaps.dp_ranks
+    ids, ranks = list(columns[0]), columns[1]
     row = -1
     while True:
         try:

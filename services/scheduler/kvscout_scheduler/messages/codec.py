@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import native_available
 from kvscout_common.registry.worker_proto import role_from_proto
@@ -25,7 +25,7 @@ from kvscout_scheduler.messages import translate
 from kvscout_scheduler.messages.operation_messages import result_to_proto, streamed_from_proto
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import CompletePrefill, Free, Operation, Outcome, Select
-from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps, PackedOverlaps
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, PackedOverlaps
 from kvscout_scheduler.values.request import Prompt, SelectionRequest
 from kvscout_scheduler.values.reservation import FreeOutcome, RequestKey
 
@@ -137,7 +137,7 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
     request = SelectionRequest(
         model=model,
         isl_tokens=isl_tokens,
-        prompt=Prompt(hashes, block_size, None, NO_OVERLAPS if overlaps is None else PackedOverlaps(overlaps, _unpack)),
+        prompt=Prompt(hashes, block_size, None, NO_OVERLAPS if overlaps is None else PackedOverlaps(overlaps)),
         tenant=tenant or outer_tenant,
         role=_ROLES[role],
         request_id=request_id,
@@ -165,7 +165,3 @@ def columns_of(decision: Decision) -> tuple[str, int, str, int, float, float, in
         decision.uncached_tokens,
         spec.block_size,
     )
-
-
-def _unpack(message: bytes) -> Overlaps:
-    return translate.overlaps_from_proto(types_pb2.Overlaps.FromString(message))

@@ -11,7 +11,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto, role_from_proto, role_to_proto
 from kvscout_common.rpc.request_names import NamesRequest
 from kvscout_common.worker import DEFAULT_TENANT
-from kvscout_scheduler.values.decision import Decision
+from kvscout_scheduler.values.decision import Decision, Explanation
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
 from kvscout_scheduler.values.request import (
     NO_OVERRIDE,
@@ -78,8 +78,7 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
     """
     override = NO_OVERRIDE
     if message.HasField("router_config_override"):
-        names = ("overlap_score_weight", "router_temperature", "policy", "seed")
-        override = ConfigOverride(**given_fields(message.router_config_override, *names))
+        override = override_from_proto(message.router_config_override)
     return SelectionRequest(
         model=message.model,
         isl_tokens=message.isl_tokens,
@@ -108,21 +107,27 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
     )
 
 
+def override_from_proto(message: types_pb2.RouterConfigOverride) -> ConfigOverride:
+    """Return settings that a request changes."""
+    names = ("overlap_score_weight", "router_temperature", "policy", "seed")
+    return ConfigOverride(**given_fields(message, *names))
+
+
+def explanation_to_proto(explanation: Explanation) -> scheduler_pb2.Explanation:
+    """Return why a worker was picked."""
+    candidates = [
+        scheduler_pb2.Candidate(
+            worker=rank_to_proto(each.rank),
+            ineligible_reason=value_of(scheduler_pb2.IneligibleReason, each.ineligible_reason),
+            **same_fields(each, "rank", "ineligible_reason"),
+        )
+        for each in explanation.candidates
+    ]
+    return scheduler_pb2.Explanation(candidates=candidates, **same_fields(explanation, "candidates"))
+
+
 def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
     """Return the worker that was picked."""
-    explanation = None
-    if decision.explanation is not None:
-        candidates = [
-            scheduler_pb2.Candidate(
-                worker=rank_to_proto(each.rank),
-                ineligible_reason=value_of(scheduler_pb2.IneligibleReason, each.ineligible_reason),
-                **same_fields(each, "rank", "ineligible_reason"),
-            )
-            for each in decision.explanation.candidates
-        ]
-        explanation = scheduler_pb2.Explanation(
-            candidates=candidates, **same_fields(decision.explanation, "candidates")
-        )
     return scheduler_pb2.SelectResponse(
         worker=rank_to_proto(decision.rank),
         http_endpoint=decision.spec.http_endpoint,
@@ -130,7 +135,7 @@ def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
         effective_overlap_blocks=decision.effective_overlap_blocks,
         cost=decision.cost,
         uncached_tokens=decision.uncached_tokens,
-        explanation=explanation,
+        explanation=None if decision.explanation is None else explanation_to_proto(decision.explanation),
         block_size=decision.spec.block_size,
     )
 

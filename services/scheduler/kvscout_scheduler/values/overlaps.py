@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import gt
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvscout_common.errors import InvalidArgument
 
@@ -124,11 +124,11 @@ DEFAULT_TIER_WEIGHTS = TierWeights()
 
 
 class NativeColumns(Protocol):
-    """Overlaps that the extension has read from a message, and that do not contradict each other."""
+    """Overlaps in the extension, which do not contradict each other."""
 
     @property
-    def message(self) -> bytes:
-        """Return the message."""
+    def columns(self) -> tuple[Any, ...]:
+        """Return the fields of `Overlaps`."""
 
     def within(self, blocks: int) -> bool:
         """Return whether no row says more than a prompt has."""
@@ -139,21 +139,19 @@ class PackedOverlaps:
 
     Args:
         native: The columns there.
-        unpack: Reads their message.
     """
 
-    __slots__ = ("_plain", "_unpack", "native")
+    __slots__ = ("_plain", "native")
 
-    def __init__(self, native: NativeColumns, unpack: Callable[[bytes], Overlaps]) -> None:
+    def __init__(self, native: NativeColumns) -> None:
         self.native = native
-        self._unpack = unpack
         self._plain: Overlaps | None = None
 
     @property
     def plain(self) -> Overlaps:
         """Return the same as Python columns."""
         if self._plain is None:
-            self._plain = self._unpack(self.native.message)
+            self._plain = Overlaps(*self.native.columns)
         return self._plain
 
     def validate(self, max_blocks: int) -> None:

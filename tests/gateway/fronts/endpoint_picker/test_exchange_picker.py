@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry
 from support.openai_stack import MODEL, front, scheduler_of, spec
 from support.processes import eventually
 
-from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.errors import Unavailable
 from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import DEFAULT_TENANT, Role, WorkerRank, WorkerSpec
@@ -26,6 +25,7 @@ from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicke
 from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.values.booking import Booking
+from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.output import Output
 from kvscout_gateway.values.overlaps import Overlaps
 from kvscout_gateway.values.request import Request
@@ -140,16 +140,11 @@ async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> Non
 
         async def chosen(
             request: Request, overlaps: Overlaps, booking: Booking | None, **_: Any
-        ) -> tuple[scheduler_pb2.SelectResponse, Overlaps]:
+        ) -> tuple[Choice, Overlaps]:
             reserved.append((request, booking))
             worker_id = request.pinned or "w1"
-            answer = scheduler_pb2.SelectResponse(
-                worker=types_pb2.WorkerRank(worker_id=worker_id),
-                http_endpoint=f"http://{address(int(worker_id[1:]))}",
-                uncached_tokens=24,
-                block_size=16,
-            )
-            return answer, overlaps
+            endpoint = f"http://{address(int(worker_id[1:]))}"
+            return Choice(WorkerRank(worker_id, 0), endpoint, 16, 0, 0.0, 24, 0.0, None), overlaps
 
         gateway.scheduler.reserve = chosen  # type: ignore[method-assign]
         pick = await one.pick(generation(stream=True))
@@ -168,8 +163,8 @@ async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> Non
         # No scheduler has it: it is booked there as what `attachment` finds running.
         assert again.scheduler is None
         message = again.reserve_request()
-        assert (message.request_id, message.running, message.prefill_complete) == (first.ref.request_id, True, True)
-        assert message.attempt_id != first.ref.attempt_id
+        assert (message.request_id, message.running, message.prefill_complete) == (first.request_id, True, True)
+        assert message.attempt_id != first.attempt_id
         assert (message.isl_tokens, message.cached_tokens, message.max_output_tokens) == (40, 16, 4096)
         pick.ended({})
         assert not scheduler_of(gateway).bookings.in_flight()

@@ -265,13 +265,13 @@ async def test_what_is_placed_after_its_first_token_is_booked_as_what_runs(trans
             await asyncio.sleep(0.05)  # the chunk is on its way
             decision = await place(request)
             assert decision.booking is not None
-            decision.booking.ref.attempt_id &= ~UNBOOKED_ATTEMPT  # as if a scheduler had booked it
+            decision.booking.attempt_id &= ~UNBOOKED_ATTEMPT  # as if a scheduler had booked it
             return decision
 
         one.gateway.routing.place = late  # type: ignore[method-assign]
         await one.post("/v1/completions", {"model": MODEL, "prompt": [1, 2, 3, 4], "stream": True})
         (booking,) = kept
         assert booking.scheduler is None
-        assert booking.ref.attempt_id & UNBOOKED_ATTEMPT, "it is another attempt than that which is freed"
+        assert booking.attempt_id & UNBOOKED_ATTEMPT, "it is another attempt than that which is freed"
         assert booking.reserve_request().prefill_complete
         await eventually(lambda: asyncio.sleep(0, not held()), what="its end")

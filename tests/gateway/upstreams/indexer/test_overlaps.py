@@ -6,11 +6,7 @@ import pytest
 
 from kvscout.v1 import indexer_pb2, types_pb2
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.upstreams.indexer.overlaps import unite
-from kvscout_gateway.values.overlaps import Overlaps
-from kvscout_gateway.values.prompt import Geometry
-
-POOL = Geometry(16, eagle=False)
+from kvscout_gateway.upstreams.indexer.overlaps import AnsweredRows, unite
 
 
 def columns(overlaps: types_pb2.Overlaps) -> dict[str, list[Any]]:
@@ -56,9 +52,4 @@ def test_what_events_confirm_of_an_overlap(answer: dict[str, Any], worker: Worke
     flags = {name: answer.pop(name) for name in ("lower_bound", "incomplete_rows") if name in answer}
     rows = types_pb2.Overlaps(worker_ids=["w0"] * len(answer["device_blocks"]), **answer)
     first = indexer_pb2.FindMatchesResponse(overlaps=rows, **flags)
-    found = Overlaps(rows={POOL: rows}, answers={POOL: (first, None)})
-    assert found.confirmed(POOL, "default", worker, overlap_blocks=5) == confirmed
-
-
-def test_nothing_is_confirmed_where_nobody_was_asked() -> None:
-    assert Overlaps().confirmed(POOL, "default", WorkerRank("w0", 0), overlap_blocks=0) is None
+    assert AnsweredRows((first, None)).confirmed("default", worker, overlap_blocks=5) == confirmed

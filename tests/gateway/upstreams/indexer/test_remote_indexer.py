@@ -12,6 +12,7 @@ from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_gateway.upstreams.failover import Member
 from kvscout_gateway.upstreams.indexer.link import IndexerLink
+from kvscout_gateway.upstreams.indexer.overlaps import message_of
 from kvscout_gateway.upstreams.indexer.remote import RemoteIndexer
 from kvscout_gateway.values.prompt import Geometry
 
@@ -77,7 +78,7 @@ async def test_every_shard_is_asked_and_the_rows_are_united_for_each_geometry() 
         other = Geometry(32, eagle=True)
         found = await indexer.match("m", "default", {POOL: TWO, other: TWO[:8], Geometry(64, eagle=False): b""})
         assert not found.problems
-        assert {pool: columns(rows) for pool, rows in found.rows.items()} == {
+        assert {pool: columns(message_of(rows)) for pool, rows in found.rows.items()} == {
             POOL: {"worker_ids": ["of 0", "of 1", "of 2"], "device_blocks": [2, 2, 2]},
             other: {"worker_ids": ["of 0", "of 1", "of 2"], "device_blocks": [1, 1, 1]},
         }
@@ -88,7 +89,7 @@ async def test_a_shard_that_hangs_or_fails_costs_its_own_rows_only() -> None:
         servicers[0].hangs = True
         servicers[2].known = False
         found = await indexer.match("m", "default", {POOL: TWO})
-        assert columns(found.rows[POOL]) == {"worker_ids": ["of 1"], "device_blocks": [2]}
+        assert columns(message_of(found.rows[POOL])) == {"worker_ids": ["of 1"], "device_blocks": [2]}
         assert set(found.problems) == {"indexer 0/3", "indexer 2/3"}
         assert found.problems["indexer 2/3"] == "indexer 2/3: model was never registered"
         servicers[1].hangs = True

@@ -14,10 +14,9 @@ import pytest
 from support.processes import eventually
 from support.scripted_scheduler import FULL, ScriptedScheduler, scripted_scheduler
 
-from kvscout.v1 import scheduler_pb2
 from kvscout_common import errors
 from kvscout_common.identity.client_security import PLAINTEXT
-from kvscout_common.worker import WorkerRank
+from kvscout_common.worker import Role, WorkerRank
 from kvscout_gateway.upstreams.failover import Member, UpstreamDown
 from kvscout_gateway.upstreams.scheduler import attachment, remote
 from kvscout_gateway.upstreams.scheduler.attachment import Attachment
@@ -25,6 +24,7 @@ from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.link import SchedulerLink, SchedulerMember, Schedulers
 from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler, WaitedTooLong
 from kvscout_gateway.values.booking import Booking
+from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.overlaps import Overlaps
 from kvscout_gateway.values.prompt import Prompt
 from kvscout_gateway.values.request import Request
@@ -58,8 +58,8 @@ class World:
 
     def runs(self, request_id: str, scheduler: SchedulerMember | None = None) -> Booking:
         """A request that runs."""
-        ref = scheduler_pb2.RequestRef(model="m", request_id=request_id)
-        booking = Booking(ref, scheduler, WorkerRank("w", 0), isl_tokens=10, cached_tokens=4)
+        name = ("", "m", Role.AGGREGATED, request_id, 0)
+        booking = Booking(*name, scheduler, WorkerRank("w", 0), isl_tokens=10, cached_tokens=4)
         self.remote.hold(booking)
         return booking
 
@@ -116,7 +116,7 @@ async def until(condition: Callable[[], object], what: str = "condition") -> Non
 class Reserved(NamedTuple):
     """A scheduler's answer, and what was booked; None for a query."""
 
-    response: scheduler_pb2.SelectResponse
+    choice: Choice
     booking: Booking | None
 
 
@@ -125,7 +125,7 @@ async def ask(
 ) -> Reserved:
     """Has a request booked."""
     request = Request(model, "default", Prompt(1), request_id=request_id, owned=owned, queue_wait_seconds=wait)
-    booking = Booking(scheduler_pb2.RequestRef(model=model, request_id=request_id)) if request_id else None
+    booking = Booking("", model, Role.AGGREGATED, request_id, 0) if request_id else None
 
     async def refresh() -> Overlaps:
         return Overlaps()
@@ -135,7 +135,7 @@ async def ask(
 
 
 def chosen(reserved: Reserved) -> str:
-    return reserved.response.worker.worker_id
+    return reserved.choice.worker.worker_id
 
 
 async def test_what_a_scheduler_does_not_know_is_booked_there_again_with_its_phase() -> None:
@@ -173,9 +173,9 @@ async def test_a_booking_that_the_scheduler_cannot_take_yet_is_tried_again() -> 
     async with world() as made:
         await until(lambda: made.attached == [True])
         booking = made.runs("r")
-        booking.ref.model = "nobody"  # its worker is not registered
+        booking.model = "nobody"  # its worker is not registered
         await until(lambda: made.scripted[0].heard.count("reserve r") > 1)
-        booking.ref.model = "m"
+        booking.model = "m"
         await until(lambda: made.scripted[0].booked)
         made.remote.free(booking)
         await until(lambda: not made.scripted[0].booked)
@@ -262,7 +262,7 @@ async def test_a_request_whose_stream_breaks_is_booked_over_the_next_one_as_anot
         made.scripted[0].goes_on.set()
         decision = await asking
         assert decision.booking is not None
-        assert (chosen(decision), bool(decision.booking.ref.attempt_id)) == ("w", True)
+        assert (chosen(decision), bool(decision.booking.attempt_id)) == ("w", True)
         # What may have been booked all the same is freed before.
         assert made.scripted[0].heard[-2:] == ["free r", "select_and_reserve r"]
 
@@ -295,7 +295,7 @@ async def test_who_waits_in_line_gets_the_place_when_there_is_one() -> None:
         await until(lambda: made.scripted[0].heard.count("select_and_reserve r") == 2)
         assert not asking.done()
         await made.scripted[0].make_room()
-        assert (await asking).response.worker.worker_id == "late"
+        assert (await asking).choice.worker.worker_id == "late"
 
 
 async def test_who_waits_too_long_is_refused_and_freed() -> None:

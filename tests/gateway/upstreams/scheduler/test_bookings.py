@@ -9,8 +9,7 @@ import pytest
 from support.processes import eventually
 from support.scripted_scheduler import ScriptedScheduler, scripted_scheduler
 
-from kvscout.v1 import scheduler_pb2
-from kvscout_common.worker import WorkerRank
+from kvscout_common.worker import Role, WorkerRank
 from kvscout_gateway.upstreams.failover import Member
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.lifecycle import CLOSE_SECONDS, LifecycleStream, name_of
@@ -31,7 +30,7 @@ async def held() -> AsyncIterator[tuple[Bookings, ScriptedScheduler, SchedulerMe
 
 
 def booking(member: SchedulerMember | None, request_id: str = "r") -> Booking:
-    return Booking(scheduler_pb2.RequestRef(model="m", request_id=request_id), member, WorkerRank("w", 0))
+    return Booking("", "m", Role.AGGREGATED, request_id, 0, member, WorkerRank("w", 0))
 
 
 async def until_heard(scheduler: ScriptedScheduler, *what: str) -> None:

@@ -4,7 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvscout.v1 import types_pb2
+from kvscout.v1 import indexer_pb2, types_pb2
+from kvscout_common.shards import shard_of
+from kvscout_common.worker import WorkerRank
+from kvscout_gateway.values.overlaps import Columns, Rows, row_of
+
+
+class AnsweredRows:
+    """See `Rows`: what the indexers of every shard answered.
+
+    Args:
+        answers: By shard; None = it did not answer.
+    """
+
+    def __init__(self, answers: Sequence[indexer_pb2.FindMatchesResponse | None]) -> None:
+        self._answers = answers
+        self.message = unite(answer.overlaps for answer in answers if answer is not None)
+
+    @property
+    def columns(self) -> Columns:
+        """See `Rows`."""
+        return columns_of(self.message)
+
+    def confirmed(self, tenant: str, worker: WorkerRank, overlap_blocks: int) -> int | None:
+        """See `Rows`."""
+        answer = self._answers[shard_of(tenant, worker.worker_id, len(self._answers))]
+        if answer is None:
+            return None
+        if not answer.lower_bound and not answer.overlaps.predicted_blocks:
+            return overlap_blocks  # the usual case: no need to look for the row
+        row = row_of(columns_of(answer.overlaps), worker)
+        if row is None:
+            return None if answer.lower_bound else 0
+        return None if row in answer.incomplete_rows else answer.overlaps.device_blocks[row]
+
+
+def columns_of(message: types_pb2.Overlaps) -> Columns:
+    """Return the columns of a message."""
+    return (
+        message.worker_ids,
+        message.dp_ranks,
+        message.device_blocks,
+        message.host_blocks,
+        message.disk_blocks,
+        message.external_blocks,
+        message.predicted_blocks,
+    )
+
+
+def message_of(rows: Rows) -> types_pb2.Overlaps:
+    """Return the message of overlaps."""
+    if isinstance(rows, AnsweredRows):
+        return rows.message
+    ids, ranks, device, host, disk, external, predicted = rows.columns
+    return types_pb2.Overlaps(
+        worker_ids=ids,
+        dp_ranks=ranks,
+        device_blocks=device,
+        host_blocks=host,
+        disk_blocks=disk,
+        external_blocks=external,
+        predicted_blocks=predicted,
+    )
 
 
 def unite(shards: Iterable[types_pb2.Overlaps]) -> types_pb2.Overlaps:

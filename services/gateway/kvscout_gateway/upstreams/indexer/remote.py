@@ -30,7 +30,7 @@ from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown, i
 from kvscout_gateway.upstreams.indexer.blindness import Served
 from kvscout_gateway.upstreams.indexer.check import IndexerCheck
 from kvscout_gateway.upstreams.indexer.link import IndexerLink, IndexerMember, Replicas
-from kvscout_gateway.upstreams.indexer.overlaps import unite
+from kvscout_gateway.upstreams.indexer.overlaps import AnsweredRows
 from kvscout_gateway.upstreams.indexer.reporter import ReplicaReports
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.overlaps import Overlaps
@@ -119,11 +119,10 @@ class RemoteIndexer(Collector):
         # Nearly always there is one call: no need for a task of its own.
         answered = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
         answers = {
-            pool: tuple(answered[start : start + len(shards)])
+            pool: answered[start : start + len(shards)]
             for pool, start in zip(pools, range(0, len(answered), len(shards)), strict=True)
         }
-        rows = {pool: unite(a.overlaps for a in of if a is not None) for pool, of in answers.items() if any(of)}
-        return Overlaps(hashes, rows, problems, answers)
+        return Overlaps(hashes, {pool: AnsweredRows(of) for pool, of in answers.items() if any(of)}, problems)
 
     def routed(self, decision: Decision) -> None:
         """Report that a prompt goes to its worker, to every replica that has the worker; in the background."""

@@ -287,7 +287,7 @@ class Attachment:
                 error = error_of(result)
                 if isinstance(error, NotFound):
                     self._resync(member)
-                log.debug("%s is not booked at %s yet: %s", booking.ref.request_id, member.name, error)
+                log.debug("%s is not booked at %s yet: %s", booking.request_id, member.name, error)
                 continue
             member.stub.rebooked += 1
             self._bookings.moved(booking, member)

@@ -120,7 +120,7 @@ class Bookings:
         if result is None or result.code:
             self.undelivered += 1
             why = result.message if result is not None else "the stream ended"
-            log.debug("Free of %s was not acknowledged: %s", booking.ref.request_id, why)
+            log.debug("Free of %s was not acknowledged: %s", booking.request_id, why)
 
 
 def _link_of(scheduler: object) -> SchedulerLink:

@@ -33,7 +33,7 @@ from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.observability import tracing
 from kvscout_common.rpc.channel import to_error
 from kvscout_common.rpc.request_names import free_request
-from kvscout_common.worker import ALL_TENANTS
+from kvscout_common.worker import ALL_TENANTS, WorkerRank
 from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown, is_member_fault
 from kvscout_gateway.upstreams.scheduler.attachment import Attachment
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
@@ -42,6 +42,7 @@ from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS, SchedulerLin
 from kvscout_gateway.upstreams.scheduler.rpcs import SchedulerRpcs
 from kvscout_gateway.upstreams.scheduler.select_request import select_request
 from kvscout_gateway.values.booking import Booking, draw_attempt
+from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.overlaps import Overlaps
 from kvscout_gateway.values.request import Request
 
@@ -95,10 +96,7 @@ class PendingReservation:
     def give_up_attempt(self, booking: Booking) -> None:
         """Begin another attempt: a booking of the one before, by a scheduler that only hung, cannot be meant."""
         self.given_up.append(booking.ref)
-        another = scheduler_pb2.RequestRef()
-        another.CopyFrom(booking.ref)
-        another.attempt_id = draw_attempt()
-        booking.ref = another
+        booking.attempt_id = draw_attempt()
 
 
 _STREAM_METRICS: tuple[
@@ -216,7 +214,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
         *,
         knows_workers: bool,
         refresh: Callable[[], Awaitable[Overlaps]],
-    ) -> tuple[scheduler_pb2.SelectResponse, Overlaps]:
+    ) -> tuple[Choice, Overlaps]:
         """Have a worker chosen, and the request booked on it; return the choice, and the overlaps that it is based on.
 
         Args:
@@ -260,7 +258,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
                     member.works()
                     if booking is not None:
                         booking.scheduler = member
-                    return response, pending.overlaps
+                    return _choice(response), pending.overlaps
                 if owned is not None:
                     pending.give_up_attempt(owned)
                 if time.monotonic() - began > REFRESH_SECONDS:
@@ -418,6 +416,19 @@ def _checked(result: scheduler_pb2.LifecycleResult, stream: LifecycleStream) -> 
     if result.code:
         raise error_of(result, draining=stream.draining)
     return result
+
+
+def _choice(response: scheduler_pb2.SelectResponse) -> Choice:
+    return Choice(
+        WorkerRank(response.worker.worker_id, response.worker.dp_rank),
+        response.http_endpoint,
+        response.block_size,
+        response.overlap_blocks,
+        response.effective_overlap_blocks,
+        response.uncached_tokens,
+        response.cost,
+        response.explanation if response.HasField("explanation") else None,
+    )
 
 
 def waited_too_long() -> WaitedTooLong:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from kvscout.v1 import scheduler_pb2, types_pb2
+from kvscout.v1 import scheduler_pb2
 from kvscout_common.observability import tracing
 from kvscout_common.registry.worker_proto import role_to_proto
 from kvscout_common.transport.wire_fields import bytes_field, number_field
+from kvscout_gateway.upstreams.indexer.overlaps import message_of
 from kvscout_gateway.values.booking import Booking
-from kvscout_gateway.values.overlaps import Overlaps
+from kvscout_gateway.values.overlaps import Overlaps, Rows
 from kvscout_gateway.values.request import Request
 
 _HasPrompt: TypeAlias = type[scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest]
@@ -30,8 +31,8 @@ def select_request(request: Request, overlaps: Overlaps, booking: Booking | None
         model=request.model,
         tenant=request.tenant,
         role=role_to_proto(request.role),
-        request_id=booking.ref.request_id if booking is not None else "",
-        attempt_id=booking.ref.attempt_id if booking is not None else 0,
+        request_id=booking.request_id if booking is not None else "",
+        attempt_id=booking.attempt_id if booking is not None else 0,
         isl_tokens=request.prompt.isl_tokens,
         allowed_worker_ids=request.allowed or None,
         pinned_worker_id=request.pinned,
@@ -82,9 +83,9 @@ def _prompt_fields(kind: _HasPrompt, overlaps: Overlaps) -> bytes:
 
 
 def _pool_fields(
-    kind: _HasPrompt | type[scheduler_pb2.PoolPrompt], hashes: bytes, rows: types_pb2.Overlaps | None
+    kind: _HasPrompt | type[scheduler_pb2.PoolPrompt], hashes: bytes, rows: Rows | None
 ) -> Iterator[bytes]:
     if hashes:
         yield bytes_field(kind.BLOCK_HASHES_FIELD_NUMBER, hashes)
     if rows is not None:
-        yield bytes_field(kind.OVERLAPS_FIELD_NUMBER, rows.SerializeToString())
+        yield bytes_field(kind.OVERLAPS_FIELD_NUMBER, message_of(rows).SerializeToString())
