@@ -931,15 +931,17 @@ class Http:
         self,
         answer: int,
         call: int,
+        ends: bool,
         write_seconds: float,
         first: bytes,
         events: tuple[str, Dialect, int | None] | None,
     ) -> None:
-        """Has a body passed on to a call whose answer was started, which it does not end.
+        """Has a body passed on to a call whose answer was started.
 
         Args:
             answer: As the others, see `stream`. Raises as that.
             call: Where to.
+            ends: True: the call is ended as well where the stream is done, and has reported no error.
             write_seconds: Longest wait for it.
             first: Goes out before the first bytes, and with them.
             events: As of `stream`.

@@ -148,6 +148,7 @@ class AiohttpCall:
         self.path, _, self.query = request.raw_path.partition("?")
         self.headers: Headers = tuple(request.headers.items())
         self.answer_headers: Headers = ()
+        self.ends_with_answer = False
         peer = request.transport.get_extra_info("peername") if request.transport is not None else None
         self.peer = f"{peer[0]}:{peer[1]}" if peer else ""
 

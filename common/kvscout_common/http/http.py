@@ -280,6 +280,9 @@ class HttpCall(Sink, Protocol):
     """The client's address."""
     answer_headers: Headers
     """Go with every answer, beside its own; empty until somebody sets them."""
+    ends_with_answer: bool
+    """True: all that is written is an engine's answer, and may be ended with it where it is done and has reported no
+    error. False until somebody sets it."""
 
     async def body(self, charge: Charge | None = None) -> bytes:
         """Return all of the body, for who asks first: it is not kept here.

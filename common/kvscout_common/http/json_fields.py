@@ -101,14 +101,14 @@ class Fields(Mapping[str, Any]):
         return place.end - place.value > _most_bytes(name) or place.values > MAX_FIELD_VALUES
 
     def _made(self, name: str) -> Any:
-        place = self.places[name]
-        if self.is_long(name):
+        _, begin, end, values, _ = self.places[name]
+        if (end - begin > INLINE_BYTES and end - begin > _most_bytes(name)) or values > MAX_FIELD_VALUES:
             raise InvalidArgument(
-                f"has {place.end - place.value} bytes and {place.values} values;"
+                f"has {end - begin} bytes and {values} values;"
                 f" at most {_most_bytes(name)} and {MAX_FIELD_VALUES} are read",
                 field=name,
             )
-        return self._value(place.value, place.end)
+        return self._value(begin, end)
 
     def _prompt(self) -> Any:
         token_ids, first, count = self._packed

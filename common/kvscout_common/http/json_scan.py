@@ -51,6 +51,10 @@ class Packed(NamedTuple):
     """Number of such, other values in the list counted as well."""
 
 
+_made: Final = tuple.__new__
+"""Makes a named tuple of a tuple without a call in Python."""
+
+
 class Scanned(NamedTuple):
     """An object."""
 
@@ -80,7 +84,7 @@ def scan_object(data: bytes, *, strict: bool = True, packed: str = "prompt", max
         text_fields=TEXT_FIELDS,
         text_keys=TEXT_KEYS,
     )
-    return Scanned({name: Place(*place) for name, *place in fields}, Packed(*found))
+    return Scanned({place[0]: _made(Place, place[1:]) for place in fields}, Packed(*found))
 
 
 def load_json(data: bytes, *, max_values: int) -> Any:

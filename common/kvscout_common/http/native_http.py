@@ -48,6 +48,11 @@ class ServerCall:
     core: HttpCore
     number: int
     """Number of the call."""
+    ends_with_answer: bool
+    """See `http.HttpCall`."""
+
+    def answered(self) -> None:
+        """Record that the extension has ended its answer."""
 
 
 class ClosedHttp:
@@ -140,9 +145,19 @@ class HttpCore:
                 self._flush()
 
     def _flush(self) -> None:
-        self._flushing = False
-        if not self._closed:
-            self._handle(self.http.flush())
+        # What is said to what this brings leaves with it, once.
+        for _ in range(2):
+            self._flushing = False
+            if self._closed:
+                return
+            self._polling = True
+            try:
+                self._handle(self.http.flush())
+            finally:
+                self._polling = False
+            if not self._flushing:
+                return
+        self.loop.call_soon(self._flush)
 
     def _tick(self) -> None:
         # What came while the loop did something else is not late.

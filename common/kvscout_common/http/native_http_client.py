@@ -30,6 +30,7 @@ from kvscout_common.http.http import (
 )
 from kvscout_common.http.native_http import ANSWER, CHUNK, ENDED, FIRST, FULL, HttpCore, ServerCall, shared
 from kvscout_common.transport.native_core import ClientTls, MessageStream
+from kvscout_common.transport.ready_tasks import Resumption
 from kvscout_common.transport.waiting import Inbox, Notice
 
 _OWN_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -147,7 +148,9 @@ class NativeAnswer:
         self._number = number
         self._over = over
         self._inbox = Inbox(core.loop)
-        """The body, where it comes chunk by chunk; notified of head and end, too."""
+        """The body, where it comes chunk by chunk."""
+        self._progress = Resumption(core.loop)
+        """Head and end: whoever waits for them goes on at once."""
         self._ended: tuple[Any, ...] | None = None
         self._begins: Callable[[], None] | None = None
         self._room = Notice(core.loop)
@@ -173,7 +176,7 @@ class NativeAnswer:
             return
         if kind == ANSWER:
             self.status, self.headers = event[2], event[3]
-            self._inbox.news.notify()
+            self._progress.resume()
         elif kind == CHUNK:
             self._inbox.put(event[2])
         elif kind == ENDED:
@@ -182,13 +185,14 @@ class NativeAnswer:
             self._core.answers.pop(self._number, None)
             self._over(self)
             self._inbox.end()
+            self._progress.resume()
 
     async def head(self) -> None:
         """Wait for the head."""
         try:
             while not self.status:
                 self._raise_if_failed()
-                await self._inbox.news.wait()
+                await self._progress
         except asyncio.CancelledError:
             self.abort()
             raise
@@ -231,7 +235,7 @@ class NativeAnswer:
         to, first = (sink.sink, sink.first) if isinstance(sink, PrefixedSink) else (sink, b"")
         try:
             if isinstance(to, ServerCall) and to.core is core:
-                core.http.pass_to_call(number, to.number, write_seconds, first, events)
+                core.http.pass_to_call(number, to.number, to.ends_with_answer, write_seconds, first, events)
             elif events and form is Form.MESSAGES and isinstance(to, MessageStream) and to.takes_messages:
                 self._room = to.room
                 core.rpc_cores[to.core.rpc] = to.core
@@ -249,7 +253,10 @@ class NativeAnswer:
             self._begins = None
             if isinstance(sink, PrefixedSink) and self.report.passed:
                 sink.first = b""
-        return self.report
+        report = self.report
+        if isinstance(to, ServerCall) and to.ends_with_answer and report.done and not report.error:
+            to.answered()
+        return report
 
     def abort(self) -> None:
         """See `http.HttpAnswer.abort`."""
@@ -295,7 +302,7 @@ class NativeAnswer:
 
     async def _end(self) -> tuple[Any, ...]:
         while self._ended is None:
-            await self._inbox.news.wait()
+            await self._progress
         self._raise_if_failed()
         return self._ended
 

@@ -175,6 +175,7 @@ class NativeHttpCall(ServerCall):
         self.headers: Headers = headers
         self.peer: str = peer
         self.answer_headers: Headers = ()
+        self.ends_with_answer = False
         core.calls[number] = self
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
@@ -241,8 +242,14 @@ class NativeHttpCall(ServerCall):
         """See `http.HttpCall.trust`."""
         self.core.http.trust(self.number)
 
+    def answered(self) -> None:
+        """See `ServerCall`."""
+        self._has_begun = self._ended = True
+
     async def end(self) -> None:
         """See `http.HttpCall.end`."""
+        if self._ended:
+            return
         self._has_begun = self._ended = True
         self.core.http.end(self.number)
         self.core.flush()

@@ -11,7 +11,7 @@ services, which act for tenants: what they ask for counts for the tenant that th
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -50,7 +50,10 @@ class TenantLimits(Collector):
 
     def __init__(self) -> None:
         self._table: TenantTable = {}
-        self._held: dict[Limit, Counter[str]] = {Limit.REQUESTS: Counter(), Limit.STREAMS: Counter()}
+        self._held: dict[Limit, defaultdict[str, int]] = {
+            Limit.REQUESTS: defaultdict(int),
+            Limit.STREAMS: defaultdict(int),
+        }
         self._refused: Counter[tuple[str, Limit]] = Counter()
         self.use: dict[Limit, Callable[[], Mapping[str, int]]] = {
             limit: lambda held=held: held  # type: ignore[misc]  # mypy does not infer the default
@@ -99,7 +102,7 @@ class TenantLimits(Collector):
             ResourceExhausted: As `require`.
         """
         held = self._held[limit]
-        self.require(limit, tenant, held[tenant])
+        self.require(limit, tenant, held.get(tenant, 0))
         held[tenant] += 1
 
     def give_back(self, limit: Limit, tenant: str) -> None:

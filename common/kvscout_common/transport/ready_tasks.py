@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from functools import partial
 from typing import Any
 
 READY = 2
@@ -68,19 +67,69 @@ class ReadyTasks:
             self._idle.add(ready.task)
 
 
-class _ReadyTask:
-    """Its task awaits it: it is the future."""
+class Resumption:
+    """Something that one task waits for, which goes on in the call that says so, not in the loop's next iteration.
+
+    The task awaits it as a future; it can be awaited again when it was resumed. `resume` is called from a callback of
+    the loop, not from a task.
+
+    Args:
+        loop: The running one.
+    """
 
     _asyncio_future_blocking = False
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, stands: Callable[[_ReadyTask], object]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._stands = stands
-        self._work: Coroutine[Any, Any, None] | None = None
-        self._resume: Callable[[], object] = _cannot_resume
-        """Callback with which asyncio has the task go on."""
-        self._awaited = False
+        self._callback: Callable[[Any], object] | None = None
+        self._context = Context()
         self._cancelled = False
+
+    def __await__(self) -> Generator[Any, None, None]:
+        self._asyncio_future_blocking = True
+        yield self
+        self.result()
+
+    def resume(self) -> None:
+        """Have the task go on, if it waits."""
+        if self._callback is not None and not self._cancelled:
+            callback, self._callback = self._callback, None
+            self._context.run(callback, self)
+
+    # What a task asks of what it waits for.
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def add_done_callback(self, callback: Callable[[Any], object], *, context: Context) -> None:
+        self._callback, self._context = callback, context
+
+    def result(self) -> None:
+        if self._cancelled:
+            self._cancelled = False
+            raise asyncio.CancelledError
+
+    def cancel(self, msg: object = None) -> bool:
+        """Cancel the task while it waits."""
+        if self._callback is None or self._cancelled:
+            return False
+        self._cancelled = True
+        self._loop.call_soon(self._cancel, context=self._context)
+        return True
+
+    def _cancel(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback(self)
+
+
+class _ReadyTask(Resumption):
+    """Its task awaits it: it is the future."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, stands: Callable[[_ReadyTask], object]) -> None:
+        super().__init__(loop)
+        self._stands: Callable[[_ReadyTask], object] | None = stands
+        self._work: Coroutine[Any, Any, None] | None = None
         self._at_once = False
         """Its work began in the call of `begin` that runs now."""
         self.task = loop.create_task(self._run(), name="ready")
@@ -88,16 +137,21 @@ class _ReadyTask:
     @property
     def stands(self) -> bool:
         """Return whether it can begin: nobody has cancelled it."""
-        return self._awaited and not self._cancelled
+        return self._callback is not None and not self._cancelled
 
     def begin(self, work: Coroutine[Any, Any, None]) -> bool:
         """Run work up to where it first waits; whether that was its end, and the task stands ready again."""
         self._work = work
-        self._awaited = False
         self._at_once = True
-        self._resume()
+        self.resume()
         self._at_once = False
         return self.stands
+
+    def add_done_callback(self, callback: Callable[[Any], object], *, context: Context) -> None:
+        super().add_done_callback(callback, context=context)
+        if self._stands is not None:
+            self._stands(self)
+            self._stands = None
 
     async def _run(self) -> None:
         await self
@@ -107,35 +161,3 @@ class _ReadyTask:
             if not self._at_once:
                 return
             await self
-
-    def __await__(self) -> Generator[Any, None, None]:
-        self._asyncio_future_blocking = True
-        yield self
-        self.result()
-
-    # What a task asks of what it waits for.
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
-
-    def add_done_callback(self, callback: Callable[[Any], object], *, context: Context) -> None:
-        first = self._resume is _cannot_resume
-        self._resume, self._awaited = partial(context.run, callback, self), True
-        if first:
-            self._stands(self)
-
-    def result(self) -> None:
-        if self._cancelled:
-            raise asyncio.CancelledError
-
-    def cancel(self, msg: object = None) -> bool:
-        """Cancel the task while it stands ready."""
-        if not self.stands:
-            return False
-        self._cancelled = True
-        self._loop.call_soon(self._resume)
-        return True
-
-
-def _cannot_resume() -> None:
-    raise RuntimeError("the task does not stand ready")

@@ -147,7 +147,7 @@ impl Http {
                         Room::Full
                     }
                 }
-                Some(Target::Call(call)) => {
+                Some(Target::Call(call, _)) => {
                     let call = *call;
                     self.write_from(call, &data, Some(key))
                 }
@@ -187,8 +187,11 @@ impl Http {
             self.answers.remove(answer);
             let body = match target {
                 Some(Target::Kept(body, _)) if end.outcome == Outcome::Whole => body,
-                Some(Target::Call(call)) => {
+                Some(Target::Call(call, ends)) => {
                     self.release(call);
+                    if ends && end.outcome == Outcome::Whole && report.done && report.error.is_empty() {
+                        self.end(call);
+                    }
                     Vec::new()
                 }
                 _ => Vec::new(),
@@ -230,15 +233,17 @@ impl Http {
     }
 
     /// Passes the body of an answer to a call here; `first` goes out before the first bytes of it, and with them.
+    ///
+    /// `ends`: the call is answered where the stream is done and has reported no error.
     pub fn pass_to_call(
         &mut self,
         answer: u64,
-        call: u64,
+        (call, ends): (u64, bool),
         events: Option<EventRelay>,
         write: Duration,
         first: Vec<u8>,
     ) {
-        self.aim(answer, Target::Call(call), events, write, first);
+        self.aim(answer, Target::Call(call, ends), events, write, first);
     }
 
     /// Passes the body of an answer to a call of a gRPC server; as `pass_to_call`.

@@ -50,8 +50,8 @@ pub enum Target {
     Kept(Vec<u8>, usize),
     /// Told chunk by chunk.
     Told,
-    /// A request that came to a server of ours.
-    Call(u64),
+    /// A request that came to a server of ours, and whether its answer ends with a stream that is done.
+    Call(u64, bool),
     /// A call of a gRPC server: which server, which call.
     Messages(usize, u64),
 }
@@ -327,7 +327,7 @@ impl Client {
             return Step::Ends(End::new(Outcome::Unreachable, "there was no connection in time"));
         }
         if self.paused.is_some_and(|since| now.duration_since(since) > self.write_limit)
-            && matches!(self.target, Some(Target::Call(_) | Target::Messages(..)))
+            && matches!(self.target, Some(Target::Call(..) | Target::Messages(..)))
         {
             let seconds = self.write_limit.as_secs_f64();
             return Step::Ends(End::new(

@@ -315,7 +315,7 @@ impl Http {
                 if let Some(answer) = client.answer
                     && self.answers.remove(answer).is_some()
                 {
-                    if let Some(Target::Call(call)) = client.target {
+                    if let Some(Target::Call(call, _)) = client.target {
                         self.release(call);
                     }
                     let report = Box::new(client.report().clone());

@@ -286,12 +286,13 @@ impl HttpLoop {
         &mut self,
         answer: u64,
         call: u64,
+        ends: bool,
         write_seconds: f64,
         first: &[u8],
         events: Option<Events<'_>>,
     ) -> PyResult<()> {
         let events = events.map(relay).transpose()?;
-        self.http.pass_to_call(answer, call, events, seconds(write_seconds), first.to_vec());
+        self.http.pass_to_call(answer, (call, ends), events, seconds(write_seconds), first.to_vec());
         Ok(())
     }
 

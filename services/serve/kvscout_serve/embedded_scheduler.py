@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
@@ -16,12 +15,7 @@ from kvscout_common.observability import tracing
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.upstreams.interfaces import Answer, Rpc
 from kvscout_gateway.upstreams.scheduler.attachment import REBOOK_SECONDS
-from kvscout_gateway.upstreams.scheduler.remote import (
-    MAX_REFRESH_SECONDS,
-    REFRESH_SECONDS,
-    WaitedTooLong,
-    waited_too_long,
-)
+from kvscout_gateway.upstreams.scheduler.queue_wait import QueueWait, WaitedTooLong, waited_too_long
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.overlaps import Overlaps, Rows
@@ -111,14 +105,13 @@ class EmbeddedScheduler:
     ) -> tuple[Outcome, Overlaps]:
         """Wait in the queue; the request joins it again with overlaps of now, at the place that it has."""
         seconds = self._queue_wait if request.queue_wait_seconds is None else request.queue_wait_seconds
-        ends_at, pause = time.monotonic() + seconds, REFRESH_SECONDS
+        wait = QueueWait(seconds)
         try:
             while True:
                 decided = self._queued[number] = asyncio.get_running_loop().create_future()
-                left = max(0.0, ends_at - time.monotonic())
-                if (await asyncio.wait([decided], timeout=min(pause, left)))[0]:
+                if (await asyncio.wait([decided], timeout=wait.pause))[0]:
                     return decided.result(), overlaps
-                if left <= pause:
+                if not wait.seconds_left:
                     raise waited_too_long()
                 fresh = await refresh()
                 if decided.done():
@@ -128,7 +121,7 @@ class EmbeddedScheduler:
                 outcome = operations.carry_out(number, _select(request, overlaps, booking))
                 if outcome is not None:
                     return outcome, overlaps
-                pause = min(2 * pause, MAX_REFRESH_SECONDS)
+                wait.refreshed()
         except (asyncio.CancelledError, WaitedTooLong):
             if booking is not None:
                 operations.carry_out(next(self._numbers), _free(booking))

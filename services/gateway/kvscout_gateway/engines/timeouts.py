@@ -141,7 +141,10 @@ class Watch:
     @property
     def silent_since(self) -> float:
         """Time since which the engine has been silent while its output was read; infinity while nobody listens."""
-        return max(self.last_output_at, self._noticed().listening_since) if self._noticed is not None else self._since
+        if self._noticed is None:
+            return self._since
+        report = self._noticed()
+        return max(self._since, report.progress_at, report.listening_since)
 
     @property
     def seconds(self) -> float:

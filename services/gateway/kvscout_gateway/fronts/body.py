@@ -146,8 +146,10 @@ def with_usage(body: JsonBody) -> tuple[Form, dict[str, Any]]:
     Returns:
         The form in which the answer is passed on, and the fields of the body that change.
     """
-    options = body.get("stream_options")
+    if body.fields.get("stream") is not True:
+        return Form.BYTES, {}
+    options = body.fields.get("stream_options")
     options = options if isinstance(options, dict) else {}
-    if body.get("stream") is not True or options.get("include_usage") is True:
+    if options.get("include_usage") is True:
         return Form.BYTES, {}
     return Form.WITHOUT_USAGE, {"stream_options": {**options, "include_usage": True}}

@@ -42,6 +42,8 @@ class Serving:
     """Roles of the others."""
     longest_prompt: int | None = None
     """Tokens that the largest cache of a rank holds; None = some worker's size is unknown."""
+    target: Target | None = None
+    """The model, without an adapter; None = nobody serves it."""
 
 
 NOBODY = Serving()
@@ -67,10 +69,13 @@ class TenantView:
         Raises:
             InvalidArgument: If `model` is empty, or names one adapter and `lora_name` another.
         """
+        serving = self.models.get(model)
+        if serving is not None and serving.target is not None and not lora_name:
+            return serving.target
         if not model:
             raise InvalidArgument("must not be empty", field="model")
         base = self.base_of.get(model)
-        if base is None or model in self.models:
+        if base is None or serving is not None:
             return Target(model, lora_name)
         if lora_name not in ("", model):
             raise InvalidArgument(f"{model!r} is an adapter itself", field="lora_name")
@@ -147,6 +152,7 @@ def _view(specs: list[WorkerSpec]) -> TenantView:
                 longest_prompt=max(spec.total_kv_blocks * spec.block_size for spec in members)
                 if all(spec.total_kv_blocks for spec in members)
                 else None,
+                target=Target(model, ""),
             )
             for model, members in by_model.items()
         },

@@ -13,7 +13,7 @@ Every method is atomic: it awaits nothing. Not thread-safe.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from math import inf
@@ -44,7 +44,7 @@ class Bookings:
         self._settings = settings
         self._stats = stats
         self._active: dict[RequestKey, Booking] = {}
-        self._by_tenant: Counter[str] = Counter()
+        self._by_tenant: defaultdict[str, int] = defaultdict(int)
         self._limits = limits if limits is not None else TenantLimits()
         self._limits.use[Limit.BOOKINGS] = lambda: self._by_tenant
         self._members: dict[tuple[Pool, int], dict[Booking, None]] = {}
@@ -97,9 +97,10 @@ class Bookings:
             raise Cancelled(f"attempt {attempt_id} of request {key.request_id!r} was freed before it was booked")
         if len(self._active) >= self._settings.max_active_requests:
             raise ResourceExhausted(f"{len(self._active)} requests are active (limit)", retry_after_seconds=1.0)
-        self._limits.require(Limit.BOOKINGS, key.tenant, self._by_tenant[key.tenant])
+        booked = self._by_tenant.get(key.tenant, 0)
+        self._limits.require(Limit.BOOKINGS, key.tenant, booked)
         share = max(1, int(self._settings.max_active_requests * self._settings.tenant_share))
-        if self.tenants > 1 and self._by_tenant[key.tenant] >= share:
+        if self.tenants > 1 and booked >= share:
             raise ResourceExhausted(
                 f"{share} requests of tenant {key.tenant!r} are active (its share of the limit)",
                 retry_after_seconds=1.0,

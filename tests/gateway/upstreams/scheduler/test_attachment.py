@@ -18,11 +18,12 @@ from kvscout_common import errors
 from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_common.worker import Role, WorkerRank
 from kvscout_gateway.upstreams.failover import Member, UpstreamDown
-from kvscout_gateway.upstreams.scheduler import attachment, remote
+from kvscout_gateway.upstreams.scheduler import attachment, queue_wait
 from kvscout_gateway.upstreams.scheduler.attachment import Attachment
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.link import SchedulerLink, SchedulerMember, Schedulers
-from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler, WaitedTooLong
+from kvscout_gateway.upstreams.scheduler.queue_wait import WaitedTooLong
+from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.overlaps import Overlaps
@@ -322,7 +323,7 @@ async def test_who_waits_too_long_by_the_clock_of_the_scheduler_is_refused() -> 
 async def test_who_waits_at_a_scheduler_that_goes_waits_at_the_next_one(
     owned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "REFRESH_SECONDS", 0.1)
+    monkeypatch.setattr(queue_wait, "REFRESH_SECONDS", 0.1)
     async with world(2) as made:
         first, second = made.scripted
         await until(lambda: made.attached == [True, False])

@@ -30,6 +30,7 @@ from kvscout_gateway.values.request import EngineAdapter, Request, new_request_i
 MAX_READ_BYTES: Final = 64 * 1024
 """Longer answers are not read for their usage once more."""
 REQUEST_ID_HEADER: Final = "X-Request-Id"
+_REQUEST_ID_FIELD: Final = REQUEST_ID_HEADER.lower()
 DEGRADED_HEADER: Final = "X-Kvscout-Degraded"
 """Why a request was placed with less knowledge than usual."""
 
@@ -53,9 +54,10 @@ class ClientJson:
         self._headers = call.headers
         self._body = body
         self.with_key = with_key
-        self._request_id = header(call.headers, REQUEST_ID_HEADER.lower())
-        self.whole_answer = body.get("stream") is not True
-        self.demands_tool_call = body.get("tool_choice") not in (None, "auto", "none")
+        self.request_id = header(call.headers, _REQUEST_ID_FIELD)
+        """As the client named it; "" = it did not."""
+        self.whole_answer = body.fields.get("stream") is not True
+        self.demands_tool_call = body.fields.get("tool_choice") not in (None, "auto", "none")
         self.form, changes = with_usage(body)
         self._own = {**changes_of(body.fields, max_priority=max_priority), **changes}
 
@@ -70,7 +72,7 @@ class ClientJson:
         own = dict(self._own)
         if "model" in self._body.fields:
             own["model"] = to.engine_model
-        headers = common_headers(to, self._request_id or request.request_id)
+        headers = common_headers(to, self.request_id or request.request_id)
         return HttpRequest(
             f"{to.endpoint}{self._target}",
             headers=proxied.to_engine(self._headers, headers, with_key=self.with_key),
@@ -106,6 +108,7 @@ class Client:
         self._answer = answer
         if self._whole_answer:
             return self
+        self._call.ends_with_answer = True
         await self._call.start(answer.status, self._headers(answer))
         return self._call
 
@@ -140,7 +143,7 @@ class Client:
         if self.decision is not None and self.decision.degraded:
             reasons = self.decision.degraded_for(in_full=self._in_full)
             headers.append((DEGRADED_HEADER, proxied.as_value("; ".join(reasons))))
-        return headers if header(headers, REQUEST_ID_HEADER.lower()) else [*headers, *self._named()]
+        return headers if header(headers, _REQUEST_ID_FIELD) else [*headers, *self._named()]
 
     def _named(self) -> tuple[tuple[str, str], ...]:
         return ((REQUEST_ID_HEADER, self.request_id),) if self.request_id else ()
@@ -183,9 +186,10 @@ class Generation:
         compared = comparison.begin(
             (tenant, model), request.prompt, lambda: (chat_body if call.path == CHAT else completion_body)(body.fields)
         )
-        request.body = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
-        client = Client(call, whole_answer=request.body.whole_answer, in_full=caller.is_admin)
-        client.request_id = header(call.headers, REQUEST_ID_HEADER.lower()) or request.request_id
+        sent = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
+        client = Client(call, whole_answer=sent.whole_answer, in_full=caller.is_admin)
+        client.request_id = sent.request_id or request.request_id
+        request.body = sent
         with about_request(client.request_id):
             try:
                 await self._run(request, self._affinity.session(call.headers, body.fields), client)

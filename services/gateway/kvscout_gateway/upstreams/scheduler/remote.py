@@ -27,7 +27,6 @@ from kvscout_common.errors import (
     Draining,
     KvscoutError,
     NotFound,
-    ResourceExhausted,
 )
 from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.observability import tracing
@@ -39,6 +38,12 @@ from kvscout_gateway.upstreams.scheduler.attachment import Attachment
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, body_of
 from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS, SchedulerLink, SchedulerMember, Schedulers, error_of
+from kvscout_gateway.upstreams.scheduler.queue_wait import (
+    REFRESH_SECONDS,
+    QueueWait,
+    WaitedTooLong,
+    waited_too_long,
+)
 from kvscout_gateway.upstreams.scheduler.rpcs import SchedulerRpcs
 from kvscout_gateway.upstreams.scheduler.select_request import select_request
 from kvscout_gateway.values.booking import Booking, draw_attempt
@@ -48,9 +53,6 @@ from kvscout_gateway.values.request import Request
 
 MAX_STREAMS = 4
 """Streams that may end under one request that does not wait in line."""
-REFRESH_SECONDS = 1.0
-"""Wait in line after which overlaps are refreshed; doubles each time, up to the next."""
-MAX_REFRESH_SECONDS = 8.0
 
 SETTINGS_SECONDS = 5.0
 """Seconds between two reads of the scheduler's settings."""
@@ -64,10 +66,6 @@ log = logging.getLogger("kvscout.gateway")
 Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
-class WaitedTooLong(ResourceExhausted):
-    """A request stood in line until its time was over."""
-
-
 @dataclass(slots=True, eq=False)
 class PendingReservation:
     """A request that wants a worker, from scheduler to scheduler."""
@@ -77,17 +75,11 @@ class PendingReservation:
     """Its name, and the attempt that is made now; None for a query."""
     overlaps: Overlaps
     """Overlaps that were sent last."""
-    ends_at: float
-    """Monotonic seconds: it is not left in line for longer."""
+    wait: QueueWait
     refresh: Callable[[], Awaitable[Overlaps]]
     """Gives the overlaps of now."""
     given_up: list[scheduler_pb2.RequestRef] = field(default_factory=list)
     """Attempts at other schedulers, of which the next one may have heard: freed first."""
-
-    @property
-    def seconds_left(self) -> float:
-        """Time until it is taken out of the line."""
-        return max(0.0, self.ends_at - time.monotonic())
 
     def message(self) -> bytes:
         """Serialise the `SelectRequest`."""
@@ -231,7 +223,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
             KvscoutError: As a scheduler answers.
         """
         queue_wait = self._queue_wait if request.queue_wait_seconds is None else request.queue_wait_seconds
-        pending = PendingReservation(request, booking, overlaps, time.monotonic() + queue_wait, refresh)
+        pending = PendingReservation(request, booking, overlaps, QueueWait(queue_wait), refresh)
         owned = booking if request.owned else None
         with self.bookings.reserving(owned) if owned is not None else nullcontext():
             for _ in range(MAX_STREAMS):
@@ -295,15 +287,14 @@ class RemoteScheduler(SchedulerRpcs, Collector):
         for given_up in pending.given_up:
             stream.send("free", given_up, awaited=False)
         operation = stream.send("select_and_reserve", pending.message())
-        pause = REFRESH_SECONDS
         in_line = False
         try:
-            if not await operation.within(min(self._timeout, pending.seconds_left) / 2):
+            if not await operation.within(min(self._timeout, pending.wait.seconds_left) / 2):
                 stream.probe()
-            while not await operation.within(min(pause, pending.seconds_left)):
+            while not await operation.within(pending.wait.pause):
                 # A scheduler that hangs later ends the stream: until then the request is still in line.
                 in_line = in_line or stream.carried_out(operation)
-                if not pending.seconds_left:
+                if not pending.wait.seconds_left:
                     if in_line:
                         raise waited_too_long()
                     raise UpstreamDown(f"{member.name} does not answer", retry_after_seconds=RETRY_SECONDS)
@@ -313,7 +304,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
                         stream.drop(operation)
                         pending.overlaps = fresh
                         operation = stream.send("select_and_reserve", pending.message())
-                pause = min(2 * pause, MAX_REFRESH_SECONDS)
+                pending.wait.refreshed()
             result = operation.answer.result()
             return _checked(result, stream).select if result is not None else None
         except (asyncio.CancelledError, WaitedTooLong, UpstreamDown):
@@ -332,7 +323,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
     ) -> scheduler_pb2.SelectResponse | None:
         """Book by a unary call, which is cancelled where the stream ends before it."""
         calling: Any = member.stub.select_and_reserve(
-            pending.message(), timeout=pending.seconds_left, **tracing.call_options()
+            pending.message(), timeout=pending.wait.seconds_left, **tracing.call_options()
         )
 
         def cancel(closed: object) -> None:
@@ -429,8 +420,3 @@ def _choice(response: scheduler_pb2.SelectResponse) -> Choice:
         response.cost,
         response.explanation if response.HasField("explanation") else None,
     )
-
-
-def waited_too_long() -> WaitedTooLong:
-    """Return the error of a request that stood in the queue until its time was over."""
-    return WaitedTooLong("no worker had room for the request in time", retry_after_seconds=RETRY_SECONDS)
