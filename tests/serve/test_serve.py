@@ -214,6 +214,7 @@ def test_flags_of_all_services_are_there_once_and_wrong_ones_are_named() -> None
             ["--scheduler", "127.0.0.1:7052", "--router-replica-sync", "--nats-server", "nats://127.0.0.1:4222"],
             "router_replica_sync: has no effect with --scheduler",
         ),
+        (["--peers", "127.0.0.1:7061,nowhere"], "peers: 'nowhere' has no host"),
         (["--shard", "0/2"], "shard: the indexer of this process has all workers"),
         (["--lease-seconds", "1"], "'--lease-seconds'"),
         (["--port", "70000"], "'--port'"),

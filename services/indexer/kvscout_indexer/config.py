@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvscout_common.endpoints import Allowed
+from kvscout_common.endpoints import Allowed, address_problem
+from kvscout_common.errors import ConfigError
 from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.settings.config import ServerConfig
@@ -72,7 +73,7 @@ class IndexerConfig:
         return cls(
             server=ServerConfig.from_flags(values),
             nats=NatsConfig.from_flags(values),
-            peers=tuple(address for given in values["peers"] for address in given.split(",") if address),
+            peers=_peers(values["peers"]),
             client=ClientSecurity.from_flags(
                 values["tls_ca"], values["tls_client_cert"], values["tls_client_key"], values["token_file"]
             ),
@@ -88,3 +89,16 @@ class IndexerConfig:
             shard=Shard.parse(values["shard"], flag="shard"),
             allowed_endpoints=frozenset(values["allow_event_endpoints"]),
         )
+
+
+def _peers(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the addresses of peers.
+
+    Raises:
+        ConfigError: One is not host:port.
+    """
+    peers = tuple(address for each in given for address in each.split(",") if address)
+    for address in peers:
+        if problem := address_problem(address):
+            raise ConfigError(f"{address!r} {problem}", field="peers")
+    return peers
