@@ -88,7 +88,6 @@ class Resumption:
     def __await__(self) -> Generator[Any, None, None]:
         self._asyncio_future_blocking = True
         yield self
-        self.result()
 
     def resume(self) -> None:
         """Have the task go on, if it waits."""

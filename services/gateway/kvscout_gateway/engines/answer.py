@@ -13,7 +13,6 @@ MAX_WORDS_BYTES: Final = 64 * 1024
 """Longest error that is read in a stream, in bytes; a longer one counts as none."""
 _READ: Final = ("usage", "meta_info", "kv_transfer_params")
 _ERROR: Final = "error"
-_decoder: Final = json.JSONDecoder()
 
 
 async def answer_read(data: bytes) -> dict[str, Any]:
@@ -27,7 +26,7 @@ async def answer_read(data: bytes) -> dict[str, Any]:
 def words_read(text: bytes) -> Any:
     """Return the error in a stream's report; None = none that is read."""
     try:
-        return _decoder.raw_decode(text.decode())[0] if 0 < len(text) <= MAX_WORDS_BYTES else None
+        return json.loads(text) if 0 < len(text) <= MAX_WORDS_BYTES else None
     except (ValueError, RecursionError):
         return None
 
