@@ -463,8 +463,8 @@ def lifecycle_operations(message: bytes, caller_tenant: str) -> list[tuple[Any, 
 
     Returns:
         Tuples that begin with the number of the operation's field: 2 and 3 are a `_Select`; 5 (prefill_complete) and 7
-        (free) have the operation's id and a `_RequestName`, 7 also the tokens that the request generated; 0 has the
-        bytes of an operation that is left to the plain path.
+        (free) have the operation's id, a `_RequestName` and the microseconds since then, 7 also the tokens that the
+        request generated; 0 has the bytes of an operation that is left to the plain path.
     """
 
 def select_request(message: bytes) -> _Select | None:
@@ -807,8 +807,9 @@ class Http:
     def flush(self) -> list[tuple[Any, ...]]:
         """Send what was said since the last time, in one write a connection; return what happened."""
 
-    def tick(self) -> None:
-        """Give up and accept what is due; to be called a few times a second, `poll` after it."""
+    def tick(self) -> bool:
+        """Give up and accept what is due; to be called a few times a second while it returns True, since something is
+        under way on a connection, and else once. `poll` after it."""
 
     def stats(self) -> dict[str, int]:
         """connections, calls and answers now; connections_refused and connections_evicted until now."""

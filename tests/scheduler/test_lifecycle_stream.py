@@ -52,9 +52,19 @@ class Owner:
         self.unknown: list[str] = []
 
     async def hello(
-        self, owner_id: str = "gateway-1", in_flight: Any = (), tenant: str = "", heartbeat_ms: int = 0
+        self,
+        owner_id: str = "gateway-1",
+        in_flight: Any = (),
+        tenant: str = "",
+        heartbeat_ms: int = 0,
+        acknowledges: bool = False,
     ) -> None:
-        hello = scheduler_pb2.LifecycleHello(owner_id=owner_id, in_flight=in_flight, heartbeat_ms=heartbeat_ms)
+        hello = scheduler_pb2.LifecycleHello(
+            owner_id=owner_id,
+            in_flight=in_flight,
+            heartbeat_ms=heartbeat_ms,
+            acknowledges_in_order=acknowledges,
+        )
         await self._call.write(scheduler_pb2.LifecycleRequest(hello=hello, tenant=tenant))
         await self.read()
 
@@ -113,6 +123,32 @@ async def service(
     async with serving(servicer.add_to, native=native) as channel:
         stub: Any = scheduler_pb2_grpc.SchedulerStub(channel)
         yield core, clock, servicer, lambda: Owner(stub.Lifecycle())
+
+
+async def test_ends_of_prefills_and_requests_are_acknowledged_by_later_results() -> None:
+    async with service("a") as (core, _, _, owner):
+        stream = owner()
+        await stream.hello(acknowledges=True)
+        await stream.ask({"select_and_reserve": selection("r")}, {"select_and_reserve": selection("s")})
+        ended = await stream.send({"prefill_complete": ref("r"), "age_us": 5}, {"free": ref("r"), "age_us": 5})
+        await eventually_freed(core, 1)
+        (probe,) = await stream.ask({"renew": scheduler_pb2.RenewRequest(requests=[ref("s")])})
+        assert probe.code == 0
+        assert not set(ended) & stream.results.keys()
+        with_others = await stream.send({"free": ref("s")}, {"prefill_complete": ref("s")})
+        await stream.read()
+        assert {number: result.code for number, result in stream.results.items() if number in with_others} == {
+            with_others[1]: grpc.StatusCode.NOT_FOUND.value[0]
+        }
+        await stream.done()
+        assert await stream.status() is grpc.StatusCode.OK
+
+
+async def eventually_freed(core: Scheduler, left: int) -> None:
+    async def freed() -> bool:
+        return len(core.bookings) == left
+
+    await eventually(freed)
 
 
 async def test_every_operation_is_answered_by_its_id_in_one_message() -> None:

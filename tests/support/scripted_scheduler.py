@@ -44,6 +44,11 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         """Cleared = it hangs."""
         self.goes_on.set()
         self.draining = False
+        self.queues_requests = False
+        self.answers_all = False
+        """Every operation has a result, as of releases that acknowledge none."""
+        self.ages_us: list[int] = []
+        """Ages of operations that said one."""
         self.line_ends = asyncio.Event()
         """Set = unary calls that wait in line have done so for too long."""
         self._waiting: dict[str, tuple[int, Any]] = {}
@@ -91,7 +96,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             self.heartbeats_ms.append(first.hello.heartbeat_ms)
             self.booked = {name: worker for name, worker in self.booked.items() if name in listed}
             unknown = [ref for ref in first.hello.in_flight if ref.request_id not in self.booked]
-            hello = scheduler_pb2.LifecycleResponse(unknown_in_flight=unknown, draining=self.draining)
+            hello = scheduler_pb2.LifecycleResponse(
+                unknown_in_flight=unknown, draining=self.draining, queues_requests=self.queues_requests
+            )
             await self._write(context, hello)
             self._contexts.append(context)
             if self.draining and not hello.draining:
@@ -103,7 +110,12 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
                 response = scheduler_pb2.LifecycleResponse()
                 for operation in message.operations:
                     self._carry_out(operation, response, context)
-                results = reversed(response.results)  # answers come in no order
+                silent = ("prefill_complete", "free") if not self.answers_all else ()
+                kinds = {each.id: each.WhichOneof("operation") for each in message.operations}
+                results = [each for each in response.results if each.code or kinds.get(each.id) not in silent]
+                if all(kind in silent for kind in kinds.values()) and not results:
+                    continue
+                results.reverse()  # answers come in no order
                 await self._write(context, scheduler_pb2.LifecycleResponse(results=results))
         except asyncio.CancelledError:
             if reader not in self._cut:
@@ -119,6 +131,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     def _carry_out(self, operation: Any, response: scheduler_pb2.LifecycleResponse, context: Any) -> None:
         kind = operation.WhichOneof("operation")
         asked = getattr(operation, kind)
+        if operation.age_us:
+            self.ages_us.append(operation.age_us)
         name = getattr(asked, "request_id", "")
         if kind != "renew":
             self.heard.append(f"{kind} {name}".strip())

@@ -32,11 +32,13 @@ from kvscout_blocks.source.peer_search import PeerLookup, PeerSearch
 from kvscout_blocks.source.sequence import SourceSequence
 from kvscout_common.errors import KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
-from kvscout_common.process.endings import INTENDED
+from kvscout_common.process.endings import INTENDED, guarded
 from kvscout_common.worker import WorkerRank, WorkerSpec
 
 log = logging.getLogger("kvscout.events")
 
+TIMER_SECONDS = 0.001
+"""Resolution of the loop's timers, which may come so much early."""
 YIELD_EVERY = 32
 """Replayed batches between two iterations of the event loop."""
 RECOVERY_INTERVAL_SECONDS = 600.0
@@ -131,6 +133,7 @@ class Source:
         self._over_capacity = False
         self._incompatible = False
         self._recovered_at: float | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
         """Begin to read."""
@@ -144,6 +147,8 @@ class Source:
     def close(self) -> asyncio.Task[None] | None:
         """End reading and a running replay; return the task to wait for, which closes its socket as it ends."""
         self._set_incomplete(False)
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
         self.feed.close()
         begun = (self.peers.end(), self._replay, self._gate.end())
         # A cancelled task keeps where it was, which is here: the index would live until the garbage collector comes.
@@ -176,7 +181,7 @@ class Source:
         return self._sequence.history_incomplete
 
     def tick(self) -> None:
-        """Do what is due at a time."""
+        """Do what is due at a time; to be called every second or so. Retries of replays have a timer of their own."""
         now = self._clock()
         # Of the sequence itself: while it is lent nothing is to be tried again.
         due = (self._sequence.retry_at, self._sequence.quarantined_until)
@@ -327,6 +332,10 @@ class Source:
                 name = f"replay {self.rank.worker_id}/{self.rank.dp_rank}"
                 self._replay = asyncio.get_running_loop().create_task(self._run_replay(decision), name=name)
         self._set_incomplete(self.sequence.history_incomplete)
+        if self._sequence.retry_at is not None and self._retry_timer is None:
+            seconds = max(0.0, self._sequence.retry_at - self._clock()) + TIMER_SECONDS
+            retry = guarded(self._retry, self._failed)
+            self._retry_timer = asyncio.get_running_loop().call_later(seconds, retry)
         wrong = self._sequence.misconfigured
         if wrong:
             self._warnings.warning((self.rank, "misconfigured"), "worker %s/%d is misconfigured: %s", *self.rank, wrong)
@@ -336,6 +345,10 @@ class Source:
             self.recover()
             return
         self._lend()
+
+    def _retry(self) -> None:
+        self._retry_timer = None
+        self.tick()
 
     def _carry_on(self, demote: Demote, decisions: list[Decision[DecodedBatch]], _: KvscoutError | None) -> None:
         """Carry out the remaining decisions after a demotion."""

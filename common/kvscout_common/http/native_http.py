@@ -13,6 +13,7 @@ import asyncio
 from typing import Any, Final, Protocol, cast
 
 from kvscout_common.http.http import VANISHED_SECONDS, StreamReport
+from kvscout_common.process.ticks import until_tick
 from kvscout_common.transport.native_core import HTTP_EVENTS, Http, NativeCore
 
 REQUEST: Final = HTTP_EVENTS["REQUEST"]
@@ -33,6 +34,8 @@ CROWDED: Final = HTTP_EVENTS["CROWDED"]
 _OF_CALLS = frozenset({BODY, BODY_FAILED, GONE, WRITABLE})
 
 TICK_SECONDS = 0.25
+RESTING_TICK_SECONDS = 1.0
+"""While no connection has anything under way."""
 
 
 class EventHandler(Protocol):
@@ -96,9 +99,12 @@ class HttpCore:
         self._flushing = False
         self._polling = False
         self._next_poll: asyncio.Handle | None = None
+        self._tick_timer: asyncio.TimerHandle | None = None
         self._fd = self.http.fileno()
         self.loop.add_reader(self._fd, self._poll)
-        self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
+        self._rests = False
+        """The next tick is a resting one."""
+        self._set_timer(rests=True)
 
     def use(self) -> None:
         """Note one more user."""
@@ -111,7 +117,8 @@ class HttpCore:
             self._handle(self.http.flush())
             self._closed = True
             self.loop.remove_reader(self._fd)
-            self._tick_timer.cancel()
+            if self._tick_timer is not None:
+                self._tick_timer.cancel()
             _cores.pop(self.loop, None)
             self.rpc_cores.clear()
             # Now, and here: the extension's object must not be left to a garbage collector that runs in another thread.
@@ -119,6 +126,8 @@ class HttpCore:
 
     def flush(self) -> None:
         """Send what was said, once everybody had their turn."""
+        if self._rests:
+            self._set_timer(rests=False)
         if not self._flushing:
             self._flushing = True
             if not self._polling:
@@ -135,6 +144,8 @@ class HttpCore:
             self._next_poll = None
         if self._closed:
             return
+        if self._rests:
+            self._set_timer(rests=False)
         # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
         self._polling = True
         try:
@@ -160,13 +171,20 @@ class HttpCore:
         self.loop.call_soon(self._flush)
 
     def _tick(self) -> None:
+        self._rests = False
         # What came while the loop did something else is not late.
         self._poll()
-        if not self._closed:
-            self.http.tick()
+        under_way = not self._closed and self.http.tick()
         self._poll()
         if not self._closed:
-            self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
+            self._set_timer(rests=not under_way)
+
+    def _set_timer(self, *, rests: bool) -> None:
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
+        self._rests = rests
+        seconds = RESTING_TICK_SECONDS if rests else TICK_SECONDS
+        self._tick_timer = self.loop.call_later(until_tick(seconds), self._tick)
 
     def _handle(self, events: list[tuple[Any, ...]]) -> None:
         for event in events:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from kvscout_common.errors import ConfigError
+from kvscout_common.process.ticks import sleep_to_tick
 
 log = logging.getLogger("kvscout.files")
 
@@ -101,7 +102,7 @@ class FollowedFile(Generic[T]):
         self._apply(self._read())
         self._seen = seen
 
-    async def watch(self, sleep: Callable[[float], Any] = asyncio.sleep) -> None:
+    async def watch(self, sleep: Callable[[float], Any] = sleep_to_tick) -> None:
         """Follow the files for ever. A content that is wrong is logged once and changes nothing."""
         while True:
             await sleep(POLL_SECONDS)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import types_pb2
+from kvscout_common.process.ticks import sleep_to_tick
 from kvscout_common.registry.engine_discovery import Discovery
 from kvscout_common.registry.registrar import OwnRegistrar, Registrar
 from kvscout_common.registry.registry import Registry, any_worker
@@ -28,8 +29,8 @@ log = logging.getLogger("kvscout.registry")
 
 WARM_SECONDS = 5.0
 """Longest time at start that health waits for the workers that others know."""
-EXPIRY_SECONDS = 0.5
-"""Seconds between two looks at leases: a fraction of the shortest lease, one second."""
+EXPIRY_SECONDS = 1.0
+"""Seconds between two looks at leases: the length of the shortest lease."""
 
 Task = Callable[[], Coroutine[Any, Any, None]]
 
@@ -148,5 +149,5 @@ class Backends:
 
     async def _expire_leases(self) -> None:
         while True:
-            await asyncio.sleep(EXPIRY_SECONDS)
+            await sleep_to_tick(EXPIRY_SECONDS)
             self.registry.expire()

@@ -26,6 +26,8 @@ FIRST_RETRY_SECONDS = 0.5
 LAST_RETRY_SECONDS = 10.0
 AGAIN_SECONDS = 60.0
 """Seconds until an engine that answered is queried again."""
+QUERIES_PER_SECOND = 5.0
+"""Most queries of a fleet whose engines do not answer, or are queried again: pauses grow with their number."""
 CONCURRENT_QUERIES = 32
 
 Ask = Callable[[HttpClient, str, EngineKind | None], Awaitable[EngineFacts]]
@@ -116,12 +118,12 @@ class Discovery:
                     facts = await self._ask(http, spec.http_endpoint, spec.engine)
             except Unavailable as error:
                 self._tell(name, f"its engine is not known yet: {error.message}")
-                await asyncio.sleep(pause)
+                await asyncio.sleep(max(pause, len(self._problems) / QUERIES_PER_SECOND))
                 pause = min(2 * pause, LAST_RETRY_SECONDS)
                 continue
             pause = FIRST_RETRY_SECONDS
             self._take(name, facts)
-            await asyncio.sleep(AGAIN_SECONDS)
+            await asyncio.sleep(max(AGAIN_SECONDS, len(self._tasks) / QUERIES_PER_SECOND))
 
     def _take(self, name: WorkerName, facts: EngineFacts) -> None:
         entry = self._registry.find(name)

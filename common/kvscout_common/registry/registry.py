@@ -16,6 +16,7 @@ stands:
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -111,6 +112,13 @@ class Registry:
         self._entries: dict[WorkerName, Entry] = {}
         self._facts: dict[WorkerName, EngineFacts] = {}
         self._listeners: list[RegistryListener] = []
+        self._salt = secrets.token_hex(4)
+        self._changes = 0
+
+    @property
+    def version(self) -> str:
+        """Return the name of this state of the registry, another one after each change; renewals of leases are none."""
+        return f"{self._salt}-{self._changes}"
 
     def listen(self, listener: RegistryListener) -> None:
         """Add a listener; workers that exist are reported to it immediately."""
@@ -306,6 +314,7 @@ class Registry:
                 self._put(Entry(spec, source, spec, spec if source in DECLARED else None))
 
     def _put(self, entry: Entry) -> None:
+        self._changes += 1
         old = self._entries.get(entry.name)
         facts = self._facts.get(entry.name)
         if facts is not None and facts.http_endpoint != entry.registered.http_endpoint:
@@ -322,6 +331,7 @@ class Registry:
                 listener.worker_updated(old.spec, entry.spec)
 
     def _drop(self, entry: Entry, reason: str) -> None:
+        self._changes += 1
         del self._entries[entry.name]
         self._facts.pop(entry.name, None)
         for listener in self._listeners:

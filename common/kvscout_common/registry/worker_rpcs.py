@@ -79,7 +79,9 @@ class WorkerRpcs:
         tenant = request.tenant or DEFAULT_TENANT
         if tenant == ALL_TENANTS:
             tenant = current_identity().tenant
-        answer = workers_pb2.ListWorkersResponse()
+        answer = workers_pb2.ListWorkersResponse(version=self.registry.version)
+        if request.known_version == answer.version:
+            return answer
         entries = self.registry.entries(tenant, request.model)
         after = read_page_token(request.page_token, str, str)
         if after is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
 
-Answer: TypeAlias = Callable[[bytes], bytes | None]
-"""Makes an answer of a message, or has none. Waits for nothing and raises nothing."""
+Answer: TypeAlias = Callable[[bytes], Sequence[bytes] | None]
+"""Returns what answers a message, in messages; None = it is left to the handler. Waits for nothing, raises nothing."""
 
 
 def answers_in_callbacks(context: Any) -> bool:
@@ -18,7 +18,7 @@ def answers_in_callbacks(context: Any) -> bool:
 
 
 async def read_unanswered(context: Any, answer: Answer) -> Any:
-    """As `context.read`, but for the messages that there is an answer to: it is sent, and the next one is read.
+    """As `context.read`, but for the messages that `answer` answers: the next one is read.
 
     On the native transport that takes place as they come: the handler sleeps on.
 
@@ -27,13 +27,14 @@ async def read_unanswered(context: Any, answer: Answer) -> Any:
         answer: Asked about each message, in order.
 
     Returns:
-        The first message that has none, or `grpc.aio.EOF`.
+        The first message that is left to the handler, or `grpc.aio.EOF`.
     """
     if answers_in_callbacks(context):
         return await context.read_unanswered(answer)
     while (message := await context.read()) is not grpc.aio.EOF:
-        reply = answer(message)
-        if reply is None:
+        replies = answer(message)
+        if replies is None:
             break
-        await context.write(reply)
+        for reply in replies:
+            await context.write(reply)
     return message

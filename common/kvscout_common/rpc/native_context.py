@@ -169,13 +169,14 @@ class NativeContext(MessageStream):
         finally:
             self._answer = None
 
-    def _answered(self, answer: bytes | None, message: bytes) -> bool:
-        if answer is None:
+    def _answered(self, replies: Sequence[bytes] | None, message: bytes) -> bool:
+        if replies is None:
             self._answer = None  # what comes next stays behind it
             return False
         self.core.rpc.consumed(self.number, len(message))
-        if not self.core.rpc.send(self.number, answer):
-            self._answer = None  # the handler waits for room, behind its own answer to the next one
+        for reply in replies:
+            if not self.core.rpc.send(self.number, reply):
+                self._answer = None  # the handler waits for room, behind its own answer to the next one
         self.core.flush()
         return True
 

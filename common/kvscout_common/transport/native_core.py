@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
+from kvscout_common.process.ticks import until_tick
 from kvscout_common.transport.deadlines import Deadlines
 from kvscout_common.transport.keepalive import TIME_MS, TIMEOUT_MS
 from kvscout_common.transport.statuses import Status
@@ -161,7 +162,7 @@ class NativeCore:
         self._next_poll: asyncio.Handle | None = None
         self._fd = self.rpc.fileno()
         self.loop.add_reader(self._fd, self.poll)
-        self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
+        self._tick_timer = self.loop.call_later(until_tick(TICK_SECONDS), self._tick)
         self._closed = False
 
     def flush(self) -> None:
@@ -242,4 +243,4 @@ class NativeCore:
         self.poll()
         if self._closed:
             return
-        self._tick_timer = self.loop.call_later(TICK_SECONDS, self._tick)
+        self._tick_timer = self.loop.call_later(until_tick(TICK_SECONDS), self._tick)

@@ -330,9 +330,11 @@ impl Http {
         }
     }
 
-    /// What has to be done because time went by; to be called a few times a second.
-    pub fn tick(&mut self) {
+    /// What has to be done because time went by; to be called a few times a second while it returns true: something is
+    /// under way on a connection. Else once a second will do.
+    pub fn tick(&mut self) -> bool {
         let now = Instant::now();
+        let mut under_way = false;
         for key in self.connections.keys() {
             let Some(Connection { wire, side, peer, .. }) = self.connections.get_mut(key) else { continue };
             match side {
@@ -344,19 +346,23 @@ impl Http {
                     });
                     if !open {
                         self.close(key, "the client takes too long");
-                    } else if wire.unsent() > 0 {
+                        continue;
+                    }
+                    under_way |= !server.rests();
+                    if wire.unsent() > 0 {
                         self.ring(key);
                     }
                 }
                 Side::Client(client) => match client.tick(now) {
                     Step::Ends(end) => self.finish(key, end, now),
                     Step::Over => self.close(key, ""),
-                    _ => {}
+                    _ => under_way |= !client.is_idle(),
                 },
             }
         }
         for key in self.listeners.keys() {
             self.accept(key);
         }
+        under_way
     }
 }

@@ -538,6 +538,11 @@ impl Server {
         wire.inbound_capacity() + if self.wants_body { 0 } else { self.collected.capacity() }
     }
 
+    /// Nothing is due soon: it waits for a request.
+    pub fn rests(&self) -> bool {
+        self.is_idle() && !self.leaving && !self.lingers && self.stuck.is_none()
+    }
+
     /// No request is handled.
     fn is_idle(&self) -> bool {
         !self.busy && matches!(self.answer, Answer::None)

@@ -52,9 +52,10 @@ pub struct Select<'a> {
 pub enum Operation<'a> {
     /// Which is to be booked, or not.
     Select(u64, Box<Select<'a>>, bool),
-    PrefillComplete(u64, Name<'a>),
-    /// With the tokens that the request had.
-    Free(u64, Name<'a>, u32),
+    /// With the microseconds since then.
+    PrefillComplete(u64, Name<'a>, u32),
+    /// With the tokens that the request had, and the microseconds since then.
+    Free(u64, Name<'a>, u32, u32),
     Plain(&'a [u8]),
 }
 
@@ -72,7 +73,7 @@ pub fn operations<'a>(message: &'a [u8], caller_tenant: &str) -> Option<Vec<Oper
                 let operation = operation(value)?;
                 let named = match &operation {
                     Operation::Select(_, select, _) => select.name.tenant,
-                    Operation::PrefillComplete(_, name) | Operation::Free(_, name, _) => name.tenant,
+                    Operation::PrefillComplete(_, name, _) | Operation::Free(_, name, ..) => name.tenant,
                     Operation::Plain(_) => "",
                 };
                 if !named.is_empty() && !may(named) {
@@ -89,14 +90,15 @@ pub fn operations<'a>(message: &'a [u8], caller_tenant: &str) -> Option<Vec<Oper
 
 /// None: the bytes are no message.
 fn operation(bytes: &[u8]) -> Option<Operation<'_>> {
-    let (mut id, mut body, mut output_tokens) = (0, None, 0);
+    let (mut id, mut body, mut output_tokens, mut age_us) = (0, None, 0, 0);
     let mut reader = Reader::new(bytes);
     while let Some(field) = reader.next()? {
         match field {
             (1, Field::Varint(value)) => id = value,
             (kind @ (2 | 3 | 5 | 7), Field::Bytes(value)) if body.is_none() => body = Some((kind, value)),
             (9, Field::Varint(value)) => output_tokens = value as u32,
-            (1..=9, _) => return Some(Operation::Plain(bytes)),
+            (10, Field::Varint(value)) => age_us = value as u32,
+            (1..=10, _) => return Some(Operation::Plain(bytes)),
             _ => {} // of a later version
         }
     }
@@ -104,8 +106,10 @@ fn operation(bytes: &[u8]) -> Option<Operation<'_>> {
         Some((kind @ (2 | 3), value)) => {
             select(value).map(|select| Operation::Select(id, Box::new(select), kind == 3))
         }
-        Some((5, value)) => reference(value).map(|name| Operation::PrefillComplete(id, name)),
-        Some((_, value)) => reference(value).map(|name| Operation::Free(id, name, output_tokens)),
+        Some((5, value)) => reference(value).map(|name| Operation::PrefillComplete(id, name, age_us)),
+        Some((_, value)) => {
+            reference(value).map(|name| Operation::Free(id, name, output_tokens, age_us))
+        }
         None => None,
     };
     Some(usual.unwrap_or(Operation::Plain(bytes)))
@@ -243,13 +247,14 @@ mod tests {
         free.varint(1, 7);
         free.bytes(7, &reference_of(""));
         free.varint(9, 12);
+        free.varint(10, 34);
         let select = message(&[(1, b"m"), (4, b"r"), (6, &[1; 16]), (9, b""), (25, b"chat")]);
         let pinned = message(&[(1, b"m"), (12, b"worker")]);
         let (booked, rare) = (message(&[(3, &select)]), message(&[(3, &pinned)]));
         let renew = message(&[(8, b"")]);
         let all = message(&[(3, free.as_bytes()), (3, &booked), (3, &rare), (3, &renew), (3, b"")]);
         let read = operations(&all, "*").unwrap();
-        let Operation::Free(7, name, 12) = &read[0] else { panic!("{:?}", read[0]) };
+        let Operation::Free(7, name, 12, 34) = &read[0] else { panic!("{:?}", read[0]) };
         assert_eq!((name.model, name.request_id, name.attempt_id), ("m", "r", 0));
         let Operation::Select(0, select, true) = &read[1] else { panic!("{:?}", read[1]) };
         assert_eq!((select.hashes.len(), select.name.request_id), (16, "r"));

@@ -139,8 +139,8 @@ impl HttpLoop {
         self.events_of(py, |http, messages| Ok(http.flush(messages)))
     }
 
-    fn tick(&mut self) {
-        self.http.tick();
+    fn tick(&mut self) -> bool {
+        self.http.tick()
     }
 
     fn stats(&self) -> http::Stats {

@@ -419,9 +419,11 @@ fn lifecycle_operations<'py>(
                 let kind = if books { SELECT_AND_RESERVE } else { SELECT };
                 list.append(select_parts(py, kind, id, *select)?)?;
             }
-            Operation::PrefillComplete(id, name) => list.append((PREFILL_COMPLETE, id, parts(&name)))?,
-            Operation::Free(id, name, output_tokens) => {
-                list.append((FREE, id, parts(&name), output_tokens))?;
+            Operation::PrefillComplete(id, name, age_us) => {
+                list.append((PREFILL_COMPLETE, id, parts(&name), age_us))?;
+            }
+            Operation::Free(id, name, output_tokens, age_us) => {
+                list.append((FREE, id, parts(&name), age_us, output_tokens))?;
             }
             Operation::Plain(bytes) => list.append((PLAIN, PyBytes::new(py, bytes)))?,
         }

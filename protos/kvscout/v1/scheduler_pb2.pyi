@@ -901,10 +901,13 @@ class LifecycleOperation(_message.Message):
     FREE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_US_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Identifies the operation on this stream."""
     output_tokens: _builtins.int
     """For `free`: tokens that the request generated, as in FreeRequest; unset = unknown."""
+    age_us: _builtins.int
+    """For `prefill_complete` and `free`: how long ago it happened, in microseconds; unset = now."""
     @_builtins.property
     def select(self) -> Global___SelectRequest:
         """As Select."""
@@ -945,10 +948,11 @@ class LifecycleOperation(_message.Message):
         free: Global___RequestRef | None = ...,
         renew: Global___RenewRequest | None = ...,
         output_tokens: _builtins.int = ...,
+        age_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["add_output", b"add_output", "free", b"free", "operation", b"operation", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "select", b"select", "select_and_reserve", b"select_and_reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_output", b"add_output", "free", b"free", "id", b"id", "operation", b"operation", "output_tokens", b"output_tokens", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "select", b"select", "select_and_reserve", b"select_and_reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_output", b"add_output", "age_us", b"age_us", "free", b"free", "id", b"id", "operation", b"operation", "output_tokens", b"output_tokens", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "select", b"select", "select_and_reserve", b"select_and_reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["select", "select_and_reserve", "reserve", "prefill_complete", "add_output", "free", "renew"]  # noqa: Y015
     _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
@@ -966,6 +970,7 @@ class LifecycleHello(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     OPENED_UNIX_US_FIELD_NUMBER: _builtins.int
     HEARTBEAT_MS_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGES_IN_ORDER_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Owner id, unique among gateways; kept over reconnects; printable, at most 256 bytes. Required. Owners whose tokens
     are bound to different tenants are different owners, whatever their ids.
@@ -981,6 +986,11 @@ class LifecycleHello(_message.Message):
     which nothing comes for two and a half times as long ends with DEADLINE_EXCEEDED, and its owner is gone since the
     last that came. Unset = no promise: only the end of the connection counts.
     """
+    acknowledges_in_order: _builtins.bool
+    """Operations are carried out in the order in which they come, so that the result of one acknowledges all before it:
+    those of `prefill_complete` and `free` are left out where they succeed, and a message of nothing else is not
+    answered.
+    """
     @_builtins.property
     def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestRef]:
         """Every request the owner has in flight; bookings of the owner that are not listed are freed."""
@@ -992,10 +1002,11 @@ class LifecycleHello(_message.Message):
         in_flight: _abc.Iterable[Global___RequestRef] | None = ...,
         opened_unix_us: _builtins.int = ...,
         heartbeat_ms: _builtins.int = ...,
+        acknowledges_in_order: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_ms", b"heartbeat_ms", "in_flight", b"in_flight", "opened_unix_us", b"opened_unix_us", "owner_id", b"owner_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledges_in_order", b"acknowledges_in_order", "heartbeat_ms", b"heartbeat_ms", "in_flight", b"in_flight", "opened_unix_us", b"opened_unix_us", "owner_id", b"owner_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1123,8 +1134,11 @@ class LifecycleResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     UNKNOWN_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    QUEUES_REQUESTS_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """The service drains: connect to the next scheduler of the list."""
+    queues_requests: _builtins.bool
+    """In the first message: requests may wait here until others have ended, so that what ends is to be reported at once."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___LifecycleResult]:
         """Answers, in no order."""
@@ -1139,10 +1153,11 @@ class LifecycleResponse(_message.Message):
         results: _abc.Iterable[Global___LifecycleResult] | None = ...,
         unknown_in_flight: _abc.Iterable[Global___RequestRef] | None = ...,
         draining: _builtins.bool = ...,
+        queues_requests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "results", b"results", "unknown_in_flight", b"unknown_in_flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "queues_requests", b"queues_requests", "results", b"results", "unknown_in_flight", b"unknown_in_flight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

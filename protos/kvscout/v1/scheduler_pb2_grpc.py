@@ -291,7 +291,8 @@ class SchedulerServicer:
     def Lifecycle(self, request_iterator, context):
         """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
         Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-        Every message is answered, an empty one with an empty one: no answer means that the stream is dead.
+        Every message is answered, an empty one with an empty one: no answer means that the stream is dead. Only operations
+        that are acknowledged (`LifecycleHello.acknowledges_in_order`) need none.
         INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION:
         the owner has a stream open that it opened later. DEADLINE_EXCEEDED: the owner missed the heartbeats that it
         promised.

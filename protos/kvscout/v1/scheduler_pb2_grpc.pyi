@@ -100,7 +100,8 @@ class SchedulerStub:
     Lifecycle: _grpc.StreamStreamMultiCallable[_scheduler_pb2.LifecycleRequest, _scheduler_pb2.LifecycleResponse]
     """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
     Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-    Every message is answered, an empty one with an empty one: no answer means that the stream is dead.
+    Every message is answered, an empty one with an empty one: no answer means that the stream is dead. Only operations
+    that are acknowledged (`LifecycleHello.acknowledges_in_order`) need none.
     INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION:
     the owner has a stream open that it opened later. DEADLINE_EXCEEDED: the owner missed the heartbeats that it
     promised.
@@ -217,7 +218,8 @@ class SchedulerAsyncStub(SchedulerStub):
     Lifecycle: _aio.StreamStreamMultiCallable[_scheduler_pb2.LifecycleRequest, _scheduler_pb2.LifecycleResponse]  # type: ignore[assignment]
     """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
     Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-    Every message is answered, an empty one with an empty one: no answer means that the stream is dead.
+    Every message is answered, an empty one with an empty one: no answer means that the stream is dead. Only operations
+    that are acknowledged (`LifecycleHello.acknowledges_in_order`) need none.
     INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION:
     the owner has a stream open that it opened later. DEADLINE_EXCEEDED: the owner missed the heartbeats that it
     promised.
@@ -415,7 +417,8 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.LifecycleResponse], _abc.AsyncIterator[_scheduler_pb2.LifecycleResponse]]:
         """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
         Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-        Every message is answered, an empty one with an empty one: no answer means that the stream is dead.
+        Every message is answered, an empty one with an empty one: no answer means that the stream is dead. Only operations
+        that are acknowledged (`LifecycleHello.acknowledges_in_order`) need none.
         INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION:
         the owner has a stream open that it opened later. DEADLINE_EXCEEDED: the owner missed the heartbeats that it
         promised.

@@ -690,6 +690,7 @@ class ListWorkersRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    KNOWN_VERSION_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Tenant; unset = "default"; "*" = all tenants the caller may see."""
     model: _builtins.str
@@ -700,6 +701,8 @@ class ListWorkersRequest(_message.Message):
     """next_page_token of the answer before, to go on behind it; unset = from the beginning. The other fields stay as
     they were.
     """
+    known_version: _builtins.str
+    """`version` of an earlier answer to the same request: if nothing has changed since, no workers are listed."""
     def __init__(
         self,
         *,
@@ -707,10 +710,11 @@ class ListWorkersRequest(_message.Message):
         model: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        known_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_version", b"known_version", "model", b"model", "page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -770,8 +774,11 @@ class ListWorkersResponse(_message.Message):
 
     WORKERS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Set = there are more: the page_token of the next page."""
+    version: _builtins.str
+    """State of the list; another one after each change, but for leases that are renewed. Unset = no version is known."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEntry]:
         """One entry a worker."""
@@ -781,10 +788,11 @@ class ListWorkersResponse(_message.Message):
         *,
         workers: _abc.Iterable[Global___WorkerEntry] | None = ...,
         next_page_token: _builtins.str = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

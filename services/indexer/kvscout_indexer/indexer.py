@@ -18,6 +18,7 @@ from kvscout_common.errors import NotFound
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.endings import Closing, FirstDefect
 from kvscout_common.process.heap import trim
+from kvscout_common.process.ticks import sleep_to_tick
 from kvscout_common.registry.backends import Backends
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import Shard, shard_of
@@ -37,8 +38,8 @@ log = logging.getLogger("kvscout.indexer")
 
 MAX_RECOVERIES = 16
 """Replays that run at once."""
-TICK_SECONDS = 0.1
-"""Interval of looking for due retries: half the shortest pause between two."""
+UPKEEP_SECONDS = 1.0
+"""Interval of looking at sources, and for dropped blocks."""
 MAINTAIN_BUDGET = 256
 """Dropped blocks freed, or predictions ended, in one iteration of the event loop: 0.1 and 0.7 ms."""
 TRIM_BLOCKS = 65_536
@@ -130,7 +131,7 @@ class Indexer:
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """Return what runs beside the server, by name."""
-        tasks = {"ingest": self._defect.watch, "ticks": self._tick, "maintain": self._maintain}
+        tasks = {"ingest": self._defect.watch, "upkeep": self._upkeep}
         if self._config.kv_events:
             for transport in self._transports.values():
                 tasks.update(transport.tasks())
@@ -321,26 +322,22 @@ class Indexer:
         if source is not None:
             source.served += 1
 
-    async def _tick(self) -> None:
+    async def _upkeep(self) -> None:
         while True:
-            await asyncio.sleep(TICK_SECONDS)
+            await sleep_to_tick(UPKEEP_SECONDS)
             self._tick_all()
+            await self._maintain_all()
+            if self._trim_at is not None and time.monotonic() >= self._trim_at:
+                self._trim_at = None
+                await asyncio.to_thread(trim)
 
     def _tick_all(self) -> None:
         # Not in the loop of the task, which would keep the last one until there is another.
         for source in list(self._sources.values()):
             source.tick()
 
-    async def _maintain(self) -> None:
-        """Free what was dropped, a slice an iteration of the event loop, so that no query waits for it."""
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
-            await self._maintain_all()
-            if self._trim_at is not None and time.monotonic() >= self._trim_at:
-                self._trim_at = None
-                await asyncio.to_thread(trim)
-
     async def _maintain_all(self) -> None:
+        """Free what was dropped, a slice an iteration of the event loop, so that no query waits for it."""
         for _, index in self.pools.by_key():
             slices = 1
             while index.maintain(now=time.monotonic(), budget=MAINTAIN_BUDGET):

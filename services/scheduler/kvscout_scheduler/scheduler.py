@@ -133,10 +133,10 @@ class Scheduler:
                     if not books:
                         return self.select(request)
                     return self.select_and_reserve(request, owner=owner, lease_seconds=lease_seconds)
-                case CompletePrefill(key, attempt_id):
-                    return self.mark_prefill_complete(key, attempt_id)
-                case Free(key, attempt_id, output_tokens):
-                    return self.free(key, attempt_id, output_tokens=output_tokens)
+                case CompletePrefill(key, attempt_id, age_seconds):
+                    return self.mark_prefill_complete(key, attempt_id, age_seconds=age_seconds)
+                case Free(key, attempt_id, output_tokens, age_seconds):
+                    return self.free(key, attempt_id, output_tokens=output_tokens, age_seconds=age_seconds)
                 case Reserve(reservation, lease_seconds):
                     return self.reserve(reservation, owner=owner, lease_seconds=lease_seconds)
                 case AddOutput(key, attempt_id, blocks):
@@ -290,14 +290,14 @@ class Scheduler:
         pool.hits[slot].count(reservation)
         return reservation.uncached_tokens
 
-    def mark_prefill_complete(self, key: RequestKey, attempt_id: int = 0) -> bool:
-        """Return the first token is out; False = it was marked before.
+    def mark_prefill_complete(self, key: RequestKey, attempt_id: int = 0, *, age_seconds: float = 0.0) -> bool:
+        """Note that the first token is out, since some seconds; return False if that was known.
 
         Raises:
             NotFound: This attempt is not active.
         """
         now = self.clock()
-        changed = self.bookings.complete_prefill(key, attempt_id, now)
+        changed = self.bookings.complete_prefill(key, attempt_id, now, age_seconds)
         self._relieved(key, now)
         return changed
 
@@ -313,13 +313,16 @@ class Scheduler:
             raise InvalidArgument("must be at least 1", field="blocks")
         return self.bookings.add_output(key, attempt_id, blocks, self.clock())
 
-    def free(self, key: RequestKey, attempt_id: int = 0, *, output_tokens: int = 0) -> FreeOutcome:
+    def free(
+        self, key: RequestKey, attempt_id: int = 0, *, output_tokens: int = 0, age_seconds: float = 0.0
+    ) -> FreeOutcome:
         """Release all that an attempt holds; implies prefill complete. Unknown or repeated: a no-op that says so.
 
         Args:
             key: The request.
             attempt_id: Its attempt.
             output_tokens: That it had, for policies that learn; 0 = unknown.
+            age_seconds: Seconds since it ended.
         """
         now = self.clock()
         waiter = self.waiting.find(key, attempt_id) if self.queues_requests else None
@@ -329,7 +332,7 @@ class Scheduler:
             self.bookings.free(key, attempt_id, now)
             waiter.answer(Cancelled(f"request {key.request_id!r} was freed while it waited"))
             return FreeOutcome.DEQUEUED
-        outcome = self.bookings.free(key, attempt_id, now, output_tokens)
+        outcome = self.bookings.free(key, attempt_id, now, output_tokens, age_seconds)
         self._relieved(key, now)
         return outcome
 

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvscout_common.errors import ConfigError, InvalidArgument
+from kvscout_common.process.ticks import sleep_to_tick
 from kvscout_common.registry.backends import Backends, Task
 from kvscout_scheduler.config import SchedulerConfig
 from kvscout_scheduler.load.workers import MAX_ENDS
@@ -77,8 +78,10 @@ class SchedulerService:
     async def _expire(self) -> None:
         while True:
             ended = self.scheduler.expire()
-            # Other calls are served between two slices of many ends.
-            await asyncio.sleep(0 if ended >= MAX_ENDS else self._expiry_seconds)
+            if ended >= MAX_ENDS:
+                await asyncio.sleep(0)  # other calls are served between two slices of many ends
+            else:
+                await sleep_to_tick(self._expiry_seconds)
 
     async def warm(self) -> None:
         """Wait until workers and replicas are known, in bounded time."""

@@ -66,7 +66,7 @@ class Side:
     def answer(self, message: scheduler_pb2.LifecycleRequest | bytes) -> scheduler_pb2.LifecycleResponse:
         raw = message if isinstance(message, bytes) else message.SerializeToString()
         results = carry_out_all(self._operations, self.codec, self.codec.read(raw))
-        return scheduler_pb2.LifecycleResponse.FromString(b"".join(results))
+        return scheduler_pb2.LifecycleResponse.FromString(b"".join(results or ()))
 
     def _told_later(self, number: int, operation: Operation, outcome: Outcome) -> None:
         self.later.MergeFromString(self.codec.write(number, operation, outcome))

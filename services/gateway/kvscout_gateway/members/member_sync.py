@@ -125,6 +125,7 @@ class MemberSync:
         *,
         clock: Callable[[], float],
         peers_of_others: Callable[[], dict[WorkerName, Peer] | None],
+        state: Callable[[], object | None],
         on_release: Callable[[WorkerSpec], object],
     ) -> None:
         """Know nothing of the member yet.
@@ -135,6 +136,8 @@ class MemberSync:
             registry: The workers of this gateway.
             clock: Monotonic seconds.
             peers_of_others: Gives the lists of other members; None = one of them has not been read yet.
+            state: Returns the state of the registry and of all members' lists; None = they are to be compared in any
+                case.
             on_release: Called with an own worker that another gateway has changed or removed, as the member lists it
                 now or as it was last.
         """
@@ -143,6 +146,17 @@ class MemberSync:
         self._registry = registry
         self._clock = clock
         self._peers_of_others = peers_of_others
+        self._state = state
+        self._compared: object | None = None
+        """State after a comparison that left nothing to be done; None = it left something."""
+        self._version = ""
+        """Version of the list that was read last; "" = there is none."""
+        self._listed: dict[WorkerName, Peer] = {}
+        """That list."""
+        self._own_workers: tuple[str, dict[WorkerName, Entry]] = ("", {})
+        """Registrations that this member should have, and the version of the registry that they are of."""
+        self.lists = 0
+        """Lists that were compared."""
         self._on_release = on_release
         self._sent: dict[WorkerName, _Sent] = {}
         self._to_remove: set[WorkerName] = set()
@@ -240,13 +254,22 @@ class MemberSync:
         if not self.changed.is_set() and not self.refused:
             self.synced.set()
 
+    @property
+    def lacks_workers(self) -> bool:
+        """Return whether others list workers that this one does not."""
+        return bool(self._lacks)
+
     def wait_seconds(self) -> float:
         """Return the seconds until the next round is due, if nothing changes."""
         return max(0.0, self._list_due - self._clock())
 
     def _own(self) -> dict[WorkerName, Entry]:
         """Return the registrations that this member should have."""
-        return {entry.name: entry for entry in self._registry.entries() if entry.source not in LEARNED}
+        version, own = self._own_workers
+        if version != self._registry.version:
+            own = {entry.name: entry for entry in self._registry.entries() if entry.source not in LEARNED}
+            self._own_workers = self._registry.version, own
+        return own
 
     def _missing(self) -> list[Entry]:
         return [entry for name, entry in self._own().items() if not self._knows(name, entry)]
@@ -339,11 +362,36 @@ class MemberSync:
     # Reading
 
     async def _compare(self) -> None:
-        """Read the list of workers, and draw the conclusions."""
+        """Read the list of workers, and draw the conclusions; there are none where nothing has changed anywhere."""
         requested_at = self._clock()
-        answer = await call(
-            self._stub.ListWorkers, workers_pb2.ListWorkersRequest(tenant=ALL_TENANTS), timeout=CALL_SECONDS
-        )
+        request = workers_pb2.ListWorkersRequest(tenant=ALL_TENANTS, known_version=self._version)
+        answer = await call(self._stub.ListWorkers, request, timeout=CALL_SECONDS)
+        if not answer.version or answer.version != self._version:
+            self._listed = await self._read(answer, requested_at)
+            self._version = answer.version
+        elif self._compared is not None and self._compared == self._state():
+            self._listed_at = requested_at
+            return
+        self._compared = None
+        listed = {name: peer._replace(listed_at=requested_at) for name, peer in self._listed.items()}
+        lost = (self.peers.keys() | self._sent.keys()) - listed.keys()
+        if lost and self._listed_at is not None and await self._restarted_since(self._listed_at):
+            self._new = True
+            self._sent.clear()
+        self._compare_shared(listed)
+        await asyncio.sleep(0)
+        self._compare_own(listed)
+        if self._new:
+            await self._bring_up(listed)
+        passes_on = await self._pass_on(listed)
+        self.peers = listed
+        self.lists += 1
+        self._listed_at = requested_at
+        if not (self._new or passes_on or self._unlisted):
+            self._compared = self._state()
+
+    async def _read(self, answer: workers_pb2.ListWorkersResponse, requested_at: float) -> dict[WorkerName, Peer]:
+        """Return the workers of a list."""
         listed: dict[WorkerName, Peer] = {}
         specs: dict[bytes, WorkerSpec] = {}
         for number, entry in enumerate(answer.workers):
@@ -362,18 +410,7 @@ class MemberSync:
                 spec, entry.lease_seconds, _source_of(entry), requested_at
             )
         self._specs = specs
-        lost = (self.peers.keys() | self._sent.keys()) - listed.keys()
-        if lost and self._listed_at is not None and await self._restarted_since(self._listed_at):
-            self._new = True
-            self._sent.clear()
-        self._compare_shared(listed)
-        await asyncio.sleep(0)
-        self._compare_own(listed)
-        if self._new:
-            await self._bring_up(listed)
-        await self._pass_on(listed)
-        self.peers = listed
-        self._listed_at = requested_at
+        return listed
 
     async def _restarted_since(self, then: float) -> bool:
         """Return whether the member's process started after a time; called only when workers are missing: it costs."""
@@ -429,17 +466,19 @@ class MemberSync:
                 listed[name] = peer
         self._new = False
 
-    async def _pass_on(self, listed: dict[WorkerName, Peer]) -> None:
-        """Push what is registered with others, for as long as it is there."""
+    async def _pass_on(self, listed: dict[WorkerName, Peer]) -> bool:
+        """Push what is registered with others, for as long as it is there; return whether there is any."""
         now = self._clock()
         listed_by_others = self._peers_of_others() or {}
         lacks, before = {}, self._lacks
+        passes_on = False
         own = self._own()
         for name, peer in listed_by_others.items():
             if name in own or name in self._to_remove or not peer.registered_there:
                 continue
             here = listed.get(name)
             if here is not None and here.source is Source.PEER:
+                passes_on = True
                 if here.spec == peer.spec:
                     self._to_renew.add(name)
                 else:
@@ -449,6 +488,7 @@ class MemberSync:
                 if peer.listed_at - lacks[name] >= PASSED_ON_AFTER_SECONDS:
                     await self._pass_on_one(name, peer)
         self._lacks = lacks
+        return passes_on or bool(lacks)
 
     async def _pass_on_one(self, name: WorkerName, peer: Peer) -> None:
         if await self._register_worker(name, peer.spec, PASSED_ON_LEASE_SECONDS, passed_on=True) is None:

@@ -50,6 +50,8 @@ class Registration:
         self._shared = shared
         self._clock = clock
         self.members: list[MemberSync] = []
+        self._adopted: object | None = None
+        """State of the lists whose workers were adopted last."""
         for name, stub in members:
             self.join(name, stub)
         registry.listen(self)
@@ -62,6 +64,7 @@ class Registration:
             self._registry,
             clock=self._clock,
             peers_of_others=lambda: self._peers_of_others(member),
+            state=self._state,
             on_release=self._release,
         )
         self.members.append(member)
@@ -167,6 +170,12 @@ class Registration:
         log.info("worker %s is now registered by another gateway", spec.worker_id)
         self._registry.register(spec, source=Source.PEER)
 
+    def _state(self) -> object | None:
+        """Return the state of the registry and of the members' lists; None = workers are about to be passed on."""
+        if any(member.lacks_workers for member in self.members):
+            return None
+        return self._registry.version, [(member.lists, member.error, member.tried) for member in self.members]
+
     def _peers_of_others(self, member: MemberSync) -> dict[WorkerName, Peer] | None:
         others = [other for other in self.members if other is not member]
         if not all(other.tried for other in others):
@@ -190,10 +199,13 @@ class Registration:
 
     async def _adopt(self) -> None:
         """Make the registry's peers those that members list: new ones some at a time, the rest in one call."""
+        if self._adopted == self._state() is not None:
+            return
         while fresh := [spec for spec in self._peers() if not self._knows(spec)][:WORKERS_A_SLICE]:
             self._registry.add_to_source(Source.PEER, fresh)
             await asyncio.sleep(0)
         self._registry.replace_source(Source.PEER, self._peers())
+        self._adopted = self._state()
 
     def _knows(self, spec: WorkerSpec) -> bool:
         return self._registry.has(WorkerName(spec.tenant, spec.worker_id))

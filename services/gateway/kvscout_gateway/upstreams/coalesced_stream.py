@@ -1,9 +1,9 @@
-"""One open stream to an upstream: operations in, each with an answer of its own, several a message.
+"""One open stream to an upstream: operations in, several a message, most with an answer of their own.
 
-What is put in one iteration of the event loop goes in one message, or in two, where nobody waits for it: that a
-request's output has begun and that it is over is often read together, and reported one after the other. What comes
-while a message is under way goes in the next one. A message is under way until something of it is answered, or for
-`PACE_SECONDS`: what takes long is answered late, and must hold up nobody.
+What is put in one iteration of the event loop goes in one message. What nobody waits for (`post`) has no answer: it
+goes with the next operation, or after `LINGER_SECONDS`, and is acknowledged by the answer to a later operation. What
+comes while a message is under way goes in the next one. A message is under way until something of it is answered, or
+for `PACE_SECONDS`: what takes long is answered late, and must hold up nobody.
 
 Messages are bytes: an operation is serialised once, by whoever puts it.
 """
@@ -30,6 +30,8 @@ MESSAGE_OPERATIONS = 1024
 MESSAGE_BYTES = 512 * 1024
 """In one message, unless one operation has more."""
 PACE_SECONDS = 0.005
+LINGER_SECONDS = 0.02
+"""Longest time for which what nobody waits for stays here: the upstream wakes up less often."""
 STATUS_SECONDS = 0.5
 """Longest wait for the status of a stream that takes nothing more."""
 
@@ -39,11 +41,10 @@ Result = TypeVar("Result")
 class Operation(Generic[Result]):
     """One operation; its answer is None if the stream ended before it came."""
 
-    __slots__ = ("answer", "body", "id")
+    __slots__ = ("answer", "id")
 
-    def __init__(self, id: int, body: bytes, answer: asyncio.Future[Result | None]) -> None:
+    def __init__(self, id: int, answer: asyncio.Future[Result | None]) -> None:
         self.id = id
-        self.body = body
         self.answer = answer
 
     async def within(self, seconds: float) -> bool:
@@ -92,20 +93,26 @@ class CoalescedStream(ABC, Generic[Result]):
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count(1)
-        self._unsent: dict[int, Operation[Result]] = {}
+        self._unsent: dict[int, tuple[bytes, float]] = {}
+        """Serialised operations by id, and when those were posted that nobody waits for; 0 = somebody does."""
         self._pending: dict[int, Operation[Result]] = {}
         """Sent or not, and not answered."""
         self._acknowledged = 0
-        """The last operation that is known to have been seen to."""
+        """The last operation that is known to have been carried out."""
         self._sent: deque[tuple[int, float]] = deque()
-        """Last operation and time of the messages that are not known to have been, oldest first."""
+        """Last operation and time of the messages that are to be answered and are not, oldest first."""
         self._sent_at = clock()
-        """When the last message was sent."""
+        """When the last message was sent that is to be answered."""
         self._under_way = 0
         """First operation of the message that is under way; 0 = none."""
         self._pace: asyncio.TimerHandle | None = None
+        self._linger: asyncio.TimerHandle | None = None
+        """Sends what was posted, unless it goes earlier."""
+        self.linger_seconds = LINGER_SECONDS
         self._call: Any = None
         """Once operations may be sent."""
+        self._is_urgent = False
+        """Something unsent is not to wait any longer."""
         self._is_due = False
         """`_send` is called in the next iteration of the loop."""
         self._wake = asyncio.Event()
@@ -122,26 +129,30 @@ class CoalescedStream(ABC, Generic[Result]):
     def _take(self, message: bytes) -> None:
         """Read a message: call `_answered` for each result in it."""
 
-    def put(self, body: bytes, *, awaited: bool = True) -> Operation[Result]:
-        """Send an operation with the next message.
-
-        Args:
-            body: Serialised, without its id.
-            awaited: Somebody waits for its answer.
-        """
-        operation: Operation[Result] = Operation(next(self._ids), body, self._loop.create_future())
+    def put(self, body: bytes) -> Operation[Result]:
+        """Send an operation with the next message; `body` is serialised, without its id."""
+        operation: Operation[Result] = Operation(next(self._ids), self._loop.create_future())
         if self.ended or self._closing:
             operation.answer.set_result(None)
             return operation
-        self._pending[operation.id] = self._unsent[operation.id] = operation
+        self._pending[operation.id] = operation
+        self._unsent[operation.id] = (body, 0.0)
+        self._is_urgent = True
         if not self._under_way:
-            if awaited:
-                self._due()
-            else:
-                self._loop.call_soon(self._due)
+            self._due()
         elif self._pace is None:
             self._pace = self._loop.call_later(PACE_SECONDS, self._arrived)
         return operation
+
+    def post(self, body: bytes) -> int:
+        """Send an operation for whose answer nobody waits, soon; return its id, 0 if the stream has ended."""
+        if self.ended or self._closing:
+            return 0
+        number = next(self._ids)
+        self._unsent[number] = (body, self._clock())
+        if self._linger is None:
+            self._linger = self._loop.call_later(self.linger_seconds, self._lingered)
+        return number
 
     def drop(self, operation: Operation[Result]) -> None:
         """Forget an operation; if it was not sent, it is not."""
@@ -202,8 +213,9 @@ class CoalescedStream(ABC, Generic[Result]):
 
     def _end(self) -> None:
         self.ended, self._call = True, None
-        if self._pace is not None:
-            self._pace.cancel()
+        for timer in (self._pace, self._linger):
+            if timer is not None:
+                timer.cancel()
         for operation in self._pending.values():
             if not operation.answer.done():
                 operation.answer.set_result(None)
@@ -234,21 +246,41 @@ class CoalescedStream(ABC, Generic[Result]):
                 await asyncio.wait([reading])
 
     def _message(self) -> bytes:
-        taken: list[Operation[Result]] = []
-        size = 0
-        for operation in itertools.islice(self._unsent.values(), MESSAGE_OPERATIONS):
-            if taken and size + len(operation.body) > MESSAGE_BYTES:
+        fields: list[bytes] = []
+        size = last = awaited = 0
+        now = self._clock()
+        for number, (body, posted_at) in itertools.islice(self._unsent.items(), MESSAGE_OPERATIONS):
+            if fields and size + len(body) > MESSAGE_BYTES:
                 break
-            size += len(operation.body)
-            taken.append(operation)
-        for operation in taken:
-            del self._unsent[operation.id]
-        self._under_way = taken[0].id
-        self._sent_at = self._clock()
-        self._sent.append((taken[-1].id, self._sent_at))
-        self.operations += len(taken)
+            size += len(body)
+            body += number_field(self._id_field, number)
+            if posted_at:
+                body += self._age_field(now - posted_at)
+            else:
+                awaited = awaited or number
+            fields.append(bytes_field(self._field, body))
+            last = number
+        for number in list(itertools.islice(self._unsent, len(fields))):
+            del self._unsent[number]
+        if awaited:
+            self._under_way = awaited
+            self._sent_at = now
+            self._sent.append((last, now))
+            self._awaits_answer(now)
+        self._is_urgent = bool(self._unsent)
+        if self._linger is not None and not self._unsent:
+            self._linger.cancel()
+            self._linger = None
+        self.operations += len(fields)
         self.messages += 1
-        return b"".join(bytes_field(self._field, each.body + number_field(self._id_field, each.id)) for each in taken)
+        return b"".join(fields)
+
+    def _awaits_answer(self, now: float) -> None:
+        """Note that a message is sent that is to be answered."""
+
+    def _age_field(self, seconds: float) -> bytes:
+        """Serialise how long an operation was posted before it was sent; b"" = that does not matter."""
+        return b""
 
     def _arrived(self) -> None:
         """Let the next message go."""
@@ -256,8 +288,12 @@ class CoalescedStream(ABC, Generic[Result]):
         if self._pace is not None:
             self._pace.cancel()
             self._pace = None
-        if self._unsent:
+        if self._is_urgent:
             self._due()
+
+    def _lingered(self) -> None:
+        self._linger, self._is_urgent = None, True
+        self._arrived()
 
     async def _read(self, stream: Any, status: FirstStatus) -> None:
         try:

@@ -44,8 +44,6 @@ class Booking:
     output: Output = UNKNOWN
     prefilled: bool = False
     """Its first token is out."""
-    prefill_reported: bool = False
-    """And the scheduler knows."""
     output_tokens: int = 0
     """Tokens generated until it was freed; 0 = unknown."""
 
@@ -63,7 +61,7 @@ class Booking:
     def again(self) -> Booking:
         """Return the same, prefilled and without a scheduler: it will be booked as what runs."""
         attempt_id = self.attempt_id | UNBOOKED_ATTEMPT
-        return replace(self, attempt_id=attempt_id, scheduler=None, prefilled=True, prefill_reported=False)
+        return replace(self, attempt_id=attempt_id, scheduler=None, prefilled=True)
 
     def reserve_request(self) -> scheduler_pb2.ReserveRequest:
         """Return what books it anew, where it runs: the scheduler learns nothing from how long it takes from now on."""

@@ -125,8 +125,8 @@ class Bookings:
         self._stats.bookings += 1
         self.journal.booked(booking)
 
-    def complete_prefill(self, key: RequestKey, attempt_id: int, now: float) -> bool:
-        """End a request's prefill phase; False = it was over already.
+    def complete_prefill(self, key: RequestKey, attempt_id: int, now: float, age_seconds: float = 0.0) -> bool:
+        """End a request's prefill phase, which was over some seconds ago; False = that was known.
 
         Raises:
             NotFound: This attempt is not active.
@@ -134,7 +134,7 @@ class Bookings:
         booking = self._called(key, attempt_id, now)
         if booking.phase is Phase.DECODE:
             return False
-        self.decode(booking, now)
+        self.decode(booking, now, age_seconds)
         self.journal.changed(booking)
         return True
 
@@ -151,13 +151,14 @@ class Bookings:
         self.decode(booking, now)
         self.journal.changed(booking)
 
-    def decode(self, booking: Booking, now: float) -> None:
+    def decode(self, booking: Booking, now: float, age_seconds: float = 0.0) -> None:
         """Begin the decode phase of a booking: its first token is out, or should be, where nobody reports it."""
         booking.phase = Phase.DECODE
-        booking.first_token_at = None if booking.reservation.estimates_prefill else now
+        began_at = max(booking.booked_at, now - age_seconds)
+        booking.first_token_at = None if booking.reservation.estimates_prefill else began_at
         booking.pool.complete_prefill(booking.allocation)
         for observer in booking.pool.observers:
-            observer.prefill_completed(booking.reservation, now - booking.booked_at, now)
+            observer.prefill_completed(booking.reservation, began_at - booking.booked_at, now)
 
     def ran_before(self, booking: Booking) -> None:
         """Note that a booking began before it was reported here, or that its progress was not reported in time:
@@ -180,12 +181,14 @@ class Bookings:
         self.journal.changed(booking)
         return booking.output_blocks
 
-    def free(self, key: RequestKey, attempt_id: int, now: float, output_tokens: int = 0) -> FreeOutcome:
+    def free(
+        self, key: RequestKey, attempt_id: int, now: float, output_tokens: int = 0, age_seconds: float = 0.0
+    ) -> FreeOutcome:
         """Release all that an attempt holds, whatever its phase; a no-op if it holds nothing."""
         booking = self._find(key, attempt_id)
         if booking is not None:
             self._own(booking, now)
-            self._end(booking, Ended.BY_CALLER, now, output_tokens)
+            self._end(booking, Ended.BY_CALLER, now, output_tokens, age_seconds)
             self._stats.freed += 1
             return FreeOutcome.FREED
         ended = self._attempts.get(key, attempt_id, now)
@@ -382,12 +385,13 @@ class Bookings:
         self._stats.ended[reason] += 1
         self.end_log.add(booking, reason, now)
 
-    def _end(self, booking: Booking, how: Ended, now: float, output_tokens: int = 0) -> None:
+    def _end(self, booking: Booking, how: Ended, now: float, output_tokens: int = 0, age_seconds: float = 0.0) -> None:
         self._leases.clear(booking)
         self.owners.drop(booking)
-        self._take_out(booking, now, freed=how is Ended.BY_CALLER, output_tokens=output_tokens)
+        freed = how is Ended.BY_CALLER
+        self._take_out(booking, now, freed=freed, output_tokens=output_tokens, age_seconds=age_seconds)
         self._attempts.add(booking.key, booking.reservation.attempt_id, how, now)
-        self.journal.ended(booking, by_caller=how is Ended.BY_CALLER)
+        self.journal.ended(booking, by_caller=freed)
 
     def _put_in(self, booking: Booking) -> None:
         key = booking.key
@@ -397,7 +401,9 @@ class Bookings:
         for observer in booking.pool.observers:
             observer.booked(booking.reservation, booking.booked_at)
 
-    def _take_out(self, booking: Booking, now: float, *, freed: bool, output_tokens: int = 0) -> None:
+    def _take_out(
+        self, booking: Booking, now: float, *, freed: bool, output_tokens: int = 0, age_seconds: float = 0.0
+    ) -> None:
         key = booking.key
         del self._active[key]
         self._by_tenant[key.tenant] -= 1
@@ -411,6 +417,6 @@ class Bookings:
         booking.pool.release(booking.allocation)
         if booking.pool.observers:
             since = None if booking.reservation.running else booking.first_token_at
-            end = End(freed, output_tokens, 0.0 if since is None else now - since)
+            end = End(freed, output_tokens, 0.0 if since is None else max(0.0, now - age_seconds - since))
             for observer in booking.pool.observers:
                 observer.ended(booking.reservation, end, now)

@@ -27,7 +27,7 @@ from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import CompletePrefill, Free, Operation, Outcome, Select
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, PackedOverlaps
 from kvscout_scheduler.values.request import Prompt, SelectionRequest
-from kvscout_scheduler.values.reservation import FreeOutcome, RequestKey
+from kvscout_scheduler.values.reservation import MICROSECONDS, FreeOutcome, RequestKey
 
 MAX_OPERATIONS: Final = 1024
 """Operations in one message."""
@@ -49,10 +49,14 @@ class Codec:
     Args:
         tenant: Tenant of operations that name none; "" = the default one.
         caller_tenant: Tenant that the caller is bound to; "*" = all.
+        acknowledges: Ends of prefills and of requests have no result where they succeed.
         native: Whether the extension reads and writes usual messages; None = if it is built.
     """
 
-    def __init__(self, tenant: str, caller_tenant: str = ALL_TENANTS, *, native: bool | None = None) -> None:
+    def __init__(
+        self, tenant: str, caller_tenant: str = ALL_TENANTS, *, acknowledges: bool = False, native: bool | None = None
+    ) -> None:
+        self._acknowledges = acknowledges
         self.native = native_available() if native is None else native
         self._tenant = tenant or DEFAULT_TENANT
         self._caller_tenant = caller_tenant
@@ -84,7 +88,10 @@ class Codec:
         return map(self._operation, request.operations)
 
     def write(self, number: int, operation: Operation | KvscoutError, outcome: Outcome) -> bytes:
-        """Return a serialised `LifecycleResponse` of one result; several in a row are one message."""
+        """Return a serialised `LifecycleResponse` of one result; several in a row are one message. b"" = it has none: a
+        later result acknowledges it."""
+        if self._acknowledges and isinstance(outcome, bool | FreeOutcome):
+            return b""
         if self.native:
             if isinstance(outcome, FreeOutcome):
                 return native_load.number_result(number, _FREED, translate.OUTCOMES[outcome])
@@ -112,8 +119,10 @@ class Codec:
         if not model or not request_id:
             ref = scheduler_pb2.RequestRef(model=model, request_id=request_id)
             return self._operation(scheduler_pb2.LifecycleOperation(id=number, free=ref))
-        key = RequestKey(tenant or self._tenant, model, _ROLES[role], request_id)
-        return number, CompletePrefill(key, attempt_id) if kind == _PREFILL_COMPLETE else Free(key, attempt_id, read[3])
+        key, age_seconds = RequestKey(tenant or self._tenant, model, _ROLES[role], request_id), read[3] / MICROSECONDS
+        if kind == _PREFILL_COMPLETE:
+            return number, CompletePrefill(key, attempt_id, age_seconds)
+        return number, Free(key, attempt_id, read[4], age_seconds)
 
 
 def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Select:

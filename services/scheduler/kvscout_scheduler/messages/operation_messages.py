@@ -21,10 +21,12 @@ from kvscout_scheduler.values.operations import (
     Reserve,
     Select,
 )
-from kvscout_scheduler.values.reservation import FreeOutcome
+from kvscout_scheduler.values.reservation import MICROSECONDS, FreeOutcome
 
 
-def operation_from_proto(kind: str, message: Any, tenant: str = "", *, output_tokens: int = 0) -> Operation:
+def operation_from_proto(
+    kind: str, message: Any, tenant: str = "", *, output_tokens: int = 0, age_us: int = 0
+) -> Operation:
     """Return an operation, of a stream or of a unary call.
 
     Args:
@@ -32,6 +34,7 @@ def operation_from_proto(kind: str, message: Any, tenant: str = "", *, output_to
         message: What is in the field, or the request of the call.
         tenant: If it names none; "" = the default one.
         output_tokens: Of a request that is over.
+        age_us: Microseconds since a prefill or a request was over.
 
     Raises:
         InvalidArgument: It cannot be read.
@@ -51,11 +54,11 @@ def operation_from_proto(kind: str, message: Any, tenant: str = "", *, output_to
     key = translate.key_from_proto(message, tenant)
     match kind:
         case "prefill_complete":
-            return CompletePrefill(key, message.attempt_id)
+            return CompletePrefill(key, message.attempt_id, age_us / MICROSECONDS)
         case "add_output":
             return AddOutput(key, message.attempt_id, message.blocks)
         case "free":
-            return Free(key, message.attempt_id, output_tokens)
+            return Free(key, message.attempt_id, output_tokens, age_us / MICROSECONDS)
     raise TypeError(f"{kind} is no operation")
 
 
@@ -64,7 +67,9 @@ def streamed_from_proto(message: scheduler_pb2.LifecycleOperation, tenant: str =
     kind = message.WhichOneof("operation")
     if kind is None:
         raise InvalidArgument("names none", field="operation")
-    return operation_from_proto(kind, getattr(message, kind), tenant, output_tokens=message.output_tokens)
+    return operation_from_proto(
+        kind, getattr(message, kind), tenant, output_tokens=message.output_tokens, age_us=message.age_us
+    )
 
 
 _ANSWERS: Final[Mapping[type, tuple[str, Callable[[Any], Any]]]] = {
@@ -102,11 +107,12 @@ def result_to_proto(operation: Operation | KvscoutError, outcome: Outcome) -> sc
 def operation_to_proto(operation: Operation) -> scheduler_pb2.LifecycleOperation:
     """Return an operation on bookings that are there already, for another replica."""
     match operation:
-        case CompletePrefill(key, attempt_id):
-            return scheduler_pb2.LifecycleOperation(prefill_complete=translate.key_to_proto(key, attempt_id))
-        case Free(key, attempt_id, output_tokens):
-            ref = translate.key_to_proto(key, attempt_id)
-            return scheduler_pb2.LifecycleOperation(free=ref, output_tokens=output_tokens)
+        case CompletePrefill(key, attempt_id, age_seconds):
+            ref, age_us = translate.key_to_proto(key, attempt_id), int(age_seconds * MICROSECONDS)
+            return scheduler_pb2.LifecycleOperation(prefill_complete=ref, age_us=age_us)
+        case Free(key, attempt_id, output_tokens, age_seconds):
+            ref, age_us = translate.key_to_proto(key, attempt_id), int(age_seconds * MICROSECONDS)
+            return scheduler_pb2.LifecycleOperation(free=ref, output_tokens=output_tokens, age_us=age_us)
         case AddOutput(key, attempt_id, blocks):
             name = translate.key_to_proto(key, attempt_id).SerializeToString()
             # The fields that name a request are the same ones.

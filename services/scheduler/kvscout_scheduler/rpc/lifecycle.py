@@ -14,7 +14,7 @@ received.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import copy_context
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -82,8 +82,8 @@ class LifecycleRpc:
             raise InvalidArgument(problem, field="hello.owner_id")
         scheduler, owner = self._scheduler, OwnerName(current_identity().tenant, first.hello.owner_id)
         timeout_seconds = _heartbeat_timeout(first.hello)
-        codec = Codec(first.tenant, current_identity().tenant)
-        outbox = _Outbox(codec, draining=scheduler.draining)
+        codec = Codec(first.tenant, current_identity().tenant, acknowledges=first.hello.acknowledges_in_order)
+        outbox = _Outbox(codec, draining=scheduler.draining, queues_requests=scheduler.queues_requests)
         operations = Operations(scheduler, owner, outbox.put, self._remote)
         reader = asyncio.current_task()
         if reader is None:
@@ -94,14 +94,14 @@ class LifecycleRpc:
         liveness = LivenessTimer(0, lambda silent: None)
         failure: BaseException | None = None
 
-        def answer_immediately(message: bytes) -> bytes | None:
+        def answer_immediately(message: bytes) -> Sequence[bytes] | None:
             nonlocal failure
             liveness.beat()
             if not (answers_in_callbacks(context) and outbox.is_empty):
                 return None
             try:
                 results = carry_out_all(operations, codec, codec.read(message))
-                return b"".join((*outbox.take(), *results))
+                return () if results is None else (b"".join((*outbox.take(), *results)),)
             except BaseException as error:
                 failure = error
                 return None
@@ -117,15 +117,14 @@ class LifecycleRpc:
             outbox.news.set()
             writer = asyncio.create_task(outbox.write_to(context), name=f"lifecycle of {owner}")
             liveness = LivenessTimer(timeout_seconds, lambda silent: self._end(reader, silent))
-            outbox.results += carry_out_all(operations, codec, codec.operations(first))
+            outbox.add(carry_out_all(operations, codec, codec.operations(first)))
             caller = copy_context()  # as this task knows it
             answer: Answer = lambda message: caller.run(answer_immediately, message)  # noqa: E731
             while (message := await read_unanswered(context, answer)) is not grpc.aio.EOF:
                 liveness.beat()
                 if failure is not None:
                     raise failure
-                outbox.results += carry_out_all(operations, codec, codec.read(message))
-                outbox.news.set()
+                outbox.add(carry_out_all(operations, codec, codec.read(message)))
                 if len(outbox.results) > MAX_RESULTS:
                     await outbox.room()
             await operations.answered()
@@ -177,8 +176,8 @@ class LifecycleRpc:
 class _Outbox:
     """Outgoing messages of one stream."""
 
-    def __init__(self, codec: Codec, *, draining: bool) -> None:
-        self.next = scheduler_pb2.LifecycleResponse(draining=draining)
+    def __init__(self, codec: Codec, *, draining: bool, queues_requests: bool) -> None:
+        self.next = scheduler_pb2.LifecycleResponse(draining=draining, queues_requests=queues_requests)
         """Next message, without results."""
         self.results: list[bytes] = []
         """Serialised."""
@@ -189,8 +188,16 @@ class _Outbox:
 
     def put(self, number: int, operation: Operation, outcome: Outcome) -> None:
         """Add a result that came later."""
-        self.results.append(self._codec.write(number, operation, outcome))
-        self.news.set()
+        result = self._codec.write(number, operation, outcome)
+        if result:
+            self.results.append(result)
+            self.news.set()
+
+    def add(self, results: list[bytes] | None) -> None:
+        """Add the results of a message; None = it needs no answer."""
+        if results is not None:
+            self.results += results
+            self.news.set()
 
     @property
     def is_empty(self) -> bool:
@@ -242,11 +249,21 @@ def _heartbeat_timeout(hello: scheduler_pb2.LifecycleHello) -> float:
     return hello.heartbeat_ms / 1000 * MISSED_HEARTBEATS
 
 
-def carry_out_all(operations: Operations, codec: Codec, operations_read: Iterable[Read]) -> list[bytes]:
-    """Carry out the operations of a message, in order, and return the results of those that do not wait."""
-    results = []
+def carry_out_all(operations: Operations, codec: Codec, operations_read: Iterable[Read]) -> list[bytes] | None:
+    """Carry out the operations of a message, in order, and return the results of those that do not wait.
+
+    Returns:
+        The results; None = a later answer acknowledges all of the message.
+    """
+    results: list[bytes] = []
+    count = acknowledged = 0
     for number, operation in operations_read:
+        count += 1
         outcome = operation if isinstance(operation, KvscoutError) else operations.carry_out(number, operation)
         if outcome is not None:
-            results.append(codec.write(number, operation, outcome))
-    return results
+            result = codec.write(number, operation, outcome)
+            if result:
+                results.append(result)
+            else:
+                acknowledged += 1
+    return results if results or acknowledged < max(count, 1) else None

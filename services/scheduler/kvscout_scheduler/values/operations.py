@@ -31,6 +31,8 @@ class CompletePrefill(NamedTuple):
 
     key: RequestKey
     attempt_id: int
+    age_seconds: float = 0.0
+    """Seconds since then."""
 
 
 class AddOutput(NamedTuple):
@@ -47,6 +49,8 @@ class Free(NamedTuple):
     key: RequestKey
     attempt_id: int
     output_tokens: int = 0
+    age_seconds: float = 0.0
+    """Seconds since then."""
 
 
 class Renew(NamedTuple):

@@ -18,7 +18,7 @@ from kvscout_common import errors
 from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_common.worker import Role, WorkerRank
 from kvscout_gateway.upstreams.failover import Member, UpstreamDown
-from kvscout_gateway.upstreams.scheduler import attachment, queue_wait
+from kvscout_gateway.upstreams.scheduler import attachment, lifecycle, queue_wait
 from kvscout_gateway.upstreams.scheduler.attachment import Attachment
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
 from kvscout_gateway.upstreams.scheduler.link import SchedulerLink, SchedulerMember, Schedulers
@@ -102,9 +102,8 @@ async def world(
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attachment, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(attachment, "REBOOK_SECONDS", 0.01)
-    monkeypatch.setattr(attachment, "HEALTH_SECONDS", 0.01)
-    monkeypatch.setattr(attachment, "PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(attachment, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(lifecycle, "PROBE_SECONDS", 0.02)
 
 
 async def until(condition: Callable[[], object], what: str = "condition") -> None:

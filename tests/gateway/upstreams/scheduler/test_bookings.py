@@ -25,7 +25,9 @@ async def held() -> AsyncIterator[tuple[Bookings, ScriptedScheduler, SchedulerMe
         stream = LifecycleStream(member.stub.open_lifecycle, "me", [])
         await stream.hello
         member.stub.use(stream)
-        yield Bookings(), scheduler, member
+        bookings = Bookings()
+        stream.closed.add_done_callback(lambda closed: bookings.stream_ended(stream))
+        yield bookings, scheduler, member
         await stream.close(CLOSE_SECONDS)
 
 

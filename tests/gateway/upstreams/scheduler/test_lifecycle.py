@@ -22,10 +22,10 @@ from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
 
 @asynccontextmanager
 async def streaming(
-    *in_flight: str, stuck_seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
+    *in_flight: str, stuck_seconds: float = 10.0, clock: Callable[[], float] = time.monotonic, queues: bool = False
 ) -> AsyncIterator[tuple[LifecycleStream, ScriptedScheduler]]:
     async with scripted_scheduler() as (scheduler, channel):
-        scheduler.booked["known"] = "w"
+        scheduler.booked["known"], scheduler.queues_requests = "w", queues
         opening = SchedulerLink(channel).open_lifecycle
         stream = LifecycleStream(opening, "me", map(ref, in_flight), stuck_seconds=stuck_seconds, clock=clock)
         try:
@@ -35,8 +35,8 @@ async def streaming(
             await stream.close(lifecycle.CLOSE_SECONDS)
 
 
-def ref(request_id: str) -> scheduler_pb2.RequestRef:
-    return scheduler_pb2.RequestRef(model="m", request_id=request_id)
+def ref(request_id: str, model: str = "m") -> scheduler_pb2.RequestRef:
+    return scheduler_pb2.RequestRef(model=model, request_id=request_id)
 
 
 def book(stream: LifecycleStream, request_id: str, model: str = "m", blocks: int = 0) -> Operation:
@@ -73,17 +73,55 @@ async def test_operations_of_one_turn_go_together_and_find_their_own_answers() -
         assert (stream.operations, stream.messages) == (20, 1)
 
 
-async def test_what_nobody_waits_for_goes_with_what_is_told_in_the_next_turn() -> None:
+async def test_what_nobody_waits_for_goes_with_the_next_operation_which_acknowledges_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coalesced_stream, "LINGER_SECONDS", 100.0)
     async with streaming() as (stream, scheduler):
         await worker_of(book(stream, "a"))
-        begun = stream.send("prefill_complete", ref("a"), awaited=False)
-        await asyncio.sleep(0)
-        over = stream.send("free", ref("a"), awaited=False)
-        await asyncio.gather(begun.answer, over.answer)
+        stream.prefill_complete(ref("a"))
+        await asyncio.sleep(0.01)
+        stream.free(ref("a"))
+        assert (scheduler.messages, stream.unacknowledged_frees) == ([1], 1)
+        await worker_of(book(stream, "b"))
+        assert scheduler.messages == [1, 3]
+        assert scheduler.heard[1:] == ["prefill_complete a", "free a", "select_and_reserve b"]
+        assert stream.unacknowledged_frees == 0
+        assert scheduler.ages_us[0] >= 10_000
+
+
+async def test_what_nobody_waits_for_goes_alone_after_a_while_and_a_heartbeat_acknowledges_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lifecycle, "HEARTBEAT_SECONDS", 0.5)
+    async with streaming() as (stream, scheduler):
+        await worker_of(book(stream, "a"))
+        stream.prefill_complete(ref("a"))
+        stream.free(ref("a"))
+        await until(lambda: len(scheduler.messages) == 2)
         assert scheduler.messages == [1, 2]
-        alone = stream.send("free", ref("a"), awaited=False)
-        await alone.answer
+        await until(lambda: not stream.unacknowledged_frees)
         assert scheduler.messages == [1, 2, 1]
+
+
+async def test_reports_do_not_linger_where_requests_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coalesced_stream, "LINGER_SECONDS", 100.0)
+    async with streaming(queues=True) as (stream, scheduler):
+        await stream.hello
+        stream.free(ref("a"))
+        await until(lambda: scheduler.heard == ["free a"])
+
+
+async def test_a_scheduler_that_answers_every_operation_is_understood() -> None:
+    async with streaming() as (stream, scheduler):
+        scheduler.answers_all = True
+        await worker_of(book(stream, "a"))
+        stream.prefill_complete(ref("a"))
+        stream.free(ref("a"))
+        stream.free(ref("b", model="nobody"))
+        await until(lambda: stream.unacknowledged_frees == 1)
+        assert await worker_of(book(stream, "c")) == "w"
+        assert stream.unacknowledged_frees == 1, "one was refused"
 
 
 async def test_what_comes_while_a_message_is_under_way_goes_in_the_next_one_in_order(
@@ -95,7 +133,7 @@ async def test_what_comes_while_a_message_is_under_way_goes_in_the_next_one_in_o
         scheduler.goes_on.clear()
         first = book(stream, "a")
         await until(lambda: stream.messages == 1)
-        later = [book(stream, "b"), stream.send("prefill_complete", ref("b")), stream.send("free", ref("b"))]
+        later = [book(stream, "b"), book(stream, "c"), book(stream, "d")]
         await asyncio.sleep(0)
         assert stream.messages == 1
         scheduler.goes_on.set()
@@ -226,9 +264,9 @@ async def test_a_scheduler_that_drains_says_so_and_is_served_to_the_end() -> Non
         await scheduler.drain()
         await stream.changed.wait()
         assert (stream.draining, stream.ended) == (True, False)
-        freeing = stream.send("free", ref("r"))
+        stream.free(ref("r"))
         await stream.close(lifecycle.CLOSE_SECONDS)
-        assert await freeing.answer is not None
+        assert scheduler.heard == ["free r"]
         assert stream.ended
 
 

@@ -6,7 +6,7 @@ Bytes in, bytes out: a chunk of a response is never parsed, and goes back at onc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,11 @@ class ExternalProcessor:
             InvalidArgument: The proxy sends what is none of the protocol's messages, or not in its order.
         """
         call = _Call(self._follow(), self._limits)
-        echo = call.stream.echo
+
+        def echo(message: bytes) -> Sequence[bytes] | None:
+            answer = call.stream.echo(message)
+            return None if answer is None else (answer,)
+
         try:
             while not call.is_over and (message := await read_unanswered(context, echo)) is not grpc.aio.EOF:
                 step = await self._taken(call, message)

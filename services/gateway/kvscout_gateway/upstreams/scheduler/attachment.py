@@ -31,9 +31,10 @@ from typing import Any
 
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import DeadlineExceeded, Draining, KvscoutError, NotFound
+from kvscout_common.process.ticks import until_tick
 from kvscout_gateway.upstreams.failover import Member, UpstreamDown
 from kvscout_gateway.upstreams.scheduler.bookings import Bookings
-from kvscout_gateway.upstreams.scheduler.lifecycle import CLOSE_SECONDS, PROBE_SECONDS, LifecycleStream
+from kvscout_gateway.upstreams.scheduler.lifecycle import CLOSE_SECONDS, LifecycleStream
 from kvscout_gateway.upstreams.scheduler.link import SchedulerMember, Schedulers, error_of
 from kvscout_gateway.values.booking import Booking
 
@@ -43,13 +44,12 @@ RETRY_SECONDS = 0.25
 """Between two rounds of the list while no scheduler of it can be attached to."""
 STUCK_SHARE = 0.75
 """Of the time for an answer: a stream on which nothing comes for that long is broken off, where an answer is due."""
-HEALTH_SECONDS = 1.0
-"""Between two health checks of the schedulers that come before the one in use."""
+LOOK_SECONDS = 1.0
+"""Between two health checks of the schedulers that come before the one in use, and between two tries of booking what
+the scheduler refused, mostly because it does not know the worker yet."""
 HEALTH_TIMEOUT_SECONDS = 0.5
 STABLE_SECONDS = 5.0
 MAX_STABLE_SECONDS = 60.0
-REBOOK_SECONDS = 1.0
-"""Between two tries of booking what the scheduler refused, mostly because it does not know the worker yet."""
 REBOOK_BATCH = 256
 
 
@@ -101,8 +101,6 @@ class Attachment:
         self._closing: set[asyncio.Task[None]] = set()
         self._opened_at = 0
         """When the newest stream was opened, microseconds since the Unix epoch."""
-        self._rebooked_at = 0.0
-        self._checked_at = 0.0
         self._down = "no scheduler is attached"
         """Why requests do not wait for a scheduler; "" = there is one, or it is not known yet that there is none."""
         self._round: asyncio.Future[None] | None = None
@@ -184,6 +182,7 @@ class Attachment:
             opened_at=self._opened_at,
             stuck_seconds=self._timeout * STUCK_SHARE,
         )
+        stream.closed.add_done_callback(lambda closed: self._bookings.stream_ended(stream))
         try:
             async with asyncio.timeout(self._timeout):
                 unknown = await asyncio.shield(stream.hello)
@@ -215,7 +214,7 @@ class Attachment:
         self._health[member].well_since = None
         while (stream := member.stub.stream) is not None:
             try:
-                async with asyncio.timeout(PROBE_SECONDS):
+                async with asyncio.timeout(until_tick(LOOK_SECONDS)):
                     await stream.changed.wait()
             except TimeoutError:
                 pass
@@ -223,11 +222,8 @@ class Attachment:
             if gone or (stream.draining and not stream.ended):
                 log.info("%s %s", member.name, "is no longer there" if gone else "drains")
                 return await self._move_from(member), None
-            stream.check()
-            now = self._clock()
-            if now >= self._rebooked_at + REBOOK_SECONDS:
-                await self._rebook(member, stream)
-            better = await self._better(member) if now >= self._checked_at + HEALTH_SECONDS else None
+            await self._rebook(member, stream)
+            better = await self._better(member)
             if better is not None:
                 try:
                     await self._attach(better)
@@ -267,7 +263,6 @@ class Attachment:
 
     async def _rebook(self, member: SchedulerMember, stream: LifecycleStream) -> None:
         """Book at a scheduler what runs and is not booked there."""
-        self._rebooked_at = self._clock()
         unbooked = self._bookings.unbooked(member)
         for start in range(0, len(unbooked), REBOOK_BATCH):
             await self._rebook_some(member, stream, unbooked[start : start + REBOOK_BATCH])
@@ -294,7 +289,6 @@ class Attachment:
 
     async def _better(self, used: SchedulerMember) -> SchedulerMember | None:
         """Return a scheduler that comes earlier in the list, and has been well for long enough."""
-        self._checked_at = self._clock()
         earlier = list(itertools.takewhile(lambda member: member is not used, self._schedulers.members))
         if not earlier:
             return None

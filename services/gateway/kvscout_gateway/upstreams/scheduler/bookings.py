@@ -1,25 +1,20 @@
 """Bookings of this gateway: every booking is held while it runs and freed exactly once.
 
 A booking is held by the stream to its scheduler (`attachment`), and follows its request when this gateway goes to
-another scheduler. Reports go over the stream and nobody waits for them. What a stream that broke left undelivered needs
-no repeating: the next hello lists what is in flight, and the scheduler frees everything else of this gateway.
+another scheduler. Reports go over the stream and nobody waits for them. Of what a stream that broke left undelivered
+only ends of prefills are repeated: the next hello lists what is in flight, and the scheduler frees everything else of
+this gateway.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import cast
 
-from kvscout.v1 import scheduler_pb2
-from kvscout_gateway.upstreams.scheduler.lifecycle import Name, name_of
-from kvscout_gateway.upstreams.scheduler.link import SchedulerLink, SchedulerMember
+from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, Name, name_of
+from kvscout_gateway.upstreams.scheduler.link import SchedulerMember
 from kvscout_gateway.values.booking import Booking
-
-log = logging.getLogger("kvscout.gateway")
 
 
 class Bookings:
@@ -70,17 +65,17 @@ class Bookings:
 
     def moved(self, booking: Booking, member: SchedulerMember) -> None:
         """Record that a scheduler holds a booking from now on. What it knows of its prefill is not known."""
-        booking.scheduler, booking.prefill_reported = member, False
-        if booking in self._open:
-            self._report_prefill(booking)
-        else:
+        booking.scheduler = member
+        if booking not in self._open:
             self._send_free(booking)  # it ended meanwhile
+        elif booking.prefilled:
+            self._send_prefill_complete(booking)
 
     def prefill_complete(self, booking: Booking) -> None:
-        """Report the first token."""
-        if booking in self._open:
+        """Report the first token. A second call does nothing."""
+        if booking in self._open and not booking.prefilled:
             booking.prefilled = True
-            self._report_prefill(booking)
+            self._send_prefill_complete(booking)
 
     def free(self, booking: Booking, output_tokens: int = 0) -> None:
         """Free a booking. A second call does nothing.
@@ -94,34 +89,23 @@ class Bookings:
             self._open.remove(booking)
             self._send_free(booking)
 
-    def _report_prefill(self, booking: Booking) -> None:
-        if not booking.prefilled or booking.prefill_reported or booking.scheduler is None:
-            return
-        operation = _link_of(booking.scheduler).send("prefill_complete", booking.ref)
-        if operation is not None:
-            operation.answer.add_done_callback(partial(self._prefill_reported, booking))
-
     @staticmethod
-    def _prefill_reported(booking: Booking, answer: asyncio.Future[scheduler_pb2.LifecycleResult | None]) -> None:
-        # If the stream ended, it is sent again over the next one.
-        booking.prefill_reported = answer.result() is not None
+    def _send_prefill_complete(booking: Booking) -> None:
+        stream = _stream_of(booking)
+        if stream is not None:
+            stream.prefill_complete(booking.ref)
 
     def _send_free(self, booking: Booking) -> None:
-        if booking.scheduler is None:
-            return
-        operation = _link_of(booking.scheduler).send("free", booking.ref, booking.output_tokens)
-        if operation is None:
-            self.undelivered += 1
-        else:
-            operation.answer.add_done_callback(partial(self._freed, booking))
+        if booking.scheduler is not None:
+            stream = _stream_of(booking)
+            if stream is None or not stream.free(booking.ref, booking.output_tokens):
+                self.undelivered += 1
 
-    def _freed(self, booking: Booking, answer: asyncio.Future[scheduler_pb2.LifecycleResult | None]) -> None:
-        result = answer.result()
-        if result is None or result.code:
-            self.undelivered += 1
-            why = result.message if result is not None else "the stream ended"
-            log.debug("Free of %s was not acknowledged: %s", booking.request_id, why)
+    def stream_ended(self, stream: LifecycleStream) -> None:
+        """Count the frees that a stream left undelivered."""
+        self.undelivered += stream.unacknowledged_frees
 
 
-def _link_of(scheduler: object) -> SchedulerLink:
-    return cast("SchedulerMember", scheduler).stub
+def _stream_of(booking: Booking) -> LifecycleStream | None:
+    """Return the stream to the scheduler that has a booking; None = it has none, or no stream is open."""
+    return cast("SchedulerMember", booking.scheduler).stub.stream if booking.scheduler is not None else None

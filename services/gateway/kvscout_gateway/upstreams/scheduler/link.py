@@ -11,7 +11,7 @@ from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.errors import Draining, KvscoutError
 from kvscout_common.transport.statuses import from_status
 from kvscout_gateway.upstreams.failover import Failover, Member
-from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream, Operation
+from kvscout_gateway.upstreams.scheduler.lifecycle import LifecycleStream
 
 RETRY_SECONDS = 1.0
 """Seconds after which callers try again, where the stream names no time."""
@@ -78,11 +78,6 @@ class SchedulerLink(_Stub):
             self._operations += stream.operations
             self._messages += stream.messages
         return stream
-
-    def send(self, kind: str, message: Any, output_tokens: int = 0) -> Operation | None:
-        """Send an operation for whose answer nobody waits; None = there is no stream."""
-        stream = self.stream
-        return stream.send(kind, message, awaited=False, output_tokens=output_tokens) if stream is not None else None
 
 
 Schedulers: TypeAlias = "Failover[SchedulerLink]"

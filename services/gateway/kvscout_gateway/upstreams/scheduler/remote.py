@@ -285,7 +285,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
         ref: scheduler_pb2.RequestRef,
     ) -> scheduler_pb2.SelectResponse | None:
         for given_up in pending.given_up:
-            stream.send("free", given_up, awaited=False)
+            stream.free(given_up)
         operation = stream.send("select_and_reserve", pending.message())
         in_line = False
         try:
@@ -309,7 +309,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
             return _checked(result, stream).select if result is not None else None
         except (asyncio.CancelledError, WaitedTooLong, UpstreamDown):
             stream.drop(operation)
-            stream.send("free", ref, awaited=False)
+            stream.free(ref)
             raise
         finally:
             stream.drop(operation)
