@@ -208,3 +208,16 @@ def test_what_an_engine_told_stays_while_its_worker_registers_again_and_changes(
     assert recorder.heard == ["+a", "~a", "~a", "~a", "~a", "-a:removed", "+a"]
     with pytest.raises(NotFound):
         registry.complete("default", "ghost", facts)
+
+
+def test_each_change_has_a_version_of_its_own_and_renewals_have_none(registry: Registry) -> None:
+    versions = [registry.version, Registry(Clock()).version]
+    registry.register(spec("a"), lease_seconds=10)
+    versions.append(registry.version)
+    registry.keep_alive("default", ["a"])
+    assert registry.version == versions[-1]
+    registry.set_draining("default", "a", True)
+    versions.append(registry.version)
+    registry.remove("default", "a")
+    versions.append(registry.version)
+    assert len(set(versions)) == len(versions)

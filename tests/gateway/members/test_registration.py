@@ -466,6 +466,9 @@ async def test_a_round_over_a_fleet_leaves_others_their_turn_and_reads_only_what
     await until(lambda: len(node.sources()) == len(specs))
     await rounds(node)
     assert read.calls == len(specs)
+    lists = written.calls
+    await rounds(node)
+    assert written.calls == lists, "what has not changed is not listed again"
     fleet.services[0].registry.update(replace(specs[7], total_kv_blocks=3))
     await until(lambda: node.registry.get("default", "w7").spec.total_kv_blocks == 3)
     assert read.calls == len(specs) + 1

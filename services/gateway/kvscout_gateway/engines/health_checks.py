@@ -21,6 +21,8 @@ log = logging.getLogger("kvscout.gateway")
 CHECKED = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
 """Engines that have a health URL."""
 TIMEOUT_SECONDS = 2.0
+GROUP_SECONDS = 0.5
+"""Between two groups of checks of a large fleet, each of which is one wake-up."""
 CONCURRENT_CHECKS = 32
 """Checks under way: a fleet that hangs costs no more connections."""
 BODY_BYTES = 64 * 1024
@@ -69,16 +71,15 @@ class HealthChecks:
         """Begin one check of each worker, spread over a period."""
         due = [spec for spec in self._workers() if spec.http_endpoint and spec.engine in CHECKED]
         random.shuffle(due)
-        pause = self._period / max(1, len(due))
-        for spec in due:
-            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-            if self._has_output(spec, self._period):
-                self._report(spec)
-                continue
-            await self._places.acquire()
-            group.create_task(self._check(spec), name=f"check {spec.worker_id}")
-        if not due:
-            await asyncio.sleep(self._period)
+        count = max(1, min(len(due), int(self._period / GROUP_SECONDS)))
+        for place in range(count):
+            await asyncio.sleep(self._period / count * random.uniform(0.5, 1.5))
+            for spec in due[place::count]:
+                if self._has_output(spec, self._period):
+                    self._report(spec)
+                    continue
+                await self._places.acquire()
+                group.create_task(self._check(spec), name=f"check {spec.worker_id}")
 
     async def _check(self, spec: WorkerSpec) -> None:
         asked_at = asyncio.get_running_loop().time()
