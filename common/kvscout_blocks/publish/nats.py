@@ -18,6 +18,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from typing import Final, Protocol
+from weakref import WeakKeyDictionary
 
 import nats.errors
 import nats.js.errors
@@ -94,7 +95,7 @@ class StreamWay:
         self._max_age_seconds = max_age_seconds
         self._js = link.client.jetstream()
         self._made: set[tuple[str, str]] = set()
-        self._cuts: dict[int, str] = {}
+        self._cuts: WeakKeyDictionary[Publication, str] = WeakKeyDictionary()
         """Names of the states that are under way, by their publication."""
 
     async def prepare(self) -> None:
@@ -142,8 +143,8 @@ class StreamWay:
             return message_id(publication.rank, outgoing.epoch, outgoing.event_id)
         if outgoing.chunk == 0:
             # A state that is sent again is cut anew, and must not be taken for the one before.
-            self._cuts[id(publication)] = secrets.token_hex(8)
-        return message_id(publication.rank, "state", self._cuts[id(publication)], outgoing.chunk)
+            self._cuts[publication] = secrets.token_hex(8)
+        return message_id(publication.rank, "state", self._cuts[publication], outgoing.chunk)
 
 
 class Sender:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -42,6 +43,8 @@ end what we have booked."""
 PENDING_BYTES = 8 * 1024 * 1024
 """Outbound bytes that the client holds, while it reconnects too; more are refused with `OutboundBufferLimitError`."""
 HOOK_RETRY_SECONDS = 1.0
+OLDEST_SERVER = (2, 10)
+"""Version of the oldest server that has what is used of consumers and key-value buckets."""
 _TROUBLE = (nats.errors.Error, TimeoutError, OSError)
 """Errors of a connection."""
 
@@ -93,6 +96,12 @@ class _Client(nats.aio.client.Client):
                 self._on_defect(error)
 
         return guarded
+
+
+def is_too_old(version: str) -> bool:
+    """Return whether a server of this version lacks what is used; one that cannot be read does not."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) < OLDEST_SERVER
 
 
 class NatsLink:
@@ -229,6 +238,11 @@ class NatsLink:
         return self._started_at + FIRST_SECONDS
 
     async def _run_hooks(self) -> None:
+        version = str(self.client._server_info.get("version", ""))
+        if is_too_old(version):
+            self.problem = f"NATS server {version} is too old: {'.'.join(map(str, OLDEST_SERVER))} or later is needed"
+            log.error("%s", self.problem)
+            return
         for hook in self._hooks:
             while not self._connections.is_set():
                 try:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvscout/v1/snapshots.proto\x12\nkvscout.v1\"\x93\x01\n\x0eSnapshotHeader\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x17\n\x0fstream_sequence\x18\x02 \x01(\x04\x12\x1a\n\x12stream_incarnation\x18\x03 \x01(\x04\x12\x0e\n\x06\x63ut_at\x18\x04 \x01(\x01\x12+\n\x07sources\x18\x05 \x03(\x0b\x32\x1a.kvscout.v1.SnapshotSource\"\x8f\x01\n\x0eSnapshotSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x17\n\x0fstream_sequence\x18\x03 \x01(\x04\x12\x10\n\x08messages\x18\x04 \x01(\r\x12\x12\n\nunverified\x18\x05 \x01(\x08\x12\x1a\n\x12unregistered_since\x18\x06 \x01(\x01\x42\x31Z/github.com/kvscout/kvscout/clients/go/kvscoutv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvscout/v1/snapshots.proto\x12\nkvscout.v1\"\x93\x01\n\x0eSnapshotHeader\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x17\n\x0fstream_sequence\x18\x02 \x01(\x04\x12\x1a\n\x12stream_incarnation\x18\x03 \x01(\x04\x12\x0e\n\x06\x63ut_at\x18\x04 \x01(\x01\x12+\n\x07sources\x18\x05 \x03(\x0b\x32\x1a.kvscout.v1.SnapshotSource\"\x8d\x01\n\x0eSnapshotSource\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x17\n\x0fstream_sequence\x18\x03 \x01(\x04\x12\x10\n\x08messages\x18\x04 \x01(\r\x12\x12\n\nunverified\x18\x05 \x01(\x08J\x04\x08\x06\x10\x07R\x12unregistered_sinceB1Z/github.com/kvscout/kvscout/clients/go/kvscoutv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,5 +35,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SNAPSHOTHEADER']._serialized_start=43
   _globals['_SNAPSHOTHEADER']._serialized_end=190
   _globals['_SNAPSHOTSOURCE']._serialized_start=193
-  _globals['_SNAPSHOTSOURCE']._serialized_end=336
+  _globals['_SNAPSHOTSOURCE']._serialized_end=334
 # @@protoc_insertion_point(module_scope)

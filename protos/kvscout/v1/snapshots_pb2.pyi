@@ -74,7 +74,6 @@ class SnapshotSource(_message.Message):
     STREAM_SEQUENCE_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     UNVERIFIED_FIELD_NUMBER: _builtins.int
-    UNREGISTERED_SINCE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     dp_rank: _builtins.int
@@ -85,8 +84,6 @@ class SnapshotSource(_message.Message):
     """Number of its messages: a state as chunks; in snapshots of release 0.1 batches may follow it."""
     unverified: _builtins.bool
     """True = events of it were missed, and not requested again yet."""
-    unregistered_since: _builtins.float
-    """Unused since release 0.2."""
     def __init__(
         self,
         *,
@@ -95,11 +92,10 @@ class SnapshotSource(_message.Message):
         stream_sequence: _builtins.int = ...,
         messages: _builtins.int = ...,
         unverified: _builtins.bool = ...,
-        unregistered_since: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "messages", b"messages", "stream_sequence", b"stream_sequence", "unregistered_since", b"unregistered_since", "unverified", b"unverified", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "messages", b"messages", "stream_sequence", b"stream_sequence", "unverified", b"unverified", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,9 @@ from kvscout_scheduler.scraper import EngineScraper
 if TYPE_CHECKING:
     from kvscout_scheduler.replicas.replicas import Replicas
 
+IDLE_EXPIRY_SECONDS = 1.0
+"""Interval of looking for what is overdue while nothing is booked: shorter than any lease."""
+
 
 class SchedulerService:
     """A scheduler over the workers of its process.
@@ -81,7 +84,7 @@ class SchedulerService:
             if ended >= MAX_ENDS:
                 await asyncio.sleep(0)  # other calls are served between two slices of many ends
             else:
-                await sleep_to_tick(self._expiry_seconds)
+                await sleep_to_tick(self._expiry_seconds if len(self.scheduler.bookings) else IDLE_EXPIRY_SECONDS)
 
     async def warm(self) -> None:
         """Wait until workers and replicas are known, in bounded time."""

@@ -229,3 +229,28 @@ async def test_a_callback_that_meets_trouble_of_the_connection_goes_on() -> None
             await link.client.publish("trouble", payload)
         async with asyncio.timeout(10):
             assert [await heard.get(), await heard.get()] == [b"first", b"second"]
+
+
+@pytest.mark.parametrize(
+    ("version", "too_old"), [("2.9.25", True), ("1.4.1", True), ("2.10.0", False), ("2.11.0-dev", False), ("", False)]
+)
+def test_a_server_is_too_old_by_its_version(version: str, too_old: bool) -> None:
+    assert nats_link.is_too_old(version) is too_old
+
+
+async def test_a_server_that_is_too_old_is_a_problem_that_names_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nats_link, "OLDEST_SERVER", (1000, 7))
+    hooked: list[bool] = []
+
+    async def hook() -> None:
+        hooked.append(True)
+
+    async with nats_server() as server, running_link(NatsLink(NatsConfig((server.url,)), "test")) as link:
+        link.on_connected(hook)
+
+        async def refused() -> bool:
+            return "is too old: 1000.7 or later is needed" in link.problem
+
+        await eventually(refused)
+        assert link.problem.startswith("NATS server 2.")
+        assert not hooked
