@@ -107,9 +107,7 @@ fn operation(bytes: &[u8]) -> Option<Operation<'_>> {
             select(value).map(|select| Operation::Select(id, Box::new(select), kind == 3))
         }
         Some((5, value)) => reference(value).map(|name| Operation::PrefillComplete(id, name, age_us)),
-        Some((_, value)) => {
-            reference(value).map(|name| Operation::Free(id, name, output_tokens, age_us))
-        }
+        Some((_, value)) => reference(value).map(|name| Operation::Free(id, name, output_tokens, age_us)),
         None => None,
     };
     Some(usual.unwrap_or(Operation::Plain(bytes)))
