@@ -102,7 +102,7 @@ async def world(
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attachment, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(attachment, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(attachment, "REBOOK_SECONDS", 0.01)
     monkeypatch.setattr(lifecycle, "PROBE_SECONDS", 0.02)
 
 

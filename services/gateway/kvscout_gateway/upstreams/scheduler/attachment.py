@@ -44,7 +44,7 @@ RETRY_SECONDS = 0.25
 """Between two rounds of the list while no scheduler of it can be attached to."""
 STUCK_SHARE = 0.75
 """Of the time for an answer: a stream on which nothing comes for that long is broken off, where an answer is due."""
-LOOK_SECONDS = 1.0
+REBOOK_SECONDS = 1.0
 """Between two health checks of the schedulers that come before the one in use, and between two tries of booking what
 the scheduler refused, mostly because it does not know the worker yet."""
 HEALTH_TIMEOUT_SECONDS = 0.5
@@ -214,7 +214,7 @@ class Attachment:
         self._health[member].well_since = None
         while (stream := member.stub.stream) is not None:
             try:
-                async with asyncio.timeout(until_tick(LOOK_SECONDS)):
+                async with asyncio.timeout(until_tick(REBOOK_SECONDS)):
                     await stream.changed.wait()
             except TimeoutError:
                 pass
