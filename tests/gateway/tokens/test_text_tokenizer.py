@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import eventually
 from support.trained_tokenizers import BUILDS, byte_level, byte_level_prefixed, save
 
 from kvscout_common.errors import ConfigError, ResourceExhausted
@@ -79,6 +80,36 @@ async def test_what_is_long_is_done_in_a_thread_and_what_is_short_is_not(
     await tokenizer.of_text("short", add_special_tokens=False, tenant="a")
     await tokenizer.of_text(LINE * (INLINE_RENDERED // len(LINE) + 1), add_special_tokens=False, tenant="a")
     assert seen == [True, False]
+
+
+async def test_chunks_are_cached_although_the_request_did_not_wait_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, begun, go, calls = loaded(tmp_path), threading.Event(), threading.Event(), []
+    encode = tokenizer._tokenizer.encode
+
+    def slow(*args: Any, **kwargs: Any) -> list[bytes]:
+        calls.append(args)
+        begun.set()
+        go.wait(10)
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(tokenizer._tokenizer, "encode", slow)
+    text = LINE * 100
+    request = asyncio.create_task(tokenizer.of_text(text, add_special_tokens=False, tenant="a"))
+    await asyncio.to_thread(begun.wait, 10)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    go.set()
+
+    async def cached() -> bool:
+        return tokenizer.cache.size > 0
+
+    await eventually(cached, what="a cached text")
+    tokens = await tokenizer.of_text(text, add_special_tokens=False, tenant="a")
+    assert array("I", tokens).tolist() == byte_level().encode(text, add_special_tokens=False).ids
+    assert len(calls) == 1
 
 
 async def test_texts_that_are_none_have_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

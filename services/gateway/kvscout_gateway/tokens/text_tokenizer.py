@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -161,11 +162,28 @@ class TextTokenizer:
         new = list(dict.fromkeys(chunk for chunk, tokens in zip(chunks, known, strict=True) if tokens is None))
         if not new:
             return b"".join(tokens for tokens in known if tokens is not None)
-        encoded = await self._run(sum(map(len, new)) > INLINE_ENCODED, self._tokenizer.encode, new)
-        fresh = dict(zip(new, encoded, strict=True))
-        for chunk, tokens in fresh.items():
-            self.cache.put(tenant, chunk, tokens)
+        fresh = dict(zip(new, await self._encode(new, tenant), strict=True))
         return b"".join(fresh[chunk] if tokens is None else tokens for chunk, tokens in zip(chunks, known, strict=True))
+
+    async def _encode(self, chunks: list[str], tenant: str) -> list[bytes]:
+        """Encode chunks and cache their tokens, also when whoever waits for them has given up meanwhile."""
+        if sum(map(len, chunks)) <= INLINE_ENCODED:
+            encoded = self._tokenizer.encode(chunks)
+            self._keep(tenant, chunks, encoded)
+            return encoded
+        loop = asyncio.get_running_loop()
+
+        def work() -> list[bytes]:
+            encoded = self._tokenizer.encode(chunks)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._keep, tenant, chunks, encoded)
+            return encoded
+
+        return await self._threads.run(work)
+
+    def _keep(self, tenant: str, chunks: list[str], encoded: list[bytes]) -> None:
+        for chunk, tokens in zip(chunks, encoded, strict=True):
+            self.cache.put(tenant, chunk, tokens)
 
     async def _run(self, long: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._threads.run(work, *args, **kwargs) if long else work(*args, **kwargs)
