@@ -71,5 +71,5 @@ def test_four_times_the_text_costs_no_more_than_in_proportion(
 
 def test_the_patterns_of_the_product_are_found() -> None:
     names = {name.rpartition(".")[2] for name, _, searched in ALL if searched}
-    assert {"_USAGE", "_MARKS", "_ESCAPE"} <= names
+    assert {"_USAGE", "_BRACKETS", "_ESCAPE"} <= names
     assert len(ALL) > 20

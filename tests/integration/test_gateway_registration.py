@@ -189,6 +189,7 @@ async def test_a_second_gateway_routes_to_the_workers_of_the_first_and_can_take_
             prompt = fresh_prompt(64)
             got = await client.generate(prompt, pinned_worker_id="w1")
             await client.until_indexed(prompt, 4)
+            await client.until_idle()
             assert (await stack.client.route(prompt)).worker.worker_id == got.route.worker.worker_id == "w1"
 
             drain = workers_pb2.DrainWorkerRequest(worker_id="w1")

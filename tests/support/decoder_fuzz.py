@@ -40,6 +40,7 @@ from support.fuzz_seeds import POOL, STREAMS, WORKER, dumps, golden_payloads, re
 
 if native_available():
     import kvscout_native
+    from kvscout_common.http.native_http_client import native_dialect
 
 BLOCK_SIZE = POOL.block_size
 
@@ -329,7 +330,7 @@ def check_events(data: bytes) -> None:
         reference = EventRelay(form, dialect, max_tokens, StreamReport())
         expected = passed_on(reference, chunks) if native_available() else reference.feed(data, 1.0)
         if native_available():
-            native = kvscout_native.EventRelay(form.value, dialect.native, max_tokens)
+            native = kvscout_native.EventRelay(form.value, native_dialect(dialect), max_tokens)
             found = passed_on(native, chunks)
             assert found == expected, f"{form} {dialect}: native {found!r}, reference {expected!r}"
 

@@ -208,6 +208,8 @@ def _become(request: tuple[str, list[str], str], stdout: int, stderr: int, inher
     sys.argv = [module, *arguments]
     # By this a process would start itself anew.
     sys.orig_argv = [sys.executable, "-m", module, *arguments]
+    # Another one may have imported it: the process of all services is made of theirs.
+    sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

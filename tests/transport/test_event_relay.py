@@ -221,10 +221,11 @@ def test_a_document_that_is_too_long_is_passed_on_and_not_read() -> None:
 @pytest.mark.skipif(not native_available(), reason="the extension is not built")
 def test_the_extension_reads_documents_up_to_the_same_length() -> None:
     import kvscout_native
+    from kvscout_common.http.native_http_client import native_dialect
 
     around = len(event({"choices": [{"text": ""}]})) - len(b"data: \n\n")
     for length, outputs in ((MAX_DOCUMENT_BYTES, 1), (MAX_DOCUMENT_BYTES + 1, 0)):
         document = event({"choices": [{"text": "x" * (length - around)}]})
-        twin, running = kvscout_native.EventRelay(Form.BYTES.value, OPENAI.native), relay(Form.BYTES)
+        twin, running = kvscout_native.EventRelay(Form.BYTES.value, native_dialect(OPENAI)), relay(Form.BYTES)
         assert twin.feed(document + DONE, 1.0) == b"".join(fed(running, document + DONE)) == document + DONE
         assert [running.report.outputs, StreamReport(**twin.report).outputs] == [outputs, outputs]

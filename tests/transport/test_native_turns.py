@@ -119,6 +119,7 @@ def test_a_turn_reads_no_more_of_a_callers_connection_than_its_share(name: str) 
 
 
 def test_a_turn_reads_no_more_of_an_engine_than_its_share() -> None:
+    from kvscout_common.http.native_http_client import native_dialect
     from kvscout_native import HTTP_EVENTS, Http
 
     with ExitStack() as held:
@@ -132,7 +133,7 @@ def test_a_turn_reads_no_more_of_an_engine_than_its_share() -> None:
         def pass_on(events: list[Any]) -> None:
             for event in events:
                 if event[0] == HTTP_EVENTS["ANSWER"]:
-                    core.stream(event[1], ("bytes", OPENAI.native, None))
+                    core.stream(event[1], ("bytes", native_dialect(OPENAI), None))
                 elif event[0] == HTTP_EVENTS["CHUNK"]:
                     core.resume(event[1])
 

@@ -7,11 +7,7 @@ item of `choices`. A mark is a path, or a path and the text that it must have: `
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    import kvscout_native
+from typing import Any, NamedTuple
 
 MAX_COUNT = (1 << 32) - 1
 """Largest number of tokens, and largest token id."""
@@ -54,13 +50,6 @@ class Dialect:
     def paths(self) -> dict[str, tuple[str, ...]]:
         """Return the paths by meaning."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "cumulative"}
-
-    @cached_property
-    def native(self) -> kvscout_native.Dialect:
-        """Return the same for the extension."""
-        import kvscout_native
-
-        return kvscout_native.Dialect([*self.paths().items()], cumulative=self.cumulative)
 
     def usage(self, document: dict[str, Any]) -> Usage | None:
         """Return the usage in a whole answer; None = it does not report any."""

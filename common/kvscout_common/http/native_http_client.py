@@ -30,6 +30,7 @@ from kvscout_common.http.http import (
 )
 from kvscout_common.http.native_http import ANSWER, CHUNK, ENDED, FIRST, FULL, HttpCore, ServerCall, shared
 from kvscout_common.transport.native_core import ClientTls, MessageStream
+from kvscout_common.transport.native_core import Dialect as NativeDialect
 from kvscout_common.transport.ready_tasks import Resumption
 from kvscout_common.transport.waiting import Inbox, Notice
 
@@ -37,6 +38,12 @@ _OWN_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENO
 _SYSTEM_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _numbers = itertools.count(1)
+
+
+@lru_cache(maxsize=64)
+def native_dialect(dialect: Dialect) -> NativeDialect:
+    """Return a dialect as the extension has it."""
+    return NativeDialect([*dialect.paths().items()], cumulative=dialect.cumulative)
 
 
 class _Place(NamedTuple):
@@ -231,7 +238,7 @@ class NativeAnswer:
         # Not the core's `http` itself: who is cancelled late would keep it when the core is closed.
         core, number = self._core, self._number
         reads = form is Form.MESSAGES or self._is_events()
-        events = (form.value, dialect.native, max_tokens) if reads else None
+        events = (form.value, native_dialect(dialect), max_tokens) if reads else None
         to, first = (sink.sink, sink.first) if isinstance(sink, PrefixedSink) else (sink, b"")
         try:
             if isinstance(to, ServerCall) and to.core is core:

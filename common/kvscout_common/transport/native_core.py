@@ -26,12 +26,23 @@ from kvscout_native import (
     ByteBudget,
     ByteCharge,
     ClientTls,
+    Dialect,
     Http,
     Rpc,
     ServerTls,
 )
 
-__all__ = ["HTTP_EVENTS", "AnswerTimes", "ByteBudget", "ByteCharge", "ClientTls", "Http", "NativeCore", "ServerTls"]
+__all__ = [
+    "HTTP_EVENTS",
+    "AnswerTimes",
+    "ByteBudget",
+    "ByteCharge",
+    "ClientTls",
+    "Dialect",
+    "Http",
+    "NativeCore",
+    "ServerTls",
+]
 
 OPEN: Final = RPC_EVENTS["OPEN"]
 MESSAGE: Final = RPC_EVENTS["MESSAGE"]

@@ -112,8 +112,9 @@ def relays(dialect: Dialect) -> list[Any]:
     found: list[Any] = [EventRelay(Form.BYTES, dialect, None, StreamReport())]
     if native_available():
         import kvscout_native
+        from kvscout_common.http.native_http_client import native_dialect
 
-        found.append(kvscout_native.EventRelay(Form.BYTES.value, dialect.native))
+        found.append(kvscout_native.EventRelay(Form.BYTES.value, native_dialect(dialect)))
     return found
 
 
