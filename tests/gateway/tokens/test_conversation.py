@@ -119,3 +119,18 @@ def test_arguments_with_too_much_in_them_are_shown_as_none() -> None:
 
     assert shown('{"a":[[],1]}') == {"a": [[], 1]}
     assert shown('{"a":[' + "[]," * 20_000 + "1]}") == {}
+
+
+def test_tools_say_whether_they_are_deferred_and_parts_may_name_one() -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True}, "defer_loading": True}
+    [shown] = tools_shown({"tools": [tool]}) or []
+    assert shown["defer_loading"] and shown["function"]["defer_loading"] and shown["function"]["strict"]
+    messages = [{"role": "tool", "tool_call_id": "1", "content": [{"type": "tool_reference", "name": "f"}]}]
+    assert conversation(messages, as_parts=True)[0]["content"] == [{"type": "tool_reference", "name": "f"}]
+    assert conversation(messages, as_parts=False)[0]["content"] == "f"
+
+
+def test_texts_of_a_tools_result_are_one_text_whatever_else_their_parts_say() -> None:
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    [shown] = conversation([{"role": "tool", "content": [part, part]}], as_parts=True)
+    assert shown["content"] == "a\na"

@@ -290,7 +290,7 @@ def _mark_end(messages: list[dict[str, Any]]) -> None:
     content: Any = messages[-1]["content"] if messages else None
     if isinstance(content, str):
         messages[-1]["content"] = content + _FINAL_TAG
-    elif content:
+    elif content and "text" in content[-1]:
         content[-1]["text"] += _FINAL_TAG
     else:
         raise NotText("there is no final message to continue")

@@ -27,7 +27,7 @@ _KNOWN_IN_A_PART: Final = frozenset(
     ("type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file", "prompt_cache_breakpoint")
 )
 """Fields of a part that a template does not see."""
-_HEADER: Final = "x-anthropic-billing-header"
+HEADER: Final = "x-anthropic-billing-header"
 """Begins a line that differs with every request of one client; vLLM leaves it out of system messages."""
 
 
@@ -77,6 +77,17 @@ def calls_of(calls: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         yield call, function
 
 
+def text_or_none(value: Any) -> str | None:
+    """Return a text; None = there is none.
+
+    Raises:
+        NotText: It is something else.
+    """
+    if value is not None and not isinstance(value, str):
+        raise NotText("a text is none")
+    return value
+
+
 def tools_shown(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools of a request as a template sees them: with what the client left out.
 
@@ -115,11 +126,11 @@ def template_variables(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: Mapping[str, Any], role: str, *, as_parts: bool) -> dict[str, Any]:
-    parts = list(_parts(message.get("content"), without_header=role == "system"))
-    as_list = as_parts and not (role == "tool" and all(part.keys() <= {"type", "text"} for part in parts))
+    parts = list(_parts(message.get("content"), role))
+    as_list = as_parts and not (role == "tool" and all(part["type"] == "text" for part in parts))
     shown: dict[str, Any] = {
         "role": role,
-        "content": parts if as_list else "\n".join(part["text"] for part in parts),
+        "content": parts if as_list else "\n".join(part["text" if "text" in part else "name"] for part in parts),
     }
     if role == "assistant":
         if message.get("tool_calls"):
@@ -136,7 +147,7 @@ def _message(message: Mapping[str, Any], role: str, *, as_parts: bool) -> dict[s
     return shown
 
 
-def _parts(content: Any, *, without_header: bool) -> Iterable[dict[str, Any]]:
+def _parts(content: Any, role: str) -> Iterable[dict[str, Any]]:
     if content is None:
         return
     if isinstance(content, str):
@@ -144,18 +155,20 @@ def _parts(content: Any, *, without_header: bool) -> Iterable[dict[str, Any]]:
     if not isinstance(content, list):
         raise NotText("the content of a message is neither text nor a list")
     for part in content:
-        shown = {"type": "text", "text": part} if isinstance(part, str) else _part(part)
+        shown = {"type": "text", "text": part} if isinstance(part, str) else _part(part, role)
         if shown is None:
             continue
-        if without_header and shown["text"].startswith(_HEADER):
+        if role == "system" and shown["text"].startswith(HEADER):
             shown["text"] = shown["text"].partition("\n")[2]
             if not shown["text"]:
                 continue
         yield shown
 
 
-def _part(part: Any) -> dict[str, Any] | None:
+def _part(part: Any, role: str) -> dict[str, Any] | None:
     kind = part.get("type") if isinstance(part, dict) else None
+    if role == "tool" and kind == "tool_reference" and isinstance(name := part.get("name"), str):
+        return {"type": kind, "name": name}
     if not isinstance(kind, str) or kind not in TEXT_PARTS or part.get("uuid") is not None:
         raise NotText(f"a message has a part of the kind {str(kind)[:40]!r}")
     text = part.get(TEXT_PARTS[kind])
@@ -187,6 +200,14 @@ def _tool(tool: Any) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise NotText("a tool is no function")
     shown = {name: function.get(name) for name in ("name", "description", "parameters")}
-    if function.get("strict") is not None:
-        shown["strict"] = function["strict"]
-    return {"type": "function", "function": shown}
+    deferred = tool.get("defer_loading")
+    shown |= {
+        name: value
+        for name, value in (
+            ("strict", function.get("strict")),
+            ("defer_loading", function.get("defer_loading", deferred)),
+        )
+        if value is not None
+    }
+    of_tool = {} if deferred is None else {"defer_loading": deferred}
+    return {"type": "function", "function": shown, **of_tool}
