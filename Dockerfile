@@ -30,7 +30,7 @@ COPY LICENSE dist/image/* /wheels/
 FROM wheels-${WHEELS} AS installed
 RUN python3 -m venv /opt/kvscout \
     && /opt/kvscout/bin/pip install --no-cache-dir --no-index --find-links /wheels 'kvscout[otel,picker,text]' \
-    && kvscout_require_native=1 /opt/kvscout/bin/kvscout --version \
+    && KVSCOUT_REQUIRE_NATIVE=1 /opt/kvscout/bin/kvscout --version \
     && /opt/kvscout/bin/python -m pip uninstall --quiet --yes setuptools pip
 
 FROM ${BASE_IMAGE}
@@ -39,7 +39,7 @@ LABEL org.opencontainers.image.title="kvscout" \
       org.opencontainers.image.source="https://github.com/kvscout/kvscout" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=installed /opt/kvscout /opt/kvscout
-ENV PATH=/opt/kvscout/bin:$PATH PYTHONDONTWRITEBYTECODE=1 kvscout_require_native=1
+ENV PATH=/opt/kvscout/bin:$PATH PYTHONDONTWRITEBYTECODE=1 KVSCOUT_REQUIRE_NATIVE=1
 USER 65532:65532
 WORKDIR /tmp
 # Checks the service on its default port; for another port: --health-cmd 'kvscout health HOST:PORT'.

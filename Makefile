@@ -1,7 +1,7 @@
 # `make help` lists the targets.
 PY := .venv/bin/python
-# None where kvscout_native=0 says that the extension is not wanted.
-CARGO := $(if $(filter 0,$(kvscout_native)),,$(shell command -v cargo 2>/dev/null))
+# None where KVSCOUT_NATIVE=0 says that the extension is not wanted.
+CARGO := $(if $(filter 0,$(KVSCOUT_NATIVE)),,$(shell command -v cargo 2>/dev/null))
 NATIVE := native/Cargo.toml
 CARGO_TEST := cargo test --manifest-path $(NATIVE) --no-default-features
 # Tests wait for processes more than they compute.
@@ -19,13 +19,13 @@ help: ## List the targets.
 
 # Each target installs what it needs, once, and again when the files change that say what that is.
 STAMPS := .venv/stamps
-# kvscout with an embedded NATS; the extension where cargo is, or where kvscout_require_native=1 says that it must be.
-RUNTIME := $(STAMPS)/runtime $(if $(CARGO)$(filter 1,$(kvscout_require_native)),$(STAMPS)/native)
+# kvscout with an embedded NATS; the extension where cargo is, or where KVSCOUT_REQUIRE_NATIVE=1 says that it must be.
+RUNTIME := $(STAMPS)/runtime $(if $(CARGO)$(filter 1,$(KVSCOUT_REQUIRE_NATIVE)),$(STAMPS)/native)
 # And what tests, checks and documentation need.
 DEVELOP := $(RUNTIME) $(STAMPS)/develop
 PROGRESS := python3 deploy/progress.py
 # Without the extension, which is built by itself.
-PIP_INSTALL := env kvscout_native=0 $(PY) -m pip install --disable-pip-version-check --progress-bar off
+PIP_INSTALL := env KVSCOUT_NATIVE=0 $(PY) -m pip install --disable-pip-version-check --progress-bar off
 
 $(PY):
 	@sh deploy/make-venv.sh .venv
@@ -38,7 +38,7 @@ $(STAMPS)/runtime: $(PY) pyproject.toml setup.py
 $(STAMPS)/native: $(STAMPS)/runtime native/Cargo.toml native/Cargo.lock $(shell find native/src -name '*.rs')
 	@$(PROGRESS) "installing what builds the Rust extension" $(PIP_INSTALL) 'setuptools>=77' 'setuptools-rust>=1.10'
 	@$(PROGRESS) "building the Rust extension, a minute or two" \
-	  env kvscout_require_native=1 $(PY) setup.py build_rust --inplace --release
+	  env KVSCOUT_REQUIRE_NATIVE=1 $(PY) setup.py build_rust --inplace --release
 	@touch $@
 
 $(STAMPS)/develop: $(STAMPS)/runtime deploy/install-chromium.sh | $(RUNTIME)
@@ -80,7 +80,7 @@ GRPCIO_TESTS := $(addprefix tests/, \
 	scheduler/test_lifecycle_stream.py)
 
 test-grpcio: $(DEVELOP) ## A short compatibility suite over grpcio, which carries the calls where the extension is not built.
-	kvscout_rpc_transport=grpcio $(PYTEST) $(GRPCIO_TESTS)
+	KVSCOUT_RPC_TRANSPORT=grpcio $(PYTEST) $(GRPCIO_TESTS)
 
 fuzz: $(DEVELOP) ## Fuzz the index, every decoder, rpc and HTTP path, for an hour or FUZZ_SECONDS; libFuzzer targets where cargo-fuzz is.
 	PYTHONPATH=tests $(PY) tests/fuzz.py
@@ -145,7 +145,7 @@ clients: ## Generate and build the clients in Go and TypeScript, where go and no
 	@if command -v npm >/dev/null; then cd clients/typescript && npm ci --no-audit --no-fund && buf generate && npm run build; else echo "no node: the client in TypeScript is left out"; fi
 
 native: $(STAMPS)/native ## Build the Rust extension in place; fails without cargo.
-	kvscout_require_native=1 $(PY) -c "from kvscout_common.hashing import backend_name; print('backend:', backend_name())"
+	KVSCOUT_REQUIRE_NATIVE=1 $(PY) -c "from kvscout_common.hashing import backend_name; print('backend:', backend_name())"
 
 docs: $(DEVELOP) ## Build the documentation as a site under build/site, without network; fail at a dead link or tables of old flags.
 	$(PY) docs/generate.py --check

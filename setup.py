@@ -1,7 +1,7 @@
 """Build steps that pyproject.toml cannot express: when the extension is built, and the name of a wheel without it.
 
 With a Rust toolchain it is built, or the build fails. Without one the wheel is plain Python, one for every platform,
-and says so; `kvscout_native=0` asks for that, `kvscout_require_native=1` makes it an error.
+and says so; `KVSCOUT_NATIVE=0` asks for that, `KVSCOUT_REQUIRE_NATIVE=1` makes it an error.
 """
 
 import os
@@ -13,18 +13,23 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools_rust.build import build_rust
 
-NATIVE, REQUIRE_NATIVE = "kvscout_native", "kvscout_require_native"
+NATIVE, REQUIRE_NATIVE = "KVSCOUT_NATIVE", "KVSCOUT_REQUIRE_NATIVE"
 REMEDY = f"{NATIVE}=0 builds kvscout without it: the same answers, slower"
+
+
+def _setting(name: str) -> str | None:
+    """Return a variable's value; the lower case names of 0.2 are read, too."""
+    return os.environ.get(name) or os.environ.get(name.lower())
 
 
 class Rust(build_rust):
     """Builds the extension, or tells why it does not."""
 
     def run(self) -> None:
-        if os.environ.get(NATIVE) == "0":
+        if _setting(NATIVE) == "0":
             return
         if shutil.which(os.environ.get("CARGO", "cargo")) is None:
-            if os.environ.get(REQUIRE_NATIVE) == "1":
+            if _setting(REQUIRE_NATIVE) == "1":
                 raise SystemExit(f"{REQUIRE_NATIVE}=1, and there is no Rust toolchain: https://rustup.rs")
             print(
                 "warning: kvscout is built without its native extension, because there is no Rust toolchain "

@@ -9,12 +9,12 @@ python3 -m venv venv
 PATH="$place/venv/bin:$PATH"
 trap 'kvscout down >/dev/null 2>&1 || true; rm -rf "$place"' EXIT
 pip install --quiet "kvscout[embedded,otel,picker,text] @ file://$wheel"
-export kvscout_require_native=1
+export KVSCOUT_REQUIRE_NATIVE=1
 kvscout --version
 kvscout demo --mockers 2 --rate 2 --duration 2 --think-seconds 0.2
 kvscout up --detach --free-ports --mockers 2 --transport jetstream
-kvscout_gateway=$(python -c 'import json; print(json.load(open(".kvscout/up.json"))["gateway"])')
-export kvscout_gateway
+KVSCOUT_GATEWAY=$(python -c 'import json; print(json.load(open(".kvscout/up.json"))["gateway"])')
+export KVSCOUT_GATEWAY
 kvscout health "$kvscout_gateway"
 kvscout generate 1 2 3 --max-tokens 2
 kvscout down

@@ -12,7 +12,7 @@ cargo cyclonedx --version >/dev/null 2>&1 || {
 
 built=$(mktemp -d)
 trap 'rm -rf "$built"' EXIT
-kvscout_require_native=1 python -m build --no-isolation --outdir "$built" .
+KVSCOUT_REQUIRE_NATIVE=1 python -m build --no-isolation --outdir "$built" .
 python -m auditwheel repair --wheel-dir "$built/repaired" "$built"/*.whl
 
 # --target: what is linked here, without the crates of other systems.

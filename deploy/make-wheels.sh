@@ -6,4 +6,4 @@ python=$1 dir=$2
 pinned="--quiet --disable-pip-version-check --require-hashes --only-binary :all:"
 "$python" -m pip install $pinned --requirement deploy/requirements-build.lock
 "$python" -m pip download $pinned --dest "$dir" --requirement deploy/requirements.lock
-kvscout_require_native=1 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dir" .
+KVSCOUT_REQUIRE_NATIVE=1 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dir" .

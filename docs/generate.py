@@ -124,14 +124,11 @@ def row(name: str, option: click.Option, service: str = "") -> tuple[str, ...]:
     """Return flag, default, unit and range, description, variables."""
     shown = "/".join([option.opts[0], *option.secondary_opts])
     variables = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
-    names = [f"kvscout_*_{one.removeprefix(f'kvscout_{service}_')}" if _own(one, service) else one for one in variables]
+    own = f"KVSCOUT_{service.upper()}_"
+    names = [one.replace(own, "KVSCOUT_*_") if service else one for one in variables]
     takes = ", ".join(part for part in (unit_of(name, option), range_of(option)) if part)
     help_text = re.sub(r"\s+", " ", option.help or "").replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
     return f"`{shown}`", default_of(name, option), takes, help_text, ", ".join(f"`{one}`" for one in names)
-
-
-def _own(variable: str, service: str) -> bool:
-    return bool(service) and variable.startswith(f"kvscout_{service}_")
 
 
 def tables() -> str:

@@ -12,7 +12,7 @@ import pytest
 from kvscout_common.transport import Transport, choose, default_transport
 from kvscout_common.variables import PREFIX
 
-choose(Transport(os.environ.get(f"{PREFIX}rpc_transport", default_transport())))
+choose(Transport(os.environ.get(f"{PREFIX}RPC_TRANSPORT", default_transport())))
 
 TESTS = Path(__file__).parent
 # Where bytecode is not written, each of a thousand processes would compile every module for itself.

@@ -121,7 +121,7 @@ async def _timed(stack: Stack, replay: Coroutine[Any, Any, Replay]) -> tuple[Rep
 def environment(of: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of compared processes: without the caller's own settings of kvscout, but with those of its
     build."""
-    return {name: value for name, value in of.items() if not name.startswith(PREFIX) or name in SWITCHES}
+    return {name: of[name] for name in of if not (upper := name.upper()).startswith(PREFIX) or upper in SWITCHES}
 
 
 def cpu_seconds(stack: Stack) -> float | None:

@@ -6,6 +6,7 @@ or nothing can serve the request now · 128 + n ended by signal n (Ctrl-C: 130).
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvscout_cli.output import echo
 from kvscout_cli.process import ProcessFailed
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument, KvscoutError, Unavailable
 from kvscout_common.settings.flags import SectionedGroup
+from kvscout_common.variables import outdated
 
 COMMANDS = (
     "demo",
@@ -37,6 +39,8 @@ COMMANDS = (
     "bench",
 )
 """In the order of --help; command x is `commands.x.command`."""
+LOGS_ITSELF = ("serve", "bench")
+"""Commands that are programs of their own."""
 
 
 class CliError(click.ClickException):
@@ -95,6 +99,16 @@ class Commands(SectionedGroup):
             return None
         command: click.Command = import_module(f"kvscout_cli.commands.{cmd_name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command, and print which variables have outdated names; services log it themselves."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and name not in LOGS_ITSELF and not ctx.resilient_parsing:
+            for warning in outdated(command, os.environ):
+                echo(f"warning: {warning}", err=True)
+        return name, command, rest
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""

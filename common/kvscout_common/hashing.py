@@ -8,8 +8,8 @@
 
 Without adapter and salt these are the hashes of Dynamo, SMG and the Mooncake indexer, so they can be
 exchanged. This module is the interface; the work is done by the extension `kvscout_native` or, where
-that is not built, by `hashing_reference`, with equal results. `kvscout_native=0` forces the reference,
-`kvscout_require_native=1` turns a missing extension into an error.
+that is not built, by `hashing_reference`, with equal results. `KVSCOUT_NATIVE=0` forces the reference,
+`KVSCOUT_REQUIRE_NATIVE=1` turns a missing extension into an error.
 
 All functions are pure, thread-safe and do not block; the extension releases the GIL above 1 MiB of
 token ids.
@@ -18,14 +18,13 @@ token ids.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvscout_common.errors import ConfigError
-from kvscout_common.variables import NATIVE, REQUIRE_NATIVE
+from kvscout_common.variables import NATIVE, REQUIRE_NATIVE, value_of
 
 __all__ = [
     "SEED",
@@ -61,12 +60,12 @@ class MmItem(NamedTuple):
 
 def _native_wanted() -> bool:
     """Decide whether to use the extension; raise if it is required and cannot be imported."""
-    if os.environ.get(NATIVE) == "0":
+    if value_of(NATIVE) == "0":
         return False
     try:
         import kvscout_native  # noqa: F401
     except ImportError as error:
-        if os.environ.get(REQUIRE_NATIVE) == "1":
+        if value_of(REQUIRE_NATIVE) == "1":
             raise ConfigError(
                 f"the extension kvscout_native cannot be imported: {error}", field=REQUIRE_NATIVE
             ) from error

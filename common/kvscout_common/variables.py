@@ -1,9 +1,8 @@
-"""Names of environment variables, and those that nobody reads.
+"""Names of environment variables, whose values count, and those that nobody reads.
 
-The rule: `kvscout_` and what the variable says, in lower case. In upper case the names are not ours alone: Kubernetes
-sets `KVSCOUT_GATEWAY_PORT=tcp://...` and its like in every container for a Service `kvscout-gateway`, and any flag that
-ends in "port" has a Service that would name it. What Kubernetes makes has no lower case letter, and POSIX keeps such
-names for applications.
+The rule: `KVSCOUT_` and what the variable says, in upper case. The names are not ours alone: in every container
+Kubernetes sets `KVSCOUT_GATEWAY_PORT=tcp://10.96.0.7:7050` and its like for a Service `kvscout-gateway`. Such variables
+are told by their names or values, and ignored. The lower case names of 0.2 are read where the new name is not set.
 """
 
 from __future__ import annotations
@@ -16,17 +15,34 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import click
 
-PREFIX = "kvscout_"
-NATIVE = PREFIX + "native"
+PREFIX = "KVSCOUT_"
+NATIVE = PREFIX + "NATIVE"
 """0 = run without the extension."""
-REQUIRE_NATIVE = PREFIX + "require_native"
+REQUIRE_NATIVE = PREFIX + "REQUIRE_NATIVE"
 """1 = a missing extension is an error."""
 SWITCHES = frozenset({NATIVE, REQUIRE_NATIVE})
 """Variables that are no program's flags."""
 
-_OF_KUBERNETES = re.compile(
+_NAMED = 3
+"""Variables of Kubernetes that a warning names."""
+_SERVICE_NAME = re.compile(
     r"[A-Z0-9_]*[A-Z0-9]_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+
+
+def value_of(name: str, environment: Mapping[str, str] | None = None) -> str | None:
+    """Return the value of a variable; None = it is unset or empty, or Kubernetes made it for a Service.
+
+    Args:
+        name: As programs declare it, in upper case where it is kvscout's.
+        environment: Names and values; None = those of this process.
+    """
+    environment = os.environ if environment is None else environment
+    value = environment.get(name)
+    if value and not of_kubernetes(name, value):
+        return value
+    return environment.get(name.lower()) or None if name.startswith(PREFIX) else None
 
 
 def warn_of_variables(log: logging.Logger) -> None:
@@ -38,30 +54,55 @@ def warn_of_variables(log: logging.Logger) -> None:
 
 
 def warnings(command: click.Command, environment: Mapping[str, str]) -> list[str]:
-    """One sentence for each variable that looks like one of kvscout's and is read by none of its programs.
+    """Return a sentence for each variable under an outdated name or a name that no program reads, and one for all that
+    Kubernetes made.
 
     Args:
         command: The program that asks; the others are looked at only where a variable is not its own.
         environment: Names and values.
     """
-    unknown = [
-        name
-        for name, value in environment.items()
-        if name.upper().startswith(PREFIX.upper()) and not of_kubernetes(name, value)
-    ]
+    ours = {name: value for name, value in environment.items() if name.upper().startswith(PREFIX)}
+    made = sorted(name for name, value in ours.items() if of_kubernetes(name, value))
+    others = sorted(ours.keys() - set(made))
     known = set(SWITCHES).union(_variables(command))
-    if not known.issuperset(unknown):
+    if not known.issuperset(name.upper() if name.islower() else name for name in others):
         known.update(name for program in _programs() for name in _variables(program))
     found = []
-    for name in sorted(set(unknown) - known):
-        nearest = difflib.get_close_matches(name.lower(), sorted(known), n=1)
+    if made:
+        named = ", ".join(made[:_NAMED]) + (f" and {len(made) - _NAMED} more" if len(made) > _NAMED else "")
+        found.append(
+            f"ignored what Kubernetes sets for Services: {named}; `enableServiceLinks: false` in the pod omits them"
+        )
+    found += outdated(command, environment, known)
+    for name in others:
+        if name in known or (name.islower() and name.upper() in known):
+            continue
+        nearest = difflib.get_close_matches(name.upper(), sorted(known), n=1)
         found.append(f"nothing reads the variable {name}" + (f"; is it {nearest[0]}?" if nearest else ""))
     return found
 
 
+def outdated(command: click.Command, environment: Mapping[str, str], known: Iterable[str] = ()) -> list[str]:
+    """Return a sentence for each variable that a program reads under its lower case name of 0.2.
+
+    Args:
+        command: The program.
+        environment: Names and values.
+        known: Further variables that are read, such as those of other programs.
+    """
+    names = sorted({name.lower() for name in (*_variables(command), *known, *SWITCHES) if name.startswith(PREFIX)})
+    return [
+        f"the variable {name} is called {name.upper()} now; the old name is deprecated"
+        for name in names
+        if name in environment
+    ]
+
+
 def of_kubernetes(name: str, value: str) -> bool:
     """Return whether Kubernetes makes such a variable for a Service; it may have been set by others all the same."""
-    return bool(_OF_KUBERNETES.fullmatch(name)) or (name.endswith("_PORT") and "://" in value)
+    if _SERVICE_NAME.fullmatch(name):
+        return True
+    return name.endswith("_PORT") and name.isupper() and _SERVICE_ADDRESS.fullmatch(value) is not None
 
 
 def _programs() -> Iterator[click.Command]:

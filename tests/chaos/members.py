@@ -42,7 +42,7 @@ class Member:
 
     async def start(self) -> None:
         """Starts it and waits for its ready line."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("kvscout_mocker")}
+        environment = {key: value for key, value in os.environ.items() if not key.upper().startswith("KVSCOUT_MOCKER")}
         # Some are modules of the tests.
         paths = (self._path and str(self._path), str(TESTS), environment.get("PYTHONPATH"))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

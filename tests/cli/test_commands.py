@@ -46,7 +46,7 @@ def gateway() -> Iterator[FakeGateway]:
 
 
 def kvscout(gateway: FakeGateway, *arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(main, arguments, input=stdin, env={"kvscout_gateway": gateway.address})
+    return CliRunner().invoke(main, arguments, input=stdin, env={"KVSCOUT_GATEWAY": gateway.address})
 
 
 def test_route_prints_where_a_prompt_goes_and_why(gateway: FakeGateway) -> None:

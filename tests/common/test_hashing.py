@@ -199,7 +199,7 @@ def _import_hashing(**environment: str) -> subprocess.CompletedProcess[str]:
     # An import of kvscout_native fails where sys.modules holds None for it.
     hide = "import sys; sys.modules['kvscout_native'] = None; " if "HIDE" in environment else ""
     code = hide + "from kvscout_common import hashing; print(hashing.backend_name())"
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("kvscout_")}
+    inherited = {k: v for k, v in os.environ.items() if not k.upper().startswith("KVSCOUT_")}
     return subprocess.run(
         [sys.executable, "-c", code],
         env=inherited | environment,
@@ -210,11 +210,11 @@ def _import_hashing(**environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_reference_can_be_forced() -> None:
-    assert _import_hashing(kvscout_native="0", kvscout_require_native="1").stdout == "reference\n"
+    assert _import_hashing(KVSCOUT_NATIVE="0", KVSCOUT_REQUIRE_NATIVE="1").stdout == "reference\n"
 
 
 def test_a_missing_extension_means_the_reference_unless_it_is_required() -> None:
     assert _import_hashing(HIDE="1").stdout == "reference\n"
-    required = _import_hashing(HIDE="1", kvscout_require_native="1")
+    required = _import_hashing(HIDE="1", KVSCOUT_REQUIRE_NATIVE="1")
     assert required.returncode != 0
-    assert "kvscout_require_native" in required.stderr
+    assert "KVSCOUT_REQUIRE_NATIVE" in required.stderr

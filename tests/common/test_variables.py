@@ -1,6 +1,7 @@
 """Names of environment variables: none that Kubernetes makes for a Service, and none that nobody reads unnoticed."""
 
 import asyncio
+import json
 import os
 import re
 import sys
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.processes import DEADLINE_SECONDS
 
-from kvscout_common.variables import of_kubernetes, warnings
+from kvscout_cli.main import main as commands
+from kvscout_common.variables import of_kubernetes, value_of, warnings
 
 SERVICES = ("indexer", "scheduler", "gateway", "bridge", "mocker")
 PROGRAMS = {name: import_module(f"kvscout_{name}.main").main for name in SERVICES}
@@ -58,15 +60,18 @@ PORTS = st.lists(
 )
 
 
-@given(OUR_LABELS | LABELS, PORTS)
-def test_no_service_of_kubernetes_has_a_variable_that_a_program_reads(
-    name: str, ports: list[tuple[str, int, str]]
+@given(OUR_LABELS | LABELS, st.sampled_from(["10.96.0.7", "[fd00::7]"]), PORTS)
+def test_what_kubernetes_makes_for_a_service_is_no_value_of_a_flag(
+    name: str, address: str, ports: list[tuple[str, int, str]]
 ) -> None:
-    made = of_service(name, "10.96.0.7", ports)
-    read = {variable for program in PROGRAMS.values() for variable in variables(program)}
-    assert not made.keys() & read
-    assert not [variable for variable in made if variable.startswith("kvscout")]
+    made = of_service(name, address, ports)
+    assert {variable: value_of(variable, made) for variable in made} == dict.fromkeys(made)
     assert [variable for variable, value in made.items() if not of_kubernetes(variable, value)] == []
+
+
+@pytest.mark.parametrize("value", ["7050", "http://gateway:7050", "tcp://gateway", ""])
+def test_what_people_write_into_a_variable_is_its_value(value: str) -> None:
+    assert value_of("KVSCOUT_GATEWAY_PORT", {"KVSCOUT_GATEWAY_PORT": value}) == (value or None)
 
 
 def test_a_program_starts_beside_services_that_are_named_after_its_flags() -> None:
@@ -85,7 +90,13 @@ def test_a_program_starts_beside_services_that_are_named_after_its_flags() -> No
             context.output
             == CliRunner().invoke(click.Command("probe", params=program.params, callback=echo_port)).output
         ), service
-        assert warnings(program, environment) == []
+        assert environment.keys() & set(variables(program)), service
+        (warning,) = warnings(program, environment)
+        assert re.fullmatch(
+            r"ignored what Kubernetes sets for Services: KVSCOUT_\w+, \w+, \w+ and \d+ more; "
+            r"`enableServiceLinks: false` in the pod omits them",
+            warning,
+        )
 
 
 def words() -> Iterator[str]:
@@ -106,37 +117,59 @@ def test_help_shows_the_variable_of_every_flag(name: str) -> None:
         assert isinstance(option, click.Option)
         if not option.expose_value:
             continue  # --version: it is not configured
-        stem = option.opts[0].lstrip("-").replace("-", "_")
-        assert f"kvscout_{stem}" in text or f"kvscout_{name}_{stem}" in text
+        stem = option.opts[0].lstrip("-").replace("-", "_").upper()
+        assert f"KVSCOUT_{stem}" in text or f"KVSCOUT_{name.upper()}_{stem}" in text
 
 
 def test_a_variable_that_nobody_reads_is_told_with_the_nearest_that_somebody_does() -> None:
     environment = {
-        "kvscout_ruoter_ttl": "1",
-        "KVSCOUT_INDEXER_PORT": "2",
-        "kvscout_router_mode": "kv",  # the scheduler's
-        "kvscout_gateway": "localhost:1",  # the command line's
-        "kvscout_native": "0",
+        "KVSCOUT_RUOTER_TTL": "1",
+        "kvscout_indexer_prt": "2",
+        "KVSCOUT_ROUTER_MODE": "kv",  # the scheduler's
+        "KVSCOUT_GATEWAY": "localhost:1",  # the command line's
+        "KVSCOUT_NATIVE": "0",
         "HOME": "/",
     }
     assert warnings(PROGRAMS["indexer"], environment) == [
-        "nothing reads the variable KVSCOUT_INDEXER_PORT; is it kvscout_indexer_port?",
-        "nothing reads the variable kvscout_ruoter_ttl; is it kvscout_router_ttl?",
+        "nothing reads the variable KVSCOUT_RUOTER_TTL; is it KVSCOUT_ROUTER_TTL?",
+        "nothing reads the variable kvscout_indexer_prt; is it KVSCOUT_INDEXER_PORT?",
     ]
 
 
-async def test_a_service_warns_at_start() -> None:
+def test_a_lower_case_name_counts_where_the_new_one_is_not_set_and_is_told_as_deprecated() -> None:
+    old = {"kvscout_scheduler_port": "7", "kvscout_gateway": "localhost:1"}
+    assert value_of("KVSCOUT_SCHEDULER_PORT", old) == "7"
+    assert value_of("KVSCOUT_SCHEDULER_PORT", old | {"KVSCOUT_SCHEDULER_PORT": "8"}) == "8"
+    assert value_of("KVSCOUT_SCHEDULER_PORT", old | {"KVSCOUT_SCHEDULER_PORT": "tcp://10.96.0.7:1"}) == "7"
+    assert value_of("NATS_SERVER", {"nats_server": "1"}) is None
+    assert warnings(PROGRAMS["scheduler"], old) == [
+        "the variable kvscout_gateway is called KVSCOUT_GATEWAY now; the old name is deprecated",
+        "the variable kvscout_scheduler_port is called KVSCOUT_SCHEDULER_PORT now; the old name is deprecated",
+    ]
+
+
+def test_a_command_takes_a_lower_case_name_and_says_that_it_is_deprecated() -> None:
+    result = CliRunner().invoke(commands, ["workers", "list"], env={"kvscout_gateway": "localhost:1"})
+    assert "the variable kvscout_gateway is called KVSCOUT_GATEWAY now; the old name is deprecated" in result.stderr
+    assert "no gateway answers at localhost:1" in result.stderr
+    assert result.exit_code == 3
+
+
+async def test_a_service_takes_old_names_ignores_kubernetes_and_warns_of_both_at_start() -> None:
+    made = of_service("kvscout-scheduler", "10.96.0.7", [("grpc", 7052, "tcp")])
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvscout_scheduler.main", "--port", "0", "--metrics-port", "-1"),
+        *(sys.executable, "-m", "kvscout_scheduler.main", "--metrics-port", "-1"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {"kvscout_router_mod": "kv", "KVSCOUT_SCHEDULER_PORT": "tcp://10.96.0.7:7052"},
+        env=os.environ | made | {"KVSCOUT_ROUTER_MOD": "kv", "kvscout_scheduler_port": "0"},
     )
     assert process.stdout is not None
     async with asyncio.timeout(DEADLINE_SECONDS):
-        await process.stdout.readline()
+        ready = json.loads(await process.stdout.readline())
         process.terminate()
         _, log = await process.communicate()
     assert process.returncode == 0
-    assert b"nothing reads the variable kvscout_router_mod; is it kvscout_router_mode?" in log
-    assert b"KVSCOUT_SCHEDULER_PORT" not in log
+    assert ready["port"] != 7052
+    assert b"nothing reads the variable KVSCOUT_ROUTER_MOD; is it KVSCOUT_ROUTER_MODE?" in log
+    assert b"the variable kvscout_scheduler_port is called KVSCOUT_SCHEDULER_PORT now" in log
+    assert log.count(b"Kubernetes") == 1

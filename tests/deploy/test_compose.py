@@ -47,7 +47,7 @@ def test_the_flags_and_variables_of_each_service_are_its_programs_own(service: s
     known = {name for parameter in command.params for name in (parameter.envvar or ())}
     shared = {name for other in OURS for parameter in program(other)[0].params for name in (parameter.envvar or ())}
     assert set(OURS[service]["environment"]) <= shared
-    assert "kvscout_host" in known
+    assert "KVSCOUT_HOST" in known
 
 
 def test_it_has_two_of_each_service_and_everything_waits_for_what_it_needs() -> None:
@@ -70,7 +70,7 @@ def test_nothing_is_published_beyond_this_machine_and_nothing_of_ours_can_do_mor
     for service in OURS.values():
         assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
         stopped_after = int(service["stop_grace_period"].removesuffix("s"))
-        assert stopped_after > int(service["environment"].get("kvscout_grace_seconds", 0))
+        assert stopped_after > int(service["environment"].get("KVSCOUT_GRACE_SECONDS", 0))
 
 
 def test_the_bridges_name_all_engines_as_they_are_started() -> None:

@@ -146,10 +146,10 @@ def test_where_there_is_no_rust_toolchain_the_build_says_so_or_fails_where_the_e
     environment = {"PATH": "/nowhere"}
     built = subprocess.run(BUILD_EXTENSION, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
     assert "kvscout is built without its native extension" in built.stderr
-    required = environment | {"kvscout_require_native": "1"}
+    required = environment | {"KVSCOUT_REQUIRE_NATIVE": "1"}
     refused = subprocess.run(BUILD_EXTENSION, cwd=ROOT, env=required, check=False, capture_output=True, text=True)
     assert refused.returncode == 1
-    assert "kvscout_require_native=1, and there is no Rust toolchain" in refused.stderr
+    assert "KVSCOUT_REQUIRE_NATIVE=1, and there is no Rust toolchain" in refused.stderr
 
 
 def test_a_rust_toolchain_that_cannot_build_the_extension_ends_the_build_unless_it_is_not_wanted(
@@ -161,8 +161,8 @@ def test_a_rust_toolchain_that_cannot_build_the_extension_ends_the_build_unless_
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     failed = subprocess.run(BUILD_EXTENSION, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
     assert failed.returncode == 1
-    assert "kvscout_native=0 builds kvscout without it" in failed.stderr
-    unwanted = environment | {"kvscout_native": "0"}
+    assert "KVSCOUT_NATIVE=0 builds kvscout without it" in failed.stderr
+    unwanted = environment | {"KVSCOUT_NATIVE": "0"}
     subprocess.run(BUILD_EXTENSION, cwd=ROOT, env=unwanted, check=True, capture_output=True)
 
 

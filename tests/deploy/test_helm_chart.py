@@ -41,7 +41,7 @@ EVERYTHING: dict[str, Any] = {
     "inferencePool": {"create": True, "matchLabels": {"app": "vllm"}, "targetPorts": [8000, 8001]},
     "gateway": {
         "args": ["--conditional-disagg", "--tokenizer=/tokenizers"],
-        "env": [{"name": "kvscout_queue_wait_seconds", "value": "30"}],
+        "env": [{"name": "KVSCOUT_QUEUE_WAIT_SECONDS", "value": "30"}],
         "volumes": [{"name": "tokenizers", "persistentVolumeClaim": {"claimName": "tokenizers"}}],
         "volumeMounts": [{"name": "tokenizers", "mountPath": "/tokenizers", "readOnly": True}],
         "nodeSelector": {"pool": "cpu"},

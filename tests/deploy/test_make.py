@@ -84,13 +84,13 @@ def test_tests_need_all_of_it_and_where_no_cargo_is_everything_but_the_extension
 
 
 def test_who_does_not_want_the_extension_does_not_get_it(clone: Path) -> None:
-    commands = recipes(clone, "test", "kvscout_native=0")
+    commands = recipes(clone, "test", "KVSCOUT_NATIVE=0")
     assert "build_rust" not in commands
     assert "cargo test" not in commands
 
 
 def test_where_the_extension_is_required_it_is_built_or_fails(clone: Path) -> None:
-    assert "build_rust" in recipes(clone, "test", "kvscout_require_native=1", cargo=False)
+    assert "build_rust" in recipes(clone, "test", "KVSCOUT_REQUIRE_NATIVE=1", cargo=False)
 
 
 def test_what_is_installed_is_installed_again_when_that_changes_which_says_what_it_is(clone: Path) -> None:

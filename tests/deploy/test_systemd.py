@@ -51,7 +51,7 @@ def test_a_unit_starts_its_program_waits_until_it_serves_and_outwaits_its_grace(
 
 
 def test_each_variable_of_the_environment_file_is_read_by_a_service() -> None:
-    named = set(re.findall(r"^#?(kvscout_\w+)=", (UNITS / "kvscout.env").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^#?(KVSCOUT_\w+)=", (UNITS / "kvscout.env").read_text(), re.MULTILINE))
     assert len(named) > 5
     read = {name for service in SERVICES for flag in command(service).params for name in (flag.envvar or ())}
     assert named <= read

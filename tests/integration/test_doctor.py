@@ -216,7 +216,7 @@ async def test_of_engines_that_are_each_broken_in_their_own_way_each_is_told_its
 
 async def test_services_that_are_not_where_or_what_they_should_be_are_told_apart(tmp_path: Path) -> None:
     (dead_port,) = free_ports(1)
-    slow = {**os.environ, "kvscout_native": "0"}
+    slow = {**os.environ, "KVSCOUT_NATIVE": "0"}
     late = altered(tmp_path / "late", os.environ, clock_ahead=3600)
     async with together(
         running("kvscout_indexer.main", environment=slow), running("kvscout_scheduler.main", environment=late)

@@ -235,7 +235,7 @@ async def predicted_blocks(
 async def test_predicted_cached_tokens_are_the_engines_own(recording: Recording, backend: str) -> None:
     counts = dict.fromkeys(("compared", "loras", "salts", "hits", "shortened"), 0)
     after_reset: list[int] = []
-    environment = {"kvscout_native": "0", "kvscout_require_native": ""} if backend == "reference" else None
+    environment = {"KVSCOUT_NATIVE": "0", "KVSCOUT_REQUIRE_NATIVE": ""} if backend == "reference" else None
     async with (
         indexer_process("--log-level", "warning", environment=environment) as (client, _),
         playing(recording, client) as playbacks,

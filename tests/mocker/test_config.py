@@ -62,7 +62,7 @@ def test_a_contradiction_names_the_flag(arguments: list[str], field: str) -> Non
 
 
 def test_the_command_reads_the_environment_and_explains_what_is_wrong() -> None:
-    result = CliRunner().invoke(main, [], env={"kvscout_mocker_max_model_len": "70000"})
+    result = CliRunner().invoke(main, [], env={"KVSCOUT_MOCKER_MAX_MODEL_LEN": "70000"})
     assert result.exit_code == 2
     assert "max_model_len: 70000 tokens do not fit" in result.output
 

@@ -218,7 +218,7 @@ async def test_a_taken_port_exits_1(mocker: MockerProcess) -> None:
     taken = mocker.url.rpartition(":")[2]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvscout_mocker.main", "--events-port", "0", "--replay-port", "0",
-        env=os.environ | {"kvscout_mocker_port": taken},
+        env=os.environ | {"KVSCOUT_MOCKER_PORT": taken},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     async with asyncio.timeout(DEADLINE_SECONDS):

@@ -139,7 +139,7 @@ async def _forever() -> None:
 
 def _how_to_talk_to_it(state: Mapping[str, Any]) -> str:
     gateway = state["gateway"]
-    where = "" if gateway.endswith(":7050") else f"export kvscout_gateway={gateway}\n  "
+    where = "" if gateway.endswith(":7050") else f"export KVSCOUT_GATEWAY={gateway}\n  "
     role = " --role prefill" if state["prefill_apart"] else ""
     workers = len(state["workers"])
     served = "\n".join(f"  {name:<10} {what}" for name, what in state["serves"].items())

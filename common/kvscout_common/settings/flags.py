@@ -1,7 +1,7 @@
 """Command-line flags: each has its environment variable, a section in --help, and one place where it is declared.
 
-The flag `--router-ttl` is the variable `kvscout_router_ttl`. Flags that several programs have (port, TLS, ...) are read
-from `kvscout_<program>_<flag>` first, then from `kvscout_<flag>`, so that one environment can configure all of them.
+The flag `--router-ttl` is the variable `KVSCOUT_ROUTER_TTL`. Flags that several programs have (port, TLS, ...) are read
+from `KVSCOUT_<PROGRAM>_<FLAG>` first, then from `KVSCOUT_<FLAG>`, so that one environment can configure all of them.
 --help shows the variables of each flag; those that are nobody's are warned of (`variables`).
 """
 
@@ -17,7 +17,7 @@ import click
 
 from kvscout_common.endpoints import Allowed
 from kvscout_common.transport import Transport, default_transport
-from kvscout_common.variables import PREFIX
+from kvscout_common.variables import PREFIX, value_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 E = TypeVar("E", bound=StrEnum)
@@ -47,6 +47,11 @@ class SectionedOption(click.Option):
     def __init__(self, *args: Any, section: str = BEHAVIOUR, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.section = section
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """Return the value of the first of its variables that has one."""
+        names = (self.envvar,) if isinstance(self.envvar, str) else self.envvar or ()
+        return next(filter(None, map(value_of, names)), None)
 
 
 class _Described(click.Command):
@@ -86,13 +91,13 @@ def flag(name: str, *, section: str = BEHAVIOUR, program: str = "", **kwargs: An
     Args:
         name: The flag as typed, such as "--router-ttl" or "--a/--no-a".
         section: Section of --help.
-        program: If given, `kvscout_<program>_<flag>` is read before `kvscout_<flag>`.
+        program: If given, `KVSCOUT_<PROGRAM>_<FLAG>` is read before `KVSCOUT_<FLAG>`.
         kwargs: As for `click.option`.
     """
-    stem = name.split("/", maxsplit=1)[0].lstrip("-").replace("-", "_")
+    stem = name.split("/", maxsplit=1)[0].lstrip("-").replace("-", "_").upper()
     variables = [PREFIX + stem]
     if program:
-        variables.insert(0, f"{PREFIX}{program}_{stem}")
+        variables.insert(0, f"{PREFIX}{program.upper()}_{stem}")
     kwargs.setdefault("show_default", True)
     return click.option(
         name,

@@ -1,4 +1,4 @@
-"""The mocker's configuration: flags and `kvscout_mocker_…` variables become one frozen value."""
+"""The mocker's configuration: flags and `KVSCOUT_MOCKER_…` variables become one frozen value."""
 
 from __future__ import annotations
 

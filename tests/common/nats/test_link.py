@@ -79,7 +79,7 @@ def test_the_environment_of_other_nats_tools_is_honoured(tmp_path: Path) -> None
     def command(**values: object) -> None:
         seen.append(NatsConfig.from_flags(values))
 
-    for environment in ({}, {"NATS_SERVER": "nats://a:1"}, {"NATS_SERVER": "nats://a:1", "kvscout_nats_server": ""}):
+    for environment in ({}, {"NATS_SERVER": "nats://a:1"}, {"NATS_SERVER": "nats://a:1", "KVSCOUT_NATS_SERVER": ""}):
         assert CliRunner().invoke(command, env={"NATS_SERVER": None, **environment}).exit_code == 0
     assert [config and config.servers for config in seen] == [None, ("nats://a:1",), ("nats://a:1",)]
 

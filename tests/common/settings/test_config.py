@@ -33,9 +33,9 @@ def test_defaults_bind_loopback_only() -> None:
 
 
 def test_each_flag_has_its_variable_and_the_service_s_own_comes_first() -> None:
-    assert run(kvscout_router_ttl="7", kvscout_port="1")[1] == "127.0.0.1 1 7"
-    assert run(kvscout_port="1", kvscout_indexer_port="2")[1] == "127.0.0.1 2 120"
-    assert run("--port", "3", kvscout_indexer_port="2")[1] == "127.0.0.1 3 120"
+    assert run(KVSCOUT_ROUTER_TTL="7", KVSCOUT_PORT="1")[1] == "127.0.0.1 1 7"
+    assert run(KVSCOUT_PORT="1", KVSCOUT_INDEXER_PORT="2")[1] == "127.0.0.1 2 120"
+    assert run("--port", "3", KVSCOUT_INDEXER_PORT="2")[1] == "127.0.0.1 3 120"
 
 
 def test_help_groups_the_flags() -> None:
