@@ -114,7 +114,6 @@ def _chat() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "tools", {"messages": [system, hello], "tools": tools}
     yield "a strict tool", {"messages": [hello], "tools": [_chat_tool("read", "Reads", _SCHEMA, strict=True)]}
     yield "a deferred tool", {"messages": [hello], "tools": [{**tools[0], "defer_loading": True}, tools[1]]}
-    yield "no tools", {"messages": [hello], "tools": []}
     yield "tool_choice none", {"messages": [hello], "tools": tools, "tool_choice": "none"}
     yield "parallel results", {"messages": [system, hello, called, *results], "tools": tools}
     yield (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvscout_common.worker import EngineKind
-from kvscout_gateway.tokens.as_chat import MESSAGES, RESPONSES, as_chat
-from kvscout_gateway.tokens.conversation import NotText
+from kvscout_gateway.tokens.as_chat import CHAT, MESSAGES, RESPONSES, as_chat
+from kvscout_gateway.tokens.conversation import NotText, TemplateTraits
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease, sglang_prompt
 
 HEADER = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
@@ -22,8 +22,14 @@ SCHEMA = {"properties": {"path": {"type": "string"}}}
 TOOL = {"name": "read", "input_schema": SCHEMA}
 
 
-def messages(*given: dict[str, Any], engine: EngineKind = EngineKind.VLLM, merge: bool = False, **more: Any) -> Any:
-    return as_chat(MESSAGES, {"messages": list(given), **more}, engine=engine, merge_system=merge)
+def messages(
+    *given: dict[str, Any],
+    engine: EngineKind = EngineKind.VLLM,
+    merge: bool = False,
+    disabled: str = "none",
+    **more: Any,
+) -> Any:
+    return as_chat(MESSAGES, {"messages": list(given), **more}, engine=engine, traits=TemplateTraits(merge, disabled))
 
 
 def responses(*items: dict[str, Any], engine: EngineKind = EngineKind.VLLM, **more: Any) -> Any:
@@ -63,7 +69,7 @@ def test_inline_system_messages_stay_in_place_unless_the_template_wants_one_at_t
 
 def test_an_assistants_blocks_are_its_reasoning_its_content_and_its_tool_calls() -> None:
     [message] = messages(assistant(THOUGHT, {"type": "redacted_thinking", "data": "x"}, SAYS, USE))["messages"]
-    call = {"id": "t1", "type": "function", "function": {"name": "read", "arguments": '{"path": "\\u00e4"}'}}
+    call = {"id": "t1", "type": "function", "function": {"arguments": '{"path": "\\u00e4"}', "name": "read"}}
     assert message == {"role": "assistant", "reasoning": "so", "content": "look", "tool_calls": [call]}
     assert messages(assistant())["messages"] == [{"role": "assistant"}]
 
@@ -97,6 +103,21 @@ def test_tools_and_their_choice_are_written_as_chat_completions_write_them() -> 
 )
 def test_effort_and_thinking_become_the_reasoning_effort(more: dict[str, Any], effort: str | None) -> None:
     assert messages(HELLO, **more).get("reasoning_effort") == effort
+
+
+def test_thinking_is_turned_off_by_the_effort_that_the_template_understands() -> None:
+    assert messages(HELLO, thinking={"type": "disabled"}, disabled="low")["reasoning_effort"] == "low"
+
+
+def test_a_chat_completions_calls_are_in_the_order_in_which_vllm_has_them_once_it_has_checked_them() -> None:
+    call = {"type": "function", "index": 0, "function": {"name": "f", "arguments": "{}"}, "id": "c"}
+    told = {"role": "assistant", "reasoning_content": "so", "tool_calls": [call]}
+    chat = as_chat(CHAT, {"messages": [HELLO, told], "max_tokens": 3, "model": "m"})
+    assert list(chat) == ["messages", "model"]
+    [shown] = chat["messages"][1]["tool_calls"]
+    assert (list(shown), list(shown["function"])) == (["id", "function", "type"], ["arguments", "name"])
+    assert chat["messages"][1]["reasoning"] == "so"
+    assert as_chat(CHAT, {"messages": [told]}, engine=EngineKind.SGLANG)["messages"] == [told]
 
 
 @pytest.mark.parametrize("engine", [EngineKind.VLLM, EngineKind.SGLANG])

@@ -11,7 +11,7 @@ import pytest
 from kvscout_common.errors import ConfigError
 from kvscout_gateway.tokens import chat_template
 from kvscout_gateway.tokens.chat_template import ChatTemplate, TooLong
-from kvscout_gateway.tokens.conversation import NotText
+from kvscout_gateway.tokens.conversation import NotText, TemplateTraits
 
 LOOP = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -152,3 +152,26 @@ def test_a_folder_that_cannot_be_read_is_a_configuration_error(tmp_path: Path, t
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(ConfigError, match="tokenizer"):
         ChatTemplate.load(tmp_path, flag="tokenizer")
+
+
+GUARD = "{% for m in messages if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endfor %}"
+EFFORT = "{{ reasoning_effort if reasoning_effort in ('low', 'high') else 'max' }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "traits"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{{ enable_thinking }}", TemplateTraits()),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", TemplateTraits(disabled_effort="low")),
+        (GUARD + "{{ enable_thinking }}", TemplateTraits(merges_system=True)),
+        ("{{ nothing() }}{{ enable_thinking }}", TemplateTraits(merges_system=True, disabled_effort="low")),
+        (EFFORT, TemplateTraits(disabled_effort="low")),
+        ("{{ reasoning_effort }}", TemplateTraits()),
+    ],
+)
+def test_a_templates_traits_are_those_that_vllm_finds_by_trying_it(source: str, traits: TemplateTraits) -> None:
+    assert ChatTemplate(source, {}).traits == traits
+
+
+def test_one_of_two_templates_that_wants_one_system_message_is_enough() -> None:
+    assert ChatTemplate("{{ enable_thinking }}", {}, tool_source=GUARD).traits.merges_system

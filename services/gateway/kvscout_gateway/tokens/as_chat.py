@@ -10,14 +10,19 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvscout_common.worker import EngineKind
-from kvscout_gateway.tokens.conversation import NotText
-from kvscout_gateway.tokens.messages_as_chat import vllm_chat_of_messages
+from kvscout_gateway.tokens.conversation import NotText, TemplateTraits, calls_of, messages_of
+from kvscout_gateway.tokens.messages_as_chat import sglang_chat_of_messages, vllm_chat_of_messages
 from kvscout_gateway.tokens.responses_as_chat import sglang_chat_of_responses, vllm_chat_of_responses
-from kvscout_gateway.tokens.sglang_messages import sglang_chat_of_messages
 
 CHAT: Final = "chat"
 MESSAGES: Final = "messages"
 RESPONSES: Final = "responses"
+_CHAT_FIELDS: Final = (
+    "messages", "tools", "tool_choice", "add_generation_prompt", "continue_final_message", "add_special_tokens",
+    "documents", "reasoning_effort", "chat_template", "reasoning",
+)  # fmt: skip
+"""Fields of a chat completion on which its prompt depends, beside the two that all dialects have."""
+_ANY_FIELDS: Final = ("model", "chat_template_kwargs")
 
 
 def as_chat(
@@ -25,29 +30,49 @@ def as_chat(
     request: Mapping[str, Any],
     *,
     engine: EngineKind = EngineKind.VLLM,
-    merge_system: bool = False,
+    traits: TemplateTraits | None = None,
 ) -> dict[str, Any]:
     """Return the chat completion that the engine makes of a request, as far as its prompt depends on it.
 
     Args:
-        dialect: "messages" (Anthropic's) or "responses" (OpenAI's).
+        dialect: "chat", "messages" (Anthropic's) or "responses" (OpenAI's).
         request: The client's body.
         engine: What will run it: SGLang, or any other, which does as vLLM.
-        merge_system: The model's template refuses a system message that is not the first: vLLM puts the text of all of
-            them into the first.
+        traits: Of the model's template; None = those of most.
 
     Raises:
         NotText: The engine refuses the request, or its prompt depends on what is not known here.
         InvalidArgument: A field is too long to be read.
     """
     sglang = engine is EngineKind.SGLANG
-    if dialect == MESSAGES:
-        chat = sglang_chat_of_messages(request) if sglang else vllm_chat_of_messages(request, merge_system=merge_system)
+    traits = traits or TemplateTraits()
+    if dialect == CHAT:
+        chat = {name: value for name in _CHAT_FIELDS if (value := request.get(name)) is not None}
+        if not sglang:
+            chat["messages"] = [_checked(message) for message, _ in messages_of(chat.get("messages"))]
+    elif dialect == MESSAGES:
+        chat = sglang_chat_of_messages(request) if sglang else vllm_chat_of_messages(request, *traits)
     elif dialect == RESPONSES:
         chat = sglang_chat_of_responses(request) if sglang else vllm_chat_of_responses(request)
     else:
         raise NotText(f"no chat completion is made of {dialect!r}")
-    for name in ("model", "chat_template_kwargs"):
-        if (value := request.get(name)) is not None:
-            chat[name] = value
-    return chat
+    if dialect == MESSAGES and not sglang:
+        chat["messages"] = [_checked(message) for message in chat["messages"]]
+    return chat | {name: value for name in _ANY_FIELDS if (value := request.get(name)) is not None}
+
+
+def _checked(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as vLLM has it once it has checked a chat completion.
+
+    Fields of tool calls are in its own order, which templates show that write a call as JSON.
+    """
+    if message.get("reasoning") is None and message.get("reasoning_content") is not None:
+        message = message | {"reasoning": message["reasoning_content"]}
+    if not message.get("tool_calls"):
+        return message
+    return message | {"tool_calls": [_call(*both) for both in calls_of(message["tool_calls"])]}
+
+
+def _call(call: dict[str, Any], function: dict[str, Any]) -> dict[str, Any]:
+    shown = {name: function.get(name) for name in ("arguments", "name")}
+    return {"id": call.get("id"), "function": shown, "type": "function"}

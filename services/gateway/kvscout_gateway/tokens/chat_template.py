@@ -21,7 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvscout_common.errors import ConfigError
-from kvscout_gateway.tokens.conversation import NotText, conversation, template_variables, tools_shown
+from kvscout_gateway.tokens.conversation import NotText, TemplateTraits, conversation, template_variables, tools_shown
 from kvscout_gateway.tokens.sglang_conversation import SglangPrompt, SglangRelease, sglang_prompt
 
 MAX_SECONDS: Final = 1.0
@@ -29,6 +29,7 @@ MAX_CHARACTERS: Final = 8 * 1024 * 1024
 MAX_FILE_BYTES: Final = 8 * 1024 * 1024
 """Longest tokenizer_config.json: those of models with many added tokens have some hundred KiB."""
 _FINAL_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -54,6 +55,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._plain = _Compiled(self._environment, source)
         self._with_tools = self._plain if tool_source is None else _Compiled(self._environment, tool_source)
+        sources = [source] if tool_source is None else [source, tool_source]
+        self.traits = TemplateTraits(any(map(_merges_system, sources)), self._disabled_effort())
 
     @classmethod
     def load(cls, folder: Path, *, flag: str) -> ChatTemplate | None:
@@ -119,6 +122,17 @@ class ChatTemplate:
         functions = [tool["function"] for tool in prompt.tools]
         return self._run(template, _shown_by_sglang(prompt, functions)), prompt.continued
 
+    def _disabled_effort(self) -> str:
+        """Return "low" where the effort "none" is refused, or is one of those with which a model thinks."""
+        shown = [self._shown_with(effort) for effort in ("none", *_EFFORTS)]
+        return "low" if shown[0] is None or shown[0] in shown[1:] else "none"
+
+    def _shown_with(self, effort: str) -> str | None:
+        try:
+            return self.render({"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort})
+        except NotText:
+            return None
+
     def _run(self, template: _Compiled, variables: Mapping[str, Any]) -> str:
         try:
             return self._environment.run(template.template, {**self._special_tokens, "documents": None, **variables})
@@ -151,9 +165,17 @@ class _Compiled:
 class _Bounded(ImmutableSandboxedEnvironment):
     """The environment in which transformers renders, with a deadline that is looked at with each access and call."""
 
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    def __init__(self, *, plain: bool = False) -> None:
+        """Make one.
+
+        Args:
+            plain: Without what transformers adds to jinja, as vLLM tries templates.
+        """
+        extensions = [loopcontrols] if plain else [_Generation, loopcontrols]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self._running = threading.local()
+        if plain:
+            return
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -189,6 +211,17 @@ class _Bounded(ImmutableSandboxedEnvironment):
     def _check(self) -> None:
         if time.monotonic() > getattr(self._running, "until", float("inf")):
             raise TooLong(f"the chat template takes more than {MAX_SECONDS:g} s")
+
+
+def _merges_system(source: str) -> bool:
+    """Tell whether vLLM takes a template for one that refuses a system message that is not the first."""
+    turn = [{"role": "system", "content": "t"}, {"role": "user", "content": "t"}]
+    try:
+        plain = _Bounded(plain=True)
+        plain.run(plain.from_string(source), {"messages": [*turn, *turn], "add_generation_prompt": False})
+    except Exception:  # whatever a template does wrong
+        return True
+    return False
 
 
 class _Generation(Extension):

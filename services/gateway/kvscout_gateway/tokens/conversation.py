@@ -8,7 +8,7 @@ another text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvscout_common.http.json_scan import load_json
 
@@ -33,6 +33,15 @@ HEADER: Final = "x-anthropic-billing-header"
 
 class NotText(ValueError):
     """The prompt is more than text, or none that can be known here."""
+
+
+class TemplateTraits(NamedTuple):
+    """What a model's chat template does, as vLLM finds out by trying it."""
+
+    merges_system: bool = False
+    """It refuses a system message that is not the first: vLLM puts the text of all of them into the first."""
+    disabled_effort: str = "none"
+    """The reasoning effort with which vLLM turns thinking off."""
 
 
 def conversation(messages: Any, *, as_parts: bool) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from kvscout_common.worker import EngineKind
+from kvscout_gateway.tokens.as_chat import CHAT, as_chat
 from kvscout_gateway.tokens.chunk_cache import ChunkCache
 from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease
@@ -92,23 +93,32 @@ class TextTokenizer:
         return cls(tokenizer, ChatTemplate.load(folder, flag=flag), threads, cache_bytes=cache_bytes)
 
     async def of_conversation(
-        self, request: Mapping[str, Any], *, size: int, tenant: str, engine: EngineKind = EngineKind.VLLM
+        self,
+        request: Mapping[str, Any],
+        *,
+        size: int,
+        tenant: str,
+        engine: EngineKind = EngineKind.VLLM,
+        dialect: str = CHAT,
     ) -> Conversation:
-        """Return the tokens of a chat request.
+        """Return the tokens of a conversation.
 
         Args:
             request: Its body.
             size: Bytes of it.
             tenant: Whose it is.
             engine: What renders it in the end: SGLang, or any other, which does as vLLM.
+            dialect: Of the request: see `as_chat`.
 
         Raises:
             NotText: It has something in it that is not text, or that is not known here.
+            InvalidArgument: A field of it is too long to be read.
             ResourceExhausted: Too many wait.
         """
         if self._template is None:
             raise NotText("the tokenizer has no chat template")
         long = size > INLINE_RENDERED
+        request = await self._run(long, as_chat, dialect, request, engine=engine, traits=self._template.traits)
         if engine is not EngineKind.SGLANG:
             text = await self._run(long, self._template.render, request)
             special = bool(request.get("add_special_tokens"))
