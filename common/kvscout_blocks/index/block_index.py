@@ -36,7 +36,7 @@ Invariants, checked by `check_invariants`:
    it, at most a slice. First what no query can match, of whatever worker:
    orphans, and blocks that are not rooted. So what an engine stores below blocks that went takes no place
    of rooted ones. Then rooted blocks of the largest worker: those that neither a query nor a Stored used for
-   the longest time, in 64ths of the bound, the deepest before their parents. So whole prefixes stay, and
+   the longest time, natively in 64ths of the bound, the deepest before their parents. So whole prefixes stay, and
    nothing that was rooted becomes hidden. What was bound becomes a ghost that the engine still has: when a
    Stored names it, by itself or as a parent, it and its like above it get a copy again in each place in which all
    full-attention groups had one, unless a Removed since said otherwise.
@@ -212,12 +212,12 @@ class IndexStats:
     """Batches for workers that were not added, since start."""
 
 
-class Work(ABC):
+class Work:
     """Work on a whole rank: the native index does it in slices, the reference at once."""
 
-    @abstractmethod
     def step(self) -> bool:
         """Do a slice, in any thread; return True while more is left."""
+        return False
 
     def finish(self) -> None:
         """Do all that is left."""
@@ -245,7 +245,7 @@ class Demotion(Work):
     """Blocks that are predicted and were not before."""
 
 
-class Cut(Work):
+class Cut(Work, ABC):
     """A copy of a rank's state as of when it was begun; the next write to the rank has the rest copied first."""
 
     @abstractmethod

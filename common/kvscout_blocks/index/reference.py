@@ -11,9 +11,9 @@ Not thread-safe: one event loop owns it. Work on a whole rank is done at once.
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.codec import decode_events, encode_dump, encode_events, read_dump
@@ -50,8 +50,6 @@ class ReferenceIndex(BlockIndex):
     def _begin(self) -> None:
         self._clock = Clock()
         self._workers: dict[WorkerRank, Worker] = {}
-        self._stored = 0
-        """Blocks stored in this round of the bound's clock."""
         self._evicted = 0
         self._queries = 0
         self._unknown_worker = 0
@@ -62,24 +60,16 @@ class ReferenceIndex(BlockIndex):
         if worker in self._workers:
             self._workers[worker].options = options
         else:
-            self._workers[worker] = self._new_worker(options)
-
-    def _new_worker(self, options: WorkerOptions) -> Worker:
-        return Worker(self._clock, self.block_size, self.eagle, self.max_blocks, options)
+            self._workers[worker] = Worker(self._clock, self.block_size, self.eagle, self.max_blocks, options)
 
     def remove_rank(self, worker: WorkerRank) -> bool:
         return self._workers.pop(worker, None) is not None
 
     def reset(self, worker: WorkerRank) -> None:
-        if worker in self._workers:
-            self._begin_again(worker)
-
-    def _begin_again(self, worker: WorkerRank) -> Worker:
-        """Put an empty worker in place of one; its counters stay."""
-        old = self._workers[worker]
-        new = self._workers[worker] = self._new_worker(old.options)
-        new.ignored = old.ignored
-        return new
+        old = self._workers.pop(worker, None)
+        if old is not None:
+            self.add_worker(worker, old.options)
+            self._workers[worker].ignored = old.ignored
 
     def workers(self) -> tuple[WorkerRank, ...]:
         return tuple(sorted(self._workers))
@@ -112,6 +102,7 @@ class ReferenceIndex(BlockIndex):
         if known is None:
             self._unknown_worker += 1
             return Applied(len(batch.events), len(batch.faults), False, "")
+        self._clock.now += 1
         applied = 0
         for event in batch.events:
             blocks = 0 if isinstance(event, Cleared) else len(event.engine_hashes)
@@ -132,7 +123,7 @@ class ReferenceIndex(BlockIndex):
             applied += blocks
         known.settle_windows(batch)
         self._move_cursor(worker, epoch, event_id)
-        self._enforce_bound(applied)
+        self._enforce_bound()
         return Applied(len(batch.events), len(batch.faults), known.over_capacity, known.incompatible)
 
     def _move_cursor(self, worker: WorkerRank, epoch: int, event_id: int | None) -> None:
@@ -154,32 +145,22 @@ class ReferenceIndex(BlockIndex):
         return encode_events(pool, adapters, worker, batch, epoch=epoch, event_id=event_id).SerializeToString()
 
     def demotion(self, worker: WorkerRank, *, ttl_seconds: float, now: float) -> Demotion:
-        known, done = self._workers.get(worker), _Demoted()
+        known, done = self._workers.get(worker), Demotion()
         if known is not None:
-            done.added = self._predict(known, known.demote(now + ttl_seconds), ttl_seconds, now)
+            done.added = self._predict(known, known.demote(now + ttl_seconds), now + ttl_seconds)
         return done
 
-    def _enforce_bound(self, stored: int) -> None:
+    def _enforce_bound(self) -> None:
         """Drop blocks above the bound, and a little more; see the invariants of `block_index`."""
-        most = self.max_blocks
-        if not most:
-            return
-        self._stored += stored
-        if self._stored >= max(most // 64, 1):
-            self._stored = 0
-            self._clock.round += 1
-            used, named = self._clock.used, {node for worker in self._workers.values() for node in worker.names}
-            self._clock.used = {node: used[node] for node in named & used.keys()}
-        everyone = sorted(self._workers.values(), key=lambda worker: len(worker.counts), reverse=True)
-        entries = sum(len(worker.counts) for worker in everyone)
-        surplus = entries - most + min(most // 64, SLICE) if entries > most else 0
+        most, everyone = self.max_blocks, sorted(self._workers.values(), key=_entries, reverse=True)
+        entries = sum(map(_entries, everyone))
+        surplus = entries - most + min(most // 64, SLICE) if 0 < most < entries else 0
+        self._evicted += surplus
         for worker in everyone:
-            if surplus > 0:
-                surplus -= worker.evict(surplus, unmatchable=True)
-        while surplus > 0:
-            surplus -= max(everyone, key=lambda worker: len(worker.counts)).evict(surplus, unmatchable=False)
-        self._evicted += entries - sum(len(worker.counts) for worker in everyone)
-        for _ in range(sum(len(worker.gone) for worker in everyone) - most):
+            surplus -= worker.evict(surplus, unmatchable=True) if surplus else 0
+        while surplus:
+            surplus -= max(everyone, key=_entries).evict(surplus, unmatchable=False)
+        for _ in range(sum(len(worker.gone) for worker in everyone) - most if most else 0):
             max(everyone, key=lambda worker: len(worker.gone)).forget_oldest_ghost()
 
     # Queries
@@ -188,6 +169,7 @@ class ReferenceIndex(BlockIndex):
         self, block_hashes: Sequence[int] | bytes, *, now: float, early_exit: bool = False, usable: int | None = None
     ) -> Overlaps:
         self._queries += 1
+        self._clock.now += 1
         self._expire(now)
         path = _prefixes(block_hashes)
         most = len(path) if usable is None else usable
@@ -208,31 +190,29 @@ class ReferenceIndex(BlockIndex):
             return 0
         self._expire(now)
         nodes = [node for node in _prefixes(block_hashes) if known.level(node) != Tier.DEVICE]
-        return self._predict(known, nodes, ttl_seconds, now)
+        return self._predict(known, nodes, now + ttl_seconds)
 
-    def _predict(self, worker: Worker, nodes: Sequence[Prefix], ttl_seconds: float, now: float) -> int:
-        added = worker.predict(nodes, ttl_seconds, now)
-        if self._predicted() > self.max_predicted_blocks:
-            while self._predicted() > int(self.max_predicted_blocks * self.prune_ratio):
-                min(self._predictions(), key=_first_expiry).popitem(last=False)
+    def _predict(self, worker: Worker, nodes: Sequence[Prefix], until: float) -> int:
+        """Predict nodes; above the maximum prune, soonest to expire first, the deepest before their parents."""
+        added, total = worker.predict(nodes, until), self._predicted()
+        if total > self.max_predicted_blocks:
+            owners = ((owner, node) for owner in self._workers.values() for node in owner.predictions)
+            in_order = sorted(owners, key=lambda pair: (pair[0].predictions[pair[1]], -pair[1].depth))
+            for owner, node in in_order[: total - int(self.max_predicted_blocks * self.prune_ratio)]:
+                del owner.predictions[node]
         return added
 
     def _predicted(self) -> int:
-        return sum(worker.predicted for worker in self._workers.values())
-
-    def _predictions(self) -> list[OrderedDict[Prefix, float]]:
-        """Return the queues of predictions that have any."""
-        return [queue for worker in self._workers.values() for queue in worker.predictions.values() if queue]
+        return sum(len(worker.predictions) for worker in self._workers.values())
 
     def _expire(self, now: float) -> None:
-        for queue in self._predictions():
-            while queue and _first_expiry(queue) <= now:
-                queue.popitem(last=False)
+        for worker in self._workers.values():
+            worker.expire(now)
 
     def maintain(self, *, now: float, budget: int = 4096) -> bool:
         self._expire(now)
-        for worker in self._workers.values():
-            worker.expire_demoted(now)
+        named = {node for worker in self._workers.values() for node in worker.names}
+        self._clock.used = {node: at for node, at in self._clock.used.items() if node in named}
         return False
 
     # State
@@ -257,9 +237,9 @@ class ReferenceIndex(BlockIndex):
         """Put a dump that was checked in place of a worker's state; False: another one began meanwhile."""
         if self._workers.get(dump.worker) is not old:
             return False
-        new = self._begin_again(dump.worker)
-        new.fill(dump)
-        self._enforce_bound(len(new.counts))
+        self.reset(dump.worker)
+        self._workers[dump.worker].fill(dump)
+        self._enforce_bound()
         return True
 
     def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
@@ -272,7 +252,7 @@ class ReferenceIndex(BlockIndex):
             hidden=len(known.held()) - len(known.rooted()),
             orphans=len(known.orphans),
             ghosts=len(known.gone),
-            predictions=known.predicted,
+            predictions=len(known.predictions),
             device_copies=known.device_copies,
             window_blocks=len(known.windows.blocks),
             unjudged_groups=[group for group, full in sorted(known.groups.items()) if not full and group not in judged],
@@ -283,16 +263,15 @@ class ReferenceIndex(BlockIndex):
         )
 
     def stats(self) -> IndexStats:
-        everyone = self._workers.values()
-        held = [worker.held() for worker in everyone]
-        bindings = sum(len(worker.counts) + len(worker.gone) for worker in everyone)
+        each = [stats for stats in map(self.worker_stats, self._workers) if stats is not None]
+        bindings = sum(len(worker.counts) + len(worker.gone) for worker in self._workers.values())
         return IndexStats(
-            blocks=len({node for nodes in held for node in nodes}),
-            memberships=sum(map(len, held)),
-            workers=sum(map(bool, held)),
-            orphans=sum(len(worker.orphans) for worker in everyone),
-            hidden=sum(map(len, held)) - sum(len(worker.rooted()) for worker in everyone),
-            ghosts=sum(len(worker.gone) for worker in everyone),
+            blocks=len({node for worker in self._workers.values() for node in worker.held()}),
+            memberships=sum(stats.blocks for stats in each),
+            workers=sum(stats.blocks > 0 for stats in each),
+            orphans=sum(stats.orphans for stats in each),
+            hidden=sum(stats.hidden for stats in each),
+            ghosts=sum(stats.ghosts for stats in each),
             predictions=self._predicted(),
             bytes=(bindings + self._predicted()) * _BINDING_BYTES,
             evicted=self._evicted,
@@ -304,21 +283,13 @@ class ReferenceIndex(BlockIndex):
         for worker in self._workers.values():
             worker.check_invariants()
         if self.max_blocks:
-            assert sum(len(worker.counts) for worker in self._workers.values()) <= self.max_blocks, "blocks are bounded"
+            assert sum(map(_entries, self._workers.values())) <= self.max_blocks, "blocks are bounded"
             assert sum(len(worker.gone) for worker in self._workers.values()) <= self.max_blocks, "ghosts are bounded"
-
-
-class _Demoted(Demotion):
-    def step(self) -> bool:
-        return False
 
 
 class _Copied(Cut):
     def __init__(self, dump: WorkerDump) -> None:
         self._dump = dump
-
-    def step(self) -> bool:
-        return False
 
     def dump(self) -> WorkerDump:
         return self._dump
@@ -329,23 +300,23 @@ class _Copied(Cut):
         return [message.SerializeToString() for message in messages]
 
 
-class _Load:
+class _Load(NamedTuple):
     """A dump that was checked, and the worker whose state it is to replace."""
 
-    def __init__(self, index: ReferenceIndex, old: Worker, dump: WorkerDump) -> None:
-        self._index = index
-        self._old = old
-        self._dump = dump
+    blocks: ReferenceIndex
+    old: Worker
+    dump: WorkerDump
 
     def step(self) -> bool:
         return False
 
     def commit(self) -> bool:
-        return self._index.replace(self._old, self._dump)
+        return self.blocks.replace(self.old, self.dump)
 
 
-def _first_expiry(queue: OrderedDict[Prefix, float]) -> float:
-    return next(iter(queue.values()))
+def _entries(worker: Worker) -> int:
+    """Return what the bound counts of a worker: its bound hashes and orphans."""
+    return len(worker.counts)
 
 
 def _prefixes(block_hashes: Sequence[int] | bytes) -> list[Prefix]:

@@ -12,7 +12,7 @@ not got it, it follows from the event, if that has the content of each of its bl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
 
 from kvscout_blocks.bytes.dump import Copies, DumpedWindowBlock, WindowGroup
@@ -24,25 +24,20 @@ from kvscout_common.worker import CopyMode
 Counts = dict[tuple[int, Tier], int]
 """(group, tier) → copies of a block there; never 0."""
 
-Chain = tuple[int | None, Sequence[int], Sequence[int]]
-"""Blocks of an event: engine hash of the parent, engine hashes, local hashes."""
 
-
-def add_copy(counts: Counts, at: tuple[int, Tier], mode: CopyMode) -> None:
-    """Add one copy, unless the mode or the limit says that there are enough."""
-    number = counts.get(at, 0)
+def add_copy(counts: Counts, event: Stored, mode: CopyMode) -> None:
+    """Add one copy where an event stored it, unless the mode or the limit says that there are enough."""
+    number = counts.get((event.group, event.tier), 0)
     if not number or (mode is CopyMode.COUNT and number < MAX_COPIES):
-        counts[at] = number + 1
+        counts[event.group, event.tier] = number + 1
 
 
-def drop_copy(counts: Counts, at: tuple[int, Tier]) -> bool:
+def drop_copy(counts: Counts, group: int, tier: Tier) -> bool:
     """Drop one copy; return False if there is none."""
-    if at not in counts:
-        return False
-    counts[at] -= 1
-    if not counts[at]:
-        del counts[at]
-    return True
+    number = counts.pop((group, tier), 0)
+    if number > 1:
+        counts[group, tier] = number - 1
+    return number > 0
 
 
 def copies_of(counts: Counts) -> tuple[Copies, ...]:
@@ -88,7 +83,7 @@ class WindowGroups:
         refused = 0
         for engine_hash in event.engine_hashes:
             if engine_hash in self.blocks or len(self.blocks) < limit:
-                add_copy(self.blocks.setdefault(engine_hash, {}), (event.group, event.tier), mode)
+                add_copy(self.blocks.setdefault(engine_hash, {}), event, mode)
             else:
                 refused += 1
         return refused
@@ -98,46 +93,43 @@ class WindowGroups:
         unknown = 0
         for engine_hash in event.engine_hashes:
             counts = self.blocks.get(engine_hash, {})
-            unknown += not drop_copy(counts, (event.group, event.tier))
+            unknown += not drop_copy(counts, event.group, event.tier)
             if not counts:
                 self.blocks.pop(engine_hash, None)
                 self.prefixes.pop(engine_hash, None)
         return unknown
 
-    def settle(self, sequence_hash_of: Callable[[int], int | None], chains: Iterable[Chain]) -> int:
+    def settle(self, bound: Mapping[int, int], chains: Iterable[tuple[Stored, Sequence[int]]]) -> int:
         """Bind the batch's blocks to prefixes; drop those without a known prefix, and return their number.
 
         Args:
-            sequence_hash_of: Sequence hash of an engine hash in full-attention groups.
-            chains: The batch's events of window groups, as far as they have content.
+            bound: Engine hash → sequence hash, of full-attention groups.
+            chains: The batch's events of window groups that have content, and its local hashes.
         """
         unplaced = [engine_hash for engine_hash in self.blocks if engine_hash not in self.prefixes]
-        keys = {engine_hash: sequence_hash_of(engine_hash) for engine_hash in unplaced}
-        for parent, engine_hashes, local_hashes in chains if None in keys.values() else ():
+        found = {engine_hash: bound[engine_hash] for engine_hash in unplaced if engine_hash in bound}
+        for event, local_hashes in chains:
             above = None
-            if parent is not None:
-                known = (keys.get(parent), self.prefixes.get(parent), sequence_hash_of(parent))
-                above = next((key for key in known if key is not None), None)
+            if event.parent is not None:
+                known = (where[event.parent] for where in (found, self.prefixes, bound) if event.parent in where)
+                above = next(known, None)
                 if above is None:
                     continue
-            for engine_hash, local in zip(engine_hashes, local_hashes, strict=True):
+            for engine_hash, local in zip(event.engine_hashes, local_hashes, strict=True):
                 above = extend_sequence(above, local)
-                if keys.get(engine_hash) is None:
-                    keys[engine_hash] = above
-        return self._place({engine_hash: keys[engine_hash] for engine_hash in unplaced})
+                found.setdefault(engine_hash, above)
+        return self._place({engine_hash: found.get(engine_hash) for engine_hash in unplaced})
 
-    def _place(self, sequence_hashes: dict[int, int | None]) -> int:
+    def _place(self, sequence_hashes: Mapping[int, int | None]) -> int:
         """Bind blocks to prefixes; drop those without one or of one with too many, and return their number."""
         names = Counter(self.prefixes.values())
-        dropped = 0
         for engine_hash, key in sequence_hashes.items():
             if key is None or names[key] >= TWIN_LIMIT:
                 del self.blocks[engine_hash]
-                dropped += 1
             else:
                 names[key] += 1
                 self.prefixes[engine_hash] = key
-        return dropped
+        return sum(engine_hash not in self.blocks for engine_hash in sequence_hashes)
 
     def dump(self) -> tuple[DumpedWindowBlock, ...]:
         """Return the blocks, by engine hash."""

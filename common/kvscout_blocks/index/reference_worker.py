@@ -12,10 +12,9 @@ What follows from these (levels, roots, device copies) is computed when it is ne
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import nsmallest
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -31,15 +30,7 @@ from kvscout_blocks.index.block_index import (
     Overlap,
     WorkerOptions,
 )
-from kvscout_blocks.index.reference_windows import (
-    Chain,
-    Counts,
-    WindowGroups,
-    add_copy,
-    copies_of,
-    counts_of,
-    drop_copy,
-)
+from kvscout_blocks.index.reference_windows import Counts, WindowGroups, add_copy, copies_of, counts_of, drop_copy
 from kvscout_common.hashing import extend_sequence
 from kvscout_common.worker import WorkerRank
 
@@ -64,17 +55,17 @@ class Prefix(int):
 
 
 class Clock:
-    """Times in rounds of the `max_blocks` bound."""
+    """Times of use, in calls of the index."""
 
     def __init__(self) -> None:
-        self.round = 0
+        self.now = 0
         self.used: dict[Prefix, int] = {}
-        """Prefix → the round in which it was used last, never later than its parent's."""
+        """Prefix → when it was used last, never before a prefix below it."""
 
     def touch(self, prefix: Prefix | None) -> None:
-        """Mark a prefix and those above it as used in this round."""
-        while prefix is not None and self.used.get(prefix, 0) < self.round:
-            self.used[prefix] = self.round
+        """Mark a prefix and those above it as used now."""
+        while prefix is not None and self.used.get(prefix, 0) < self.now:
+            self.used[prefix] = self.now
             prefix = prefix.parent
 
 
@@ -113,9 +104,7 @@ class Worker:
         self.epoch = 0
         self.last_event_id: int | None = None
         self.groups: dict[int, bool] = {}
-        """Known cache groups, and whether each is full attention."""
-        self.full_groups: tuple[int, ...] = ()
-        """Groups that must all have a block for it to be held."""
+        """Known cache groups, and whether each is full attention: a block must be in all that are to be held."""
         self.windows = WindowGroups(block_size)
         self.incompatible = ""
         self.ignored: Counter[Ignored] = Counter()
@@ -140,8 +129,8 @@ class Worker:
         self.gone: deque[Ghost] = deque()
         """Ghosts, oldest first, with those that were stored again since: they keep their places."""
         self.demoted_until = 0.0
-        self.predictions: dict[float, OrderedDict[Prefix, float]] = {}
-        """Lifetime → node → expiry, in seconds of the index's clock, in the order in which they were made."""
+        self.predictions: dict[Prefix, float] = {}
+        """Node → expiry, in seconds of the index's clock."""
         self.incomplete = False
         """A limit kept blocks out."""
         self.zero_is_block = False
@@ -153,28 +142,27 @@ class Worker:
     def overlap(self, path: Sequence[Prefix], usable: int) -> Overlap:
         """Return the leading blocks of a prompt that the worker has."""
         levels = [self.level(node) for node in path]
-        device, host, disk, external = (_leading(level <= at for level in levels) for at in Tier)
-        predicted = next(
-            (n for n in range(device, len(path)) if levels[n] and not self.is_predicted(path[n])), len(path)
-        )
-        overlap = Overlap(device, host, disk, external, predicted)
-        if not self.windows.groups:
-            return overlap
-        most = overlap if self.full_groups else [len(path)] * len(Tier)
-        device, host, disk, external = (self.windows.longest(path, most[tier], usable, tier) for tier in Tier)
-        # What is predicted beyond what is held will come with its windows.
-        predicted = predicted if predicted > overlap.device else 0
+        device, host, disk, external = (_leading(level <= tier for level in levels) for tier in Tier)
+        predicted = _leading(not level or node in self.predictions for node, level in zip(path, levels, strict=True))
+        if self.windows.groups:
+            # What is predicted beyond what is held will come with its windows.
+            predicted = predicted if predicted > device else 0
+            most = (device, host, disk, external) if self.full_groups else [len(path)] * len(Tier)
+            device, host, disk, external = (self.windows.longest(path, most[tier], usable, tier) for tier in Tier)
         return Overlap(device, host, disk, external, max(predicted, device))
+
+    @property
+    def full_groups(self) -> list[int]:
+        """Return the full-attention groups."""
+        return [group for group, full in self.groups.items() if full]
 
     def level(self, node: Prefix) -> int:
         """Return the fastest tier at which one of a node's hashes is in every full-attention group."""
-        level: int = NOT_HELD
+        level, full_groups = NOT_HELD, self.full_groups
         for name in self.names.get(node, ()):
-            tiers = [NOT_HELD] * len(self.full_groups)
-            for group, tier in self.counts.get(name, ()):
-                position = self.full_groups.index(group)
-                tiers[position] = min(tiers[position], tier)
-            level = min(level, max(tiers, default=NOT_HELD))
+            copies = self.counts.get(name, {})
+            fastest = [min((at for where, at in copies if where == group), default=NOT_HELD) for group in full_groups]
+            level = min(level, max(fastest))
         return level
 
     def held(self) -> list[Prefix]:
@@ -192,9 +180,8 @@ class Worker:
     @property
     def device_copies(self) -> int:
         """Return Σ device counts over blocks and groups, orphans included."""
-        return sum(
-            number for counts in self.counts.values() for (_, tier), number in counts.items() if tier is Tier.DEVICE
-        )
+        copies = (at for counts in self.counts.values() for at in counts.items())
+        return sum(number for (_, tier), number in copies if tier is Tier.DEVICE)
 
     @property
     def over_capacity(self) -> bool:
@@ -209,13 +196,6 @@ class Worker:
             self.ignored[reason] += number
             self.incomplete |= reason.is_limit
 
-    def set_groups(self, groups: dict[int, bool]) -> None:
-        """Set the known cache groups; a block must be in all full-attention ones to be held."""
-        full_groups = tuple(sorted(group for group, full in groups.items() if full))
-        if full_groups != self.full_groups:
-            self._doubt_evicted()
-        self.groups, self.full_groups = groups, full_groups
-
     def store(self, event: Stored) -> None:
         """Judge one Stored event, in the order of `Ignored`, and store its blocks."""
         has_content = bool(event.tokens or event.local_hashes)
@@ -223,7 +203,9 @@ class Worker:
             self.zero_is_block = True
         event = self._without_zero_parent(event)
         if event.group not in self.groups and len(self.groups) < GROUP_LIMIT:
-            self.set_groups({**self.groups, event.group: event.full_attention})
+            self.groups[event.group] = event.full_attention
+            if event.full_attention:
+                self._doubt_evicted()
         if not self.groups.get(event.group):
             if event.group in self.groups and self.windows.learn(event):
                 refused = self.windows.store(event, self.options.copies, self._max_window_blocks)
@@ -232,11 +214,9 @@ class Worker:
                 self.ignore(Ignored.SKIPPED_GROUP)
         elif not has_content:
             self._move(event)
+        elif (verdict := self._judge(event)) is None:
+            self._store_chain(event, self._local_hashes(event))
         else:
-            verdict = judge_content(event, self._block_size, self._eagle, self.options.adapters)
-            if verdict is None:
-                self._store_chain(event, self._local_hashes(event))
-                return
             self.ignore(verdict)
             if verdict is Ignored.BLOCK_SIZE:
                 sizes = f"the engine's blocks have {event.block_size} tokens, the registration says {self._block_size}"
@@ -250,29 +230,21 @@ class Worker:
         elif self.groups.get(event.group) is False:
             self.ignore(Ignored.SKIPPED_GROUP)
         else:
+            self.names_gone.clear()
             for engine_hash in event.engine_hashes:
                 if engine_hash in self.nodes:
-                    self._end_prediction(self.nodes[engine_hash])
-                if not self._remove_copy(engine_hash, (event.group, event.tier)):
+                    self.predictions.pop(self.nodes[engine_hash], None)
+                if not self._remove_copy(engine_hash, event.group, event.tier):
                     self.ignore(Ignored.UNKNOWN_REMOVED)
-            self.names_gone.clear()
 
     def settle_windows(self, batch: EventBatch) -> None:
         """Find the prefixes of the blocks that a batch stored in groups with a window."""
-
-        def sequence_hash_of(engine_hash: int) -> int | None:
-            return self.nodes[engine_hash] if self._is_bound(engine_hash) else None
-
-        def chains() -> Iterator[Chain]:
-            rules = self._block_size, self._eagle, self.options.adapters
-            for event in batch.events:
-                if not isinstance(event, Stored) or event.group not in self.windows.groups:
-                    continue
-                event = self._without_zero_parent(event)
-                if (event.tokens or event.local_hashes) and judge_content(event, *rules) is None:
-                    yield event.parent, event.engine_hashes, self._local_hashes(event)
-
-        self.ignore(Ignored.UNKNOWN_MOVED, self.windows.settle(sequence_hash_of, chains()))
+        stored = [event for event in batch.events if isinstance(event, Stored) and event.group in self.windows.groups]
+        if stored:
+            events = [self._without_zero_parent(event) for event in stored if event.tokens or event.local_hashes]
+            chains = [(event, self._local_hashes(event)) for event in events if self._judge(event) is None]
+            bound = {name: self.nodes[name] for name in self.nodes.keys() & self.counts.keys()}
+            self.ignore(Ignored.UNKNOWN_MOVED, self.windows.settle(bound, chains))
 
     def _without_zero_parent(self, event: Stored) -> Stored:
         """Replace a parent 0 by none where no block of the worker is named 0 and its roots come so."""
@@ -280,49 +252,47 @@ class Worker:
             return event
         return replace(event, parent=None)
 
+    def _judge(self, event: Stored) -> Ignored | None:
+        return judge_content(event, self._block_size, self._eagle, self.options.adapters)
+
     def _local_hashes(self, event: Stored) -> Sequence[int]:
         return local_hashes_of(event, self._block_size, self._eagle, self.options.adapters)
 
     def _store_chain(self, event: Stored, local_hashes: Sequence[int]) -> None:
         """Store an event's blocks below their parent, or as orphans if it is unknown."""
-        for engine_hash in (*(() if event.parent is None else (event.parent,)), *event.engine_hashes):
+        for engine_hash in event.engine_hashes if event.parent is None else (event.parent, *event.engine_hashes):
             self._restore_evicted(engine_hash)
         if event.parent is not None and event.parent not in self.nodes:
             self._store_orphans(event, event.parent, local_hashes)
             return
-        above = None if event.parent is None else self.nodes[event.parent]
+        node = None if event.parent is None else self.nodes[event.parent]
         for engine_hash, local in zip(event.engine_hashes, local_hashes, strict=True):
-            above = Prefix(above, local)
-            self._store_copy(engine_hash, above, event)
-        self._clock.touch(above)
+            node = Prefix(node, local)
+            self._store_copy(engine_hash, node, event)
+        self._clock.touch(node)
 
     def _store_copy(self, engine_hash: int, node: Prefix, event: Stored) -> None:
         if engine_hash in self.orphans or (self._is_bound(engine_hash) and self.nodes[engine_hash] != node):
             self.ignore(Ignored.HASH_CONFLICT)
-            return
-        if engine_hash not in self.counts:
-            if not self._has_room(engine_hash, node):
-                self.ignore(Ignored.TWIN_LIMIT)
-                return
-            self._bind(engine_hash, node, {})
-        self._add_copy(engine_hash, event)
-        self._end_prediction(node)
-        self._adopt(engine_hash)
+        elif self._is_bound(engine_hash) or self._bind(engine_hash, node, {}):
+            add_copy(self.counts[engine_hash], event, self.options.copies)
+            self.predictions.pop(node, None)
+            self._adopt(engine_hash)
+        else:
+            self.ignore(Ignored.TWIN_LIMIT)
 
     def _store_orphans(self, event: Stored, parent: int, local_hashes: Sequence[int]) -> None:
         for position, (engine_hash, local) in enumerate(zip(event.engine_hashes, local_hashes, strict=True)):
             orphan = self.orphans.get(engine_hash)
-            if orphan is None and len(self.orphans) >= ORPHAN_LIMIT:
-                self.ignore(Ignored.ORPHAN_LIMIT, len(local_hashes) - position)
-                return
-            if self._is_bound(engine_hash) or (orphan is not None and orphan != (parent, local)):
+            full = orphan is None and len(self.orphans) >= ORPHAN_LIMIT
+            if full or self._is_bound(engine_hash) or (orphan is not None and orphan != (parent, local)):
                 # What follows hangs below a block that this event contradicts.
-                self.ignore(Ignored.HASH_CONFLICT, len(local_hashes) - position)
+                self.ignore(Ignored.ORPHAN_LIMIT if full else Ignored.HASH_CONFLICT, len(local_hashes) - position)
                 return
             if orphan is None:
                 self._forget(engine_hash)
                 self.orphans[engine_hash], self.counts[engine_hash] = Orphan(parent, local), {}
-            self._add_copy(engine_hash, event)
+            add_copy(self.counts[engine_hash], event, self.options.copies)
             parent = engine_hash
 
     def _move(self, event: Stored) -> None:
@@ -334,30 +304,27 @@ class Worker:
                 back = replace(event, engine_hashes=(engine_hash,), parent=ghost.parent)
                 self._store_chain(back, (ghost.local,))
             elif engine_hash in self.orphans:
-                self._add_copy(engine_hash, event)
+                add_copy(self.counts[engine_hash], event, self.options.copies)
             elif engine_hash in self.nodes:
                 self._store_copy(engine_hash, self.nodes[engine_hash], event)
             else:
                 self.ignore(Ignored.UNKNOWN_MOVED)
 
-    def _add_copy(self, engine_hash: int, event: Stored) -> None:
-        add_copy(self.counts[engine_hash], (event.group, event.tier), self.options.copies)
-
-    def _remove_copy(self, engine_hash: int, at: tuple[int, Tier]) -> bool:
+    def _remove_copy(self, engine_hash: int, group: int, tier: Tier) -> bool:
         """Drop a copy of a known hash; False: it has none there."""
-        ghost = self.ghosts.get(engine_hash)
-        if ghost is not None and at[1] in ghost.tiers:
-            ghost.tiers = tuple(tier for tier in ghost.tiers if tier is not at[1])
-        elif engine_hash in self.counts:
-            if not drop_copy(self.counts[engine_hash], at):
-                return False
-            if not self.counts[engine_hash]:
-                self.drop(engine_hash)
-        elif engine_hash in self.nodes:
-            self._bury(engine_hash)
-        else:
-            return False
-        return True
+        ghost, counts = self.ghosts.get(engine_hash), self.counts.get(engine_hash)
+        if ghost is not None and tier in ghost.tiers:
+            ghost.tiers = tuple(other for other in ghost.tiers if other is not tier)
+            return True
+        if counts is None:
+            demoted = engine_hash in self.nodes
+            if demoted:
+                self._bury(engine_hash, ())
+            return demoted
+        known = drop_copy(counts, group, tier)
+        if not counts:
+            self.drop(engine_hash)
+        return known
 
     # Engine hashes
 
@@ -365,8 +332,7 @@ class Worker:
         """Drop an orphan, or turn a bound hash into a ghost; if it has copies, the engine still has them."""
         counts, groups = self.counts.pop(engine_hash), self.full_groups
         if self.orphans.pop(engine_hash, None) is None:
-            on_all = (tier for tier in Tier if groups and all((group, tier) in counts for group in groups))
-            self._bury(engine_hash, tuple(on_all))
+            self._bury(engine_hash, tuple(tier for tier in Tier if all((group, tier) in counts for group in groups)))
 
     def demote(self, until: float) -> list[Prefix]:
         """Turn bound hashes into demoted ones and drop orphans; return the nodes that the device held."""
@@ -378,34 +344,34 @@ class Worker:
         self.windows.clear()
         return on_device
 
-    def expire_demoted(self, now: float) -> None:
-        """Forget the demoted hashes if their time has come."""
+    def predict(self, nodes: Sequence[Prefix], until: float) -> int:
+        """Predict nodes, or refresh them; return the number of new predictions."""
+        before = len(self.predictions)
+        for node in nodes:
+            self.predictions[node] = max(until, self.predictions.get(node, until))
+        return len(self.predictions) - before
+
+    def expire(self, now: float) -> None:
+        """End the predictions and forget the demoted hashes whose time has come."""
+        self.predictions = {node: until for node, until in self.predictions.items() if until > now}
         if now >= self.demoted_until:
-            for engine_hash in [name for name in self.nodes if name not in self.counts]:
+            for engine_hash in self.nodes.keys() - self.counts.keys():
                 self._forget(engine_hash)
 
     def evict(self, surplus: int, *, unmatchable: bool) -> int:
-        """Drop about `surplus` entries, and return their number: those that no query can match, or any blocks.
+        """Drop up to `surplus` entries, and return their number: those that no query can match, or any blocks.
 
-        Of blocks those used longest ago go first, the deepest before their parents: an ancestor was never used longer
-        ago than a block below it.
+        Of blocks those used longest ago go first, the deepest before their parents.
         """
-        before, nodes = len(self.counts), dict.fromkeys(self.bound_nodes())
-        if unmatchable:
-            for engine_hash in list(self.orphans)[:surplus]:
-                self.drop(engine_hash)
-            for node in self.rooted():
-                nodes.pop(node, None)
-        for node in nsmallest(surplus, nodes, key=lambda node: (self._clock.used.get(node, 0), -node.depth)):
-            if before - len(self.counts) < surplus:
-                for engine_hash in [name for name in self.names[node] if name in self.counts]:
-                    self.drop(engine_hash)
+        rooted = self.rooted() if unmatchable else set()
+        nodes = [node for node in self.names if node not in rooted]
+        nodes.sort(key=lambda node: (self._clock.used.get(node, 0), -node.depth))
+        entries = [*self.orphans] if unmatchable else []
+        entries += [name for node in nodes for name in self.names[node] if name in self.counts]
         self.names_gone.clear()
-        return before - len(self.counts)
-
-    def bound_nodes(self) -> Iterator[Prefix]:
-        """Return the nodes of bound hashes."""
-        return (node for name, node in self.nodes.items() if name in self.counts)
+        for engine_hash in entries[:surplus]:
+            self.drop(engine_hash)
+        return min(surplus, len(entries))
 
     def forget_oldest_ghost(self) -> None:
         """Give the place of the oldest ghost away, of which there must be one."""
@@ -418,30 +384,18 @@ class Worker:
 
         The engine named it, so it has them all. Where the prefix is not whole any more nothing comes back.
         """
-        chain: list[Ghost] = []
+        chain: list[tuple[Ghost, tuple[Tier, ...]]] = []
         ghost = self.ghosts.get(engine_hash)
-        while ghost is not None and ghost.tiers and len(chain) < len(self.ghosts):
-            chain.append(ghost)
-            ghost = self.ghosts.get(ghost.parent) if ghost.parent is not None else None
-        while chain:
-            ghost, parent = chain[-1], chain[-1].parent
-            counts = {(group, tier): 1 for tier in ghost.tiers for group in self.full_groups}
-            if parent is not None and parent not in self.nodes:
-                break
-            node = Prefix(None if parent is None else self.nodes[parent], ghost.local)
-            if not self._restore(ghost.engine_hash, node, counts):
-                break
-            self._adopt(chain.pop().engine_hash)
-        for ghost in chain:
+        while ghost is not None and ghost.tiers:
+            chain.append((ghost, ghost.tiers))
             ghost.tiers = ()
-
-    def _restore(self, engine_hash: int, node: Prefix, counts: Counts) -> bool:
-        """Bind a hash with its copies; False: its node has too many."""
-        if not self._has_room(engine_hash, node):
-            return False
-        self._bind(engine_hash, node, counts)
-        self._clock.touch(node)
-        return True
+            ghost = None if ghost.parent is None else self.ghosts.get(ghost.parent)
+        for ghost, tiers in reversed(chain):
+            if ghost.parent is None or ghost.parent in self.nodes:
+                node = Prefix(None if ghost.parent is None else self.nodes[ghost.parent], ghost.local)
+                counts = {(group, tier): 1 for tier in tiers for group in self.full_groups}
+                if self._bind(ghost.engine_hash, node, counts):
+                    self._adopt(ghost.engine_hash)
 
     def _adopt(self, engine_hash: int) -> None:
         """Bind the orphans that waited for a hash, and those that waited for them."""
@@ -450,7 +404,7 @@ class Worker:
             parent = arrived.pop()
             for child in [name for name, orphan in self.orphans.items() if orphan.parent == parent]:
                 node = Prefix(self.nodes[parent], self.orphans.pop(child).local)
-                if self._restore(child, node, self.counts.pop(child)):
+                if self._bind(child, node, self.counts.pop(child)):
                     arrived.append(child)
                 else:
                     self.ignore(Ignored.TWIN_LIMIT)
@@ -458,28 +412,25 @@ class Worker:
     def _is_bound(self, engine_hash: int) -> bool:
         return engine_hash in self.nodes and engine_hash in self.counts
 
-    def _bind(self, engine_hash: int, node: Prefix, counts: Counts) -> None:
-        self._forget(engine_hash, bound_to=node)
-        names = self.names.setdefault(node, [])
-        if engine_hash not in names:
-            names.append(engine_hash)
-        self.nodes[engine_hash], self.counts[engine_hash] = node, counts
-
-    def _has_room(self, engine_hash: int, node: Prefix) -> bool:
-        """Make room for a hash at a node: of too many the first without copies goes; return False if there is none."""
+    def _bind(self, engine_hash: int, node: Prefix, counts: Counts) -> bool:
+        """Bind a hash with its copies; False: its node has too many names, and none without copies that could go."""
         names = self.names.get(node, [])
-        if len(names) < TWIN_LIMIT or engine_hash in names:
-            return True
-        oldest = next((name for name in names if name not in self.counts), None)
-        if oldest is not None:
-            self._forget(oldest)
-        return oldest is not None
+        if engine_hash not in names:
+            if len(names) >= TWIN_LIMIT:
+                oldest = next((name for name in names if name not in self.counts), None)
+                if oldest is None:
+                    return False
+                self._forget(oldest)
+            self._forget(engine_hash)
+            self.names.setdefault(node, []).append(engine_hash)
+        self.nodes[engine_hash], self.counts[engine_hash] = node, counts
+        self._clock.touch(node)
+        return True
 
-    def _forget(self, engine_hash: int, bound_to: Prefix | None = None) -> None:
+    def _forget(self, engine_hash: int) -> None:
         """End a ghost or demoted hash, as the hash is stored again or has to go."""
         self.ghosts.pop(engine_hash, None)
-        node = self.nodes.get(engine_hash)
-        if node is not None and node != bound_to:
+        if engine_hash in self.nodes:
             self._unname(engine_hash)
 
     def _unname(self, engine_hash: int) -> Prefix:
@@ -490,7 +441,7 @@ class Worker:
             del self.names[node]
         return node
 
-    def _bury(self, engine_hash: int, tiers: tuple[Tier, ...] = ()) -> None:
+    def _bury(self, engine_hash: int, tiers: tuple[Tier, ...]) -> None:
         """Turn a hash that leaves its node into the youngest ghost, if the block above has or had a name."""
         node = self._unname(engine_hash)
         if node not in self.names:
@@ -511,57 +462,22 @@ class Worker:
         for ghost in self.ghosts.values():
             ghost.tiers = ()
 
-    # Predictions
-
-    @property
-    def predicted(self) -> int:
-        """Return the number of predictions."""
-        return sum(map(len, self.predictions.values()))
-
-    def is_predicted(self, node: Prefix) -> bool:
-        """Return whether a node is predicted."""
-        return any(node in queue for queue in self.predictions.values())
-
-    def predict(self, nodes: Sequence[Prefix], ttl_seconds: float, now: float) -> int:
-        """Predict nodes, the last of which ends first, or refresh them; return the number of new predictions."""
-        before = self.predicted
-        for node in reversed(nodes):
-            if all(queue.get(node, 0.0) <= now + ttl_seconds for queue in self.predictions.values()):
-                self._end_prediction(node)
-                self.predictions.setdefault(ttl_seconds, OrderedDict())[node] = now + ttl_seconds
-        return self.predicted - before
-
-    def _end_prediction(self, node: Prefix) -> None:
-        for queue in self.predictions.values():
-            queue.pop(node, None)
-
     # State
 
     def dump(self, rank: WorkerRank) -> WorkerDump:
         """Return the state, in the order that `WorkerDump` promises."""
         below: dict[Prefix | None, set[Prefix]] = {}
-        for bound in self.bound_nodes():
-            node: Prefix | None = bound
+        for name in self.nodes.keys() & self.counts.keys():
+            node: Prefix | None = self.nodes[name]
             while node is not None and node not in below.setdefault(node.parent, set()):
                 below[node.parent].add(node)
                 node = node.parent
-        blocks: list[DumpedBlock] = []
-        stack: list[tuple[Prefix | None, int]] = [(None, -1)]
-        while stack:
-            node, parent = stack.pop()
-            position = len(blocks) if node is not None else -1
-            if node is not None:
-                names = sorted(name for name in self.names.get(node, ()) if name in self.counts)
-                blocks.extend(DumpedBlock(name, parent, node.local, copies_of(self.counts[name])) for name in names)
-                blocks.extend([] if names else [DumpedBlock(None, parent, node.local, ())])
-            children = sorted(below.get(node, ()), key=lambda child: child.local, reverse=True)
-            stack.extend((child, position) for child in children)
         return WorkerDump(
             rank,
             self.epoch,
             self.last_event_id,
             tuple(sorted(self.groups.items())),
-            tuple(blocks),
+            tuple(self._dumped_blocks(below)),
             tuple(
                 DumpedOrphan(name, *orphan, copies_of(self.counts[name]))
                 for name, orphan in sorted(self.orphans.items())
@@ -572,33 +488,43 @@ class Worker:
             self.incomplete,
         )
 
+    def _dumped_blocks(self, below: dict[Prefix | None, set[Prefix]]) -> Iterator[DumpedBlock]:
+        dumped, stack = 0, [(node, -1) for node in sorted(below.get(None, ()), key=_local, reverse=True)]
+        while stack:
+            node, parent = stack.pop()
+            names = sorted(name for name in self.names.get(node, ()) if name in self.counts)
+            for name in names:
+                yield DumpedBlock(name, parent, node.local, copies_of(self.counts[name]))
+            if not names:
+                yield DumpedBlock(None, parent, node.local, ())
+            stack += [(child, dumped) for child in sorted(below.get(node, ()), key=_local, reverse=True)]
+            dumped += max(len(names), 1)
+
     def fill(self, dump: WorkerDump) -> None:
         """Take over a dump that was checked; the worker is empty."""
         self.epoch, self.last_event_id = dump.epoch, dump.last_event_id
         self.incompatible, self.incomplete = dump.incompatible, dump.incomplete
-        self.set_groups(dict(dump.groups))
+        self.groups = dict(dump.groups)
         self.windows = WindowGroups(self._block_size, dump.windows)
         self.windows.fill(dump.window_blocks)
         nodes: list[Prefix] = []
         for block in dump.blocks:
-            above = nodes[block.parent] if block.parent >= 0 else None
-            nodes.append(Prefix(above, block.local_hash))
+            nodes.append(Prefix(nodes[block.parent] if block.parent >= 0 else None, block.local_hash))
             if block.engine_hash is not None:
-                self._restore(block.engine_hash, nodes[-1], counts_of(block.copies))
+                self._bind(block.engine_hash, nodes[-1], counts_of(block.copies))
         for engine_hash, parent, local, copies in dump.orphans:
             self.orphans[engine_hash], self.counts[engine_hash] = Orphan(parent, local), counts_of(copies)
 
     def check_invariants(self) -> None:
         """See `BlockIndex.check_invariants`."""
-        kinds = (self.nodes, self.orphans, self.ghosts)
-        known = [engine_hash for kind in kinds for engine_hash in kind]
+        known = [*self.nodes, *self.orphans, *self.ghosts]
         assert len(known) == len(set(known)), "an engine hash is known in one way"
         assert len(self.ghosts) <= len(self.gone) <= GHOST_LIMIT, "ghosts are bounded"
         assert len(self.orphans) <= ORPHAN_LIMIT, "orphans are bounded"
         assert self.orphans.keys() <= self.counts.keys() <= self.orphans.keys() | self.nodes.keys(), "who has copies"
         assert all(self.counts.values()), "a known block has a copy"
         groups = {group for counts in self.counts.values() for group, _ in counts}
-        assert all(self.groups[group] for group in groups), "copies are in full-attention groups"
+        assert groups <= {*self.full_groups}, "copies are in full-attention groups"
         named = {(name, node) for node, names in self.names.items() for name in names}
         assert named == set(self.nodes.items()), "nodes know their hashes"
         assert all(len(names) <= TWIN_LIMIT for names in self.names.values()), "names are bounded"
@@ -608,3 +534,7 @@ class Worker:
 
 def _leading(held: Iterable[bool]) -> int:
     return sum(1 for _ in takewhile(bool, held))
+
+
+def _local(node: Prefix) -> int:
+    return node.local
