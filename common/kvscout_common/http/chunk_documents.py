@@ -40,6 +40,7 @@ class Noticed:
     other_output: bool = False
     """Something else that a model put out."""
     finish: str = ""
+    answer_id: str = ""
     counts: Counter[str] = field(default_factory=Counter)
     """Tokens, by their meaning in the dialect."""
     usage: Usage | None = None
@@ -204,6 +205,8 @@ def _take(meaning: str, text: str, value: Any, owner: Any, found: Noticed) -> bo
             found.is_chunk = True
         case "ends":
             found.is_end |= text in ("", value)
+        case "answer_ids":
+            found.answer_id = found.answer_id or (value if isinstance(value, str) else "")
         case "token_ids":
             return isinstance(value, list) and _take_ids(value, found)
         case "text" if isinstance(value, str):

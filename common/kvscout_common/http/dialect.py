@@ -42,6 +42,8 @@ class Dialect:
     output_tokens: tuple[str, ...] = ()
     chunks: tuple[str, ...] = ()
     """Marks of a chunk of output: one with nothing in it is withheld until something is said."""
+    answer_ids: tuple[str, ...] = ()
+    """Name of the answer, by which a later request can mean it."""
     ends: tuple[str, ...] = ()
     """Marks of the last document, in streams that do not end with `[DONE]`."""
     cumulative: bool = False

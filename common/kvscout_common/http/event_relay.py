@@ -10,7 +10,7 @@ import json
 from kvscout.v1 import gateway_pb2
 from kvscout_common.http.chunk_documents import Documents, NoDocument, Noticed, load
 from kvscout_common.http.dialect import Dialect, Usage
-from kvscout_common.http.http import MAX_EVENT_BYTES, MAX_WITHHELD_BYTES, Form, StreamReport
+from kvscout_common.http.http import MAX_EVENT_BYTES, MAX_ID_CHARACTERS, MAX_WITHHELD_BYTES, Form, StreamReport
 
 MAX_FINISH_REASON = 64
 """Characters of an engine's own word that are passed on."""
@@ -184,6 +184,8 @@ class EventRelay:
 
     def _account(self, found: Noticed, now: float) -> None:
         report = self.report
+        if not report.answer_id and len(found.answer_id) <= MAX_ID_CHARACTERS:
+            report.answer_id = _utf8(found.answer_id)
         if found.has_output:
             report.outputs += 1
             report.tokens += len(found.token_ids) or 1

@@ -28,6 +28,8 @@ Headers: TypeAlias = Sequence[tuple[str, str]]
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 """A longer event is no output: the first one repeats the prompt's token ids, 7 bytes each."""
+MAX_ID_CHARACTERS = 256
+"""Characters of an answer's name; a longer one is none."""
 MAX_WITHHELD_BYTES = 64 * 1024
 """Bytes withheld of a stream that has said nothing yet, such as comments; more of it is passed on."""
 TRAILER_SECONDS = 1.0
@@ -122,6 +124,8 @@ class StreamReport:
     output_tokens: int = 0
     finish: str = ""
     """The last finish reason."""
+    answer_id: str = ""
+    """Name of the answer; "" = it has none, or one of over `MAX_ID_CHARACTERS`."""
     error: bytes = b""
     """Error that the engine reports inside the stream, in JSON. It was passed on if something had been before it, and
     if the form has a place for it; otherwise the stream ends with it."""

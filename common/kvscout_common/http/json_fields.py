@@ -16,7 +16,7 @@ fields have at most these. What is only passed on may be longer."""
 MAX_FIELD_VALUES: Final = 100_000
 """Values in a field that becomes Python objects."""
 _PROMPT: Final = "prompt"
-_LONG: Final = frozenset({_PROMPT, "messages", "tools", "documents"})
+_LONG: Final = frozenset({_PROMPT, "messages", "tools", "documents", "system", "input", "instructions"})
 
 
 class Prompts(NamedTuple):

@@ -22,9 +22,9 @@ MAX_VALUES: Final = 2_000_000
 """In an object, at any depth. Token ids that are packed are none."""
 
 
-TEXT_FIELDS: Final = ("prompt", "messages", "input")
+TEXT_FIELDS: Final = ("prompt", "messages", "system", "input", "instructions")
 """Fields whose text is counted."""
-TEXT_KEYS: Final = ("content", "text")
+TEXT_KEYS: Final = ("content", "text", "output", "thinking")
 """Keys of the text in their objects."""
 
 

@@ -18,6 +18,7 @@ pub enum Meaning {
     TokenIds,
     OtherOutput,
     Finish,
+    AnswerId,
     /// Tokens of the prompt, cached ones of these, tokens of the output: 0, 1, 2.
     Count(usize),
     Chunk,
@@ -37,6 +38,7 @@ impl Meaning {
             "prompt_tokens" => Self::Count(PROMPT),
             "cached_tokens" => Self::Count(CACHED),
             "output_tokens" => Self::Count(OUTPUT),
+            "answer_ids" => Self::AnswerId,
             "chunks" => Self::Chunk,
             "ends" => Self::End,
             _ => return None,
@@ -142,6 +144,7 @@ pub struct Noticed<'a> {
     pub text: String,
     pub other_output: bool,
     pub finish: String,
+    pub answer_id: String,
     counts: Counts,
     pub usage: Option<Usage>,
     is_chunk: bool,
@@ -169,6 +172,7 @@ enum Value<'a> {
     Wrong,
     Text(Cow<'a, str>),
     Finish(Cow<'a, str>),
+    AnswerId(Cow<'a, str>),
     TokenIds(Vec<u32>),
     Count(usize, u32),
     OtherOutput,
@@ -299,6 +303,7 @@ impl Documents {
             let value = match meaning {
                 Meaning::Text => text.clone().map(Value::Text),
                 Meaning::Finish => text.clone().map(Value::Finish),
+                Meaning::AnswerId => text.clone().map(Value::AnswerId),
                 Meaning::TokenIds => ids.take().map(Value::TokenIds),
                 Meaning::Count(which) => count.map(|count| Value::Count(*which, count)),
                 Meaning::Error => is_true(raw).then_some(Value::Error(raw)),
@@ -350,6 +355,8 @@ impl<'a> Noticed<'a> {
             Value::Text(text) => self.text.push_str(&text),
             Value::Finish(finish) if finish.is_empty() => {}
             Value::Finish(finish) => self.finish = finish.into_owned(),
+            Value::AnswerId(id) if self.answer_id.is_empty() => self.answer_id = id.into_owned(),
+            Value::AnswerId(_) => {}
             Value::TokenIds(ids) => {
                 self.has_ids = true;
                 self.token_ids.extend(ids);

@@ -12,6 +12,8 @@ use crate::protobuf::Writer;
 pub const MAX_EVENT: usize = 64 << 20;
 /// Of a stream that has said nothing yet; more of it is passed on.
 pub const MAX_WITHHELD: usize = 64 << 10;
+/// Characters of an answer's name; a longer one is none.
+const MAX_ID: usize = 256;
 /// Characters of an engine's own word that are passed on.
 const MAX_FINISH_REASON: usize = 64;
 
@@ -34,6 +36,7 @@ pub struct Report {
     pub cached_tokens: Option<u32>,
     pub output_tokens: u32,
     pub finish: String,
+    pub answer_id: String,
     pub error: Vec<u8>,
     pub done: bool,
     pub overrun: bool,
@@ -251,6 +254,9 @@ impl EventRelay {
     fn account(&mut self, found: &Noticed<'_>, now: f64) {
         let report = &mut self.report;
         let has_output = found.has_output();
+        if report.answer_id.is_empty() && found.answer_id.chars().count() <= MAX_ID {
+            report.answer_id.clone_from(&found.answer_id);
+        }
         if has_output {
             report.outputs += 1;
             report.tokens += (found.token_ids.len() as u64).max(1);

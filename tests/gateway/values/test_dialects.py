@@ -13,37 +13,8 @@ from kvscout_common.http.dialect import Dialect, Usage
 from kvscout_common.http.event_relay import EventRelay
 from kvscout_common.http.http import Form, StreamReport
 from kvscout_gateway.engines.usage import output_tokens_of
-from kvscout_gateway.values.dialects import OPENAI, SGLANG
-
-ANTHROPIC = Dialect(
-    errors=("error",),
-    text=("delta.text",),
-    other_output=("delta.thinking", "delta.partial_json"),
-    finish=("delta.stop_reason",),
-    prompt_tokens=tuple(
-        f"{place}usage.{name}"
-        for place in ("message.", "")
-        for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-    ),
-    cached_tokens=("message.usage.cache_read_input_tokens", "usage.cache_read_input_tokens"),
-    output_tokens=("message.usage.output_tokens", "usage.output_tokens"),
-    chunks=("type",),
-    ends=("type=message_stop",),
-)
-RESPONSES = Dialect(
-    errors=("response.error", "error"),
-    error_marks=("type=error",),
-    text=("delta",),
-    finish=("response.incomplete_details.reason",),
-    prompt_tokens=("response.usage.input_tokens", "usage.input_tokens"),
-    cached_tokens=(
-        "response.usage.input_tokens_details.cached_tokens",
-        "usage.input_tokens_details.cached_tokens",
-    ),
-    output_tokens=("response.usage.output_tokens", "usage.output_tokens"),
-    chunks=("type",),
-    ends=("type=response.completed", "type=response.incomplete"),
-)
+from kvscout_gateway.values.dialects import ANTHROPIC, API_DIALECTS, OPENAI, SGLANG, ErrorShape, errors_of
+from kvscout_gateway.values.dialects import OPENAI_RESPONSES as RESPONSES
 
 
 @pytest.mark.parametrize(
@@ -61,6 +32,8 @@ RESPONSES = Dialect(
         (OPENAI, {"prompt_tokens": 9, "completion_tokens": -1}, Usage(9, None)),
         (OPENAI, {"prompt_tokens": 9, "completion_tokens": 10**30}, Usage(9, None)),
         (ANTHROPIC, {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 7}, Usage(9, 4, 7)),
+        (ANTHROPIC, {"input_tokens": 9, "output_tokens": 7}, Usage(9, None, 7)),
+        (ANTHROPIC, {"input_tokens": 5, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 4}, Usage(9, 0)),
         (RESPONSES, {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}}, Usage(9, 4)),
     ],
 )
@@ -86,7 +59,10 @@ PREAMBLE = {
     ANTHROPIC: named("message_start", message={"usage": {"input_tokens": 5, "cache_read_input_tokens": 4}})
     + named("ping")
     + named("content_block_start", index=0, content_block={"type": "text", "text": ""}),
-    RESPONSES: named("response.created", response={"status": "in_progress", "usage": None, "error": None}),
+    RESPONSES: named(
+        "response.created", response={"id": "resp_1", "status": "in_progress", "usage": None, "error": None}
+    )
+    + named("response.in_progress", response={"id": "resp_2"}),
 }
 OUTPUT = {
     ANTHROPIC: named("content_block_delta", delta={"type": "text_delta", "text": "a"})
@@ -126,6 +102,7 @@ def test_a_stream_with_named_events_is_read_by_its_row_alone(dialect: Dialect) -
         assert (passed, failed) == ([b"", preamble + output, end, b""], False)
         assert (report["outputs"], report["done"], report["error"]) == (2, True, b"")
         assert (report["prompt_tokens"], report["cached_tokens"], report["output_tokens"]) == (9, 4, 7)
+        assert report["answer_id"] == ("resp_1" if dialect is RESPONSES else "")
 
 
 @pytest.mark.parametrize("dialect", [ANTHROPIC, RESPONSES], ids=["anthropic", "responses"])
@@ -134,3 +111,43 @@ def test_an_error_before_any_output_is_kept_for_another_worker(dialect: Dialect)
         passed, over, _, report = passed_on(relay, [PREAMBLE[dialect], FAILURE[dialect]])
         assert (b"".join(passed), over) == (b"", True)
         assert "overloaded_error" in report["error"]
+
+
+@pytest.mark.parametrize(("answer_id", "known"), [("r" * 256, True), ("r" * 257, False), (7, False), (None, False)])
+def test_a_name_is_a_short_text_or_none(answer_id: Any, known: bool) -> None:
+    for relay in relays(RESPONSES):
+        first = named("response.created", response={"id": answer_id}) + OUTPUT[RESPONSES]
+        *_, report = passed_on(relay, [first])
+        assert report["answer_id"] == (answer_id if known else "")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (
+            ANTHROPIC,
+            named("content_block_start", content_block={"type": "tool_use", "id": "t", "name": "look", "input": {}}),
+        ),
+        (ANTHROPIC, named("content_block_delta", delta={"type": "input_json_delta", "partial_json": "{"})),
+        (
+            RESPONSES,
+            named("response.output_item.added", item={"type": "function_call", "name": "look", "arguments": ""}),
+        ),
+        (RESPONSES, named("response.function_call_arguments.delta", delta="{")),
+    ],
+)
+def test_the_call_of_a_tool_is_output(call: tuple[Dialect, bytes]) -> None:
+    dialect, first = call
+    for relay in relays(dialect):
+        passed, *_, report = passed_on(relay, [PREAMBLE[dialect], first])
+        assert (passed[:2], report["outputs"]) == ([b"", PREAMBLE[dialect] + first], 1)
+
+
+def test_every_dialect_says_what_its_path_its_limits_and_its_errors_are() -> None:
+    for path, api in API_DIALECTS.items():
+        assert path == api.path
+        assert api.limits
+        assert errors_of(path) is errors_of(f"{path}/below") is api.errors
+        assert any(api.prefill.get(limit) == 1 for limit in api.limits)
+        assert not api.count_path or errors_of(api.count_path) is api.errors
+    assert errors_of("/v1/messages_of_others") is errors_of("/v1/embeddings") is ErrorShape.OPENAI

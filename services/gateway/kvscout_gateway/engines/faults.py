@@ -28,7 +28,6 @@ _MISFITS = frozenset({401, 403, 404, 405, 407, 408})
 KEY_REFUSALS = frozenset({401, 403})
 """Statuses by which an engine refuses the API key."""
 _REPORTS = "the engine reports"
-_REQUEST_TYPES = frozenset({"BadRequestError", "invalid_request_error"})
 
 
 _TRANSPORT_FAILURES = {
@@ -57,6 +56,13 @@ class Fault(Enum):
     """This process has no resources left to ask with: file descriptors, memory."""
     BALANCER = "balancer"
     """The load balancer that is shadowed cannot be reached, or breaks off: there is no other one."""
+
+
+_REPORTED: Final[Mapping[str, Fault]] = {
+    **dict.fromkeys(("BadRequestError", "invalid_request_error", "invalid_prompt"), Fault.REQUEST),
+    **dict.fromkeys(("rate_limit_error", "overloaded_error", "rate_limit_exceeded"), Fault.OVERLOAD),
+}
+"""Types and codes of errors in a stream that say whose they are."""
 
 
 class Payer(Enum):
@@ -235,5 +241,6 @@ def reported(error: Any) -> EngineFailed:
     if isinstance(code, int) and 400 <= code < 600:
         fault = fault_of_status(code, retry_after=False)
     else:
-        fault = Fault.REQUEST if error.get("type") in _REQUEST_TYPES else Fault.REFUSED
+        named = (name for name in (error.get("type"), code) if isinstance(name, str))
+        fault = next((_REPORTED[name] for name in named if name in _REPORTED), Fault.REFUSED)
     return EngineFailed(_REPORTS, said=str(error.get("message", error)), fault=fault)

@@ -13,6 +13,7 @@ from kvscout_common.http.http import Charge, Form, HttpCall
 from kvscout_common.http.json_fields import INLINE_BYTES, Fields
 from kvscout_gateway.fronts.headers import JSON_HEADERS
 from kvscout_gateway.fronts.reading import read_in_thread
+from kvscout_gateway.values.dialects import ApiDialect
 
 _encoder: Final = json.JSONEncoder(separators=(",", ":"))
 
@@ -140,13 +141,17 @@ def text_of(value: str, field: str) -> str:
     return value
 
 
-def with_usage(body: JsonBody) -> tuple[Form, dict[str, Any]]:
+def with_usage(body: JsonBody, api: ApiDialect) -> tuple[Form, dict[str, Any]]:
     """Have an engine end a stream with its account of tokens: a client that has not requested it does not see it.
+
+    Args:
+        body: The client's.
+        api: Its dialect.
 
     Returns:
         The form in which the answer is passed on, and the fields of the body that change.
     """
-    if body.fields.get("stream") is not True:
+    if not api.asks_for_usage or body.fields.get("stream") is not True:
         return Form.BYTES, {}
     options = body.fields.get("stream_options")
     options = options if isinstance(options, dict) else {}

@@ -12,12 +12,12 @@ from typing import Final
 from urllib.parse import unquote
 
 from kvscout_common.errors import ConfigError, KvscoutError, NotFound, PermissionDenied
+from kvscout_gateway.values.dialects import API_DIALECTS, COUNT_PATHS
 
 CLIENT_PATHS: Final = (
-    "/v1/completions", "/v1/completions/render",
-    "/v1/chat/completions", "/v1/chat/completions/render", "/v1/chat/completions/batch",
-    "/v1/responses", "/v1/responses/*", "/v1/responses/*/cancel", "/v1/responses/*/input_items",
-    "/v1/messages", "/v1/messages/count_tokens",
+    *API_DIALECTS, *COUNT_PATHS,
+    "/v1/completions/render", "/v1/chat/completions/render", "/v1/chat/completions/batch",
+    "/v1/responses/*", "/v1/responses/*/cancel", "/v1/responses/*/input_items",
     "/v1/embeddings", "/v2/embed", "/pooling", "/v1/pooling",
     "/classify", "/v1/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v1/moderations",
     "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech",
@@ -38,8 +38,6 @@ OPERATORS: Final = re.compile(
 depends on it but the words."""
 _PART: Final = "[A-Za-z0-9_~:-][A-Za-z0-9_.~:-]*"
 _TEMPLATE: Final = re.compile(rf"(?:/(?:{_PART}|\*))+")
-COMPLETIONS: Final = "/v1/completions"
-CHAT: Final = "/v1/chat/completions"
 FLAG: Final = "client_path"
 OPENS: Final = "--client-path"
 MODELS: Final = "/v1/models"

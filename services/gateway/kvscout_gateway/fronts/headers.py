@@ -13,7 +13,9 @@ _OF_ONE_HOP: Final = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade", "host", "content-length", "expect")
 )  # fmt: skip
-_NOT_FOR_ENGINES: Final = frozenset(("accept-encoding", "authorization", "cookie", "x-api-key"))
+KEYS: Final = frozenset(("authorization", "x-api-key"))
+"""Where clients show their key: SDKs of OpenAI the first, of Anthropic either."""
+_NOT_FOR_ENGINES: Final = frozenset(("accept-encoding", "cookie", *KEYS))
 """Compressed answers cannot be read on their way; keys are the gateway's."""
 _NOT_FOR_CLIENTS: Final = frozenset(("date", "server", "set-cookie"))
 _FOR_BROWSERS: Final = "access-control-"
@@ -39,7 +41,7 @@ def to_engine(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool
         and lower not in _OF_ONE_HOP
         and lower not in named
         and not is_reserved_header(lower)
-        and (lower not in _NOT_FOR_ENGINES or (with_key and lower == "authorization"))
+        and (lower not in _NOT_FOR_ENGINES or (with_key and lower in KEYS))
     ]
 
 
@@ -67,7 +69,7 @@ def to_balancer(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bo
     mine = [*((name, value) for name, value in own if value), ("Accept-Encoding", "identity")]
     dropped = {name.lower() for name, _ in mine} | _connection_options(client) | _OF_ONE_HOP
     if not with_key:
-        dropped |= {"authorization", "x-api-key"}
+        dropped |= KEYS
     return mine + [
         (name, value)
         for name, value in client

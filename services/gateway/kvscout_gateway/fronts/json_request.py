@@ -1,14 +1,22 @@
-"""A request in OpenAI's form → the request to a worker: model, prompt tokens, output length."""
+"""A request in a client's dialect → the request to a worker: model, prompt tokens, output length."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.fronts.body import text_of
-from kvscout_gateway.fronts.client_paths import CHAT
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.outputs import output_of
-from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, unknown_prompt
+from kvscout_gateway.tokens.as_chat import as_chat
+from kvscout_gateway.tokens.conversation import NotText
+from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, chat_body, completion_body, unknown_prompt
+from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED
+from kvscout_gateway.values.dialects import API_DIALECTS, CHAT, COMPLETIONS, ApiDialect
 from kvscout_gateway.values.prompt import Prompt, PromptTooLong
 from kvscout_gateway.values.request import Request, new_request_id
 
@@ -29,9 +37,11 @@ async def request_of(
     Raises:
         InvalidArgument: The prompt is too long, or the salt of its cache is no text.
     """
-    prompt = await _prompt_of(context, path, fields, size, tenant, model)
+    # What comes on another path is read as the dialect that its fields are of.
+    api = API_DIALECTS.get(path) or (COMPLETIONS if "prompt" in fields or "messages" not in fields else CHAT)
+    prompt = await _prompt_of(context, api if path == api.path else COMPLETIONS, fields, size, tenant, model)
     limit, salt = context.max_prompt_tokens, fields.get("cache_salt")
-    prompt.field = "prompt" if "prompt" in fields else "messages"
+    prompt.field = api.prompt
     if prompt.own_tokens > limit:
         raise PromptTooLong(prompt.own_tokens, limit, field=prompt.field)
     if isinstance(salt, str):
@@ -41,22 +51,52 @@ async def request_of(
         prompt.further_tokens = 0  # the estimate is of all prompts
         longest = context.catalog.tenant(tenant).serving(model).longest_prompt
         prompt.isl_tokens = max(1, min(fields.characters // CHARACTERS_A_TOKEN, limit, longest or limit))
-    return Request(model, tenant, prompt, request_id=new_request_id(), output=output_of(path, fields))
+    return Request(model, tenant, prompt, api=api, request_id=new_request_id(), output=output_of(path, fields))
 
 
-async def _prompt_of(context: FrontContext, path: str, fields: Fields, size: int, tenant: str, model: str) -> Prompt:
+def tokenize_body(api: ApiDialect, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of /tokenize for the prompt of a request.
+
+    Args:
+        api: Its dialect.
+        fields: Fields of its body.
+
+    Raises:
+        NotText: The request is not only text.
+    """
+    if api is COMPLETIONS:
+        return completion_body(fields)
+    return chat_body(fields if api is CHAT else as_chat(api.name, fields))
+
+
+async def _prompt_of(
+    context: FrontContext, api: ApiDialect, fields: Fields, size: int, tenant: str, model: str
+) -> Prompt:
     view = context.catalog.tenant(tenant)
     target = view.resolve(model, "")
     if target.model not in view.models:
         return unknown_prompt("the model is not known here")
     prompts = context.tokens.prompts
-    if path == CHAT:
+    if api is not COMPLETIONS:
         kinds = {spec.engine for spec in view.serving(target.model).specs}
         # Where engines of one model differ, most clients' prompts have neither tools nor parts, and are alike.
         engine = EngineKind.SGLANG if kinds == {EngineKind.SGLANG} else EngineKind.VLLM
-        prompt = await prompts.of_chat(fields, size=size, model=target.model, tenant=tenant, engine=engine)
+        try:
+            chat = await _as_chat(api, fields, size, engine)
+        except (NotText, InvalidArgument) as error:
+            prompt = unknown_prompt(str(error))
+        else:
+            prompt = await prompts.of_chat(chat, size=size, model=target.model, tenant=tenant, engine=engine)
     else:
         prompt = await prompts.of_completion(fields, model=target.model, tenant=tenant)
     if prompt.unknown:
         context.exchanges.context.metrics.degraded("tokenizer")
     return prompt
+
+
+async def _as_chat(api: ApiDialect, fields: Fields, size: int, engine: EngineKind) -> Mapping[str, Any]:
+    if api is CHAT:
+        return fields
+    if size <= INLINE_RENDERED:
+        return as_chat(api.name, fields, engine=engine)
+    return await asyncio.to_thread(as_chat, api.name, fields, engine=engine)

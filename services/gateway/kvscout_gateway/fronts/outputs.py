@@ -12,15 +12,13 @@ from typing import Any, Final, TypeAlias
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import Fields, Prompts
+from kvscout_gateway.values.dialects import API_DIALECTS, CHAT, COUNT_PATHS
 from kvscout_gateway.values.output import Output
 
 MAX_BOUND: Final = (1 << 32) - 1
-_DIALECTS: Final[Mapping[str, str]] = {
-    "/v1/completions": "completions",
-    "/v1/chat/completions": "chat",
+_NAMES: Final[Mapping[str, str]] = {
+    **{path: api.name for path, api in API_DIALECTS.items()},
     "/v1/chat/completions/batch": "chat",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
     "/generate": "generate",
     "/v1/audio/transcriptions": "audio",
     "/v1/audio/translations": "audio",
@@ -33,10 +31,11 @@ _PROMPT_ONLY: Final[Mapping[str, str]] = {
     **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), "score"),
     **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), "tokenize"),
     **dict.fromkeys(("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"), "tokenize"),
-    "/v1/messages/count_tokens": "tokenize",
+    **dict.fromkeys(COUNT_PATHS, "tokenize"),
 }
 """Whose answer is had with the prompt's last token."""
-_BOUNDS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_BOUNDS: Final = tuple(dict.fromkeys(name for api in (CHAT, *API_DIALECTS.values()) for name in api.limits))
+"""Those of every dialect: bodies come on other paths as well."""
 _STRUCTURED: Final = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),  # vLLM
     *("json_schema", "regex", "ebnf", "structural_tag"),  # SGLang
@@ -52,7 +51,8 @@ _SHAPING: Final = frozenset(
 """Fields by which an output has a form, or is thought about first."""
 _READ: Final = _SHAPING.union(
     _BOUNDS,
-    ("sampling_params", "stream", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "n", "best_of", "tool_choice"),
+    ("sampling_params", "stream", "stop", "stop_sequences", "stop_token_ids", "min_tokens", "ignore_eos"),
+    ("n", "best_of", "tool_choice"),
 )
 _SMALL_BYTES: Final = 4096
 _LONG: Final = object()
@@ -87,20 +87,31 @@ def output_of(path: str, fields: Fields) -> Output:
 
 
 def _class(path: str, fields: Fields, values: Values, outputs: int) -> str:
-    name = _DIALECTS.get(path)
+    name = _NAMES.get(path)
     if name is None:
         name = "chat" if "messages" in fields else "completions" if "prompt" in fields else "other"
     elif name == "completions" and "max_tokens" not in values and len(fields):
         # Where a completion says nothing of its length, engines end it after a few tokens, unlike any other request.
         name = "completions/short"
-    choice = values.get("tool_choice")
+    choice = tool_choice(values)
     if "tools" in fields.places and fields.places["tools"].values > 1 and choice != "none":
-        name += "/tools" if choice in (None, "auto") else "/call"
+        name += "/tools" if choice == "auto" else "/call"
     if not _SHAPING.isdisjoint(values):
         if _is_structured(values):
             name += "/structured"
         name += _effort(values)
     return f"{name}/many" if outputs > 1 else name
+
+
+def tool_choice(values: Values) -> str:
+    """Return whether a request lets its model call tools: "auto", "none", or "call", which demands it.
+
+    Args:
+        values: Fields of its body, in any dialect.
+    """
+    choice = values.get("tool_choice")
+    choice = choice.get("type") if isinstance(choice, dict) else choice
+    return "auto" if choice in (None, "auto") else "none" if choice == "none" else "call"
 
 
 def _bound(values: Values) -> int:
@@ -115,7 +126,7 @@ def _bound(values: Values) -> int:
 
 def _reaches_it(values: Values, bound: int) -> bool:
     """Tell whether a request's output is as long as it may be, as that of a benchmark is."""
-    if values.get("stop") or values.get("stop_token_ids"):
+    if any(values.get(name) for name in ("stop", "stop_sequences", "stop_token_ids")):
         return False
     return values.get("ignore_eos") is True or _number(values.get("min_tokens")) >= bound
 
@@ -133,9 +144,11 @@ def _outputs(fields: Fields, values: Values) -> int:
 
 
 def _is_structured(values: Values) -> bool:
-    text = values.get("text")
-    if _is_format(values.get("response_format")) or _is_format(text.get("format") if isinstance(text, dict) else text):
+    if _is_format(values.get("response_format")):
         return True
+    for value in (values.get("text"), values.get("output_config")):  # of responses and of messages
+        if _is_format(value.get("format") if isinstance(value, dict) else value):
+            return True
     return any(name in values and values[name] not in (None, "") for name in _STRUCTURED)
 
 

@@ -1,12 +1,12 @@
-"""Errors in OpenAI's format; an engine's refusal is passed on as it is."""
+"""Errors in the shape of each dialect; an engine's refusal is passed on as it is."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-from collections.abc import Iterable
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 from kvscout_common.errors import (
     AlreadyExists,
@@ -29,6 +29,7 @@ from kvscout_common.plain_text import printable
 from kvscout_gateway.engines.faults import Payer, failure_behind
 from kvscout_gateway.fronts.client_paths import UnknownPath
 from kvscout_gateway.fronts.headers import JSON_HEADERS
+from kvscout_gateway.values.dialects import ErrorShape
 from kvscout_gateway.values.prompt import PromptTooLong
 
 log = logging.getLogger("kvscout.gateway")
@@ -53,6 +54,16 @@ STATUSES: Final[dict[type[KvscoutError], tuple[int, str, str | None]]] = {
     DeadlineExceeded: (504, "timeout_error", None),
 }
 """Status, OpenAI's type and code of each error; of a class that is not here, its nearest base counts."""
+_ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's type of each status; of another one by its hundreds: `invalid_request_error`, `api_error`."""
 _OURS_TO_SETTLE: Final = frozenset({401, 403, 407})
 """Statuses about the gateway's own key: a client would take them for its own key's."""
 _KEPT: Final = frozenset({"content-type", "retry-after", "www-authenticate"})
@@ -79,11 +90,14 @@ class Refusal(NamedTuple):
     body: bytes
 
 
-def refusal_of(error: Exception, *, request_id: str = "", in_full: bool = False) -> Refusal:
+def refusal_of(
+    error: Exception, *, shape: ErrorShape = ErrorShape.OPENAI, request_id: str = "", in_full: bool = False
+) -> Refusal:
     """Return the answer for an error; an unexpected one is logged, and answered in general terms.
 
     Args:
         error: What was raised.
+        shape: Of the dialect.
         request_id: "" = none is known.
         in_full: With the addresses that are in it, for operators.
     """
@@ -108,27 +122,78 @@ def refusal_of(error: Exception, *, request_id: str = "", in_full: bool = False)
         headers.append(("Retry-After", str(max(1, math.ceil(error.retry_after_seconds or 1)))))
     if status == 401:
         headers.append(("WWW-Authenticate", "Bearer"))
-    return Refusal(status, headers, shaped(status, message, kind, code=code, param=error.field))
+    return Refusal(status, headers, shaped(shape, status, message, kind, code=code, param=error.field))
 
 
-def refusal_of_http(refused: HttpRefused) -> Refusal:
+def refusal_of_http(refused: HttpRefused, *, shape: ErrorShape = ErrorShape.OPENAI) -> Refusal:
     """Return the answer to a request that could not be read."""
     busy = {429: "rate_limit_error", 503: "service_unavailable_error"}
     kind = busy.get(refused.status)
     headers = [*JSON_HEADERS, ("Retry-After", "1")] if kind is not None else JSON_HEADERS
-    return Refusal(refused.status, headers, shaped(refused.status, str(refused), kind or "invalid_request_error"))
+    body = shaped(shape, refused.status, str(refused), kind or "invalid_request_error")
+    return Refusal(refused.status, headers, body)
 
 
-def shaped(status: int, message: str, kind: str, *, code: str | None = None, param: str | None = None) -> bytes:
-    """OpenAI's error object."""
-    error = {"message": printable(message, 1000), "type": kind, "param": param, "code": code or status}
-    return json.dumps({"error": error}).encode()
+def shaped(
+    shape: ErrorShape,
+    status: int,
+    message: str,
+    kind: str,
+    *,
+    code: str | None = None,
+    param: str | None = None,
+) -> bytes:
+    """Return the body of an error.
+
+    Args:
+        shape: Of the dialect.
+        status: Of the answer.
+        message: Cut at 1,000 characters.
+        kind: OpenAI's type.
+        code: OpenAI's code; None = the status.
+        param: Field of the request that is wrong; None = none, or the message says it.
+    """
+    message = printable(message, 1000)
+    if shape is ErrorShape.ANTHROPIC:
+        other = "api_error" if status >= 500 else "invalid_request_error"
+        error = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
+        return json.dumps({"type": "error", "error": error}).encode()
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code or status}}).encode()
 
 
-def event_of(refusal: Refusal) -> bytes:
-    """Return a refusal as the last event of a stream; it first ends an event that may have been cut off."""
+def event_of(refusal: Refusal, shape: ErrorShape = ErrorShape.OPENAI, *, events: int = 0) -> bytes:
+    """Return a refusal as the last event of a stream; it first ends an event that may have been cut off.
+
+    Args:
+        refusal: The answer that it would have been.
+        shape: Of the dialect.
+        events: Events before it.
+    """
     try:
         document = json.loads(refusal.body)
     except (ValueError, RecursionError):
-        document = {"error": {"message": "the engine failed", "type": "server_error", "param": None, "code": 502}}
-    return b"\n\ndata: " + json.dumps(document).encode() + b"\n\n"
+        document = None
+    if not isinstance(document, dict) or "error" not in document:
+        document = json.loads(shaped(shape, 502, "the engine failed", "server_error"))
+    return error_event(document["error"], shape, events=events)
+
+
+def error_event(error: Any, shape: ErrorShape, *, events: int = 0) -> bytes:
+    """Return an error as the last event of a stream; see `event_of`.
+
+    Args:
+        error: Its object, or text.
+        shape: Of the dialect.
+        events: Events before it.
+    """
+    document: dict[str, Any] = {"error": error}
+    name = b""
+    if shape is not ErrorShape.OPENAI:
+        name, document = b"event: error\n", {"type": "error", "error": error}
+    if shape is ErrorShape.RESPONSES:
+        # Documented are the fields beside the type; the object is what OpenAI sends, and what its SDKs raise.
+        fields = error if isinstance(error, dict) else {"message": str(error)}
+        document |= {field: fields.get(field) for field in ("code", "message", "param")}
+        document["code"] = None if document["code"] is None else str(document["code"])
+        document["sequence_number"] = events
+    return b"\n\n" + name + b"data: " + json.dumps(document).encode() + b"\n\n"

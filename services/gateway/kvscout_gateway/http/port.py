@@ -15,7 +15,7 @@ from kvscout_common.http.web_origins import WebOrigins
 from kvscout_common.identity.identity import TokenTable
 from kvscout_common.rpc.serving import HttpPort
 from kvscout_gateway.fronts.access import Caller
-from kvscout_gateway.fronts.client_paths import CHAT, COMPLETIONS, MODELS
+from kvscout_gateway.fronts.client_paths import MODELS
 from kvscout_gateway.fronts.dashboard.dashboard import Dashboard
 from kvscout_gateway.fronts.dashboard.front import EVENTS, DashboardFront
 from kvscout_gateway.fronts.openai.generation import Generation
@@ -25,6 +25,7 @@ from kvscout_gateway.fronts.openai.sessions import Affinity
 from kvscout_gateway.fronts.openai.thresholds import Thresholds
 from kvscout_gateway.fronts.shadow.front import ShadowFront
 from kvscout_gateway.http.router import METRICS, THRESHOLDS, Answer, Router, metrics_answer
+from kvscout_gateway.values.dialects import API_DIALECTS
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -79,8 +80,7 @@ class GatewayHttp:
         dashboard = DashboardFront(self._dashboard) if self._dashboard is not None else None
         passed_on: Answer = Passthrough(context, passes_keys=passes_keys).answer
         answers: dict[str, Answer] = {
-            COMPLETIONS: generation.answer,
-            CHAT: generation.answer,
+            **dict.fromkeys(API_DIALECTS, generation.answer),
             MODELS: Models(gateway.catalog, gateway.engines).answer,
             THRESHOLDS: Thresholds(gateway.scheduler, gateway.charge).answer,
             EVENTS: dashboard.watch if dashboard is not None else _no_dashboard,
@@ -89,7 +89,7 @@ class GatewayHttp:
         if config.shadow is not None:
             shadow = ShadowFront(context, config.shadow, gateway.shadow_report, passes_keys=passes_keys)
             passed_on = shadow.answer
-            answers |= dict.fromkeys((COMPLETIONS, CHAT, MODELS), passed_on)
+            answers |= dict.fromkeys((*API_DIALECTS, MODELS), passed_on)
         return Router(
             answers,
             passed_on=passed_on,

@@ -14,10 +14,11 @@ from kvscout_common.identity.identity import ANONYMOUS, TokenTable
 from kvscout_common.observability import tracing
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.fronts.access import Caller, caller_of, header
-from kvscout_gateway.fronts.client_paths import CHAT, COMPLETIONS, HEALTH, MODELS, ClientPaths, model_named
+from kvscout_gateway.fronts.client_paths import HEALTH, MODELS, ClientPaths, model_named
 from kvscout_gateway.fronts.dashboard.front import EVENTS, METHOD, PAGE
 from kvscout_gateway.fronts.headers import JSON_HEADERS
 from kvscout_gateway.fronts.refusals import WrongMethod, refusal_of, refusal_of_http
+from kvscout_gateway.values.dialects import API_DIALECTS, errors_of
 
 Answer: TypeAlias = Callable[[HttpCall, Caller], Awaitable[None]]
 """Answers one request of a caller whose role allows it."""
@@ -25,8 +26,7 @@ Answer: TypeAlias = Callable[[HttpCall, Caller], Awaitable[None]]
 METRICS: Final = "/metrics"
 THRESHOLDS: Final = "/busy_threshold"
 ROUTES: Final[Mapping[str, Mapping[str, str]]] = {
-    COMPLETIONS: {"POST": "Generate"},
-    CHAT: {"POST": "Generate"},
+    **{path: {"POST": "Generate"} for path in API_DIALECTS},
     MODELS: {"GET": "ListWorkers"},
     THRESHOLDS: {"GET": "ListBusyThresholds", "POST": "GetBusyThresholds"},
     EVENTS: {"GET": METHOD},
@@ -104,9 +104,10 @@ class Router:
         except SinkStalled:
             pass  # its connection is closed
         except HttpRefused as refused:
-            await call.respond(*refusal_of_http(refused))
+            await call.respond(*refusal_of_http(refused, shape=errors_of(call.path)))
         except Exception as error:
-            await call.respond(*refusal_of(error, in_full=caller is not None and caller.is_admin))
+            in_full = caller is not None and caller.is_admin
+            await call.respond(*refusal_of(error, shape=errors_of(call.path), in_full=in_full))
 
     async def _answer(self, call: HttpCall, caller: Caller) -> None:
         route = _route(call.path)
@@ -114,7 +115,7 @@ class Router:
         if route is None:
             self._client_paths.require(call.path, is_admin=caller.is_admin)
         answer = self._passed_on if route is None else self._answers[route]
-        if not tracing.enabled() or route not in (COMPLETIONS, CHAT, None):
+        if not tracing.enabled() or (route is not None and route not in API_DIALECTS):
             await answer(call, caller)
             return
         # Paths of engines, and their methods, are whatever clients like: they have one name together.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +14,6 @@ from kvscout_gateway.values.request import Request
 
 if TYPE_CHECKING:
     from kvscout_gateway.request.exchange import Exchange
-
-PREFILL: Mapping[str, Any] = {
-    "kv_transfer_params": {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    },
-    "stream": False,
-    "stream_options": None,
-    "max_tokens": 1,
-    "max_completion_tokens": 1,
-    "min_tokens": None,
-    "n": None,
-}
-"""Fields that make a client's request compute its prompt only, and keep it for another engine."""
 
 
 @dataclass(slots=True)
@@ -47,7 +28,7 @@ class VllmHandover:
 
         async def compute(attempt: Attempt) -> None:
             nonlocal transfer
-            document = await attempt.read(await attempt.send(PREFILL, whole_answer=False))
+            document = await attempt.read(await attempt.send(attempt.request.api.prefill, whole_answer=False))
             attempt.prefilled(attempt.dialect.usage(document))
             transfer = document.get("kv_transfer_params")
             if not transfer:

@@ -20,6 +20,7 @@ from kvscout_common.http.http import Form, HttpRequest
 from kvscout_common.observability import tracing
 from kvscout_common.worker import Role
 from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.dialects import COMPLETIONS, ApiDialect
 from kvscout_gateway.values.output import UNKNOWN, Output
 from kvscout_gateway.values.prompt import Prompt
 
@@ -125,6 +126,8 @@ class Request:
     prompt: Prompt
     body: RequestBody = field(default_factory=TokenBody)
     """Body that is sent to an engine."""
+    api: ApiDialect = COMPLETIONS
+    """Dialect of that."""
     lora_name: str = ""
     role: Role = Role.AGGREGATED
     request_id: str = ""

@@ -302,9 +302,9 @@ async def test_another_path_comes_last_to_a_worker_that_is_left_out_and_comes_th
 
 
 async def test_a_stream_of_another_path_is_passed_on_at_once_and_its_break_is_seen() -> None:
-    first = b"event: response.created\ndata: {}\n\n"
+    first = b"event: speech.audio.delta\ndata: {}\n\n"
     async with engine(streams(first, then=breaks)) as one, front(spec("w", one.url)) as served:
-        async with served.http.post(f"{served.url}/v1/responses", json={"model": MODEL}) as response:
+        async with served.http.post(f"{served.url}/v1/audio/speech", json={"model": MODEL}) as response:
             assert await response.content.readexactly(len(first)) == first
             with pytest.raises(aiohttp.ClientError):
                 await response.read()
@@ -314,7 +314,7 @@ async def test_another_path_goes_to_workers_that_answer_clients_only() -> None:
     async with engine(says(b"{}")) as prefill, engine(says(b"{}")) as decode, engine(says(b"{}")) as alone:
         apart = [spec("p", prefill.url, role=Role.PREFILL), spec("d", decode.url, role=Role.DECODE)]
         async with front(*apart, spec("a", alone.url)) as served:
-            for path in ("/v1/responses", "/v1/embeddings"):
+            for path in ("/v1/audio/speech", "/v1/embeddings"):
                 for _ in range(10):
                     assert (await served.post(path, {"model": MODEL}))[0] == 200
             assert (len(prefill.received), len(decode.received), len(alone.received)) == (0, 0, 20)
@@ -323,21 +323,21 @@ async def test_another_path_goes_to_workers_that_answer_clients_only() -> None:
                 assert (await served.post("/tokenize", {"model": MODEL}))[0] == 200
             assert (len(prefill.received), len(decode.received)) == (0, 10)
         async with front(apart[0]) as served:
-            assert (await served.post("/v1/responses", {"model": MODEL}))[0] == 503
+            assert (await served.post("/v1/audio/speech", {"model": MODEL}))[0] == 503
             assert prefill.received == []
 
 
 SHORT = replace(TIMEOUTS, first_output_seconds=0.3, idle_seconds=0.3, queue_seconds=0.3, answer_seconds=0.3)
 
 
-@pytest.mark.parametrize("first", [b"event: response.created\ndata: {}\n\n", b": ping\n\n"])
+@pytest.mark.parametrize("first", [b"event: speech.audio.delta\ndata: {}\n\n", b": ping\n\n"])
 async def test_a_stream_of_another_path_that_falls_silent_is_broken_off(first: bytes) -> None:
     async with (
         engine(streams(first, then=hangs)) as one,
         front(spec("w", one.url), timeouts=SHORT) as served,
     ):
         body = {"model": MODEL, "stream": True}
-        async with served.http.post(f"{served.url}/v1/responses", json=body) as response:
+        async with served.http.post(f"{served.url}/v1/audio/speech", json=body) as response:
             assert await response.content.readexactly(len(first)) == first
             with pytest.raises(aiohttp.ClientError):
                 await response.read()
@@ -358,7 +358,7 @@ async def test_comments_alone_do_not_keep_a_stream_of_another_path_open() -> Non
 
     async with engine(script) as one, front(spec("w", one.url), timeouts=SHORT) as served:
         body = {"model": MODEL, "stream": True}
-        async with served.http.post(f"{served.url}/v1/responses", json=body) as response:
+        async with served.http.post(f"{served.url}/v1/audio/speech", json=body) as response:
             with pytest.raises(aiohttp.ClientError):
                 await response.read()
 

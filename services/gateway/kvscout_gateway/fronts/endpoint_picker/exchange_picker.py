@@ -46,7 +46,6 @@ from kvscout_gateway.request.exchange import Exchange
 from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.request.routing import resolve
 from kvscout_gateway.tokens.engine_comparison import Compared
-from kvscout_gateway.values.dialects import OPENAI
 from kvscout_gateway.values.request import Request
 
 log = logging.getLogger("kvscout.gateway")
@@ -331,10 +330,11 @@ class ExchangePick:
                 least = 1 if self._attempt.request.output.max_tokens == 1 else 0
                 self._attempt.generated(output_tokens_of(account) or least)
             if self._attempt is not None and account is not None and not self._attempt.request.prompt.unknown:
-                self._attempt.ended(OPENAI.usage({"usage": account}))
+                usage = self._attempt.request.api.answer.usage({"usage": account})
+                self._attempt.ended(usage)
                 if self._compared is not None:
                     endpoint = self._attempt.decision.endpoint
-                    self._picker.comparison.end(self._compared, endpoint, account.get("prompt_tokens"))
+                    self._picker.comparison.end(self._compared, endpoint, usage and usage.prompt_tokens)
         finally:
             self.over()
 

@@ -55,7 +55,7 @@ def require_path(headers: Mapping[str, str], paths: ClientPaths) -> None:
     if ":path" not in headers:
         return
     # With a slash at the end engines have no path, or redirect to the one without it.
-    path = _path_of(headers).removesuffix("/")
+    path = path_of(headers).removesuffix("/")
     if path not in (HEALTH, MODELS) and not model_named(path):
         paths.require(path, is_admin=None)
 
@@ -76,7 +76,7 @@ async def read_request(
             that is not a client's to set.
         HttpRefused: It is compressed.
     """
-    named, path = headers.get(MODEL_HEADER, ""), _path_of(headers)
+    named, path = headers.get(MODEL_HEADER, ""), path_of(headers)
     asked = PickRequest(
         named,
         path,
@@ -106,7 +106,8 @@ async def read_request(
     )
 
 
-def _path_of(headers: Mapping[str, str]) -> str:
+def path_of(headers: Mapping[str, str]) -> str:
+    """Return the path of a request, without its query; "" = its proxy shows none."""
     return headers.get(":path", "").partition("?")[0]
 
 

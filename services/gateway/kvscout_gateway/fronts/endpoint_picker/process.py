@@ -6,7 +6,7 @@ Bytes in, bytes out: a chunk of a response is never parsed, and goes back at onc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvscout_common.rpc.answering import read_unanswered
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.fronts.endpoint_picker import conformance, wire
 from kvscout_gateway.fronts.endpoint_picker.account import last_account
-from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest, read_request, require_path
+from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest, path_of, read_request, require_path
 from kvscout_gateway.fronts.endpoint_picker.picking import Pick, Picker
 from kvscout_gateway.fronts.endpoint_picker.stream import (
     Answering,
@@ -34,6 +34,7 @@ from kvscout_gateway.fronts.endpoint_picker.stream import (
     Step,
 )
 from kvscout_gateway.fronts.refusals import refusal_of, refusal_of_http, shaped
+from kvscout_gateway.values.dialects import errors_of
 
 TOO_LONG = 413
 FALLBACK_SECONDS = 0.5
@@ -118,13 +119,13 @@ class ExternalProcessor:
                         self._hold(call, 0)
                 case BodyTooLong():
                     self._count("too long")
-                    return call.stream.refused(_too_long(self._limits.body_bytes))
+                    return call.stream.refused(_too_long(self._limits.body_bytes, call.stream.request_headers))
                 case _ if call.pick is not None:
                     call.report(call.pick, event)
         if not self._hold(call, call.stream.held_bytes):
             self._count("full")
             error = ResourceExhausted("too much waits for picks already", retry_after_seconds=1.0)
-            return call.stream.refused(_refused(error))
+            return call.stream.refused(_refused(error, call.stream.request_headers))
         return step
 
     async def _pick(self, call: _Call, wanted: PickWanted) -> Step:
@@ -145,7 +146,7 @@ class ExternalProcessor:
             self._count("picked")
             return call.stream.picked(call.pick.headers, asked.changed)
         self._count(type(error).__name__)
-        return call.stream.refused(_refused(error))
+        return call.stream.refused(_refused(error, wanted.headers))
 
     async def _picked(self, asked: PickRequest) -> Pick:
         """Return a pick in time; where an upstream hangs, or this process had no time itself, by what is known here.
@@ -215,12 +216,17 @@ class _Call:
                 pick.aborted()
 
 
-def _refused(error: Exception) -> bytes:
-    refusal = refusal_of_http(error) if isinstance(error, HttpRefused) else refusal_of(error)
+def _refused(error: Exception, request: Mapping[str, str]) -> bytes:
+    shape = errors_of(path_of(request))
+    if isinstance(error, HttpRefused):
+        refusal = refusal_of_http(error, shape=shape)
+    else:
+        refusal = refusal_of(error, shape=shape)
     headers = {name.lower(): value for name, value in refusal.headers}
     return wire.refusal_answer(refusal.status, refusal.body, headers=headers, details=f"kvscout_{type(error).__name__}")
 
 
-def _too_long(body_bytes: int) -> bytes:
-    body = shaped(TOO_LONG, f"the body is longer than {body_bytes} bytes", "invalid_request_error", param="body")
+def _too_long(body_bytes: int, request: Mapping[str, str]) -> bytes:
+    message = f"the body is longer than {body_bytes} bytes"
+    body = shaped(errors_of(path_of(request)), TOO_LONG, message, "invalid_request_error", param="body")
     return wire.refusal_answer(TOO_LONG, body, headers={}, details="kvscout_too_long")

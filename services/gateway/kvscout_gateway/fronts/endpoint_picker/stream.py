@@ -180,6 +180,11 @@ class RequestStream:
         self._tail: deque[bytes] = deque(maxlen=TAIL_CHUNKS)
 
     @property
+    def request_headers(self) -> Mapping[str, str]:
+        """Return the headers of the request, by their lower-case names; empty = they have not come."""
+        return self._headers
+
+    @property
     def _shows_output(self) -> bool:
         if not self._configured or self._follow is Follow.LEAVE:
             return False

@@ -1,4 +1,4 @@
-"""Completions and chat completions: tokens for routing, a request, an exchange, the engine's own bytes."""
+"""A request for output, in any dialect: tokens for routing, a request, an exchange, the engine's own bytes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from kvscout_gateway.engines.vllm import common_headers
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
 from kvscout_gateway.fronts.body import JsonBody, json_of, model_of, with_usage
-from kvscout_gateway.fronts.client_paths import CHAT
 from kvscout_gateway.fronts.context import FrontContext
-from kvscout_gateway.fronts.json_request import request_of
+from kvscout_gateway.fronts.json_request import request_of, tokenize_body
 from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
+from kvscout_gateway.fronts.outputs import tool_choice
 from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.reserved import changes_of
-from kvscout_gateway.tokens.prompt_tokens import chat_body, completion_body
 from kvscout_gateway.values.decision import Decision
-from kvscout_gateway.values.dialects import OPENAI
+from kvscout_gateway.values.dialects import API_DIALECTS, ApiDialect
 from kvscout_gateway.values.request import EngineAdapter, Request, new_request_id
 
 MAX_READ_BYTES: Final = 64 * 1024
@@ -50,6 +49,7 @@ class ClientJson:
             with_key: The client's key is the engine's.
             max_priority: See `reserved.changes_of`.
         """
+        self._api = API_DIALECTS[call.path]
         self._target = f"{call.path}?{call.query}" if call.query else call.path
         self._headers = call.headers
         self._body = body
@@ -57,13 +57,13 @@ class ClientJson:
         self.request_id = header(call.headers, _REQUEST_ID_FIELD)
         """As the client named it; "" = it did not."""
         self.whole_answer = body.fields.get("stream") is not True
-        self.demands_tool_call = body.fields.get("tool_choice") not in (None, "auto", "none")
-        self.form, changes = with_usage(body)
+        self.demands_tool_call = tool_choice(body.fields) == "call"
+        self.form, changes = with_usage(body, self._api)
         self._own = {**changes_of(body.fields, max_priority=max_priority), **changes}
 
     def dialect(self, adapter: EngineAdapter) -> Dialect:
-        """See `RequestBody`: OpenAI's, whatever else the engine speaks."""
-        return OPENAI
+        """See `RequestBody`: the client's, whatever else the engine speaks."""
+        return self._api.answer
 
     async def write(
         self, adapter: EngineAdapter, to: Decision, request: Request, fields: Mapping[str, Any]
@@ -87,8 +87,9 @@ class ClientJson:
 class Client:
     """See `Reply`: an HTTP client that waits for an answer."""
 
-    def __init__(self, call: HttpCall, *, whole_answer: bool, in_full: bool) -> None:
+    def __init__(self, call: HttpCall, api: ApiDialect, *, whole_answer: bool, in_full: bool) -> None:
         self._call = call
+        self._api = api
         self._in_full = in_full
         """Its errors may name addresses."""
         self._whole_answer = whole_answer
@@ -116,7 +117,7 @@ class Client:
         """See `Sink`: all of an answer that comes at once."""
         assert self._answer is not None
         self._answered = True
-        self.usage = OPENAI.usage(await answer_read(data)) if len(data) <= MAX_READ_BYTES else None
+        self.usage = self._api.answer.usage(await answer_read(data)) if len(data) <= MAX_READ_BYTES else None
         await self._call.respond(self._answer.status, self._headers(self._answer), data)
 
     async def end(self) -> None:
@@ -127,7 +128,8 @@ class Client:
 
     async def fail(self, error: Exception) -> None:
         """Tell the client that there will be no (further) answer."""
-        refusal = refusal_of(error, request_id=self.request_id, in_full=self._in_full)
+        shape = self._api.errors
+        refusal = refusal_of(error, shape=shape, request_id=self.request_id, in_full=self._in_full)
         if self._answered:
             return
         report = self._answer.report if self._answer is not None and not self._whole_answer else None
@@ -135,7 +137,7 @@ class Client:
             await self._call.respond(refusal.status, (*refusal.headers, *self._named()), refusal.body)
             return
         if not report.error:  # else the engine's own words have been passed on
-            await self._call.write(event_of(refusal))
+            await self._call.write(event_of(refusal, shape, events=report.events))
         await self._call.end()
 
     def _headers(self, answer: HttpAnswer) -> list[tuple[str, str]]:
@@ -150,7 +152,7 @@ class Client:
 
 
 class Generation:
-    """Runs completions and chat completions."""
+    """Runs requests for output."""
 
     def __init__(
         self,
@@ -183,11 +185,9 @@ class Generation:
     async def _answer(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
         tenant, model, comparison = caller.tenant, model_of(body.fields), self._context.tokens.comparison
         request = await request_of(self._context, call.path, body.fields, size=body.size, tenant=tenant, model=model)
-        compared = comparison.begin(
-            (tenant, model), request.prompt, lambda: (chat_body if call.path == CHAT else completion_body)(body.fields)
-        )
+        compared = comparison.begin((tenant, model), request.prompt, lambda: tokenize_body(request.api, body.fields))
         sent = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
-        client = Client(call, whole_answer=sent.whole_answer, in_full=caller.is_admin)
+        client = Client(call, request.api, whole_answer=sent.whole_answer, in_full=caller.is_admin)
         client.request_id = sent.request_id or request.request_id
         request.body = sent
         with about_request(client.request_id):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -25,13 +26,13 @@ from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
 from kvscout_gateway.fronts.body import model_of, parsed, with_usage
 from kvscout_gateway.fronts.client_body import read_body
-from kvscout_gateway.fronts.client_paths import CHAT, COMPLETIONS
 from kvscout_gateway.fronts.context import FrontContext
+from kvscout_gateway.fronts.refusals import error_event
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.fronts.shadow.score import Generation, Score, Scores
-from kvscout_gateway.values.dialects import OPENAI
+from kvscout_gateway.values.dialects import API_DIALECTS
 
 MAX_READ_BYTES: Final = 1024 * 1024
 """Bytes of an answer that comes as a whole: a longer one is passed on and not read for its usage."""
@@ -85,7 +86,7 @@ class ShadowFront:
                 body = (await read_body(call.headers, body, max_priority=max_priority, charge=charge)).data
             await _Passing(self._context, self._config, call).run(self._request(call, body))
             return
-        form, own = with_usage(generation.body)
+        form, own = with_usage(generation.body, generation.api)
         changes = {**changes_of(generation.body.fields, max_priority=max_priority), **own}
         score = self.scores.begin(generation)
         passing = _Passing(self._context, self._config, call, score, form)
@@ -204,7 +205,7 @@ class _Passing:
             await answer.relay(
                 self._call,
                 self._form,
-                OPENAI,
+                score.generation.api.answer,
                 on_first_output=lambda: self._first_output(score),
                 write_seconds=self._engines.client_write_seconds,
             )
@@ -216,7 +217,8 @@ class _Passing:
         if report.error:
             self.failure = InternalError("an engine reported an error in its stream")
             if not report.passed:
-                await self._call.write(b'data: {"error": ' + report.error + b"}\n\n")
+                shape = score.generation.api.errors
+                await self._call.write(error_event(json.loads(report.error), shape).lstrip())
 
     async def _copy(self, answer: HttpAnswer) -> None:
         kept = bytearray()
@@ -228,7 +230,7 @@ class _Passing:
         if self._score is not None and 200 <= answer.status < 300:
             self._first_output(self._score, whole_answer=True)
             if len(kept) <= MAX_READ_BYTES:
-                self._usage = OPENAI.usage(await answer_read(bytes(kept)))
+                self._usage = self._score.generation.api.answer.usage(await answer_read(bytes(kept)))
 
     def _first_output(self, score: Score, *, whole_answer: bool = False) -> None:
         seconds = time.perf_counter() - self._started
@@ -250,11 +252,12 @@ class _Passing:
 
 async def _generation_of(call: HttpCall, tenant: str, body: bytes, charge: Charge) -> Generation | None:
     """Return what is to be scored; None = nothing of this is: it is passed on all the same."""
-    if call.method != "POST" or call.path not in (COMPLETIONS, CHAT):
+    api = API_DIALECTS.get(call.path)
+    if call.method != "POST" or api is None:
         return None
     try:
         read = await parsed(body, charge)
-        return Generation(call.path, read, tenant, model_of(read.fields))
+        return Generation(api, read, tenant, model_of(read.fields))
     except InvalidArgument:
         return None
 

@@ -23,6 +23,7 @@ from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.shadow.report import Comparison, LeftOut, ShadowReport
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.dialects import ApiDialect
 
 log = logging.getLogger("kvscout.gateway")
 _defects = RateLimitedLog(log, period_seconds=60.0)
@@ -35,9 +36,9 @@ LATE_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A completion or chat completion of a client."""
+    """A client's request for output."""
 
-    path: str
+    api: ApiDialect
     body: JsonBody
     tenant: str
     model: str
@@ -138,7 +139,7 @@ class Score:
         generation = self.generation
         request = await request_of(
             self._context,
-            generation.path,
+            generation.api.path,
             generation.body.fields,
             size=generation.body.size,
             tenant=generation.tenant,
