@@ -12,8 +12,9 @@ import socket
 import struct
 import sys
 import termios
-from collections.abc import AsyncIterator
-from contextlib import closing, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing, suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -131,7 +132,9 @@ async def test_doctor_tells_what_it_finds_as_text_and_as_json(stack: Stack) -> N
     assert "1 finding (asked: nobody answered; 0 workers)" in out
 
 
-async def test_top_shows_frames_on_a_terminal_with_the_decisions_as_they_are_made(stack: Stack) -> None:
+@asynccontextmanager
+async def top_on_a_terminal(stack: Stack) -> AsyncIterator[tuple[asyncio.subprocess.Process, int, Callable[[], str]]]:
+    """`kvscout top` on a terminal of 50 lines: the process, the terminal's other end, and what was written so far."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
     process = await asyncio.create_subprocess_exec(
@@ -145,19 +148,13 @@ async def test_top_shows_frames_on_a_terminal_with_the_decisions_as_they_are_mad
     os.set_blocking(ours, False)
     written = bytearray()
 
-    async def decided() -> bool:
-        await stack.client.generate(fresh_prompt(32), max_tokens=1, request_id=f"seen-by-top-{next(numbers)}")
+    def text() -> str:
         with suppress(BlockingIOError):
             written.extend(os.read(ours, 1 << 20))
-        return b"seen-by-top-" in written
+        return written.decode(errors="replace")
 
-    numbers = count()
     try:
-        await eventually(decided, what="a decision on the terminal")
-        assert b"hit rate" in written
-        process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            assert await process.wait() == 0
+        yield process, ours, text
     finally:
         if process.returncode is None:
             process.kill()
@@ -165,11 +162,74 @@ async def test_top_shows_frames_on_a_terminal_with_the_decisions_as_they_are_mad
         os.close(ours)
 
 
+async def ends_well(process: asyncio.subprocess.Process) -> None:
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        assert await process.wait() == 0
+
+
+async def test_top_shows_frames_on_a_terminal_with_the_decisions_as_they_are_made(stack: Stack) -> None:
+    numbers = count()
+    async with top_on_a_terminal(stack) as (process, _, text):
+
+        async def decided() -> bool:
+            await stack.client.generate(fresh_prompt(32), max_tokens=1, request_id=f"seen-by-top-{next(numbers)}")
+            return "seen-by-top-" in text()
+
+        await eventually(decided, what="a decision on the terminal")
+        assert "hit rate" in text()
+        process.send_signal(signal.SIGINT)
+        await ends_well(process)
+
+
+async def test_top_obeys_keys_and_leaves_the_terminal_as_it_was(stack: Stack) -> None:
+    async with top_on_a_terminal(stack) as (process, terminal, text):
+        before = termios.tcgetattr(terminal)
+
+        async def shown(expected: str) -> bool:
+            return expected in text()
+
+        await eventually(partial(shown, "w0/0"), what="a frame")
+        for keys, expected in ((b"s", "by req/s"), (b"/w1", "/w1"), (b"\r\r", "cached blocks  "), (b"?", "leaves it")):
+            os.write(terminal, keys)
+            await eventually(partial(shown, expected), what=expected)
+        os.write(terminal, b"q")
+        await ends_well(process)
+        assert termios.tcgetattr(terminal) == before
+
+
 async def test_top_prints_one_frame_where_there_is_no_terminal(stack: Stack) -> None:
-    code, out, err = await kvscout("top", "--gateway", stack.gateway.address)
+    code, out, err = await kvscout("top", "--gateway", stack.gateway.address, "--interval", "0.1")
     assert (code, err) == (0, "")
     assert out.count("hit rate") == 2  # of all, and a column
     assert "w0/0" in out
+
+
+async def test_one_frame_of_top_has_the_decisions_made_meanwhile(stack: Stack) -> None:
+    looking = asyncio.create_task(kvscout("top", "--once", "--gateway", stack.gateway.address, "--interval", "5"))
+    while not looking.done():
+        await stack.client.generate(fresh_prompt(32), max_tokens=1)
+        await asyncio.wait({looking}, timeout=0.2)
+    code, out, err = await looking
+    assert (code, err) == (0, "")
+    assert "last decisions" in out
+
+
+async def test_top_prints_a_document_a_line_until_a_signal(stack: Stack) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvscout_cli.main", "top", "--json", "--interval", "0.1"),
+        *("--gateway", stack.gateway.address),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    await stack.client.generate(fresh_prompt(32), max_tokens=1)
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        documents = [json.loads(await process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+    assert process.returncode == 0
+    assert documents[-1]["totals"]["requests"] >= 1
+    assert {"w0/0", "w1/0"} <= {worker["name"] for worker in documents[-1]["workers"]}
+    assert sum(worker["ttft_seconds"] or 0.0 for worker in documents[-1]["workers"]) > 0
 
 
 async def test_workers_are_listed_with_the_state_of_their_events(stack: Stack) -> None:

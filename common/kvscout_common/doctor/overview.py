@@ -92,6 +92,9 @@ class Seen:
     cached_tokens: int = 0
     predicted_tokens: int = 0
     error_tokens: int = 0
+    first_tokens: int = 0
+    ttft_seconds: float = 0.0
+    """Sum, of the requests of which an output came."""
 
     def add(self, one: gateway_pb2.WorkerObservation) -> None:
         """Add the observations of one more gateway."""
@@ -104,6 +107,8 @@ class Seen:
         self.cached_tokens += one.cached_tokens
         self.predicted_tokens += one.predicted_cached_tokens
         self.error_tokens += one.prediction_error_tokens
+        self.first_tokens += one.first_tokens
+        self.ttft_seconds += one.ttft_seconds
 
     @property
     def prediction_error(self) -> float | None:

@@ -922,6 +922,8 @@ class WorkerObservation(_message.Message):
     PROBLEM_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     HEALTH_CHECK_PROBLEM_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_SECONDS_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Requests dispatched."""
     failures: _builtins.int
@@ -948,6 +950,10 @@ class WorkerObservation(_message.Message):
     """Tenant of the worker."""
     health_check_problem: _builtins.str
     """Failure of its last health check, once several in a row failed; empty = none."""
+    first_tokens: _builtins.int
+    """Requests of which an output came."""
+    ttft_seconds: _builtins.float
+    """Sum of their times to the first token, in seconds."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -975,10 +981,12 @@ class WorkerObservation(_message.Message):
         problem: _builtins.str = ...,
         tenant: _builtins.str = ...,
         health_check_problem: _builtins.str = ...,
+        first_tokens: _builtins.int = ...,
+        ttft_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checked", b"checked", "eventful_age_seconds", b"eventful_age_seconds", "failures", b"failures", "health_check_problem", b"health_check_problem", "mispredicted", b"mispredicted", "predicted_cached_tokens", b"predicted_cached_tokens", "prediction_error_tokens", b"prediction_error_tokens", "problem", b"problem", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant", "unreported", b"unreported", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checked", b"checked", "eventful_age_seconds", b"eventful_age_seconds", "failures", b"failures", "first_tokens", b"first_tokens", "health_check_problem", b"health_check_problem", "mispredicted", b"mispredicted", "predicted_cached_tokens", b"predicted_cached_tokens", "prediction_error_tokens", b"prediction_error_tokens", "problem", b"problem", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant", "ttft_seconds", b"ttft_seconds", "unreported", b"unreported", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -68,6 +68,10 @@ class Observation:
     failures: int = 0
     prompt_tokens: int = 0
     """Dispatched."""
+    first_tokens: int = 0
+    """Requests of which an output came."""
+    ttft_seconds: float = 0.0
+    """Sum of their times to the first token."""
     reports: Reports = field(default_factory=Reports)
     unproven: Reports = field(default_factory=Reports)
     """Sums of requests whose usage has no cached tokens, counted as 0."""

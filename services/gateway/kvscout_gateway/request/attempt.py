@@ -226,7 +226,10 @@ class Attempt:
         self.has_output = True
         self._context.health.ran(self.key)
         self._on_output()
-        self._metrics.first_token(self._context.clock() - self._started)
+        ttft_seconds = self._context.clock() - self._started
+        self._metrics.first_token(ttft_seconds)
+        self.seen.first_tokens += 1
+        self.seen.ttft_seconds += ttft_seconds
         if not whole_answer and self.decision.booking is not None:
             self._context.scheduler.prefill_complete(self.decision.booking)
 

@@ -87,6 +87,8 @@ def _observation(tenant: str, rank: WorkerRank, seen: Observation, now: float) -
         requests=seen.requests,
         failures=seen.failures,
         prompt_tokens=seen.prompt_tokens,
+        first_tokens=seen.first_tokens,
+        ttft_seconds=seen.ttft_seconds,
         cached_tokens=seen.reports.cached_tokens,
         checked=seen.reports.checked,
         mispredicted=seen.reports.mispredicted,

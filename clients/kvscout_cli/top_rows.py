@@ -1,0 +1,151 @@
+"""What `kvscout top` shows of the services and worker ranks, from two moments. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvscout.v1 import gateway_pb2, scheduler_pb2
+from kvscout_common.doctor.moment import Moment
+from kvscout_common.doctor.overview import Seen, SourceRow, overview, seen_by_gateways
+from kvscout_common.doctor.snapshot import RankName, observed_name
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """All gateways and schedulers together."""
+
+    requests: int
+    """Since the gateways' start."""
+    requests_per_second: float | None
+    """In the time between the moments, as all that follows; None = unknown."""
+    failures: int
+    """Since the gateways' start."""
+    failures_per_second: float | None
+    ttft_seconds: float | None
+    """Mean."""
+    hit_rate: float | None
+    hit_rate_since_start: float | None
+    in_flight: int
+    queued: int
+    in_trouble: int
+    """Services and worker ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """One worker rank."""
+
+    name: RankName
+    model: str
+    state: str
+    """"ok", "busy", …; the state of its events where they are in trouble or no scheduler knows its load."""
+    reason: str
+    """Why, in one sentence; "" = nothing is wrong."""
+    well: bool
+    requests: int
+    """Since the gateways' start."""
+    requests_per_second: float | None
+    failures: int
+    active_requests: int | None
+    """None = no scheduler knows, as in the next two."""
+    prefill_tokens: int | None
+    decode_blocks: int | None
+    total_blocks: int
+    """0 = unknown."""
+    cached_blocks: int
+    hit_rate: float | None
+    """Cached ÷ prompt tokens between the moments, else since start; None = nothing was reported."""
+    ttft_seconds: float | None
+    """Mean between the moments, else since start; None = no output came."""
+    event_age_seconds: float | None
+    """None = no event came."""
+
+
+def totals(now: Moment, before: Moment | None) -> Totals:
+    """Return the sums of all services."""
+    rows = worker_rows(now, before)
+    seen, seen_before = _sum(now), _sum(before)
+    elapsed = now.at - before.at if before is not None else 0.0
+    shown = overview(now.snapshot)
+    return Totals(
+        requests=now.requests,
+        requests_per_second=now.requests_per_second(before),
+        failures=now.failures,
+        failures_per_second=max(0, now.failures - before.failures) / elapsed if before and elapsed > 0 else None,
+        ttft_seconds=_ttft(seen, seen_before) if before is not None else None,
+        hit_rate=now.hit_rate(before),
+        hit_rate_since_start=now.hit_rate(None),
+        in_flight=now.in_flight,
+        queued=now.queued,
+        in_trouble=sum(not row.well for row in shown.services) + sum(not row.well for row in rows),
+    )
+
+
+def worker_rows(now: Moment, before: Moment | None) -> list[WorkerRow]:
+    """Return a row of each worker rank, by name."""
+    seen = seen_by_gateways(now.snapshot)
+    earlier = seen_by_gateways(before.snapshot) if before is not None else {}
+    elapsed = now.at - before.at if before is not None else 0.0
+    problems = {
+        observed_name(one): one.problem
+        for _, status in now.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse)
+        for one in status.workers
+        if one.problem
+    }
+    sources: dict[RankName, SourceRow] = {}
+    for row in overview(now.snapshot).sources:
+        # Of several indexers, one that has trouble, else the one with the most.
+        name = RankName(row.tenant, row.worker_id, row.dp_rank)
+        sources[name] = min(row, sources.get(name, row), key=lambda one: (one.well, -one.blocks))
+    found = []
+    for name, source in sources.items():
+        one, load, problem = seen.get(name, Seen()), now.loads.get(name), problems.get(name, "")
+        past = earlier.get(name, Seen())
+        found.append(
+            WorkerRow(
+                name=name,
+                model=source.model,
+                state="no requests" if problem else source.state if not source.well or load is None else _load(load),
+                reason=problem or source.reason,
+                well=source.well and not problem,
+                requests=one.requests,
+                requests_per_second=max(0, one.requests - past.requests) / elapsed if elapsed > 0 else None,
+                failures=one.failures,
+                active_requests=load.active_requests if load is not None else None,
+                prefill_tokens=load.active_prefill_tokens if load is not None else None,
+                decode_blocks=load.active_decode_blocks if load is not None else None,
+                total_blocks=load.total_kv_blocks if load is not None else 0,
+                cached_blocks=source.blocks,
+                hit_rate=_hit(one, past) if one.prompt_tokens > past.prompt_tokens else _hit(one, Seen()),
+                ttft_seconds=_ttft(one, past) if one.first_tokens > past.first_tokens else _ttft(one, Seen()),
+                event_age_seconds=source.last_event_age_seconds,
+            )
+        )
+    return found
+
+
+def _sum(moment: Moment | None) -> Seen:
+    total = Seen()
+    for _, status in moment.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse) if moment is not None else ():
+        for one in status.workers:
+            total.add(one)
+    return total
+
+
+def _hit(now: Seen, before: Seen) -> float | None:
+    prompt = now.prompt_tokens - before.prompt_tokens
+    return min(1.0, max(0, now.cached_tokens - before.cached_tokens) / prompt) if prompt > 0 else None
+
+
+def _ttft(now: Seen, before: Seen) -> float | None:
+    count = now.first_tokens - before.first_tokens
+    return max(0.0, now.ttft_seconds - before.ttft_seconds) / count if count > 0 else None
+
+
+def _load(load: scheduler_pb2.WorkerLoad) -> str:
+    states = (
+        (load.draining, "draining"),
+        (load.cooldown_seconds > 0, f"cools down {load.cooldown_seconds:.0f} s"),
+        (load.busy, "busy"),
+    )
+    return ", ".join(text for applies, text in states if applies) or "ok"
