@@ -12,7 +12,8 @@ import pytest
 from kvscout_lab.simulation.timing import StepTime, picoseconds, seconds
 from kvscout_lab.simulation.worker import NEVER, EngineSettings, Job, Worker
 from kvscout_mocker.config import EngineConfig, StepCost
-from kvscout_mocker.engine import Engine, Request, Step
+from kvscout_mocker.engine import Engine, Step
+from kvscout_mocker.request import Request
 from kvscout_mocker.sequence import Sequence
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", SystemRandom().randrange(2**32)))

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from support.mocker_invariants import check_blocks
 
-from kvscout_mocker.block_manager import BlockManager, BlockTable
+from kvscout_mocker.block_manager import BlockManager
 from kvscout_mocker.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvscout_mocker.sequence import Sequence
+from kvscout_mocker.sequence import BlockTable, Sequence
 
 BLOCK_SIZE = 4
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_mocker.chat import DEFAULT_CHAT_TOKENS, parse_chat, parse_detokenize, parse_tokenize
+from kvscout_mocker.chat import parse_chat, parse_detokenize, parse_tokenize
 from kvscout_mocker.config import MockerConfig
+from kvscout_mocker.generation import DEFAULT_CHAT_TOKENS
 from kvscout_mocker.tokenizer import WordTokenizer
 
 TOKENIZER = WordTokenizer(32_000)
@@ -56,8 +57,9 @@ def test_both_names_of_the_limit_are_known(config: MockerConfig, field: str) -> 
     asked = parse_chat({"messages": HELLO, field: 3, "logprobs": True, "top_logprobs": 2}, config, TOKENIZER)
     assert (asked.max_tokens, asked.ends_early, asked.logprobs) == (3, False, 2)
     with pytest.raises(InvalidArgument) as error:
-        parse_chat({"messages": HELLO, field: 1024}, config, TOKENIZER)
+        parse_chat({"messages": HELLO, field: 0}, config, TOKENIZER)
     assert error.value.field == field
+    assert parse_chat({"messages": HELLO, field: 1024}, config, TOKENIZER).max_tokens == 1020
 
 
 def test_probabilities_of_alternatives_need_probabilities(config: MockerConfig) -> None:

@@ -12,8 +12,9 @@ from support.mocker_invariants import check_blocks, free_blocks
 
 from kvscout_common.errors import ResourceExhausted
 from kvscout_mocker.config import EngineConfig, StepCost
-from kvscout_mocker.engine import Engine, Output, Request, RequestState
+from kvscout_mocker.engine import Engine
 from kvscout_mocker.events import AllBlocksCleared, BlockStored
+from kvscout_mocker.request import Output, Request, RequestState
 from kvscout_mocker.sequence import Sequence
 
 CONFIG = EngineConfig(

@@ -14,9 +14,10 @@ from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import WorkerRank
 from kvscout_mocker.config import EngineConfig, StepCost
-from kvscout_mocker.engine import Engine, Request
+from kvscout_mocker.engine import Engine
 from kvscout_mocker.events import BlockHashFormat, BlockStored, EventEncoder, EventFormat
 from kvscout_mocker.hybrid_blocks import HybridBlockManager
+from kvscout_mocker.request import Request
 from kvscout_mocker.sequence import Sequence
 
 BLOCK_SIZE = 4

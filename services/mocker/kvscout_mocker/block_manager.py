@@ -28,25 +28,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
 from kvscout_mocker.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvscout_mocker.sequence import Sequence
-
-
-class BlockTable:
-    """The blocks that one running request references, in the order of its tokens."""
-
-    __slots__ = ("block_ids", "registered", "tokens", "window_ends", "window_ids", "window_registered")
-
-    def __init__(self) -> None:
-        self.block_ids: list[int] = []
-        self.registered = 0
-        """Leading blocks that are registered under their hash."""
-        self.tokens = 0
-        """Tokens that have slots; only hybrid models set it and the fields below."""
-        self.window_ids: list[int] = []
-        """Blocks of the window group; 0 = no longer needed."""
-        self.window_registered = 0
-        self.window_ends: tuple[int, ...] = ()
-        """Ends of the prefixes before which the window is cached, in blocks."""
+from kvscout_mocker.sequence import BlockTable, Sequence
 
 
 class BlockManager:

@@ -25,10 +25,10 @@ from aiohttp import web
 
 from kvscout_common.errors import InternalError, InvalidArgument
 from kvscout_mocker.config import TransferConfig
-from kvscout_mocker.engine import Request
 from kvscout_mocker.fields import integer, json_object
 from kvscout_mocker.generation import Bootstrap
 from kvscout_mocker.kv_transfer import BlockHolder, KvTransfer, TransferFailed
+from kvscout_mocker.request import Request
 from kvscout_mocker.server import Document, json_body
 
 ROOM_PATH = "/mock/rooms"

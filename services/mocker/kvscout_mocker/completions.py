@@ -6,7 +6,7 @@ from array import array
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_mocker.config import MockerConfig
-from kvscout_mocker.fields import Fields, integer, json_object, optional_integer
+from kvscout_mocker.fields import Fields, integer, json_object, optional_integer, token_ids
 from kvscout_mocker.generation import MAX_LOGPROBS, Generation, read_generation
 from kvscout_mocker.tokenizer import WordTokenizer
 
@@ -27,7 +27,6 @@ def parse_completion(body: object, config: MockerConfig, tokenizer: WordTokenize
         config,
         _prompt(fields, tokenizer),
         max_tokens=integer(fields, "max_tokens", DEFAULT_MAX_TOKENS, minimum=1),
-        limit_field="max_tokens",
         logprobs=optional_integer(fields, "logprobs", minimum=0, maximum=MAX_LOGPROBS),
     )
 
@@ -43,17 +42,3 @@ def _prompt(fields: Fields, tokenizer: WordTokenizer) -> array[int]:
     if not tokens:
         raise InvalidArgument("must not be empty", field="prompt")
     return tokens
-
-
-def token_ids(value: list[object], name: str) -> array[int]:
-    """Return a JSON list as token ids.
-
-    Raises:
-        InvalidArgument: It holds anything else.
-    """
-    try:
-        return array("I", value)  # type: ignore[arg-type]
-    except (TypeError, OverflowError):
-        raise InvalidArgument(
-            "must be a string or one list of token ids between 0 and 4294967295", field=name
-        ) from None

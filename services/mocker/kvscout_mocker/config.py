@@ -20,6 +20,17 @@ from kvscout_mocker.tokenizer import RESERVED_TOKENS
 DEFAULT_MAX_MODEL_LEN = 32_768
 
 
+class Render(StrEnum):
+    """Render endpoints that an engine serves."""
+
+    OFF = "off"
+    """None: vLLM 0.32 answers with 403 until it is started with `--enable-scale-out`."""
+    CHAT = "chat"
+    """Those of completions and chat completions, as vLLM before it had the others."""
+    ALL = "all"
+    """Also those of messages and responses, as vLLM 0.32 with `--enable-scale-out`."""
+
+
 class PromptTokensDetails(StrEnum):
     """Condition on which a usage reports cached tokens."""
 
@@ -70,6 +81,8 @@ class EngineConfig:
     vocab_size: int
     """Generated token ids are below it."""
     cost: StepCost
+    by_priority: bool = False
+    """Requests wait by their priority, not by their arrival alone."""
     sliding_window: int = 0
     """Tokens that a token sees in a second cache group; 0: there is none."""
 
@@ -147,6 +160,11 @@ class MockerConfig:
     seed: int
     """Together with prompt and position it decides the generated tokens."""
     prompt_tokens_details: PromptTokensDetails
+    tool_call_share: float
+    """Share of the answers that call a tool, of requests that have tools and leave it open."""
+    store_responses: bool
+    """Responses are stored, and the next request may continue them."""
+    render: Render
     hash_seed: int | None
     """Makes block hashes repeatable; None: random a rank and process, as vLLM's are."""
     role: Role
@@ -238,7 +256,11 @@ def config_from_flags(
         decode_seconds_per_request=others["decode_us_per_request"] / 1e6 / speedup,
         context_seconds_per_token=others["context_ns_per_token"] / 1e9 / speedup,
     )
-    engine = {"cost": cost, "max_model_len": max_model_len or min(DEFAULT_MAX_MODEL_LEN, capacity)}
+    engine = {
+        "cost": cost,
+        "by_priority": others["scheduling_policy"] == "priority",
+        "max_model_len": max_model_len or min(DEFAULT_MAX_MODEL_LEN, capacity),
+    }
     fault_seed = others["fault_seed"]
     parts = {
         "lora_names": lora,
@@ -315,6 +337,20 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         help="When usages report cached tokens; nonzero: not where there are none, as several vLLM releases.",
     ),
     _flag(
+        "--tool-call-share",
+        type=_SHARE,
+        default=0.0,
+        help="Share of answers that call a tool, where the request has tools and leaves it open.",
+    ),
+    _flag("--store-responses", is_flag=True, help="Stores responses, as vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1."),
+    _flag(
+        "--render",
+        type=click.Choice(Render, case_sensitive=False),
+        default=Render.OFF,
+        show_default="off",
+        help="Render endpoints. all: as vLLM 0.32 with --enable-scale-out; chat: as earlier releases; off: 403.",
+    ),
+    _flag(
         "--role",
         type=click.Choice(Role, case_sensitive=False),
         default=Role.AGGREGATED,
@@ -374,6 +410,12 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.IntRange(min=0),
         default=0,
         help="Tokens of the sliding window in every other layer, as of a hybrid model; 0 = full attention only.",
+    ),
+    _flag(
+        "--scheduling-policy",
+        type=click.Choice(["fcfs", "priority"]),
+        default="fcfs",
+        help="priority: requests with a lower priority number go first; fcfs: their priority has no effect.",
     ),
     _flag("--max-num-seqs", type=_COUNT, default=256, help="Requests in a batch."),
     _flag("--max-num-batched-tokens", type=_COUNT, default=2048, help="Tokens in a step."),

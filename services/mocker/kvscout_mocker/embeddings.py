@@ -12,9 +12,8 @@ import xxhash
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_mocker.answers import usage
-from kvscout_mocker.completions import token_ids
 from kvscout_mocker.config import MockerConfig
-from kvscout_mocker.fields import integer, json_object
+from kvscout_mocker.fields import integer, json_object, token_ids
 from kvscout_mocker.generation import served_model
 from kvscout_mocker.tokenizer import WordTokenizer
 

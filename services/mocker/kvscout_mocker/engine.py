@@ -9,6 +9,9 @@ decisions is vLLM's scheduler's:
 2. then, unless a request was preempted, waiting requests in order of arrival, each with the prefix it hits.
    One is admitted only if its *whole* sequence fits now, though only a chunk of it may run in this step.
 
+With priorities (`by_priority`) a lower number goes first in the queue, and the highest one that runs is preempted, of
+equals the youngest. Running requests are then scheduled in that order, where vLLM keeps the order of their admission.
+
 Disaggregated serving: a request whose prompt another engine computed gets its blocks when it is scheduled, but they
 hold nothing until `received` says so; meanwhile it is in no batch. One that computes for another engine keeps its
 blocks when it is done, until `release`.
@@ -16,78 +19,16 @@ blocks when it is done, until `release`.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from bisect import insort
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import xxhash
-
 from kvscout_common.errors import InternalError, ResourceExhausted
-from kvscout_mocker.block_manager import BlockManager, BlockTable
+from kvscout_mocker.block_manager import BlockManager
 from kvscout_mocker.config import EngineConfig
 from kvscout_mocker.events import Event
-from kvscout_mocker.sequence import Sequence
-from kvscout_mocker.tokenizer import RESERVED_TOKENS
-
-
-class Finish(StrEnum):
-    """Why a request got its last token, as engines say it."""
-
-    LENGTH = "length"
-    STOP = "stop"
-    ERROR = "error"
-
-
-class RequestState(Enum):
-    """State of a request."""
-
-    WAITING = "waiting"
-    RECEIVING = "receiving"
-    """Has its blocks, and another engine's tokens are on their way into them."""
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request inside the engine."""
-
-    request_id: str
-    sequence: Sequence
-    max_tokens: int
-    seed: int = 0
-    report_prefix: bool = False
-    """Emit a Stored event for the blocks it hits too (`kv_cache_report_mode: full`)."""
-    finish: Finish = Finish.LENGTH
-    """Finish reason after `max_tokens` tokens."""
-    fails_after: int | None = None
-    """Tokens with which it fails; None: it does not fail."""
-    receives: bool = False
-    """Another engine computed its prompt. False once that has come, or is given up."""
-    holds: bool = False
-    """It computes for another engine: its blocks stay when it is done, until they are released."""
-    prompt_tokens: int = field(init=False)
-    prompt_digest: int = field(init=False)
-    table: BlockTable = field(init=False, default_factory=BlockTable)
-    state: RequestState = field(init=False, default=RequestState.WAITING)
-    computed_tokens: int = field(init=False, default=0)
-    cached_tokens: int | None = field(init=False, default=None)
-    """Prompt tokens hit when it was first admitted; None before."""
-
-    def __post_init__(self) -> None:
-        self.prompt_tokens = len(self.sequence)
-        self.prompt_digest = xxhash.xxh3_64_intdigest(self.sequence.tokens.tobytes())
-
-    @property
-    def output_tokens(self) -> int:
-        """Return tokens generated so far."""
-        return len(self.sequence) - self.prompt_tokens
-
-    def next_token(self, vocab_size: int) -> int:
-        """Return the next token: a function of prompt, position and seed alone, never an end of sequence."""
-        key = self.prompt_digest.to_bytes(8, "little") + self.output_tokens.to_bytes(4, "little")
-        return RESERVED_TOKENS + xxhash.xxh3_64_intdigest(key, self.seed) % (vocab_size - RESERVED_TOKENS)
+from kvscout_mocker.request import Finish, Output, Request, RequestState
+from kvscout_mocker.waiting import WaitingQueue, place
 
 
 class Scheduled(NamedTuple):
@@ -110,27 +51,6 @@ class Step(NamedTuple):
 
     scheduled: list[Scheduled]
     duration_seconds: float
-
-
-class Output(NamedTuple):
-    """One generated token."""
-
-    request: Request
-    token: int | None
-    """None: the request failed."""
-    finish: Finish | None
-    """Given with the last one."""
-
-
-class ChoiceDelta(NamedTuple):
-    """Tokens that one choice of a request got since the last read; all of them in a whole answer."""
-
-    choice: int
-    tokens: list[int]
-    first: int
-    """Position of the first of them in the choice."""
-    finish_reason: str | None
-    """Given with the last ones."""
 
 
 @dataclass(slots=True)
@@ -165,8 +85,10 @@ class Engine:
         self.config = config
         self.blocks = blocks or BlockManager(config.num_gpu_blocks, config.block_size)
         self.counters = EngineCounters()
-        self._waiting: deque[Request] = deque()
+        self._waiting: WaitingQueue[Request] = WaitingQueue(by_priority=config.by_priority)
         self._running: list[Request] = []
+        """The last one is preempted first."""
+        self._arrivals = 0
         self._pulls: list[Pull] = []
         self.receiving: set[Request] = set()
         """Requests whose prompt is on its way from another engine."""
@@ -192,7 +114,9 @@ class Engine:
             raise ResourceExhausted(
                 f"the waiting queue is full ({self.config.max_waiting} requests)", retry_after_seconds=1.0
             )
-        self._waiting.append(request)
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        self._waiting.add(request)
 
     def abort(self, request: Request) -> None:
         """End a request and free its blocks, also in the middle of a step; no-op when it has finished.
@@ -223,7 +147,7 @@ class Engine:
         if self._arrived(request):
             request.computed_tokens = request.prompt_tokens - 1
             self.blocks.register(request.sequence, request.table, request.prompt_tokens)
-            self._waiting.appendleft(request)
+            self._waiting.put_back(request)
 
     def lost(self, pull: Pull, *, recompute: bool) -> bool:
         """Return the tokens do not come.
@@ -241,7 +165,7 @@ class Engine:
             return False
         self.blocks.release(request.table)
         if recompute:
-            self._waiting.appendleft(request)
+            self._waiting.put_back(request)
             return False
         self.counters.failed += 1
         request.state = RequestState.FINISHED
@@ -327,7 +251,7 @@ class Engine:
             tokens = min(len(request.sequence) - request.computed_tokens, budget)
             while not self._allocate(request, tokens):
                 preempted = True
-                if self._preempt_youngest() is request:
+                if self._preempt_last() is request:
                     return budget, True
             scheduled.append(Scheduled(request, tokens))
             budget -= tokens
@@ -336,12 +260,12 @@ class Engine:
 
     def _schedule_waiting(self, scheduled: list[Scheduled], budget: int) -> None:
         while self._waiting and budget > 0 and len(self._running) < self.config.max_num_seqs:
-            request = self._waiting[0]
+            request = self._waiting.first
             has_blocks = bool(request.table.block_ids)  # it received its prompt
             prefix = [] if has_blocks else self.blocks.cached_prefix(request.sequence)
             if not self.blocks.fits(request.table, len(request.sequence), prefix):
                 return
-            self._waiting.popleft()
+            self._waiting.take()
             hit = len(prefix) * self.config.block_size
             if request.receives:
                 self._begin_receiving(request, prefix, hit)
@@ -354,9 +278,15 @@ class Engine:
             self._allocate(request, tokens, prefix)
             self._admitted(request, hit)
             request.state = RequestState.RUNNING
-            self._running.append(request)
+            self._run(request)
             scheduled.append(Scheduled(request, tokens))
             budget -= tokens
+
+    def _run(self, request: Request) -> None:
+        if self.config.by_priority:
+            insort(self._running, request, key=place)
+        else:
+            self._running.append(request)
 
     def _begin_receiving(self, request: Request, prefix: list[int], hit: int) -> None:
         tokens = request.prompt_tokens - hit
@@ -377,12 +307,12 @@ class Engine:
     def _allocate(self, request: Request, tokens: int, prefix: list[int] | None = None) -> bool:
         return self.blocks.allocate(request.sequence, request.table, request.computed_tokens + tokens, prefix or ())
 
-    def _preempt_youngest(self) -> Request:
+    def _preempt_last(self) -> Request:
         request = self._running.pop()
         self.blocks.release(request.table)
         request.computed_tokens = 0
         request.state = RequestState.WAITING
-        self._waiting.appendleft(request)
+        self._waiting.put_back(request)
         self.counters.preemptions += 1
         return request
 

@@ -40,3 +40,8 @@ async def only_pings(http: web.Request) -> web.StreamResponse:
 def sse(document: Document) -> bytes:
     """One event."""
     return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
+
+
+def named_sse(name: str, document: Document) -> bytes:
+    """One event with a name."""
+    return b"event: " + name.encode() + b"\n" + sse(document)

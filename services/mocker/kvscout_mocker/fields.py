@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,19 @@ def json_object(value: object, name: str = "body") -> Fields:
     if not isinstance(value, dict):
         raise InvalidArgument("must be a JSON object", field=name)
     return value
+
+
+def json_objects(value: object, name: str) -> list[Fields]:
+    """Return the value as a list of JSON objects, an empty one if it is null.
+
+    Raises:
+        InvalidArgument: It is something else.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise InvalidArgument("must be a list", field=name)
+    return [json_object(entry, f"{name}.{index}") for index, entry in enumerate(value)]
 
 
 def integer(fields: Fields, name: str, default: int, *, minimum: int, maximum: int = 2**63 - 1) -> int:
@@ -64,3 +78,17 @@ def mapping(fields: Fields, name: str) -> Fields:
     """Return an object, an empty one if it is absent or null."""
     value = fields.get(name)
     return {} if value is None else json_object(value, name)
+
+
+def token_ids(value: list[object], name: str) -> array[int]:
+    """Return a JSON list as token ids.
+
+    Raises:
+        InvalidArgument: It holds anything else.
+    """
+    try:
+        return array("I", value)  # type: ignore[arg-type]
+    except (TypeError, OverflowError):
+        raise InvalidArgument(
+            "must be a string or one list of token ids between 0 and 4294967295", field=name
+        ) from None

@@ -10,14 +10,21 @@ from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.fields import Fields, boolean, integer, mapping, optional_integer, string
 from kvscout_mocker.sequence import CacheScope
+from kvscout_mocker.tool_calls import TOOL_CALL_TOKENS, ToolCall
 
 MAX_CHOICES = 128
 """Largest `n`."""
 MAX_LOGPROBS = 20
 """vLLM's `--max-logprobs`."""
+DEFAULT_CHAT_TOKENS = 64
+"""Tokens after which the answer to a conversation ends by itself, if its request does not say where."""
 
 
 DEFAULT_BOOTSTRAP_PORT = 8998
+
+
+class PromptTooLong(InvalidArgument):
+    """A prompt leaves no room for an answer: found by the engine, not by the reader of the body."""
 
 
 class Bootstrap(NamedTuple):
@@ -57,6 +64,10 @@ class Generation:
     """vLLM's `kv_transfer_params`."""
     bootstrap: Bootstrap | None
     """SGLang's room; None: one engine serves the request."""
+    priority: int = 0
+    """Lower values go first."""
+    tool_call: ToolCall | None = None
+    """What the answer calls; None: it is text."""
 
 
 def served_model(fields: Fields, config: MockerConfig) -> tuple[str, int]:
@@ -84,37 +95,41 @@ def read_generation(
     prompt: array[int],
     *,
     max_tokens: int,
-    limit_field: str,
     logprobs: int | None,
     ends_early: bool = False,
+    tool_call: ToolCall | None = None,
 ) -> Generation:
     """Return the request of a body, with the fields that its endpoint has read already.
 
     Fields without an effect on an engine that samples nothing are accepted unread. Outputs end where a limit ends them,
     or by themselves where `vllm_xargs.output_tokens` says: no router reads that, as none knows how long an output will
-    be. `ignore_eos` has the engine go on.
+    be. `ignore_eos` has the engine go on. A limit beyond the context is cut to what is left of it, as vLLM does: agents
+    send a constant.
 
     Args:
         fields: The body.
         config: Configuration of the engine.
         prompt: Its tokens.
         max_tokens: Tokens to generate.
-        limit_field: Name of the field that says so.
         logprobs: Alternatives requested.
         ends_early: The request ends before a limit that its body sets.
+        tool_call: What the answer calls.
 
     Raises:
         InvalidArgument: Naming the field at fault.
+        PromptTooLong: There is no room for an answer.
         NotFound: The model is not served here.
     """
     model, lora_id = served_model(fields, config)
     limit = config.engine.max_model_len
-    if len(prompt) + max_tokens > limit:
-        raise InvalidArgument(
-            f"this model's maximum context length is {limit} tokens, but the request has {len(prompt)} "
-            f"prompt tokens and asks for {max_tokens} output tokens",
-            field=limit_field if len(prompt) < limit else "prompt",
+    if len(prompt) >= limit:
+        raise PromptTooLong(
+            f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(prompt)} input "
+            "tokens, which exceeds this limit even without any output tokens. Please reduce the length of the input "
+            "prompt.",
+            field="input_tokens",
         )
+    max_tokens = min(max_tokens, limit - len(prompt))
     stream = boolean(fields, "stream")
     options = mapping(fields, "stream_options")
     if options and not stream:
@@ -124,6 +139,8 @@ def read_generation(
     if report_mode not in ("incremental", "full"):
         raise InvalidArgument("must be incremental or full", field="vllm_xargs.kv_cache_report_mode")
     length = optional_integer(extra, "output_tokens", minimum=1, prefix="vllm_xargs.")
+    if length is None and tool_call is not None:
+        length = TOOL_CALL_TOKENS
     if length is not None and length < max_tokens and not boolean(fields, "ignore_eos"):
         max_tokens, ends_early = length, True
     include_usage = boolean(options, "include_usage", prefix="stream_options.")
@@ -150,6 +167,8 @@ def read_generation(
         tells_first_token=boolean(extra, "tells_first_token", prefix="vllm_xargs."),
         kv_transfer=mapping(fields, "kv_transfer_params") or None,
         bootstrap=read_bootstrap(fields),
+        priority=integer(fields, "priority", 0, minimum=-(2**63)),
+        tool_call=tool_call,
     )
 
 

@@ -24,9 +24,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import takewhile
 
-from kvscout_mocker.block_manager import BlockManager, BlockTable, stored_event
+from kvscout_mocker.block_manager import BlockManager, stored_event
 from kvscout_mocker.events import BlockRemoved
-from kvscout_mocker.sequence import Sequence
+from kvscout_mocker.sequence import BlockTable, Sequence
 
 WINDOW_GROUP = 0
 _NULL = 0

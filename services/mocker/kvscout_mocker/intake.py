@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_mocker.bootstrap import BootstrapServer, RoomClient
-from kvscout_mocker.config import MockerConfig, Role
-from kvscout_mocker.engine import Finish, Request
+from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.faults import Faults
 from kvscout_mocker.generation import Generation
 from kvscout_mocker.kv_transfer import KvTransfer
-from kvscout_mocker.nixl import Nixl, reachable_host
 from kvscout_mocker.rank import Rank, TokenStream
+from kvscout_mocker.request import Finish, Request
 from kvscout_mocker.sequence import Sequence as TokenSequence
 from kvscout_mocker.server import Document
-
-_log = logging.getLogger(__name__)
-
-
-class Handshakes:
-    """The handshakes of vLLM's and SGLang's disaggregated serving, both sides.
-
-    Args:
-        config: Configuration of the process.
-        ranks: In order of their number.
-    """
-
-    def __init__(self, config: MockerConfig, ranks: Sequence[Rank]) -> None:
-        self._config = config
-        self.nixl = Nixl(config.transfer, reachable_host(config.host), ranks)
-        self.rooms = BootstrapServer(config.transfer, config.dp_size)
-        self._room_client = RoomClient(config.transfer)
-
-    async def close(self) -> None:
-        """End transfers."""
-        await self.nixl.close()
-        await self._room_client.close()
-
-    def transfer(self, generation: Generation) -> KvTransfer:
-        """Return the transfer of a request.
-
-        Raises:
-            InvalidArgument: It lacks what this engine's role needs.
-        """
-        role = self._config.role
-        if role is Role.AGGREGATED:
-            if generation.kv_transfer is not None:
-                _log.warning("got kv_transfer_params, but this engine takes part in no transfers: ignored")
-            return KvTransfer()
-        if generation.bootstrap is not None and self._config.has_sglang_api:
-            return (self.rooms if role is Role.PREFILL else self._room_client).transfer(generation.bootstrap)
-        if not self._config.has_vllm_api:
-            raise InvalidArgument("Disaggregated request received without bootstrap room id", field="bootstrap_room")
-        return self.nixl.transfer(generation.kv_transfer)
 
 
 class Admitted:
@@ -92,14 +50,20 @@ class Intake:
         config: Configuration of the process.
         ranks: In order of their number.
         faults: Faults of the process.
-        handshakes: With the other engines of requests that two engines serve.
+        transfer_of: Returns the transfer of a request, if two engines serve it.
     """
 
-    def __init__(self, config: MockerConfig, ranks: Sequence[Rank], faults: Faults, handshakes: Handshakes) -> None:
+    def __init__(
+        self,
+        config: MockerConfig,
+        ranks: Sequence[Rank],
+        faults: Faults,
+        transfer_of: Callable[[Generation], KvTransfer],
+    ) -> None:
         self._config = config
         self._ranks = ranks
         self._faults = faults
-        self._handshakes = handshakes
+        self._transfer_of = transfer_of
         self._next_rank = 0
 
     @asynccontextmanager
@@ -117,7 +81,7 @@ class Intake:
             ResourceExhausted: The waiting queue is full.
         """
         named = self._named(dp_rank)
-        transfer = self._handshakes.transfer(generation)
+        transfer = self._transfer_of(generation)
         try:
             await transfer.ready()
             rank = self._ranks[transfer.dp_rank] if transfer.dp_rank is not None else named or self._least_loaded()
@@ -151,6 +115,7 @@ class Intake:
             # One choice goes across; further ones are computed, or found cached.
             receives=transfer.source is not None and index == 0,
             holds=transfer.holds and index == 0,
+            priority=generation.priority,
         )
 
     def _named(self, dp_rank: str | None) -> Rank | None:

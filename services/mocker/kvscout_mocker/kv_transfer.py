@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvscout_mocker.engine import Request
+from kvscout_mocker.request import Request
 from kvscout_mocker.server import Document
 
 

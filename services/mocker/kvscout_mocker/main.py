@@ -22,17 +22,22 @@ from kvscout_common.observability.telemetry import configure_logging
 from kvscout_common.process.descriptors import raise_descriptor_limit
 from kvscout_common.settings.flags import SectionedCommand, flag
 from kvscout_common.variables import warn_of_variables
+from kvscout_mocker.answering import Answering
+from kvscout_mocker.anthropic_api import AnthropicRoutes
 from kvscout_mocker.config import MockerConfig, Role, config_from_flags, flags
 from kvscout_mocker.engine import Engine
 from kvscout_mocker.engine_routes import EngineRoutes
 from kvscout_mocker.events import EventEncoder
 from kvscout_mocker.fault_routes import FaultRoutes
 from kvscout_mocker.faults import BoundPorts, Faults, restart
+from kvscout_mocker.handshakes import Handshakes
 from kvscout_mocker.hybrid_blocks import HybridBlockManager
-from kvscout_mocker.intake import Handshakes, Intake
+from kvscout_mocker.intake import Intake
 from kvscout_mocker.openai_api import OpenAiRoutes
 from kvscout_mocker.publisher import EventPublisher
 from kvscout_mocker.rank import Rank
+from kvscout_mocker.render_api import RenderRoutes
+from kvscout_mocker.responses_api import ResponsesRoutes
 from kvscout_mocker.server import application
 from kvscout_mocker.sglang_api import SglangRoutes
 
@@ -83,11 +88,15 @@ async def _serve(config: MockerConfig, stack: AsyncExitStack, stop: asyncio.Even
         handshakes.rooms.add_to(app)
         bootstrap_port = await _listen(stack, app, config.host, bound.bootstrap if bound else config.bootstrap_port)
 
-    intake = Intake(config, ranks, faults, handshakes)
+    intake = Intake(config, ranks, faults, handshakes.transfer)
     app = application()
     EngineRoutes(config, ranks).add_to(app)
-    OpenAiRoutes(config, intake, faults).add_to(app)
+    answering = Answering(intake, faults)
+    OpenAiRoutes(config, answering).add_to(app)
     if config.has_vllm_api:
+        AnthropicRoutes(config, answering).add_to(app)
+        ResponsesRoutes(config, answering).add_to(app)
+        RenderRoutes(config).add_to(app)
         handshakes.nixl.add_to(app)
     if config.has_sglang_api:
         SglangRoutes(config, intake, ranks, faults, bootstrap_port).add_to(app)

@@ -29,9 +29,9 @@ from aiohttp import web
 
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_mocker.config import TransferConfig
-from kvscout_mocker.engine import Request
 from kvscout_mocker.fields import Fields, integer, json_object
 from kvscout_mocker.kv_transfer import BlockHolder, KvTransfer, TransferFailed
+from kvscout_mocker.request import Request
 from kvscout_mocker.server import Document, json_body
 
 _log = logging.getLogger(__name__)

@@ -2,31 +2,25 @@
 
 Kinder than vLLM: one process serves both completions and embeddings; an embedding takes the time of its tokens but no
 place in a batch and no block. Without `max_tokens` a chat completion ends by itself after a fixed number of tokens.
-Tools are read into the prompt and never called, sampling fields have no effect.
+Sampling fields have no effect.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable
 
 from aiohttp import web
 
-from kvscout_common.errors import InternalError, Unavailable
-from kvscout_mocker.answers import Answer, ChatAnswer, CompletionAnswer
+from kvscout_mocker.answering import Answering, request_id
 from kvscout_mocker.chat import parse_chat, parse_detokenize, parse_tokenize
+from kvscout_mocker.completion_answers import ChatAnswer, ChunkedAnswer, CompletionAnswer
 from kvscout_mocker.completions import parse_completion
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.embeddings import embedding_answer, parse_embedding
-from kvscout_mocker.engine import ChoiceDelta
-from kvscout_mocker.event_stream import DONE, begin_stream, break_off, only_pings, sse
-from kvscout_mocker.faults import Faults
 from kvscout_mocker.generation import Generation
-from kvscout_mocker.intake import Admitted, Intake
-from kvscout_mocker.rank import TokenStream
-from kvscout_mocker.server import Document, error_document, json_body
+from kvscout_mocker.server import Document, json_body
 from kvscout_mocker.tokenizer import WordTokenizer
 
 
@@ -35,14 +29,12 @@ class OpenAiRoutes:
 
     Args:
         config: Configuration of the process.
-        intake: Into its engines.
-        faults: Faults of the process.
+        answering: Generates answers.
     """
 
-    def __init__(self, config: MockerConfig, intake: Intake, faults: Faults) -> None:
+    def __init__(self, config: MockerConfig, answering: Answering) -> None:
         self._config = config
-        self._intake = intake
-        self._faults = faults
+        self._answering = answering
         self._tokenizer = WordTokenizer(config.engine.vocab_size)
         self._started = int(time.time())
 
@@ -73,7 +65,7 @@ class OpenAiRoutes:
         """Vectors of one or several inputs."""
         generation = parse_embedding(await json_body(http), self._config, self._tokenizer)
         await asyncio.sleep(self._config.engine.cost.step_seconds(generation.prompt_tokens, 0))
-        return web.json_response(embedding_answer(generation, f"embd-{_request_id(http)}", int(time.time())))
+        return web.json_response(embedding_answer(generation, f"embd-{request_id(http)}", int(time.time())))
 
     async def models(self, _: web.Request) -> web.StreamResponse:
         """Return the base model and its adapters."""
@@ -94,21 +86,11 @@ class OpenAiRoutes:
         return web.json_response({"prompt": self._tokenizer.decode(tokens)})
 
     async def _generate(
-        self, http: web.Request, generation: Generation, prefix: str, shape: Callable[..., Answer]
+        self, http: web.Request, generation: Generation, prefix: str, shape: Callable[..., ChunkedAnswer]
     ) -> web.StreamResponse:
-        if generation.stream and self._faults.mutes():
-            return await only_pings(http)
-        answer_id = f"{prefix}-{_request_id(http)}"
-        dp_rank = http.headers.get("X-data-parallel-rank")
+        answer_id = f"{prefix}-{request_id(http)}"
         answer = shape(generation, answer_id, int(time.time()), self._tokenizer, self._config.prompt_tokens_details)
-        async with self._intake.admitted(generation, answer_id, dp_rank) as admitted:
-            if generation.stream:
-                return await _streamed(http, answer, admitted)
-            deltas = await _whole(generation, admitted.stream)
-            besides = admitted.done()
-            if generation.tells_first_token:
-                besides = {**besides, "first_token_unix_seconds": admitted.stream.began_unix}
-            return web.json_response(answer.whole(deltas, admitted.cached_tokens) | besides)
+        return await self._answering.respond(http, answer, answer_id)
 
     def _card(self, name: str, parent: str | None) -> Document:
         return {
@@ -119,41 +101,3 @@ class OpenAiRoutes:
             "root": name,
             "parent": parent,
         }
-
-
-async def _whole(generation: Generation, stream: TokenStream) -> list[ChoiceDelta]:
-    collected = [ChoiceDelta(index, [], 0, None) for index in range(generation.choices)]
-    while any(delta.finish_reason is None for delta in collected):
-        for delta in await stream.read():
-            collected[delta.choice].tokens.extend(delta.tokens)
-            collected[delta.choice] = collected[delta.choice]._replace(finish_reason=delta.finish_reason)
-    return collected
-
-
-async def _streamed(http: web.Request, answer: Answer, admitted: Admitted) -> web.StreamResponse:
-    stream = admitted.stream
-    response = await begin_stream(http)
-    opened = False
-    while not stream.drained:
-        try:
-            deltas = await stream.read()
-        except Unavailable:
-            return break_off(http, response)
-        except InternalError as error:
-            await response.write(sse(error_document(error)))
-            break
-        opening = [] if opened else answer.opening()
-        opened = True
-        for chunk in [*opening, *map(answer.chunk, deltas)]:
-            await response.write(sse(chunk))
-    else:
-        admitted.done()  # a stream has no place for what it gives
-        if answer.generation.include_usage:
-            await response.write(sse(answer.usage_chunk(admitted.cached_tokens)))
-    await response.write(DONE)
-    await response.write_eof()
-    return response
-
-
-def _request_id(http: web.Request) -> str:
-    return http.headers.get("X-Request-Id") or uuid.uuid4().hex

@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 
 from kvscout_common.errors import InternalError, ResourceExhausted, Unavailable
-from kvscout_mocker.engine import ChoiceDelta, Engine, Finish, Output, Pull, Request
+from kvscout_mocker.engine import Engine, Pull
 from kvscout_mocker.kv_transfer import KvSource, TransferFailed
 from kvscout_mocker.publisher import EventPublisher
+from kvscout_mocker.request import ChoiceDelta, Finish, Output, Request
 
 _log = logging.getLogger(__name__)
 

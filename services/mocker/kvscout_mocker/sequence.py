@@ -91,3 +91,21 @@ class Sequence:
             parent = digest(parent.to_bytes(8, "little") + raw[start : start + block_bytes] + extra, seed)
             hashes.append(parent)
             extra = self._later_extra
+
+
+class BlockTable:
+    """The blocks that one running request references, in the order of its tokens."""
+
+    __slots__ = ("block_ids", "registered", "tokens", "window_ends", "window_ids", "window_registered")
+
+    def __init__(self) -> None:
+        self.block_ids: list[int] = []
+        self.registered = 0
+        """Leading blocks that are registered under their hash."""
+        self.tokens = 0
+        """Tokens that have slots; only hybrid models set it and the fields below."""
+        self.window_ids: list[int] = []
+        """Blocks of the window group; 0 = no longer needed."""
+        self.window_registered = 0
+        self.window_ends: tuple[int, ...] = ()
+        """Ends of the prefixes before which the window is cached, in blocks."""

@@ -53,6 +53,12 @@ def status_of(error: KvscoutError) -> tuple[int, str]:
     return next(_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS)
 
 
+def retry_headers(error: KvscoutError) -> dict[str, str]:
+    """Return the headers that say when to try again."""
+    retry = error.retry_after_seconds
+    return {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
+
+
 @web.middleware
 async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
     try:
@@ -65,6 +71,4 @@ async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamR
         document = {"error": {"message": error.reason, "type": kind, "param": None, "code": error.status}}
         return web.json_response(document, status=error.status)
     except tuple(_STATUS) as error:
-        retry = error.retry_after_seconds
-        headers = {} if retry is None else {"Retry-After": str(max(1, round(retry)))}
-        return web.json_response(error_document(error), status=status_of(error)[0], headers=headers)
+        return web.json_response(error_document(error), status=status_of(error)[0], headers=retry_headers(error))

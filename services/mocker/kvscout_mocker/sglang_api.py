@@ -19,15 +19,14 @@ from aiohttp import web
 
 from kvscout_common.errors import InternalError, InvalidArgument, KvscoutError, Unavailable
 from kvscout_mocker.answers import logprob
-from kvscout_mocker.completions import token_ids
 from kvscout_mocker.config import MockerConfig, Role
-from kvscout_mocker.engine import ChoiceDelta
 from kvscout_mocker.event_stream import DONE, begin_stream, break_off, only_pings, sse
 from kvscout_mocker.faults import Faults
-from kvscout_mocker.fields import Fields, boolean, integer, json_object, mapping, optional_integer, string
+from kvscout_mocker.fields import Fields, boolean, integer, json_object, mapping, optional_integer, string, token_ids
 from kvscout_mocker.generation import Generation, read_generation
 from kvscout_mocker.intake import Admitted, Intake
 from kvscout_mocker.rank import Rank
+from kvscout_mocker.request import ChoiceDelta
 from kvscout_mocker.server import Document, json_body, status_of
 from kvscout_mocker.tokenizer import WordTokenizer
 
@@ -171,6 +170,14 @@ class SglangRoutes:
         if not prompt:
             raise InvalidArgument("must not be empty", field="text" if ids is None else "input_ids")
         logprobs = integer(fields, "top_logprobs_num", 0, minimum=0) if boolean(fields, "return_logprob") else None
+        limit = self._config.engine.max_model_len
+        max_tokens = integer(sampling, "max_new_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1)
+        if len(prompt) + max_tokens > limit:
+            raise InvalidArgument(
+                f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
+                f"total of {len(prompt) + max_tokens} tokens.",
+                field="max_new_tokens",
+            )
         generation = read_generation(
             {
                 "model": fields.get("lora_path"),
@@ -179,8 +186,7 @@ class SglangRoutes:
             },
             self._config,
             prompt,
-            max_tokens=integer(sampling, "max_new_tokens", DEFAULT_MAX_NEW_TOKENS, minimum=1),
-            limit_field="max_new_tokens",
+            max_tokens=max_tokens,
             logprobs=logprobs,
         )
         return replace(generation, scope=replace(generation.scope, extra_key=string(fields, "extra_key")))

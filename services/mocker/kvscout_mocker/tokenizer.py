@@ -35,14 +35,19 @@ class WordTokenizer:
         """Return the words of generated tokens, each with a space before it, so that deltas can be concatenated."""
         return "".join(f" w{token}" for token in tokens)
 
-    def encode_chat(self, messages: Iterable[tuple[str, str]], *, add_generation_prompt: bool = True) -> array[int]:
+    def encode_chat(
+        self, messages: Iterable[tuple[str, str]], *, add_generation_prompt: bool = True, continue_final: bool = False
+    ) -> array[int]:
         """Return the token ids of a conversation.
 
         Args:
             messages: Role and content of each message.
             add_generation_prompt: End with the mark that opens the assistant's turn.
+            continue_final: The last message goes on: no mark follows it.
         """
         text = "".join(f"<|{role}|> {content} <|end|> " for role, content in messages)
+        if continue_final:
+            return self.encode(text.removesuffix("<|end|> "))
         return self.encode(text + "<|assistant|>" if add_generation_prompt else text)
 
     def _id(self, word: str) -> int:

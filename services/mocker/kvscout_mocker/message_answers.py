@@ -1,0 +1,123 @@
+"""The answer of `/v1/messages`, pure: shapes, events and their order are those of vLLM 0.32.
+
+A stream begins with the first token. Its `message_start` knows the tokens of the prompt but not those that were cached;
+`message_delta` reports both, and counts what was cached out of `input_tokens`. There are no pings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from kvscout_common.errors import KvscoutError
+from kvscout_mocker.answers import Answer, reported
+from kvscout_mocker.config import PromptTokensDetails
+from kvscout_mocker.event_stream import named_sse
+from kvscout_mocker.generation import Generation
+from kvscout_mocker.request import ChoiceDelta
+from kvscout_mocker.server import Document, status_of
+from kvscout_mocker.tokenizer import WordTokenizer
+from kvscout_mocker.tool_calls import call_id
+
+_UNREADABLE = "3 validation errors for ChatCompletionStreamResponse"
+"""What vLLM's converter makes of an error within the chat completion's stream: nothing of it is passed on."""
+
+
+class MessageAnswer(Answer):
+    """`/v1/messages`.
+
+    Args:
+        generation: Validated request.
+        answer_id: Its `id`.
+        tokenizer: Tokens to text.
+        details: Condition on which its usage reports cached tokens.
+    """
+
+    def __init__(
+        self, generation: Generation, answer_id: str, tokenizer: WordTokenizer, details: PromptTokensDetails
+    ) -> None:
+        super().__init__(generation, tokenizer)
+        self._id = answer_id
+        self._details = details
+        self._finish_reason: str | None = None
+
+    def whole(self, deltas: Sequence[ChoiceDelta], cached_tokens: int) -> Document:
+        """Return the message, without fields that are null."""
+        [delta] = deltas
+        self._finish_reason = delta.finish_reason
+        text, call = self.counted(delta), self.generation.tool_call
+        block: Document = {"type": "text", "text": text}
+        if call is not None:
+            # vLLM fails here where a limit cut the arguments off.
+            arguments = self.arguments(text, first=True, finish_reason="stop")
+            block = {"type": "tool_use", "id": call_id(), "name": call.name, "input": json.loads(arguments)}
+        return self._message([block]) | {
+            "stop_reason": self._stop_reason(),
+            "usage": self._usage(reported(self._details, cached_tokens)),
+        }
+
+    def opening(self) -> list[bytes]:
+        """Return the start of the message and of its only block."""
+        call = self.generation.tool_call
+        message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage(None)}
+        block: Document = {"type": "text", "text": ""}
+        if call is not None:
+            block = {"type": "tool_use", "id": call_id(), "name": call.name, "input": {}}
+        return [
+            _event("message_start", {"message": message}),
+            _event("content_block_start", {"index": 0, "content_block": block}),
+        ]
+
+    def delta(self, delta: ChoiceDelta) -> list[bytes]:
+        """Return the event that carries tokens."""
+        self._finish_reason = delta.finish_reason
+        text = self.counted(delta)
+        document: Document = {"type": "text_delta", "text": text}
+        if self.generation.tool_call is not None:
+            partial = self.arguments(text, first=delta.first == 0, finish_reason=delta.finish_reason)
+            document = {"type": "input_json_delta", "partial_json": partial}
+        return [_event("content_block_delta", {"index": 0, "delta": document})]
+
+    def closing(self, cached_tokens: int) -> list[bytes]:
+        """Return the end of the block, the usage and the end."""
+        usage = self._usage(reported(self._details, cached_tokens))
+        return [
+            _event("content_block_stop", {"index": 0}),
+            _event(
+                "message_delta",
+                {"delta": {"stop_reason": self._stop_reason(), "stop_sequence": None}, "usage": usage},
+            ),
+            _event("message_stop", {}),
+        ]
+
+    def failure(self, error: KvscoutError) -> list[bytes]:
+        """Return an error that does not say which: the message ends without its `message_stop`."""
+        return [_event("error", {"error": {"type": "internal_error", "message": _UNREADABLE}})]
+
+    def _message(self, content: list[Document]) -> Document:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "content": content,
+            "model": self.generation.model,
+        }
+
+    def _stop_reason(self) -> str:
+        if self._finish_reason == "length":
+            return "max_tokens"
+        return "end_turn" if self.generation.tool_call is None else "tool_use"
+
+    def _usage(self, cached: int | None) -> Document:
+        prompt = len(self.generation.prompt)
+        document: Document = {"input_tokens": prompt - (cached or 0), "output_tokens": sum(self.output_tokens)}
+        return document if cached is None else document | {"cache_read_input_tokens": cached}
+
+
+def error_message(error: KvscoutError) -> Document:
+    """Return an error in Anthropic's shape."""
+    return {"type": "error", "error": {"type": status_of(error)[1], "message": str(error)}}
+
+
+def _event(name: str, fields: Document) -> bytes:
+    return named_sse(name, {"type": name} | fields)
