@@ -108,3 +108,8 @@ def columns(*names: str, right: Container[str] = ()) -> Table:
         right: Those that hold numbers.
     """
     return _Table(names, right)
+
+
+def session_name(session: int) -> str:
+    """Return how a session is shown: the first half of its number, which tells those of one screen apart."""
+    return f"{session:016x}"[:8] if session else "–"

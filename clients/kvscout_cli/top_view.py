@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_cli.output import age
-from kvscout_cli.tables import columns
+from kvscout_cli.tables import columns, session_name
 from kvscout_cli.top_keys import View
 from kvscout_cli.top_rows import Totals, WorkerRow, totals, worker_rows
 from kvscout_common.doctor.moment import Moment
@@ -185,6 +185,7 @@ def _decisions(decisions: Sequence[scheduler_pb2.WatchDecisionsResponse], width:
         _Column("tokens", each(lambda one: f"{one.isl_tokens:,}"), 8),
         _Column("overlap", of_winner(lambda winner: f"{winner.overlap_blocks:,}"), 3),
         _Column("cost", of_winner(lambda winner: f"{winner.cost:.1f}"), 5),
+        _Column("session", each(lambda one: session_name(one.session)), 6, right=False),
         _Column("request", each(lambda one: one.request.request_id or "query"), 4, right=False),
     ]
     if len({one.request.model for one in decisions} - {""}) > 1:

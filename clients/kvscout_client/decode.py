@@ -59,6 +59,7 @@ def active_request(message: scheduler_pb2.ActiveRequest) -> ActiveRequest:
         uncached_tokens=message.uncached_tokens,
         age_seconds=message.age_seconds,
         phase_estimated=message.phase_estimated,
+        session=message.session,
     )
 
 

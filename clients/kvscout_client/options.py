@@ -96,5 +96,6 @@ class RouteOptions(TypedDict, total=False):
     max_output_tokens: int
     output_class: str
     estimate_prefill_complete: bool
+    session: str
     explain: bool
     lease_seconds: int

@@ -156,6 +156,8 @@ class ActiveRequest:
     """Since it was booked."""
     phase_estimated: bool = False
     """Nobody reports its first token, since its engine answers as a whole: that it decodes is an estimate."""
+    session: int = 0
+    """Conversation that it belongs to; 0 = unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,7 @@ class Router:
         max_output_tokens: int = 0,
         output_class: str = "",
         estimate_prefill_complete: bool = False,
+        session: str = "",
         explain: bool = False,
         lease_seconds: int = 0,
     ) -> RouteDecision | Booking:
@@ -162,6 +163,7 @@ class Router:
             max_output_tokens: At which the output ends (`max_tokens`); 0 = no such bound is known.
             output_class: Requests of one class are expected to have outputs of similar lengths; at most 64 characters.
             estimate_prefill_complete: `prefill_complete` will not be called, since the engine answers as a whole.
+            session: Name of the conversation; "" = it is found by the prompt.
             explain: Explain the decision.
             lease_seconds: Until the booking ends unless renewed; 0 = 300.
 
@@ -194,6 +196,7 @@ class Router:
                 max_output_tokens=max_output_tokens,
                 output_class=output_class,
                 estimate_prefill_complete=estimate_prefill_complete,
+                session=session,
                 explain=explain,
                 lease_seconds=lease_seconds,
             ),
@@ -224,6 +227,7 @@ class Router:
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
         priority: int = 0,
+        session: str = "",
         explain: bool = False,
         timeout_seconds: float | None = None,
         start_timeout_seconds: float | None = None,
@@ -240,7 +244,7 @@ class Router:
             engine_fields: Further fields of the engine's own request, passed on as JSON, such as the content of
                 `mm_items`, which need it. Those that the gateway sets are refused.
             lora_name, cache_salt, mm_items, pinned_worker_id, pinned_dp_rank, allowed_worker_ids, required_labels,
-                override, priority, explain: As for `route`.
+                override, priority, session, explain: As for `route`.
             timeout_seconds: Deadline of the whole request; None = none.
             start_timeout_seconds: Longest wait for its first token; None = no limit.
 
@@ -269,6 +273,7 @@ class Router:
                 required_labels=required_labels or {},
                 router_config_override=override.to_proto() if override else None,
                 priority=priority,
+                session=session,
                 explain=explain,
             ),
             token_ids,

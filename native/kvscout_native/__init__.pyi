@@ -448,9 +448,13 @@ _RequestName = tuple[str, str, int, str, int]
 """Model, tenant ("" = that of the stream), role, request id, attempt id."""
 _Output = tuple[int, int, str, bool]
 """expected_output_tokens, max_output_tokens, output_class, estimate_prefill_complete"""
-_Select = tuple[int, int, _RequestName, bytes, int, int, Overlaps | None, int, int, bool, str, _Output]
+_Session = tuple[int, bool, bool]
+"""session, no_lineage, overlaps_unknown"""
+_Select = tuple[
+    int, int, _RequestName, bytes, int, int, Overlaps | None, int, int, bool, str, tuple[_Output, _Session]
+]
 """2 (select) or 3 (select_and_reserve), operation id, name, packed hashes, isl_tokens, block_size, overlaps, priority,
-lease_seconds, prefill_elsewhere, traceparent, output"""
+lease_seconds, prefill_elsewhere, traceparent, (output, session)"""
 _Decision = tuple[str, int, str, int, float, float, int, int]
 """Worker id, rank, HTTP endpoint, overlap blocks, effective overlap blocks, cost, uncached tokens, block size."""
 

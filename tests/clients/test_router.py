@@ -96,11 +96,16 @@ async def test_unset_fields_stay_unset_on_the_wire(router: Router, gateway: Fake
 
 async def test_what_is_known_of_an_output_is_told(router: Router, gateway: FakeGateway) -> None:
     await router.route(
-        [1], expected_output_tokens=7, max_output_tokens=9, output_class="summary", estimate_prefill_complete=True
+        [1],
+        expected_output_tokens=7,
+        max_output_tokens=9,
+        output_class="summary",
+        estimate_prefill_complete=True,
+        session="chat 1",
     )
     last = gateway.last
     assert (last.expected_output_tokens, last.max_output_tokens, last.output_class) == (7, 9, "summary")
-    assert last.estimate_prefill_complete
+    assert (last.estimate_prefill_complete, last.session) == (True, "chat 1")
 
 
 async def test_a_booking_is_freed_when_its_block_ends(router: Router, gateway: FakeGateway) -> None:

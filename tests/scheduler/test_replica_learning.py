@@ -41,7 +41,7 @@ P = TypeVar("P")
 
 def policy_of(core: Scheduler, kind: type[P]) -> P:
     """The policy that listens to the workers of a scheduler."""
-    _, checked = core.workers.pool(key("any").pool).observers
+    *_, checked = core.workers.pool(key("any").pool).observers
     assert isinstance(checked, CheckedPolicy)
     assert isinstance(checked._policy, kind)
     return checked._policy

@@ -146,7 +146,7 @@ def test_workers_of_several_block_sizes_are_compared_in_tokens() -> None:
     assert {c.rank.worker_id: c.cost for c in decision.explanation.candidates} == {"small": 16, "large": 12}
     assert (decision.rank.worker_id, decision.overlap_blocks, decision.uncached_tokens) == ("large", 1, 64)
     assert loads(made)["large"] == (1, 64, 2)
-    assert made.select(request(isl=128, **prompts)).rank.worker_id == "small"
+    assert made.select(request(isl=128, by_lineage=False, **prompts)).rank.worker_id == "small"
 
 
 def test_workers_nobody_hashed_for_count_as_cold() -> None:

@@ -45,6 +45,10 @@ pub struct Select<'a> {
     pub max_output_tokens: u32,
     pub output_class: &'a str,
     pub estimates_prefill: bool,
+    /// 0: its caller does not know.
+    pub session: u64,
+    pub no_lineage: bool,
+    pub overlaps_unknown: bool,
 }
 
 /// One operation; `Plain` is left to the plain path.
@@ -138,7 +142,10 @@ pub fn select(bytes: &[u8]) -> Option<Select<'_>> {
             // Its length is the core's to check, as what is wrong of the other fields is.
             (25, Field::Bytes(value)) => select.output_class = std::str::from_utf8(value).ok()?,
             (26, Field::Varint(value)) => select.estimates_prefill = value != 0,
-            (1..=26, _) => return None,
+            (27, Field::Fixed64(value)) => select.session = value,
+            (28, Field::Varint(value)) => select.no_lineage = value != 0,
+            (29, Field::Varint(value)) => select.overlaps_unknown = value != 0,
+            (1..=29, _) => return None,
             _ => {} // of a later version
         }
     }

@@ -394,10 +394,13 @@ fn select_parts<'py>(
         select.prefill_elsewhere,
         select.traceparent,
         (
-            select.expected_output_tokens,
-            select.max_output_tokens,
-            select.output_class,
-            select.estimates_prefill,
+            (
+                select.expected_output_tokens,
+                select.max_output_tokens,
+                select.output_class,
+                select.estimates_prefill,
+            ),
+            (select.session, select.no_lineage, select.overlaps_unknown),
         ),
     );
     columns.into_pyobject(py)

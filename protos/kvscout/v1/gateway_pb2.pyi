@@ -127,6 +127,7 @@ class RouteRequest(_message.Message):
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_CLASS_FIELD_NUMBER: _builtins.int
     ESTIMATE_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required. The name of a LoRA adapter that a worker has loaded is a model, too."""
     tenant: _builtins.str
@@ -165,6 +166,11 @@ class RouteRequest(_message.Message):
     """
     estimate_prefill_complete: _builtins.bool
     """The caller does not mark the prefill complete, since its engine answers as a whole: it is estimated."""
+    session: _builtins.str
+    """Name of the conversation that the request belongs to, at most 1,024 characters; unset = it is found by lineage: a
+    prompt that begins with all complete blocks of an earlier one continues its conversation. Only a keyed hash of the
+    name is kept.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt. Either these or block_hashes."""
@@ -216,10 +222,11 @@ class RouteRequest(_message.Message):
         max_output_tokens: _builtins.int = ...,
         output_class: _builtins.str = ...,
         estimate_prefill_complete: _builtins.bool = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "block_size", b"block_size", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "mm_items", b"mm_items", "model", b"model", "output_class", b"output_class", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "mm_items", b"mm_items", "model", b"model", "output_class", b"output_class", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "session", b"session", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
     _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015
@@ -526,6 +533,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
     ENGINE_FIELDS_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -548,6 +556,8 @@ class GenerateRequest(_message.Message):
     """A JSON object of further fields of the engine's own request, such as the content of multimodal items, passed on
     as they are. Fields that the gateway sets are refused.
     """
+    session: _builtins.str
+    """As of RouteRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt; at least one."""
@@ -603,10 +613,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         explain: _builtins.bool = ...,
         engine_fields: _builtins.str = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "output_options", b"output_options", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "stop_conditions", b"stop_conditions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "cache_salt", b"cache_salt", "engine_fields", b"engine_fields", "explain", b"explain", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "output_options", b"output_options", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "stop_conditions", b"stop_conditions", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "cache_salt", b"cache_salt", "engine_fields", b"engine_fields", "explain", b"explain", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "output_options", b"output_options", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "session", b"session", "stop_conditions", b"stop_conditions", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pinned_dp_rank: _TypeAlias = _typing.Literal["pinned_dp_rank"]  # noqa: Y015
     _WhichOneofArgType__pinned_dp_rank: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank"]  # noqa: Y015

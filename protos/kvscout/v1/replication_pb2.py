@@ -26,7 +26,7 @@ from kvscout.v1 import scheduler_pb2 as kvscout_dot_v1_dot_scheduler__pb2
 from kvscout.v1 import types_pb2 as kvscout_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvscout/v1/replication.proto\x12\nkvscout.v1\x1a\x1akvscout/v1/scheduler.proto\x1a\x16kvscout/v1/types.proto\"\xd8\x02\n\x0eReplicaMessage\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12(\n\x06\x65vents\x18\x04 \x01(\x0b\x32\x16.kvscout.v1.EventBatchH\x00\x12\x31\n\theartbeat\x18\x05 \x01(\x0b\x32\x1c.kvscout.v1.ReplicaHeartbeatH\x00\x12>\n\x10snapshot_request\x18\x06 \x01(\x0b\x32\".kvscout.v1.ReplicaSnapshotRequestH\x00\x12:\n\x0esnapshot_chunk\x18\x07 \x01(\x0b\x32 .kvscout.v1.ReplicaSnapshotChunkH\x00\x12\x31\n\x07\x66orward\x18\x08 \x01(\x0b\x32\x1e.kvscout.v1.ForwardedOperationH\x00\x42\x06\n\x04\x62ody\"e\n\x0b\x43laimChoice\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x16\n\x0eoverlap_blocks\x18\x02 \x01(\r\x12 \n\x18\x65\x66\x66\x65\x63tive_overlap_blocks\x18\x03 \x01(\x01\x12\x0c\n\x04\x63ost\x18\x04 \x01(\x01\"\x99\x04\n\x05\x43laim\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.RequestRef\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.kvscout.v1.ClaimState\x12&\n\x06worker\x18\x04 \x01(\x0b\x32\x16.kvscout.v1.WorkerRank\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12\x12\n\nisl_tokens\x18\x06 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x07 \x01(\r\x12\x1e\n\x16\x65xpected_output_tokens\x18\x08 \x01(\r\x12\x15\n\routput_blocks\x18\t \x01(\r\x12\x10\n\x08owner_id\x18\n \x01(\t\x12\x15\n\rlease_seconds\x18\x0b \x01(\x01\x12\'\n\x06\x63hoice\x18\x0c \x01(\x0b\x32\x17.kvscout.v1.ClaimChoice\x12\x13\n\x0bowner_since\x18\r \x01(\x04\x12\x14\n\x0cowner_tenant\x18\x0e \x01(\t\x12\x19\n\x11max_output_tokens\x18\x0f \x01(\r\x12\x14\n\x0coutput_class\x18\x10 \x01(\t\x12\x0f\n\x07lineage\x18\x11 \x01(\r\x12!\n\x19\x65stimate_prefill_complete\x18\x12 \x01(\x08\x12\x14\n\x0cknown_blocks\x18\x13 \x01(\r\x12\x18\n\x10known_blocks_crc\x18\x14 \x01(\x07\"@\n\x15PrefillCompletedEvent\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.RequestRef\"R\n\x10OutputAddedEvent\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.RequestRef\x12\x15\n\routput_blocks\x18\x02 \x01(\r\"v\n\x0cRenewedEvent\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.RequestRef\x12\x10\n\x08owner_id\x18\x02 \x01(\t\x12\x15\n\rlease_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cowner_tenant\x18\x04 \x01(\t\"H\n\nFreedEvent\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.RequestRef\x12\x11\n\tby_caller\x18\x02 \x01(\x08\"f\n\x0fThresholdsEvent\x12.\n\nthresholds\x18\x01 \x01(\x0b\x32\x1a.kvscout.v1.BusyThresholds\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x12\n\nreplica_id\x18\x03 \x01(\t\"j\n\rCoolDownEvent\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.kvscout.v1.WorkerRank\x12\r\n\x05until\x18\x03 \x01(\x04\x12\x12\n\ncleared_at\x18\x04 \x01(\x04\"\xf0\x02\n\x0cReplicaEvent\x12(\n\x0b\x61\x64\x64_request\x18\x01 \x01(\x0b\x32\x11.kvscout.v1.ClaimH\x00\x12\x43\n\x16mark_prefill_completed\x18\x02 \x01(\x0b\x32!.kvscout.v1.PrefillCompletedEventH\x00\x12\x32\n\nadd_output\x18\x03 \x01(\x0b\x32\x1c.kvscout.v1.OutputAddedEventH\x00\x12)\n\x05renew\x18\x04 \x01(\x0b\x32\x18.kvscout.v1.RenewedEventH\x00\x12&\n\x04\x66ree\x18\x05 \x01(\x0b\x32\x16.kvscout.v1.FreedEventH\x00\x12\x31\n\nthresholds\x18\x06 \x01(\x0b\x32\x1b.kvscout.v1.ThresholdsEventH\x00\x12.\n\tcool_down\x18\x07 \x01(\x0b\x32\x19.kvscout.v1.CoolDownEventH\x00\x42\x07\n\x05\x65vent\"_\n\nEventBatch\x12\x16\n\x0e\x66irst_sequence\x18\x01 \x01(\x04\x12(\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x18.kvscout.v1.ReplicaEvent\x12\x0f\n\x07sent_at\x18\x03 \x01(\x04\"F\n\x0fReplicaPosition\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"^\n\x0bReplicaLine\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.kvscout.v1.Role\x12\x10\n\x08priority\x18\x04 \x01(\x11\"\xd8\x01\n\x10ReplicaHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06\x63laims\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12.\n\tpositions\x18\x04 \x03(\x0b\x32\x1b.kvscout.v1.ReplicaPosition\x12\r\n\x05query\x18\x05 \x01(\x08\x12\x0f\n\x07leaving\x18\x06 \x01(\x08\x12\x1a\n\x12reads_known_blocks\x18\x07 \x01(\x08\x12&\n\x05lines\x18\x08 \x03(\x0b\x32\x17.kvscout.v1.ReplicaLine\"m\n\x16ReplicaSnapshotRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rof_replica_id\x18\x02 \x01(\t\x12\x10\n\x08of_epoch\x18\x03 \x01(\x04\x12\x16\n\x0eknown_sequence\x18\x04 \x01(\x04\"\x85\x02\n\x14ReplicaSnapshotChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rof_replica_id\x18\x02 \x01(\t\x12\x10\n\x08of_epoch\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\r\n\x05index\x18\x05 \x01(\r\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12!\n\x06\x63laims\x18\x07 \x03(\x0b\x32\x11.kvscout.v1.Claim\x12/\n\nthresholds\x18\x08 \x03(\x0b\x32\x1b.kvscout.v1.ThresholdsEvent\x12-\n\ncool_downs\x18\t \x03(\x0b\x32\x19.kvscout.v1.CoolDownEvent\"W\n\x12\x46orwardedOperation\x12\x31\n\toperation\x18\x01 \x01(\x0b\x32\x1e.kvscout.v1.LifecycleOperation\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"M\n\x0f\x46orwardedResult\x12\r\n\x05owner\x18\x01 \x01(\x08\x12+\n\x06result\x18\x02 \x01(\x0b\x32\x1b.kvscout.v1.LifecycleResult*\x88\x01\n\nClaimState\x12\x1b\n\x17\x43LAIM_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43LAIM_STATE_PREFILL\x10\x01\x12\x16\n\x12\x43LAIM_STATE_DECODE\x10\x02\x12\x15\n\x11\x43LAIM_STATE_FREED\x10\x03\x12\x15\n\x11\x43LAIM_STATE_ENDED\x10\x04\x42\x31Z/github.com/kvscout/kvscout/clients/go/kvscoutv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvscout/v1/replication.proto\x12\nkvscout.v1\x1a\x1akvscout/v1/scheduler.proto\x1a\x16kvscout/v1/types.proto\"\xd8\x02\n\x0eReplicaMessage\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12(\n\x06\x65vents\x18\x04 \x01(\x0b\x32\x16.kvscout.v1.EventBatchH\x00\x12\x31\n\theartbeat\x18\x05 \x01(\x0b\x32\x1c.kvscout.v1.ReplicaHeartbeatH\x00\x12>\n\x10snapshot_request\x18\x06 \x01(\x0b\x32\".kvscout.v1.ReplicaSnapshotRequestH\x00\x12:\n\x0esnapshot_chunk\x18\x07 \x01(\x0b\x32 .kvscout.v1.ReplicaSnapshotChunkH\x00\x12\x31\n\x07\x66orward\x18\x08 \x01(\x0b\x32\x1e.kvscout.v1.ForwardedOperationH\x00\x42\x06\n\x04\x62ody\"e\n\x0b\x43laimChoice\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x16\n\x0eoverlap_blocks\x18\x02 \x01(\r\x12 \n\x18\x65\x66\x66\x65\x63tive_overlap_blocks\x18\x03 \x01(\x01\x12\x0c\n\x04\x63ost\x18\x04 \x01(\x01\"\xaa\x04\n\x05\x43laim\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.RequestRef\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.kvscout.v1.ClaimState\x12&\n\x06worker\x18\x04 \x01(\x0b\x32\x16.kvscout.v1.WorkerRank\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12\x12\n\nisl_tokens\x18\x06 \x01(\r\x12\x17\n\x0funcached_tokens\x18\x07 \x01(\r\x12\x1e\n\x16\x65xpected_output_tokens\x18\x08 \x01(\r\x12\x15\n\routput_blocks\x18\t \x01(\r\x12\x10\n\x08owner_id\x18\n \x01(\t\x12\x15\n\rlease_seconds\x18\x0b \x01(\x01\x12\'\n\x06\x63hoice\x18\x0c \x01(\x0b\x32\x17.kvscout.v1.ClaimChoice\x12\x13\n\x0bowner_since\x18\r \x01(\x04\x12\x14\n\x0cowner_tenant\x18\x0e \x01(\t\x12\x19\n\x11max_output_tokens\x18\x0f \x01(\r\x12\x14\n\x0coutput_class\x18\x10 \x01(\t\x12\x0f\n\x07lineage\x18\x11 \x01(\r\x12!\n\x19\x65stimate_prefill_complete\x18\x12 \x01(\x08\x12\x14\n\x0cknown_blocks\x18\x13 \x01(\r\x12\x18\n\x10known_blocks_crc\x18\x14 \x01(\x07\x12\x0f\n\x07session\x18\x15 \x01(\x06\"@\n\x15PrefillCompletedEvent\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.RequestRef\"R\n\x10OutputAddedEvent\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.RequestRef\x12\x15\n\routput_blocks\x18\x02 \x01(\r\"v\n\x0cRenewedEvent\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.RequestRef\x12\x10\n\x08owner_id\x18\x02 \x01(\t\x12\x15\n\rlease_seconds\x18\x03 \x01(\x01\x12\x14\n\x0cowner_tenant\x18\x04 \x01(\t\"H\n\nFreedEvent\x12\'\n\x07request\x18\x01 \x01(\x0b\x32\x16.kvscout.v1.RequestRef\x12\x11\n\tby_caller\x18\x02 \x01(\x08\"f\n\x0fThresholdsEvent\x12.\n\nthresholds\x18\x01 \x01(\x0b\x32\x1a.kvscout.v1.BusyThresholds\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x12\n\nreplica_id\x18\x03 \x01(\t\"j\n\rCoolDownEvent\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12&\n\x06worker\x18\x02 \x01(\x0b\x32\x16.kvscout.v1.WorkerRank\x12\r\n\x05until\x18\x03 \x01(\x04\x12\x12\n\ncleared_at\x18\x04 \x01(\x04\"\xf0\x02\n\x0cReplicaEvent\x12(\n\x0b\x61\x64\x64_request\x18\x01 \x01(\x0b\x32\x11.kvscout.v1.ClaimH\x00\x12\x43\n\x16mark_prefill_completed\x18\x02 \x01(\x0b\x32!.kvscout.v1.PrefillCompletedEventH\x00\x12\x32\n\nadd_output\x18\x03 \x01(\x0b\x32\x1c.kvscout.v1.OutputAddedEventH\x00\x12)\n\x05renew\x18\x04 \x01(\x0b\x32\x18.kvscout.v1.RenewedEventH\x00\x12&\n\x04\x66ree\x18\x05 \x01(\x0b\x32\x16.kvscout.v1.FreedEventH\x00\x12\x31\n\nthresholds\x18\x06 \x01(\x0b\x32\x1b.kvscout.v1.ThresholdsEventH\x00\x12.\n\tcool_down\x18\x07 \x01(\x0b\x32\x19.kvscout.v1.CoolDownEventH\x00\x42\x07\n\x05\x65vent\"_\n\nEventBatch\x12\x16\n\x0e\x66irst_sequence\x18\x01 \x01(\x04\x12(\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x18.kvscout.v1.ReplicaEvent\x12\x0f\n\x07sent_at\x18\x03 \x01(\x04\"F\n\x0fReplicaPosition\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"^\n\x0bReplicaLine\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.kvscout.v1.Role\x12\x10\n\x08priority\x18\x04 \x01(\x11\"\xd8\x01\n\x10ReplicaHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06\x63laims\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12.\n\tpositions\x18\x04 \x03(\x0b\x32\x1b.kvscout.v1.ReplicaPosition\x12\r\n\x05query\x18\x05 \x01(\x08\x12\x0f\n\x07leaving\x18\x06 \x01(\x08\x12\x1a\n\x12reads_known_blocks\x18\x07 \x01(\x08\x12&\n\x05lines\x18\x08 \x03(\x0b\x32\x17.kvscout.v1.ReplicaLine\"m\n\x16ReplicaSnapshotRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rof_replica_id\x18\x02 \x01(\t\x12\x10\n\x08of_epoch\x18\x03 \x01(\x04\x12\x16\n\x0eknown_sequence\x18\x04 \x01(\x04\"\x85\x02\n\x14ReplicaSnapshotChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\rof_replica_id\x18\x02 \x01(\t\x12\x10\n\x08of_epoch\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\r\n\x05index\x18\x05 \x01(\r\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12!\n\x06\x63laims\x18\x07 \x03(\x0b\x32\x11.kvscout.v1.Claim\x12/\n\nthresholds\x18\x08 \x03(\x0b\x32\x1b.kvscout.v1.ThresholdsEvent\x12-\n\ncool_downs\x18\t \x03(\x0b\x32\x19.kvscout.v1.CoolDownEvent\"W\n\x12\x46orwardedOperation\x12\x31\n\toperation\x18\x01 \x01(\x0b\x32\x1e.kvscout.v1.LifecycleOperation\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"M\n\x0f\x46orwardedResult\x12\r\n\x05owner\x18\x01 \x01(\x08\x12+\n\x06result\x18\x02 \x01(\x0b\x32\x1b.kvscout.v1.LifecycleResult*\x88\x01\n\nClaimState\x12\x1b\n\x17\x43LAIM_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x43LAIM_STATE_PREFILL\x10\x01\x12\x16\n\x12\x43LAIM_STATE_DECODE\x10\x02\x12\x15\n\x11\x43LAIM_STATE_FREED\x10\x03\x12\x15\n\x11\x43LAIM_STATE_ENDED\x10\x04\x42\x31Z/github.com/kvscout/kvscout/clients/go/kvscoutv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,42 +34,42 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvscout.v1.replication_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z/github.com/kvscout/kvscout/clients/go/kvscoutv1'
-  _globals['_CLAIMSTATE']._serialized_start=3041
-  _globals['_CLAIMSTATE']._serialized_end=3177
+  _globals['_CLAIMSTATE']._serialized_start=3058
+  _globals['_CLAIMSTATE']._serialized_end=3194
   _globals['_REPLICAMESSAGE']._serialized_start=97
   _globals['_REPLICAMESSAGE']._serialized_end=441
   _globals['_CLAIMCHOICE']._serialized_start=443
   _globals['_CLAIMCHOICE']._serialized_end=544
   _globals['_CLAIM']._serialized_start=547
-  _globals['_CLAIM']._serialized_end=1084
-  _globals['_PREFILLCOMPLETEDEVENT']._serialized_start=1086
-  _globals['_PREFILLCOMPLETEDEVENT']._serialized_end=1150
-  _globals['_OUTPUTADDEDEVENT']._serialized_start=1152
-  _globals['_OUTPUTADDEDEVENT']._serialized_end=1234
-  _globals['_RENEWEDEVENT']._serialized_start=1236
-  _globals['_RENEWEDEVENT']._serialized_end=1354
-  _globals['_FREEDEVENT']._serialized_start=1356
-  _globals['_FREEDEVENT']._serialized_end=1428
-  _globals['_THRESHOLDSEVENT']._serialized_start=1430
-  _globals['_THRESHOLDSEVENT']._serialized_end=1532
-  _globals['_COOLDOWNEVENT']._serialized_start=1534
-  _globals['_COOLDOWNEVENT']._serialized_end=1640
-  _globals['_REPLICAEVENT']._serialized_start=1643
-  _globals['_REPLICAEVENT']._serialized_end=2011
-  _globals['_EVENTBATCH']._serialized_start=2013
-  _globals['_EVENTBATCH']._serialized_end=2108
-  _globals['_REPLICAPOSITION']._serialized_start=2110
-  _globals['_REPLICAPOSITION']._serialized_end=2180
-  _globals['_REPLICALINE']._serialized_start=2182
-  _globals['_REPLICALINE']._serialized_end=2276
-  _globals['_REPLICAHEARTBEAT']._serialized_start=2279
-  _globals['_REPLICAHEARTBEAT']._serialized_end=2495
-  _globals['_REPLICASNAPSHOTREQUEST']._serialized_start=2497
-  _globals['_REPLICASNAPSHOTREQUEST']._serialized_end=2606
-  _globals['_REPLICASNAPSHOTCHUNK']._serialized_start=2609
-  _globals['_REPLICASNAPSHOTCHUNK']._serialized_end=2870
-  _globals['_FORWARDEDOPERATION']._serialized_start=2872
-  _globals['_FORWARDEDOPERATION']._serialized_end=2959
-  _globals['_FORWARDEDRESULT']._serialized_start=2961
-  _globals['_FORWARDEDRESULT']._serialized_end=3038
+  _globals['_CLAIM']._serialized_end=1101
+  _globals['_PREFILLCOMPLETEDEVENT']._serialized_start=1103
+  _globals['_PREFILLCOMPLETEDEVENT']._serialized_end=1167
+  _globals['_OUTPUTADDEDEVENT']._serialized_start=1169
+  _globals['_OUTPUTADDEDEVENT']._serialized_end=1251
+  _globals['_RENEWEDEVENT']._serialized_start=1253
+  _globals['_RENEWEDEVENT']._serialized_end=1371
+  _globals['_FREEDEVENT']._serialized_start=1373
+  _globals['_FREEDEVENT']._serialized_end=1445
+  _globals['_THRESHOLDSEVENT']._serialized_start=1447
+  _globals['_THRESHOLDSEVENT']._serialized_end=1549
+  _globals['_COOLDOWNEVENT']._serialized_start=1551
+  _globals['_COOLDOWNEVENT']._serialized_end=1657
+  _globals['_REPLICAEVENT']._serialized_start=1660
+  _globals['_REPLICAEVENT']._serialized_end=2028
+  _globals['_EVENTBATCH']._serialized_start=2030
+  _globals['_EVENTBATCH']._serialized_end=2125
+  _globals['_REPLICAPOSITION']._serialized_start=2127
+  _globals['_REPLICAPOSITION']._serialized_end=2197
+  _globals['_REPLICALINE']._serialized_start=2199
+  _globals['_REPLICALINE']._serialized_end=2293
+  _globals['_REPLICAHEARTBEAT']._serialized_start=2296
+  _globals['_REPLICAHEARTBEAT']._serialized_end=2512
+  _globals['_REPLICASNAPSHOTREQUEST']._serialized_start=2514
+  _globals['_REPLICASNAPSHOTREQUEST']._serialized_end=2623
+  _globals['_REPLICASNAPSHOTCHUNK']._serialized_start=2626
+  _globals['_REPLICASNAPSHOTCHUNK']._serialized_end=2887
+  _globals['_FORWARDEDOPERATION']._serialized_start=2889
+  _globals['_FORWARDEDOPERATION']._serialized_end=2976
+  _globals['_FORWARDEDRESULT']._serialized_start=2978
+  _globals['_FORWARDEDRESULT']._serialized_end=3055
 # @@protoc_insertion_point(module_scope)

@@ -184,6 +184,7 @@ class Claim(_message.Message):
     ESTIMATE_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
     KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
     KNOWN_BLOCKS_CRC_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """1 for a new booking; one more than any other claim to the name that the replica knew."""
     state: Global___ClaimState.ValueType
@@ -223,6 +224,8 @@ class Claim(_message.Message):
     """
     known_blocks_crc: _builtins.int
     """CRC-32 of the packed hashes that are left out."""
+    session: _builtins.int
+    """Its session; unset = unknown."""
     @_builtins.property
     def request(self) -> _scheduler_pb2.RequestRef:
         """The request and its attempt."""
@@ -258,10 +261,11 @@ class Claim(_message.Message):
         estimate_prefill_complete: _builtins.bool = ...,
         known_blocks: _builtins.int = ...,
         known_blocks_crc: _builtins.int = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "request", b"request", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "known_blocks", b"known_blocks", "known_blocks_crc", b"known_blocks_crc", "lease_seconds", b"lease_seconds", "lineage", b"lineage", "max_output_tokens", b"max_output_tokens", "output_blocks", b"output_blocks", "output_class", b"output_class", "owner_id", b"owner_id", "owner_since", b"owner_since", "owner_tenant", b"owner_tenant", "request", b"request", "state", b"state", "term", b"term", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "choice", b"choice", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "known_blocks", b"known_blocks", "known_blocks_crc", b"known_blocks_crc", "lease_seconds", b"lease_seconds", "lineage", b"lineage", "max_output_tokens", b"max_output_tokens", "output_blocks", b"output_blocks", "output_class", b"output_class", "owner_id", b"owner_id", "owner_since", b"owner_since", "owner_tenant", b"owner_tenant", "request", b"request", "session", b"session", "state", b"state", "term", b"term", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

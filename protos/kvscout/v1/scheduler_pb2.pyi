@@ -188,6 +188,9 @@ class SelectRequest(_message.Message):
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_CLASS_FIELD_NUMBER: _builtins.int
     ESTIMATE_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    NO_LINEAGE_FIELD_NUMBER: _builtins.int
+    OVERLAPS_UNKNOWN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -230,6 +233,17 @@ class SelectRequest(_message.Message):
     """
     estimate_prefill_complete: _builtins.bool
     """The caller cannot report that the prefill is complete, since its engine answers as a whole: it is estimated."""
+    session: _builtins.int
+    """Conversation that the request belongs to: any number that tells it from others of the tenant, best a keyed hash of
+    what its client calls it; unset = the caller does not know, and the scheduler looks for it by lineage: a prompt that
+    begins with all complete blocks of an earlier one continues that one's session.
+    """
+    no_lineage: _builtins.bool
+    """Do not look for the session by lineage."""
+    overlaps_unknown: _builtins.bool
+    """Nobody could be asked where the prompt is cached (no tokens, no indexer): the worker of its session is expected to
+    hold what the session had there.
+    """
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Local hashes of the prompt's complete blocks for workers of `block_size`."""
@@ -287,10 +301,13 @@ class SelectRequest(_message.Message):
         max_output_tokens: _builtins.int = ...,
         output_class: _builtins.str = ...,
         estimate_prefill_complete: _builtins.bool = ...,
+        session: _builtins.int = ...,
+        no_lineage: _builtins.bool = ...,
+        overlaps_unknown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "estimate_prefill_complete", b"estimate_prefill_complete", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "model", b"model", "other_pools", b"other_pools", "output_class", b"output_class", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "estimate_prefill_complete", b"estimate_prefill_complete", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "model", b"model", "no_lineage", b"no_lineage", "other_pools", b"other_pools", "output_class", b"output_class", "overlaps", b"overlaps", "overlaps_unknown", b"overlaps_unknown", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pinned_dp_rank: _TypeAlias = _typing.Literal["pinned_dp_rank"]  # noqa: Y015
     _WhichOneofArgType__pinned_dp_rank: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank"]  # noqa: Y015
@@ -516,6 +533,7 @@ class ReserveRequest(_message.Message):
     ESTIMATE_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -546,6 +564,8 @@ class ReserveRequest(_message.Message):
     """
     prefill_complete: _builtins.bool
     """Its first token is out; implies running. The booking begins in its decode phase."""
+    session: _builtins.int
+    """As of SelectRequest; unset = none."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank; required."""
@@ -573,10 +593,11 @@ class ReserveRequest(_message.Message):
         estimate_prefill_complete: _builtins.bool = ...,
         running: _builtins.bool = ...,
         prefill_complete: _builtins.bool = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "cached_tokens", b"cached_tokens", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "max_output_tokens", b"max_output_tokens", "model", b"model", "output_class", b"output_class", "prefill_complete", b"prefill_complete", "request_id", b"request_id", "role", b"role", "running", b"running", "tenant", b"tenant", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "cached_tokens", b"cached_tokens", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "max_output_tokens", b"max_output_tokens", "model", b"model", "output_class", b"output_class", "prefill_complete", b"prefill_complete", "request_id", b"request_id", "role", b"role", "running", b"running", "session", b"session", "tenant", b"tenant", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1367,6 +1388,7 @@ class ActiveRequest(_message.Message):
     AGE_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
     PHASE_ESTIMATED_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     phase: Global___RequestPhase.ValueType
     """Phase."""
     blocks: _builtins.int
@@ -1383,6 +1405,8 @@ class ActiveRequest(_message.Message):
     """Seconds until its lease ends; unset = it has none, its owner holds it."""
     phase_estimated: _builtins.bool
     """Nobody reports its first token, since its engine answers as a whole: that it decodes is an estimate."""
+    session: _builtins.int
+    """Its session, as the caller said or by lineage; unset = unknown."""
     @_builtins.property
     def request(self) -> Global___RequestRef:
         """Kind."""
@@ -1404,10 +1428,11 @@ class ActiveRequest(_message.Message):
         age_seconds: _builtins.float = ...,
         lease_remaining_seconds: _builtins.float | None = ...,
         phase_estimated: _builtins.bool = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "request", b"request", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "age_seconds", b"age_seconds", "blocks", b"blocks", "lease_remaining_seconds", b"lease_remaining_seconds", "output_blocks", b"output_blocks", "owner_id", b"owner_id", "phase", b"phase", "phase_estimated", b"phase_estimated", "request", b"request", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "age_seconds", b"age_seconds", "blocks", b"blocks", "lease_remaining_seconds", b"lease_remaining_seconds", "output_blocks", b"output_blocks", "owner_id", b"owner_id", "phase", b"phase", "phase_estimated", b"phase_estimated", "request", b"request", "session", b"session", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_remaining_seconds: _TypeAlias = _typing.Literal["lease_remaining_seconds"]  # noqa: Y015
     _WhichOneofArgType__lease_remaining_seconds: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds"]  # noqa: Y015
@@ -1860,6 +1885,7 @@ class WatchDecisionsResponse(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     decided_unix_seconds: _builtins.float
     """When it was made, in seconds since the Unix epoch."""
     isl_tokens: _builtins.int
@@ -1870,6 +1896,8 @@ class WatchDecisionsResponse(_message.Message):
     """Error text where it failed."""
     lost: _builtins.int
     """Decisions lost before this one because the reader was slow."""
+    session: _builtins.int
+    """Its session; unset = unknown."""
     @_builtins.property
     def request(self) -> Global___RequestRef:
         """The request; request_id empty = query-only."""
@@ -1888,10 +1916,11 @@ class WatchDecisionsResponse(_message.Message):
         code: _builtins.int = ...,
         message: _builtins.str = ...,
         lost: _builtins.int = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "decided_unix_seconds", b"decided_unix_seconds", "decision", b"decision", "isl_tokens", b"isl_tokens", "lost", b"lost", "message", b"message", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "decided_unix_seconds", b"decided_unix_seconds", "decision", b"decision", "isl_tokens", b"isl_tokens", "lost", b"lost", "message", b"message", "request", b"request", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,7 +76,9 @@ class GatewayConfig:
     tokenize_timeout_seconds: float = 0.05
     """Longest wait for an engine that tokenizes a prompt, where there is no tokenizer here; 0 = none is used."""
     session_affinity: str = ""
-    """Location of the session's name: "user" or "header:NAME"; "" = no session affinity."""
+    """What is kept on one worker: the name of a session's source, or "header:NAME"; "" = nothing is."""
+    no_session_sources: tuple[str, ...] = ()
+    """Sources of sessions that are switched off."""
     lease_seconds: int = 30
     """Lease of the gateway's own bookings at replicas of a scheduler that is gone."""
     endpoint_picker: EndpointPickerConfig | None = None
@@ -138,6 +140,7 @@ class GatewayConfig:
             tokenizer_cache_bytes=values["tokenizer_cache_mib"] << 20,
             tokenize_timeout_seconds=values["tokenize_timeout_ms"] / 1000,
             session_affinity=values["session_affinity"],
+            no_session_sources=values["no_session_source"],
         )
 
 

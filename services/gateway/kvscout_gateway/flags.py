@@ -10,6 +10,7 @@ import click
 
 from kvscout_common.settings.flags import BEHAVIOUR, PERFORMANCE, SERVER, flag, flag_group
 from kvscout_gateway.fronts.endpoint_picker.config import endpoint_picker_flags
+from kvscout_gateway.fronts.sessions import SOURCE_NAMES
 from kvscout_gateway.fronts.shadow.config import shadow_flags
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -198,7 +199,14 @@ def gateway_flags() -> Callable[[F], F]:
         flag(
             "--session-affinity",
             default="",
-            help="user or header:NAME: keep requests with the same value on one worker, as long as it is healthy.",
+            help="Keep requests with the same value on one worker, as long as it is healthy: header:NAME, or a session "
+            "source such as user.",
+        ),
+        flag(
+            "--no-session-source",
+            multiple=True,
+            metavar="NAME",
+            help=f"Do not learn a request's session from this source: {', '.join(SOURCE_NAMES)}. Repeatable.",
         ),
         flag(
             "--engine-key-file",

@@ -32,6 +32,7 @@ from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.fronts.context import FrontContext
+from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.members.membership import Membership
@@ -189,7 +190,13 @@ class Gateway:
             connect_seconds=config.timeouts.connect_seconds,
         )
         self.front_context = FrontContext(
-            self.catalog, self.tokens, self.exchanges, config.max_prompt_tokens, config.client_paths, self.charge
+            self.catalog,
+            self.tokens,
+            self.exchanges,
+            config.max_prompt_tokens,
+            config.client_paths,
+            Sessions(without=config.no_session_sources, affinity=config.session_affinity),
+            self.charge,
         )
         metrics.register(self.observations)
         in_flight = Gauge("kvscout_requests_in_flight", "Requests running", registry=metrics)

@@ -205,6 +205,7 @@ class Scheduler:
             request.output_class,
             prompt.lineage(pool.format_of[slot].block_size),
             request.estimates_prefill,
+            session=decision.session,
         )
         self._book(reservation, prompt.block_hashes, pool, slot, owner=owner, lease_seconds=lease_seconds, now=now)
         if request.charge_prefill:
@@ -396,6 +397,7 @@ class Scheduler:
             self._estimate_prefills(pool, now)
             pool.recover(now)
             pool.forget_metrics(now - self.settings.engine_metrics_seconds)
+            pool.sessions.forget_old(now)
         ended = self.bookings.expire(now, MAX_ENDS)
         ended += self.workers.expire(now, MAX_ENDS - ended)
         self.pump()
@@ -527,7 +529,7 @@ class Scheduler:
             block_hashes = block_hashes[: MAX_HASHED_BLOCKS * HASH_BYTES]
             if pool.load.track_blocks:
                 reservation = reservation._replace(block_hashes=block_hashes)
-        allocation = pool.place(slot, reservation, block_hashes, prefill=not reservation.prefilled)
+        allocation = pool.place(slot, reservation, block_hashes, now=now, prefill=not reservation.prefilled)
         booking = Booking(
             reservation, pool, allocation, now, phase=Phase.DECODE if reservation.prefilled else Phase.PREFILL
         )

@@ -160,6 +160,7 @@ class EmbeddedScheduler:
             estimates_prefill=output.unseen,
             running=True,
             prefilled=booking.prefilled,
+            session=booking.session_id,
         )
         operation = Reserve(reservation)
         outcome = self._owned.carry_out(next(self._numbers), operation)
@@ -270,6 +271,9 @@ def _select(request: Request, overlaps: Overlaps, booking: Booking | None) -> Se
         estimates_prefill=output.unseen,
         charge_prefill=not request.remote_prefill,
         explain=request.explain,
+        session=request.session.session_id,
+        by_lineage=request.session.by_lineage,
+        overlaps_unknown=overlaps.unknown,
     )
     return Select(selection, booking is not None, request.lease_seconds, tracing.traceparent())
 

@@ -110,6 +110,9 @@ def random_select(rng: Random, request_id: str, attempt_id: int) -> scheduler_pb
         estimate_prefill_complete=rng.random() < 0.3,
         prefill_elsewhere=rng.random() < 0.1,
         lease_seconds=rng.choice((0, 0, 60, 10**6)),
+        session=rng.choice((0, 0, 7, 2**64 - 1)),
+        no_lineage=rng.random() < 0.2,
+        overlaps_unknown=rng.random() < 0.2,
     )
     if rng.random() < 0.7:
         rows = rng.randrange(5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvscout_common.errors import InvalidArgument
@@ -22,13 +22,21 @@ from kvscout_gateway.values.request import Request, new_request_id
 
 
 async def request_of(
-    context: FrontContext, path: str, fields: Fields, *, size: int, tenant: str, model: str
+    context: FrontContext,
+    path: str,
+    headers: Iterable[tuple[str, str]],
+    fields: Fields,
+    *,
+    size: int,
+    tenant: str,
+    model: str,
 ) -> Request:
     """Return the request to a worker, with the tokens of its prompt where they can be had in time.
 
     Args:
         context: Collaborators.
         path: Path of its URL.
+        headers: Of the request.
         fields: Fields of its body.
         size: Bytes of its body.
         tenant: The caller's tenant.
@@ -51,7 +59,10 @@ async def request_of(
         prompt.further_tokens = 0  # the estimate is of all prompts
         longest = context.catalog.tenant(tenant).serving(model).longest_prompt
         prompt.isl_tokens = max(1, min(fields.characters // CHARACTERS_A_TOKEN, limit, longest or limit))
-    return Request(model, tenant, prompt, api=api, request_id=new_request_id(), output=output_of(path, fields))
+    session = context.sessions.of(tenant, headers, fields)
+    return Request(
+        model, tenant, prompt, api=api, request_id=new_request_id(), output=output_of(path, fields), session=session
+    )
 
 
 def tokenize_body(api: ApiDialect, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from kvscout_gateway.fronts.dashboard.front import EVENTS, DashboardFront
 from kvscout_gateway.fronts.openai.generation import Generation
 from kvscout_gateway.fronts.openai.models import Models
 from kvscout_gateway.fronts.openai.passthrough import Passthrough
-from kvscout_gateway.fronts.openai.sessions import Affinity
 from kvscout_gateway.fronts.openai.thresholds import Thresholds
 from kvscout_gateway.fronts.shadow.front import ShadowFront
 from kvscout_gateway.http.router import METRICS, THRESHOLDS, Answer, Router, metrics_answer
@@ -48,7 +47,6 @@ class GatewayHttp:
         self._gateway = gateway
         self._metrics = metrics
         config = gateway.config
-        self._affinity = Affinity(config.session_affinity)
         if dashboard is None and config.dashboard and config.http_port >= 0:
             dashboard = Dashboard(gateway)
         self._dashboard = dashboard
@@ -76,7 +74,7 @@ class GatewayHttp:
         def passes_keys() -> bool:
             return tokens is None and not gateway.engine_key.headers
 
-        generation = Generation(context, self._affinity, passes_keys=passes_keys)
+        generation = Generation(context, passes_keys=passes_keys)
         dashboard = DashboardFront(self._dashboard) if self._dashboard is not None else None
         passed_on: Answer = Passthrough(context, passes_keys=passes_keys).answer
         answers: dict[str, Answer] = {

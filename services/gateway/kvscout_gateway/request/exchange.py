@@ -33,6 +33,7 @@ from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
 from kvscout_gateway.request.plan import Plan
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import Request, new_request_id
+from kvscout_gateway.values.session import worker_of
 
 Tried: TypeAlias = list[tuple[Attempt, EngineFailed]]
 """Attempts that failed, and how."""
@@ -293,9 +294,16 @@ class Exchange:
         return Attempt(self._context, request, decision, started=self._started, on_output=on_output)
 
     async def _nearest(self, request: Request) -> Decision | None:
-        """Place the request among its preferred workers; None = none of them takes it."""
-        if not request.preferred:
+        """Place the request among its preferred workers; None = none of them takes it.
+
+        What is kept on one worker goes to that one, or to any other.
+        """
+        if not (request.preferred or request.session.affinity):
             return None
+        if request.session.affinity:
+            able = self._context.health.reachable(request.tenant, self._context.routing.candidates(request))
+            ids = [spec.worker_id for spec in able if not request.preferred or spec.worker_id in request.preferred]
+            request = replace(request, preferred=(worker_of(request.session.affinity, ids),) if ids else ())
         preferred = tuple(
             worker_id
             for worker_id in request.preferred

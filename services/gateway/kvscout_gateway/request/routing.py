@@ -245,7 +245,7 @@ class RoutingFlow:
         if booking is not None and request.owned:
             # All that it takes to book it anew; of a request that this gateway does not run, its caller knows.
             booking.worker, booking.block_hashes, booking.output = worker, hashes, request.output
-            booking.isl_tokens = request.prompt.isl_tokens
+            booking.isl_tokens, booking.session_id = request.prompt.isl_tokens, request.session.session_id
         # A request that asks not to see caches fills them all the same, where the scheduler goes by them.
         cached = self._scheduler.overlap_score_weight or self._wants_overlaps(request)
         return Decision(
@@ -295,3 +295,5 @@ def _record(span: tracing.Span, request: Request, decision: Decision) -> None:
         cost=decision.cost,
         degraded=bool(decision.degraded),
     )
+    if request.session.session_id:
+        span.record(session=f"{request.session.session_id:016x}")

@@ -42,6 +42,8 @@ class Booking:
     isl_tokens: int = 0
     cached_tokens: int = 0
     output: Output = UNKNOWN
+    session_id: int = 0
+    """0 = its client did not say."""
     prefilled: bool = False
     """Its first token is out."""
     output_tokens: int = 0
@@ -81,4 +83,5 @@ class Booking:
             estimate_prefill_complete=self.output.unseen,
             running=True,
             prefill_complete=self.prefilled,
+            session=self.session_id,
         )

@@ -44,6 +44,11 @@ class Overlaps:
     problems: Mapping[str, str] = field(default_factory=dict)
     """Why the answer is not complete, by the upstream that is missed, such as "indexer 0/2"; empty = it is."""
 
+    @property
+    def unknown(self) -> bool:
+        """Tell whether nobody could say where the prompt is cached: it has no hashes, or no indexer answered."""
+        return not self.rows and (bool(self.problems) or not any(self.hashes.values()))
+
 
 def row_of(columns: Columns, worker: WorkerRank) -> int | None:
     """Return the row of a worker rank; None = it has none."""

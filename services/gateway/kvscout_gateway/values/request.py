@@ -23,6 +23,7 @@ from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.dialects import COMPLETIONS, ApiDialect
 from kvscout_gateway.values.output import UNKNOWN, Output
 from kvscout_gateway.values.prompt import Prompt
+from kvscout_gateway.values.session import UNKNOWN_SESSION, Session
 
 NO_FIELDS: Final[Mapping[str, Any]] = {}
 
@@ -143,6 +144,7 @@ class Request:
     override: types_pb2.RouterConfigOverride | None = None
     priority: int = 0
     output: Output = UNKNOWN
+    session: Session = UNKNOWN_SESSION
     explain: bool = False
     lease_seconds: int = 0
     remote_prefill: bool = False

@@ -48,4 +48,10 @@ class Booking:
         reservation, choice = self.reservation, self.reservation.choice
         if choice is None:
             return None
-        return Decision(reservation.rank, self.pool.specs[self.allocation.slot], *choice, reservation.uncached_tokens)
+        return Decision(
+            reservation.rank,
+            self.pool.specs[self.allocation.slot],
+            *choice,
+            reservation.uncached_tokens,
+            session=reservation.session,
+        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Final, TypeGuard
 
@@ -38,13 +38,16 @@ def is_ranked(costs: Sequence[float]) -> TypeGuard[RankedCosts]:
     return hasattr(costs, "least")
 
 
-def choose(costs: Sequence[float], temperature: float, rng: Random) -> int:
+def choose(
+    costs: Sequence[float], temperature: float, rng: Random, prefers: Callable[[int], bool] | None = None
+) -> int:
     """Return the index of the chosen cost.
 
     Args:
         costs: At least one, none NaN. An infinite cost is chosen only if all are infinite.
         temperature: 0 = the minimum, exact ties uniformly at random; above, softmax.
         rng: Where the draw comes from; not used when there is nothing to draw.
+        prefers: Tells which of several minima is taken, by its index; None, or none of them = any.
     """
     if temperature > 0:
         if is_ranked(costs):
@@ -52,7 +55,11 @@ def choose(costs: Sequence[float], temperature: float, rng: Random) -> int:
         weights = probabilities(costs, temperature)
         return rng.choices(range(len(weights)), weights)[0]
     ties = costs.least() if is_ranked(costs) else least_of(costs)
-    return ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
+    if len(ties) == 1:
+        return ties[0]
+    if prefers is not None and (preferred := next(filter(prefers, ties), None)) is not None:
+        return preferred
+    return ties[rng.randrange(len(ties))]
 
 
 def least_of(costs: Sequence[float]) -> list[int]:

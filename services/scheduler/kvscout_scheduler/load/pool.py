@@ -13,6 +13,7 @@ from kvscout_scheduler.costs.cost import BlockFormat
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.estimates.first_rates import Rates, first_rates
 from kvscout_scheduler.estimates.learned_times import LearnedTimes, RegisteredWorkers
+from kvscout_scheduler.estimates.sessions import Sessions
 from kvscout_scheduler.load.active_load import Allocation, Limits, MakeLoad
 from kvscout_scheduler.load.cooling_set import CoolingSet
 from kvscout_scheduler.load.feature_sets import FeatureSets
@@ -94,7 +95,9 @@ class Pool:
         self.hits: list[HitCounts] = []
         self.times = LearnedTimes(self._registered_ranks, self._first_rates)
         """Speed and work of its workers."""
-        self.observers: list[Observer] = [self.times]
+        self.sessions = Sessions()
+        """Conversations that its requests belong to."""
+        self.observers: list[Observer] = [self.sessions, self.times]
         """Observers of every booking here."""
         self.decisions = 0
         """Workers picked here since the pool came."""
@@ -215,7 +218,14 @@ class Pool:
         return -(-isl_tokens // self.format_of[slot].block_size)
 
     def place(
-        self, slot: int, reservation: Reservation, block_hashes: bytes, *, output_blocks: int = 0, prefill: bool = True
+        self,
+        slot: int,
+        reservation: Reservation,
+        block_hashes: bytes,
+        *,
+        now: float,
+        output_blocks: int = 0,
+        prefill: bool = True,
     ) -> Allocation:
         """Add the load of a request.
 
@@ -223,9 +233,11 @@ class Pool:
             slot: Where it is.
             reservation: What is booked.
             block_hashes: Packed hashes of the blocks that it shares.
+            now: On the scheduler's clock.
             output_blocks: That it has generated already.
             prefill: Whether its prompt is still to be computed.
         """
+        self.sessions.extend(reservation.session, reservation.lineage, block_hashes, now)
         return self.load.add(
             slot,
             self.format_of[slot],

@@ -139,7 +139,7 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
         lease,
         prefilled_elsewhere,
         traceparent,
-        output,
+        (output, (session, no_lineage, overlaps_unknown)),
     ) = read
     model, tenant, role, request_id, attempt_id = name
     expected, bound, output_class, estimates = output
@@ -157,6 +157,9 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
         output_class=output_class,
         estimates_prefill=estimates,
         charge_prefill=not prefilled_elsewhere,
+        session=session,
+        by_lineage=not no_lineage,
+        overlaps_unknown=overlaps_unknown,
     )
     return Select(request, kind == _SELECT_AND_RESERVE, lease, traceparent)
 

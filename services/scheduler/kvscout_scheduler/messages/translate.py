@@ -104,6 +104,9 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
         estimates_prefill=message.estimate_prefill_complete,
         charge_prefill=not message.prefill_elsewhere,
         explain=message.explain,
+        session=message.session,
+        by_lineage=not message.no_lineage,
+        overlaps_unknown=message.overlaps_unknown,
     )
 
 
@@ -164,6 +167,7 @@ def reserve_from_proto(message: scheduler_pb2.ReserveRequest, outer_tenant: str 
         estimates_prefill=message.estimate_prefill_complete,
         running=message.running or message.prefill_complete,
         prefilled=message.prefill_complete,
+        session=message.session,
     )
 
 

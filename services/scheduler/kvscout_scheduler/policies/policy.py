@@ -43,6 +43,7 @@ class Candidates:
         settings: Settings in effect, the request's overrides applied.
         now: On the scheduler's clock.
         books: Whether the choice is booked; queries must not change what bookings see.
+        home: Slot where the request's session was last; -1 = unknown.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class Candidates:
         *,
         now: float,
         books: bool = False,
+        home: int = -1,
     ) -> None:
         self.request = request
         self.members = members
         self.settings = settings
         self.now = now
         self.books = books
+        self.home = home
         self._pool = pool
         self._prompts = prompts
         self._slots: list[int] | None = None
@@ -201,7 +204,14 @@ class Candidates:
     def of(self, members: int) -> Candidates:
         """Return the same question of other workers."""
         return Candidates(
-            self._pool, self.request, members, self._prompts, self.settings, now=self.now, books=self.books
+            self._pool,
+            self.request,
+            members,
+            self._prompts,
+            self.settings,
+            now=self.now,
+            books=self.books,
+            home=self.home,
         )
 
     def tiers(self) -> Sequence[TierOverlap]:
@@ -259,7 +269,8 @@ class Policy(ABC):
     """Policy that picks one of the candidates, which are eligible. A subclass says what a candidate costs, the rest is
     here.
 
-    At temperature 0 the least cost wins, exact ties uniformly at random; above, softmax over range-normalised costs.
+    At temperature 0 the least cost wins, of exact ties the worker where the session was, else any with equal chance;
+    above, softmax over range-normalised costs.
 
     Every pool has an instance of its own, which may keep state and must not block. One that has methods of
     `reservation.Observer` observes the course of requests through them, so that it can learn how fast workers are.
@@ -281,7 +292,9 @@ class Policy(ABC):
             costs: What `costs` said of them.
             rng: The only source of chance.
         """
-        return choose(costs, self.temperature(candidates), rng)
+        home = candidates.home
+        prefers = (lambda index: candidates.slot(index) == home) if home >= 0 else None
+        return choose(costs, self.temperature(candidates), rng, prefers)
 
     def probabilities(self, candidates: Candidates, costs: Sequence[float]) -> Sequence[float]:
         """Return the probability of each candidate, where a temperature is used; else all 0."""

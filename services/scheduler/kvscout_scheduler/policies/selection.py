@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvscout_common.errors import InternalError
+from kvscout_scheduler.costs.cost import BlockFormat
+from kvscout_scheduler.estimates.sessions import Session
 from kvscout_scheduler.policies.eligibility import Exclusions, eligible, with_room
 from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.values.decision import Candidate, Decision, Explanation
+from kvscout_scheduler.values.overlaps import Overlaps
 from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt, SelectionRequest
 from kvscout_scheduler.values.settings import SchedulerSettings
 
@@ -80,13 +83,18 @@ class Selector:
             InternalError: The policy fails.
         """
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
+        session = pool.sessions.of(request, prompts)
+        known = pool.sessions.get(session)
+        home = pool.slot_of.get(known.rank, -1) if known is not None else -1
+        if request.overlaps_unknown and known is not None and home >= 0:
+            prompts = _expecting(prompts, known, request.isl_tokens)
         dropped = Exclusions() if request.explain or explains else None
         members = eligible(pool, request, now, dropped)
         if pool.queues_requests:
             # A query is answered all the same when everyone is full.
             members = with_room(pool, members, dropped) or members
         settings = self._settings if request.override is NO_OVERRIDE else self._in_effect(request.override)
-        candidates = Candidates(pool, request, members, prompts, settings, now=now, books=books)
+        candidates = Candidates(pool, request, members, prompts, settings, now=now, books=books, home=home)
         name = settings.policy
         policy = self._policy(pool, name)
         costs = policy.costs(candidates)
@@ -113,6 +121,7 @@ class Selector:
             costs[index],
             candidates.uncached_tokens(slot, effective_overlap_blocks),
             explanation,
+            session,
         )
         return Selection(decision, pool, slot, prompts[pool.format_of[slot]])
 
@@ -127,6 +136,20 @@ class Selector:
             if policy.observes:
                 pool.observers.append(policy)
         return policy
+
+
+def _expecting(prompts: Mapping[BlockFormat, Prompt], session: Session, isl_tokens: int) -> dict[BlockFormat, Prompt]:
+    """Return a prompt of which nobody knows where it is cached, with what its session has left on its last worker."""
+    (worker_id, dp_rank), tokens = session.rank, min(session.tokens, isl_tokens)
+    return {
+        block_format: Prompt(
+            prompt.block_hashes,
+            prompt.block_size,
+            prompt.eagle,
+            Overlaps([worker_id], [dp_rank], [0], predicted_blocks=[tokens // block_format.block_size]),
+        )
+        for block_format, prompt in prompts.items()
+    }
 
 
 def explain(

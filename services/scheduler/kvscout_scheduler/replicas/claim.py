@@ -189,6 +189,7 @@ def claim_to_proto(claim: Claim, *, known: bool = False) -> replication_pb2.Clai
         output_class=reservation.output_class,
         lineage=reservation.lineage,
         estimate_prefill_complete=reservation.estimates_prefill,
+        session=reservation.session,
     )
 
 
@@ -234,6 +235,7 @@ def claim_from_proto(message: replication_pb2.Claim, find: FindBlocks) -> Claim:
         output_class=message.output_class,
         lineage=message.lineage,
         estimates_prefill=message.estimate_prefill_complete,
+        session=message.session,
     )
     return Claim(
         reservation,

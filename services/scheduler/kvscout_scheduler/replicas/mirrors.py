@@ -40,7 +40,7 @@ def place(claim: Claim, workers: Workers, now: float, *, late: bool) -> Booking 
     return Booking(
         reservation,
         pool,
-        pool.place(slot, reservation, reservation.block_hashes, output_blocks=output_blocks, prefill=prefill),
+        pool.place(slot, reservation, reservation.block_hashes, now=now, output_blocks=output_blocks, prefill=prefill),
         booked_at=now,
         owner=claim.owner,
         lease_seconds=claim.lease_seconds,

@@ -108,6 +108,7 @@ def _to_proto(active: Booking | Waiter, now: float, *, shows_owner: bool) -> sch
             phase=value_of(scheduler_pb2.RequestPhase, Phase.QUEUED),
             owner_id=owner,
             age_seconds=now - active.since,
+            session=active.request.session,
         )
     reservation = active.reservation
     return scheduler_pb2.ActiveRequest(
@@ -121,6 +122,7 @@ def _to_proto(active: Booking | Waiter, now: float, *, shows_owner: bool) -> sch
         age_seconds=now - active.booked_at,
         lease_remaining_seconds=None if active.expires_at == inf else max(0.0, active.expires_at - now),
         phase_estimated=active.phase is Phase.DECODE and reservation.estimates_prefill,
+        session=reservation.session,
     )
 
 

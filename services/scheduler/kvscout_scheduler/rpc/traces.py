@@ -37,3 +37,5 @@ def record(span: tracing.Span, request: SelectionRequest, outcome: Decision | Kv
         uncached_tokens=outcome.uncached_tokens,
         cost=outcome.cost,
     )
+    if outcome.session:
+        span.record(session=f"{outcome.session:016x}")

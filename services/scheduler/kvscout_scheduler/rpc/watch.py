@@ -82,6 +82,7 @@ def _to_proto(record: DecisionRecord, *, lost: int) -> scheduler_pb2.WatchDecisi
         code=status_code(record.error).value[0] if record.error is not None else 0,
         message=record.message,
         lost=lost,
+        session=record.decision.session if record.decision is not None else 0,
     )
     if record.decision is not None:
         message.decision.CopyFrom(translate.decision_to_proto(record.decision))

@@ -54,3 +54,5 @@ class Decision:
     uncached_tokens: int
     """Prompt tokens charged as prefill."""
     explanation: Explanation | None = None
+    session: int = 0
+    """Conversation of the request, as its caller says or by lineage; 0 = unknown."""

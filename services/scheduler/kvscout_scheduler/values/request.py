@@ -169,6 +169,12 @@ class SelectionRequest:
     charge_prefill: bool = True
     """False: another worker computes the prompt (decode attempts), no prefill tokens are charged."""
     explain: bool = False
+    session: int = 0
+    """Conversation that it belongs to, as its caller says; 0 = unknown."""
+    by_lineage: bool = True
+    """Else the session is not looked for where its caller says none."""
+    overlaps_unknown: bool = False
+    """Nobody could be asked where the prompt is cached."""
 
     @property
     def pool(self) -> PoolId:

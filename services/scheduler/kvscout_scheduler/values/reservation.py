@@ -147,6 +147,8 @@ class Reservation(NamedTuple):
     nothing of its worker. It may become so while it is booked, as each call of an observer shows."""
     prefilled: bool = False
     """Its first token was out when it was booked here."""
+    session: int = 0
+    """Conversation that it belongs to; 0 = unknown."""
 
     def validate(self) -> None:
         """Check what needs no knowledge of the workers, of one that is to be booked where it says.

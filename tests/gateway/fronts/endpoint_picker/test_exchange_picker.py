@@ -23,6 +23,7 @@ from kvscout_gateway.fronts.endpoint_picker import wire
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicker, PickerMetrics
 from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
+from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.gateway import Gateway
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Choice
@@ -94,7 +95,8 @@ def generation(*, stream: bool, shows_output: bool = True) -> PickRequest:
     """A completion, as a proxy shows it."""
     body = {"model": MODEL, "prompt": [1] * 40, "max_tokens": 4096, "stream": stream}
     fields = Fields.scanned(json.dumps(body).encode())
-    return PickRequest(MODEL, "/v1/completions", fields, size=100, shows_output=shows_output)
+    headers = {"x-session-id": "s"}.items()
+    return PickRequest(MODEL, "/v1/completions", fields, size=100, headers=headers, shows_output=shows_output)
 
 
 def booked(gateway: Gateway) -> Booking:
@@ -114,6 +116,7 @@ async def test_the_first_piece_of_an_answer_that_comes_whole_is_no_first_token(
         booking = booked(gateway)
         assert (booking.output.max_tokens, booking.output.expected_tokens) == (4096, 0)
         assert (booking.output.output_class, booking.output.unseen) == ("completions", not streams)
+        assert booking.session_id == Sessions().named(DEFAULT_TENANT, "s").session_id
         pick.answering(200, "", in_chunks)
         pick.first_output()
         assert booking.prefilled is seen

@@ -32,7 +32,9 @@ async def test_a_body_is_read_and_the_path_without_its_query() -> None:
     asked = await read_request({**JSON, ":path": "/v1/completions?a=b"}, body, ("10.0.0.1:80",))
     fields = {"model": "m", "prompt": array("I", [1, 2, 70000]).tobytes(), "max_tokens": 8}
     assert asked.fields == fields
-    assert asked._replace(fields=Fields()) == PickRequest("m", "/v1/completions", Fields(), len(body), ("10.0.0.1:80",))
+    assert dict(asked.headers) == {**JSON, ":path": "/v1/completions?a=b"}
+    plain = asked._replace(fields=Fields(), headers=())
+    assert plain == PickRequest("m", "/v1/completions", Fields(), len(body), ("10.0.0.1:80",))
 
 
 async def test_the_trace_that_a_proxy_names_is_read_with_and_without_a_body() -> None:

@@ -42,6 +42,7 @@ from kvscout_common.transport import Transport
 from kvscout_common.worker import Adapter, Role
 from kvscout_gateway.engines.health import MISSED_CHECKS
 from kvscout_gateway.fronts.client_paths import ClientPaths
+from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.upstreams.failover import UpstreamDown
 from kvscout_gateway.upstreams.scheduler.select_request import select_request
 from kvscout_gateway.values.booking import Booking
@@ -655,11 +656,13 @@ async def test_a_scheduler_is_told_what_is_known_of_an_output_and_again_when_it_
 
         scheduler.reserve, scheduler.free = nobody, freed
         body = {**CHAT, "model": "sql", "max_tokens": 4096, "tools": [{"type": "function"}], "stream": streamed}
-        assert (await served.post("/v1/chat/completions", body))[0] == 200
+        assert (await served.post("/v1/chat/completions", body, X_Session_Id="s"))[0] == 200
         for message in (asked[0], kept[0]):
             assert (message.expected_output_tokens, message.max_output_tokens) == (0, 4096)
             assert message.output_class == "chat/tools@sql"
+            assert message.session == Sessions().named("default", "s").session_id
             assert message.estimate_prefill_complete is not streamed
+        assert (asked[0].no_lineage, asked[0].overlaps_unknown) == (False, True)
         # Of a whole answer nobody has seen a first token.
         assert (kept[0].running, kept[0].prefill_complete) == (True, streamed)
 

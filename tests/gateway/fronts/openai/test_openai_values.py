@@ -10,7 +10,6 @@ import pytest
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import (
     AlreadyExists,
-    ConfigError,
     Draining,
     FailedPrecondition,
     InternalError,
@@ -27,7 +26,6 @@ from kvscout_gateway.engines.faults import EngineFailed, refused
 from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import caller_of
 from kvscout_gateway.fronts.body import JsonBody
-from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
 from kvscout_gateway.fronts.openai.thresholds import change_of, shown
 from kvscout_gateway.fronts.refusals import event_of, refusal_of
 
@@ -155,28 +153,6 @@ def test_a_key_is_a_tenant_and_a_role() -> None:
 def test_who_has_no_key_for_it_is_refused(headers: list[tuple[str, str]], error: type[KvscoutError]) -> None:
     with pytest.raises(error):
         caller_of(headers, TOKENS)
-
-
-def test_a_session_stays_and_few_move_when_a_worker_comes_or_goes() -> None:
-    workers = [f"w{n}" for n in range(10)]
-    before = {f"s{n}": worker_of(f"s{n}", workers) for n in range(1000)}
-    assert {worker_of(session, reversed(workers)) == worker for session, worker in before.items()} == {True}
-    without = {session: worker_of(session, workers[1:]) for session in before}
-    assert all(without[session] == worker for session, worker in before.items() if worker != "w0")
-    assert 50 < sum(worker == "w0" for worker in before.values()) < 150
-    assert worker_of("s", []) == ""
-
-
-def test_sessions_are_named_where_the_flag_says() -> None:
-    headers, fields = [("X-Session", "h")], {"user": "u"}
-    assert Affinity("").session(headers, fields) == ""
-    assert Affinity("user").session(headers, fields) == "u"
-    assert Affinity("header:X-Session").session(headers, fields) == "h"
-    assert Affinity("user").session(headers, {"user": 5}) == ""
-    assert len(Affinity("user").session(headers, {"user": "x" * 9999})) <= 1024
-    for wrong in ("header:", "session", "USER"):
-        with pytest.raises(ConfigError, match="session_affinity"):
-            Affinity(wrong)
 
 
 def test_thresholds_are_set_cleared_and_read() -> None:

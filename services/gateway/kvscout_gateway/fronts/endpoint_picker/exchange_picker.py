@@ -227,7 +227,7 @@ class ExchangePicker:
             why = "that the proxy allows" if asked.subset is not None else "with an IP address in its HTTP endpoint"
             raise Unavailable(f"there is no worker of model {asked.model!r} {why}", retry_after_seconds=1.0)
         request = await request_of(
-            self._context, asked.path, asked.fields, size=asked.size, tenant=tenant, model=asked.model
+            self._context, asked.path, asked.headers, asked.fields, size=asked.size, tenant=tenant, model=asked.model
         )
         if len(allowed) == len(specs):
             return request

@@ -37,6 +37,7 @@ class PickRequest(NamedTuple):
     """"" = none."""
     changed: bytes | None = None
     """Its body as an engine is to have it; None = as it came."""
+    headers: Iterable[tuple[str, str]] = ()
     shows_output: bool = True
     """Its proxy will show the response's body, as far as is known."""
 
@@ -82,6 +83,7 @@ async def read_request(
         path,
         size=len(body),
         subset=subset,
+        headers=headers.items(),
         traceparent=headers.get("traceparent", ""),
         objective=_first(headers, OBJECTIVE_HEADERS),
     )

@@ -8,24 +8,25 @@ from kvscout.v1 import gateway_pb2
 from kvscout_common.http.http import Form, HttpAnswer, PrefixedSink, Sink
 from kvscout_common.identity.identity import AccessRole, Identity
 from kvscout_common.observability.log_lines import about_request
+from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
 from kvscout_gateway.request.attempt import AttemptContext
-from kvscout_gateway.request.exchange import Exchanges
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.dialects import OPENAI
 from kvscout_gateway.values.request import Request
 
 
 async def generate(
-    exchanges: Exchanges,
-    max_prompt_tokens: int,
+    fronts: FrontContext,
     message: gateway_pb2.GenerateRequest,
     context: Any,
     identity: Identity,
 ) -> None:
     """Answer one call: bytes are written to its context, no chunk of output becomes an object on its way."""
-    request = translate.generate_request(message, max_prompt_tokens, max_priority=identity.max_priority)
+    exchanges = fronts.exchanges
+    request = translate.generate_request(message, fronts.max_prompt_tokens, max_priority=identity.max_priority)
+    request.session = fronts.sessions.named(request.tenant, message.session)
     # A prompt is long, and an answer may take minutes.
     del message
     with exchanges.begin(request) as exchange, about_request(exchange.request_id):

@@ -88,6 +88,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
             self._gateway.require_deciding()
         limit = self._gateway.config.max_prompt_tokens
         routed = translate.route_request(request, limit, max_priority=current_identity().max_priority)
+        routed.session = self._gateway.front_context.sessions.named(routed.tenant, request.session)
         decision = await self._gateway.routing.place_for_caller(routed)
         return translate.route_response(decision, in_full=current_identity().role is AccessRole.ADMIN)
 
@@ -95,9 +96,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> Awaitable[None]:
         self._gateway.require_deciding()
-        return generate(
-            self._gateway.exchanges, self._gateway.config.max_prompt_tokens, request, context, current_identity()
-        )
+        return generate(self._gateway.front_context, request, context, current_identity())
 
     async def MarkPrefillComplete(
         self, request: scheduler_pb2.MarkPrefillCompleteRequest, context: Any

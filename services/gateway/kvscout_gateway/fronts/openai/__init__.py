@@ -3,7 +3,6 @@
 ::
 
     http/router.py ── which path, for whom ──┬─ generation.py   completions, chat: placed, booked, followed
-                                             │    └─ sessions.py     the worker that a session had
                                              ├─ models.py       what is served here, in the engines' own words
                                              ├─ thresholds.py   /busy_threshold
                                              └─ passthrough.py  everything else: any healthy worker

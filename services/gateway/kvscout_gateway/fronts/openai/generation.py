@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Final
 
-from kvscout_common.errors import ResourceExhausted, Unavailable
 from kvscout_common.http.dialect import Dialect, Usage
 from kvscout_common.http.http import HttpAnswer, HttpCall, HttpRequest, Sink, SinkGone
 from kvscout_common.observability import tracing
@@ -18,13 +16,12 @@ from kvscout_gateway.fronts.access import Caller, header
 from kvscout_gateway.fronts.body import JsonBody, json_of, model_of, with_usage
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.json_request import request_of, tokenize_body
-from kvscout_gateway.fronts.openai.sessions import Affinity, worker_of
 from kvscout_gateway.fronts.outputs import tool_choice
 from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.dialects import API_DIALECTS, ApiDialect
-from kvscout_gateway.values.request import EngineAdapter, Request, new_request_id
+from kvscout_gateway.values.request import EngineAdapter, Request
 
 MAX_READ_BYTES: Final = 64 * 1024
 """Longer answers are not read for their usage once more."""
@@ -157,7 +154,6 @@ class Generation:
     def __init__(
         self,
         context: FrontContext,
-        affinity: Affinity,
         *,
         passes_keys: Callable[[], bool],
     ) -> None:
@@ -165,11 +161,9 @@ class Generation:
 
         Args:
             context: Collaborators of the fronts.
-            affinity: Session of each request.
             passes_keys: Tells whether clients' keys are the engines'.
         """
         self._context = context
-        self._affinity = affinity
         self._passes_keys = passes_keys
 
     async def answer(self, call: HttpCall, caller: Caller) -> None:
@@ -184,7 +178,9 @@ class Generation:
 
     async def _answer(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
         tenant, model, comparison = caller.tenant, model_of(body.fields), self._context.tokens.comparison
-        request = await request_of(self._context, call.path, body.fields, size=body.size, tenant=tenant, model=model)
+        request = await request_of(
+            self._context, call.path, call.headers, body.fields, size=body.size, tenant=tenant, model=model
+        )
         compared = comparison.begin((tenant, model), request.prompt, lambda: tokenize_body(request.api, body.fields))
         sent = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
         client = Client(call, request.api, whole_answer=sent.whole_answer, in_full=caller.is_admin)
@@ -192,7 +188,8 @@ class Generation:
         request.body = sent
         with about_request(client.request_id):
             try:
-                await self._run(request, self._affinity.session(call.headers, body.fields), client)
+                with self._context.exchanges.begin(request, admitted=True) as exchange:
+                    await exchange.run(client)
                 await client.end()
             except SinkGone:
                 raise
@@ -203,21 +200,3 @@ class Generation:
         if compared is not None and client.decision is not None:
             reported = client.usage.prompt_tokens if client.usage is not None else None
             comparison.end(compared, client.decision.endpoint, reported)
-
-    async def _run(self, request: Request, session: str, client: Client) -> None:
-        preferred = self._worker_of(session, request) if session else ""
-        if preferred:
-            try:
-                with self._context.exchanges.begin(replace(request, allowed=(preferred,)), admitted=True) as exchange:
-                    await exchange.run(client)
-                return
-            except (ResourceExhausted, Unavailable):
-                # Both say that the client has nothing of an answer: any other worker may give it one.
-                request = replace(request, request_id=new_request_id())
-        with self._context.exchanges.begin(request, admitted=True) as exchange:
-            await exchange.run(client)
-
-    def _worker_of(self, session: str, request: Request) -> str:
-        attempts = self._context.exchanges.context
-        able = attempts.health.reachable(request.tenant, attempts.routing.candidates(request))
-        return worker_of(session, (spec.worker_id for spec in able))

@@ -257,7 +257,7 @@ async def _generation_of(call: HttpCall, tenant: str, body: bytes, charge: Charg
         return None
     try:
         read = await parsed(body, charge)
-        return Generation(api, read, tenant, model_of(read.fields))
+        return Generation(api, read, tenant, model_of(read.fields), call.headers)
     except InvalidArgument:
         return None
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.http.dialect import Usage
+from kvscout_common.http.http import Headers
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import Role
 from kvscout_gateway.engines.observation import predicted_cached_tokens
@@ -42,6 +43,7 @@ class Generation:
     body: JsonBody
     tenant: str
     model: str
+    headers: Headers = ()
 
 
 class Scores:
@@ -140,6 +142,7 @@ class Score:
         request = await request_of(
             self._context,
             generation.api.path,
+            generation.headers,
             generation.body.fields,
             size=generation.body.size,
             tenant=generation.tenant,

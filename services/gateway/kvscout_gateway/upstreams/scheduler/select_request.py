@@ -25,7 +25,7 @@ def select_request(request: Request, overlaps: Overlaps, booking: Booking | None
         overlaps: Overlaps of its prompt.
         booking: Has the attempt that is made; None for a query.
     """
-    kind, output = scheduler_pb2.SelectRequest, request.output
+    kind, output, session = scheduler_pb2.SelectRequest, request.output, request.session
     # Empty fields are left out: each collection that a message takes over costs more than all plain fields.
     message = kind(
         model=request.model,
@@ -50,6 +50,9 @@ def select_request(request: Request, overlaps: Overlaps, booking: Booking | None
         traceparent=tracing.traceparent(),
         lease_seconds=request.lease_seconds,
         prefill_elsewhere=request.remote_prefill,
+        session=session.session_id,
+        no_lineage=not session.by_lineage,
+        overlaps_unknown=overlaps.unknown,
     )
     return message.SerializeToString() + _prompt_fields(kind, overlaps)
 
