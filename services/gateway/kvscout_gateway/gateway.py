@@ -20,7 +20,7 @@ from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.followed_file import read_file
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.worker_proto import rank_to_proto
-from kvscout_common.rpc.service_info import about, service_info
+from kvscout_common.rpc.service_info import service_info
 from kvscout_common.worker import ALL_TENANTS, EngineKind, WorkerSpec
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.engines.engine_call import Engines
@@ -36,14 +36,13 @@ from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.members.membership import Membership
-from kvscout_gateway.members.registration import Registration, problem
+from kvscout_gateway.members.registration import Registration
 from kvscout_gateway.request.attempt import AttemptContext
 from kvscout_gateway.request.exchange import Exchanges
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.tokens.sources import Tokens
-from kvscout_gateway.upstreams.failover import Member
 from kvscout_gateway.upstreams.indexer.remote import RemoteIndexer
 from kvscout_gateway.upstreams.interfaces import Indexer, Scheduler
 from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler
@@ -97,6 +96,7 @@ class Gateway:
         self.started = time.monotonic()
         self.registry, self.backends = backends.registry, backends
         self.catalog = Catalog(self.registry)
+        self.registration = Registration(self.registry, shared=backends.link is not None)
         self.metrics = GatewayMetrics(metrics, self.catalog.serves)
         self.observations = Observations(self.catalog.model_of)
         self._remote: list[RemoteIndexer | RemoteScheduler] = []
@@ -108,7 +108,7 @@ class Gateway:
                 config.security,
                 timeout_seconds=config.indexer_timeout_seconds,
                 served=self.observations.eventful,
-                resync=self._resync,
+                resync=self.registration.resync,
             )
             self._remote.append(remote_indexer)
         if scheduler is None:
@@ -117,12 +117,11 @@ class Gateway:
                 config.security,
                 timeout_seconds=config.scheduler_timeout_seconds,
                 queue_wait_seconds=config.queue_wait_seconds,
-                resync=self._resync,
+                resync=self.registration.resync,
             )
             self._remote.append(remote_scheduler)
         self.indexer: Indexer = remote_indexer if indexer is None else indexer
         self.scheduler: Scheduler = remote_scheduler if scheduler is None else scheduler
-        self.registration = Registration(self.registry, [], shared=backends.link is not None)
         self.membership = Membership(self._remote, self.registration)
         self.routing = RoutingFlow(self.catalog, self.indexer, self.scheduler, self.metrics)
         ca = (
@@ -277,12 +276,11 @@ class Gateway:
 
     def info(self) -> types_pb2.ServiceInfo:
         """Return what this process is, with warnings for operators."""
-        members = [about(member.name, why) for member in self.registration.members if (why := problem(member))]
         return service_info(
             self.started,
             draining=self.leaving,
             warnings=[
-                *members,
+                *self.registration.warnings(),
                 *self.membership.warnings(),
                 *self.indexer.warnings(),
                 *self.health.warnings(),
@@ -291,9 +289,6 @@ class Gateway:
             ],
             nats=self.backends.nats(),
         )
-
-    def _resync(self, member: Member[Any]) -> asyncio.Future[float]:
-        return self.membership.resync(member)
 
     def _report_failure(self, tenant: str, decision: Decision, error: EngineFailed, ejection_seconds: float) -> None:
         """Log a worker's failure, and report an ejection to the other gateways."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.processes import eventually
@@ -18,8 +19,9 @@ from kvscout_common.registry.engine_facts import EngineFacts
 from kvscout_common.registry.registry import Registry, Source
 from kvscout_common.rpc.service_info import shown
 from kvscout_common.worker import DEFAULT_TENANT, EventEndpoint, WorkerSpec
-from kvscout_gateway.members import member_sync, registration
+from kvscout_gateway.members import member_list, member_sync, registration
 from kvscout_gateway.members.registration import Registration, problem
+from kvscout_gateway.upstreams.failover import Member
 
 A = WorkerSpec("a", "m", 16)
 B = WorkerSpec("b", "m", 16)
@@ -52,10 +54,11 @@ class Fleet:
     def node(self, services: Sequence[int] = (0, 1), *, shared: bool = False) -> Node:
         """One more gateway; `shared`: its registry is the one in NATS."""
         registry = Registry(time.monotonic)
-        members = [(f"service {index}", self.stubs[index]) for index in services]
-        registration = Registration(registry, members, shared=shared)
+        registration = Registration(registry, shared=shared)
         node = Node(registry, registration)
-        node.tasks = [asyncio.ensure_future(registration.keep(member)) for member in registration.members]
+        members = [Member("service", str(index), Mock(), self.stubs[index]) for index in services]
+        works = [work for member in members for work in registration.join(member).values()]
+        node.tasks = [asyncio.ensure_future(work()) for work in works]
         node.tasks.append(asyncio.ensure_future(_expire(registry)))
         self.stack.callback(node.die)
         return node
@@ -456,7 +459,7 @@ async def test_a_round_over_a_fleet_leaves_others_their_turn_and_reads_only_what
 ) -> None:
     read = Stretches(worker_proto.spec_from_proto)
     written = Stretches(worker_proto.spec_to_proto)
-    monkeypatch.setattr(member_sync, "spec_from_proto", read)
+    monkeypatch.setattr(member_list, "spec_from_proto", read)
     monkeypatch.setattr(worker_rpcs, "spec_to_proto", written)
     specs = [replace(A, worker_id=f"w{number}") for number in range(500)]
     for spec in specs:
@@ -474,5 +477,5 @@ async def test_a_round_over_a_fleet_leaves_others_their_turn_and_reads_only_what
     assert read.calls == len(specs) + 1
     for task in watching:
         task.cancel()
-    assert 0 < read.longest <= member_sync.WORKERS_A_SLICE
+    assert 0 < read.longest <= member_list.WORKERS_A_SLICE
     assert 0 < written.longest <= worker_rpcs.WORKERS_A_TURN

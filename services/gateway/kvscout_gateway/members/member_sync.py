@@ -23,18 +23,19 @@ import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
-import grpc
-
-from kvscout.v1 import types_pb2, workers_pb2
-from kvscout_common.enum_words import word_of
+from kvscout.v1 import workers_pb2
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.registry.registry import DECLARED, Entry, Registry, Source, WorkerName
 from kvscout_common.registry.worker_proto import spec_from_proto, spec_to_proto
 from kvscout_common.rpc.channel import call
-from kvscout_common.worker import ALL_TENANTS, WorkerSpec
+from kvscout_common.worker import WorkerSpec
+from kvscout_gateway.members.member_list import CALL_SECONDS, MemberList, Peer, WorkerStub
+
+if TYPE_CHECKING:
+    from kvscout_gateway.members.registration import Registration
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -48,60 +49,11 @@ PASSED_ON_AFTER_SECONDS = 1.0
 """A worker is passed on that others still list so long after a member was found not to: leases end everywhere, and
 removals arrive, within half a second."""
 PASSED_ON_LEASE_SECONDS = 10
-CALL_SECONDS = 2.0
-WORKERS_A_SLICE = 32
-"""Workers compared in a row: about a millisecond where all are new, after which other tasks run."""
 CALLS_IN_PARALLEL = 32
 """Registrations under way to one member: a fleet of 1,000 is pushed in well under a second."""
 
 LEARNED = (Source.PEER, Source.NATS)
 """Sources whose workers are not pushed: members have them, or follow the registry in NATS themselves."""
-KEPT = (*DECLARED, Source.NATS)
-"""Sources of a member that bring its workers to others, or to nobody else, without this gateway."""
-_SOURCES = {source.value: source for source in Source}
-
-
-class ServiceStatus(Protocol):
-    """The part of a status that indexers and schedulers have in common."""
-
-    @property
-    def service(self) -> types_pb2.ServiceInfo:
-        """The service."""
-
-
-class WorkerStub(Protocol):
-    """The rpcs that indexer and scheduler stubs both have."""
-
-    RegisterWorker: grpc.aio.UnaryUnaryMultiCallable[
-        workers_pb2.RegisterWorkerRequest, workers_pb2.RegisterWorkerResponse
-    ]
-    RemoveWorker: grpc.aio.UnaryUnaryMultiCallable[workers_pb2.RemoveWorkerRequest, workers_pb2.RemoveWorkerResponse]
-    KeepAlive: grpc.aio.UnaryUnaryMultiCallable[workers_pb2.KeepAliveRequest, workers_pb2.KeepAliveResponse]
-    ListWorkers: grpc.aio.UnaryUnaryMultiCallable[workers_pb2.ListWorkersRequest, workers_pb2.ListWorkersResponse]
-
-    @property
-    def GetStatus(self) -> Callable[..., Awaitable[ServiceStatus]]:
-        """State of the service."""
-
-
-class Peer(NamedTuple):
-    """A registration as a member lists it."""
-
-    spec: WorkerSpec
-    lease_seconds: int
-    source: Source
-    listed_at: float
-    """When its list was requested, on the gateway's clock."""
-
-    @property
-    def registered_there(self) -> bool:
-        """True = by a call to the member, so that nobody else need know the worker."""
-        return self.source not in KEPT and self.source is not Source.PEER
-
-    @property
-    def declared(self) -> bool:
-        """True = by the member's own file, pods or DNS names: nobody else can change it there."""
-        return self.source in DECLARED
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,49 +67,31 @@ class _Sent:
 
 
 class MemberSync:
-    """One member. `sync` is one round."""
+    """One member. `sync` is one round.
+
+    Args:
+        name: For people.
+        stub: Its rpcs.
+        registry: The workers of this gateway.
+        fleet: All members.
+        clock: Monotonic seconds.
+    """
 
     def __init__(
-        self,
-        name: str,
-        stub: WorkerStub,
-        registry: Registry,
-        *,
-        clock: Callable[[], float],
-        peers_of_others: Callable[[], dict[WorkerName, Peer] | None],
-        state: Callable[[], object | None],
-        on_release: Callable[[WorkerSpec], object],
+        self, name: str, stub: WorkerStub, registry: Registry, fleet: Registration, *, clock: Callable[[], float]
     ) -> None:
-        """Know nothing of the member yet.
-
-        Args:
-            name: For people.
-            stub: Its rpcs.
-            registry: The workers of this gateway.
-            clock: Monotonic seconds.
-            peers_of_others: Gives the lists of other members; None = one of them has not been read yet.
-            state: Returns the state of the registry and of all members' lists; None = they are to be compared in any
-                case.
-            on_release: Called with an own worker that another gateway has changed or removed, as the member lists it
-                now or as it was last.
-        """
         self.name = name
         self._stub = stub
         self._registry = registry
+        self._fleet = fleet
         self._clock = clock
-        self._peers_of_others = peers_of_others
-        self._state = state
+        self._list = MemberList(name, stub, clock)
         self._compared: object | None = None
         """State after a comparison that left nothing to be done; None = it left something."""
-        self._version = ""
-        """Version of the list that was read last; "" = there is none."""
-        self._listed: dict[WorkerName, Peer] = {}
-        """That list."""
         self._own_workers: tuple[str, dict[WorkerName, Entry]] = ("", {})
         """Registrations that this member should have, and the version of the registry that they are of."""
         self.lists = 0
         """Lists that were compared."""
-        self._on_release = on_release
         self._sent: dict[WorkerName, _Sent] = {}
         self._to_remove: set[WorkerName] = set()
         self._to_renew: set[WorkerName] = set()
@@ -179,13 +113,12 @@ class MemberSync:
         self.refused: dict[WorkerName, str] = {}
         """Registrations that it refuses, and why."""
         self.peers: dict[WorkerName, Peer] = {}
+        """The list that was compared last."""
         self.unaware = 0
         """Workers of the registry in NATS that it did not list twice in a row."""
         self._unlisted: set[WorkerName] = set()
-        self._lacks: dict[WorkerName, float] = {}
+        self.lacks: dict[WorkerName, float] = {}
         """Workers that others list and this one does not, and since when that is known."""
-        self._specs: dict[bytes, WorkerSpec] = {}
-        """Registrations of the last list, by their serialised form."""
         self._warnings = RateLimitedLog(log)
 
     @property
@@ -254,11 +187,6 @@ class MemberSync:
         if not self.changed.is_set() and not self.refused:
             self.synced.set()
 
-    @property
-    def lacks_workers(self) -> bool:
-        """Return whether others list workers that this one does not."""
-        return bool(self._lacks)
-
     def wait_seconds(self) -> float:
         """Return the seconds until the next round is due, if nothing changes."""
         return max(0.0, self._list_due - self._clock())
@@ -325,10 +253,7 @@ class MemberSync:
         """Register a worker; None = the member refuses it, which is no reason to keep others from it."""
         proto = spec_to_proto(spec)
         request = workers_pb2.RegisterWorkerRequest(
-            tenant=spec.tenant,
-            worker=proto,
-            lease_seconds=lease_seconds,
-            passed_on=passed_on,
+            tenant=spec.tenant, worker=proto, lease_seconds=lease_seconds, passed_on=passed_on
         )
         try:
             await call(self._stub.RegisterWorker, request, timeout=CALL_SECONDS)
@@ -364,58 +289,24 @@ class MemberSync:
     async def _compare(self) -> None:
         """Read the list of workers, and draw the conclusions; there are none where nothing has changed anywhere."""
         requested_at = self._clock()
-        request = workers_pb2.ListWorkersRequest(tenant=ALL_TENANTS, known_version=self._version)
-        answer = await call(self._stub.ListWorkers, request, timeout=CALL_SECONDS)
-        if not answer.version or answer.version != self._version:
-            self._listed = await self._read(answer, requested_at)
-            self._version = answer.version
-        elif self._compared is not None and self._compared == self._state():
+        if not await self._list.read() and self._compared is not None and self._compared == self._fleet.state():
             self._listed_at = requested_at
             return
         self._compared = None
-        listed = {name: peer._replace(listed_at=requested_at) for name, peer in self._listed.items()}
+        listed = dict(self._list.workers)
         lost = (self.peers.keys() | self._sent.keys()) - listed.keys()
-        if lost and self._listed_at is not None and await self._restarted_since(self._listed_at):
+        if lost and self._listed_at is not None and await self._list.restarted_since(self._listed_at):
             self._new = True
             self._sent.clear()
         self._compare_shared(listed)
         await asyncio.sleep(0)
         self._compare_own(listed)
-        if self._new:
-            await self._bring_up(listed)
         passes_on = await self._pass_on(listed)
         self.peers = listed
         self.lists += 1
         self._listed_at = requested_at
-        if not (self._new or passes_on or self._unlisted):
-            self._compared = self._state()
-
-    async def _read(self, answer: workers_pb2.ListWorkersResponse, requested_at: float) -> dict[WorkerName, Peer]:
-        """Return the workers of a list."""
-        listed: dict[WorkerName, Peer] = {}
-        specs: dict[bytes, WorkerSpec] = {}
-        for number, entry in enumerate(answer.workers):
-            if number % WORKERS_A_SLICE == 0:
-                await asyncio.sleep(0)
-            try:
-                proto = entry.registered if entry.HasField("registered") else entry.worker
-                serialised = proto.SerializeToString(deterministic=True)
-                # Of a fleet nearly all are as they were a round ago: those are not read again.
-                spec = specs[serialised] = self._specs.get(serialised) or spec_from_proto(proto)
-            except InvalidArgument as error:
-                # Of a release with other rules; the others in the list are of use all the same.
-                self._warnings.warning("listed", "%s lists a worker that cannot be read: %s", self.name, error)
-                continue
-            listed[WorkerName(spec.tenant, spec.worker_id)] = Peer(
-                spec, entry.lease_seconds, _source_of(entry), requested_at
-            )
-        self._specs = specs
-        return listed
-
-    async def _restarted_since(self, then: float) -> bool:
-        """Return whether the member's process started after a time; called only when workers are missing: it costs."""
-        status = await call(self._stub.GetStatus, types_pb2.GetStatusRequest(tenant=ALL_TENANTS), timeout=CALL_SECONDS)
-        return self._clock() - status.service.uptime_seconds > then
+        if not (passes_on or self._unlisted):
+            self._compared = self._fleet.state()
 
     def _compare_shared(self, listed: dict[WorkerName, Peer]) -> None:
         shared = {entry.name for entry in self._registry.entries() if entry.source is Source.NATS}
@@ -425,20 +316,15 @@ class MemberSync:
     def _compare_own(self, listed: dict[WorkerName, Peer]) -> None:
         own = self._own()
         for name, sent in list(self._sent.items()):
+            entry, there = own.get(name), listed.get(name)
             if name in self._to_remove:
                 continue  # that is pushed next
-            entry = own.get(name)
-            if entry is None:
-                del self._sent[name]  # its lease ended, or another gateway has it
-                continue
-            there = listed.get(name)
-            if there is not None and there.source is Source.PEER:
-                del self._sent[name]  # it restarted, and another gateway was faster
+            if entry is None or (there is not None and there.source is Source.PEER):
+                # Its lease ended, or another gateway has it; or the member restarted, and another gateway was faster.
+                del self._sent[name]
                 continue
             # The same object, nearly always: comparing all fields of a fleet takes as long as reading them.
-            if there is not None and (there.declared or there.spec is sent.listed):
-                continue
-            if there is not None and there.spec == sent.listed:
+            if there is not None and (there.declared or there.spec is sent.listed or there.spec == sent.listed):
                 self._sent[name] = _Sent(sent.entry, there.spec, sent.at)
                 continue
             lease = entry.lease_seconds
@@ -446,59 +332,43 @@ class MemberSync:
             del self._sent[name]
             changed_here = sent.entry.registered != entry.registered
             if entry.source not in DECLARED and not lapsed and not changed_here:
-                self._on_release(there.spec if there is not None else entry.registered)
-
-    async def _bring_up(self, listed: dict[WorkerName, Peer]) -> None:
-        """Push to a member that is new the workers that others know: whoever registered them may be gone."""
-        listed_by_others = self._peers_of_others()
-        if listed_by_others is None:
-            return
-        own = self._own()
-        for name, peer in listed_by_others.items():
-            if name in listed or name in own or name in self._to_remove or not peer.registered_there:
-                continue
-            # A lease is renewed by whoever registered it, perhaps with the other member only.
-            if peer.lease_seconds:
-                await self._pass_on_one(name, peer)
-                listed[name] = peer._replace(source=Source.PEER)
-            else:
-                await self._register_worker(name, peer.spec, 0)
-                listed[name] = peer
-        self._new = False
+                self._fleet.release(there.spec if there is not None else entry.registered)
 
     async def _pass_on(self, listed: dict[WorkerName, Peer]) -> bool:
-        """Push what is registered with others, for as long as it is there; return whether there is any."""
-        now = self._clock()
-        listed_by_others = self._peers_of_others() or {}
-        lacks, before = {}, self._lacks
-        passes_on = False
-        own = self._own()
+        """Push what is registered with others, for as long as it is there; return whether more is to be done later.
+
+        A member that is new receives it immediately, and what has no lease as its own: whoever registered it may be
+        gone. A lease is renewed by whoever registered it, perhaps with the other member only.
+        """
+        listed_by_others = self._fleet.peers_of_others(self)
+        if listed_by_others is None:
+            return True
+        own, now = self._own(), self._clock()
+        lacks, passes_on = dict[WorkerName, float](), False
         for name, peer in listed_by_others.items():
             if name in own or name in self._to_remove or not peer.registered_there:
                 continue
             here = listed.get(name)
-            if here is not None and here.source is Source.PEER:
-                passes_on = True
-                if here.spec == peer.spec:
+            if here is not None:
+                passes_on |= here.source is Source.PEER
+                if here.source is Source.PEER and here.spec == peer.spec:
                     self._to_renew.add(name)
-                else:
+                elif here.source is Source.PEER:
                     await self._pass_on_one(name, peer)
-            elif here is None:
-                lacks[name] = before.get(name, now)
-                if peer.listed_at - lacks[name] >= PASSED_ON_AFTER_SECONDS:
+            elif self._new and not peer.lease_seconds:
+                await self._register_worker(name, peer.spec, 0)
+                listed[name] = peer
+            else:
+                lacks[name] = self.lacks.get(name, now)
+                if self._new or peer.listed_at - lacks[name] >= PASSED_ON_AFTER_SECONDS:
                     await self._pass_on_one(name, peer)
-        self._lacks = lacks
+        self.lacks, self._new = lacks, False
         return passes_on or bool(lacks)
 
     async def _pass_on_one(self, name: WorkerName, peer: Peer) -> None:
         if await self._register_worker(name, peer.spec, PASSED_ON_LEASE_SECONDS, passed_on=True) is None:
             why = self.refused.pop(name)
             self._warnings.warning(name, "%s refuses worker %s, which others know: %s", self.name, name.worker_id, why)
-
-
-def _source_of(listed: workers_pb2.WorkerEntry) -> Source:
-    """Return a source as a member lists it; one that only its release knows counts as any other peer's."""
-    return _SOURCES.get(word_of(workers_pb2.RegistrationSource, listed.source), Source.RPC)
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> None:

@@ -2,7 +2,8 @@
 
 ::
 
-    a name's addresses ──▶ joined: workers (registration) and decisions are reported to it, it is checked
+    a name's addresses ──▶ joined: its watchers say what runs for it: workers are pushed (registration), decisions
+                       │           reported and its version checked (upstreams)
                        └─▶ left:   none of that any more; what it has under way ends, bookings move
 
 A lookup that fails, or finds nothing, changes nothing.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -20,9 +20,7 @@ from kvscout.v1 import gateway_pb2
 from kvscout_common.endpoints import bracketed
 from kvscout_common.enum_words import value_of
 from kvscout_common.registry.dns import LOOKUP_SECONDS, RESOLVE_SECONDS, Resolve, resolve
-from kvscout_common.rpc.service_info import Warned, shown
-from kvscout_gateway.members.member_sync import MemberSync
-from kvscout_gateway.members.registration import Registration, problem
+from kvscout_common.rpc.service_info import Warned
 from kvscout_gateway.upstreams.failover import DNS, Failover, Member
 
 log = logging.getLogger("kvscout.gateway")
@@ -32,7 +30,20 @@ MAX_ADDRESSES = 64
 Work = Callable[[], Coroutine[Any, Any, None]]
 
 
-class Upstream(Protocol):
+class Watcher(Protocol):
+    """A part that does something for each member."""
+
+    def join(self, member: Any) -> dict[str, Work]:
+        """Return what is to run for a member as long as it is there, by name."""
+
+    def leave(self, member: Any) -> None:
+        """Forget a member that is gone."""
+
+    def fill_status(self, member: Any, status: gateway_pb2.HelperStatus) -> None:
+        """Add to the status of a member what is known of it."""
+
+
+class Upstream(Watcher, Protocol):
     """The indexers, or the schedulers."""
 
     @property
@@ -43,33 +54,21 @@ class Upstream(Protocol):
     def members(self) -> Sequence[Member[Any]]:
         """Every peer."""
 
-    def join(self, member: Any) -> dict[str, Work]:
-        """Return what is to run for a peer as long as it is there, by name."""
-
-    def leave(self, member: Any) -> None:
-        """Forget a peer that is gone."""
-
-    def fill_status(self, member: Any, status: gateway_pb2.HelperStatus) -> None:
-        """Add to the status of a peer what is known of it."""
-
 
 class Membership:
     """All of them. `run` is a task of the process.
 
     Args:
-        upstreams: The indexers, and the schedulers.
-        registration: Brings them up to date about the workers.
+        upstreams: The indexers, and the schedulers; each watches its own.
+        watcher: Watches all.
         resolve: How a name is looked up.
     """
 
-    def __init__(
-        self, upstreams: Sequence[Upstream], registration: Registration, *, resolve: Resolve = resolve
-    ) -> None:
+    def __init__(self, upstreams: Sequence[Upstream], watcher: Watcher, *, resolve: Resolve = resolve) -> None:
         self._upstreams = upstreams
-        self._registration = registration
+        self._watcher = watcher
         self._resolve = resolve
         self._problems: dict[str, str] = {}
-        self._syncs: dict[Member[Any], MemberSync] = {}
         self._tasks: dict[Member[Any], list[asyncio.Task[None]]] = {}
         self._works = {member: self._join(up, member) for up in upstreams for member in up.members}
         self.read = asyncio.Event()
@@ -85,27 +84,18 @@ class Membership:
         statuses = []
         for upstream in self._upstreams:
             for member in upstream.members:
-                sync = self._syncs[member]
                 status = gateway_pb2.HelperStatus(
                     kind=value_of(gateway_pb2.HelperKind, member.kind),
                     address=member.address,
-                    healthy=not (member.last_error or sync.error),
-                    last_error=member.last_error or "".join(shown([problem(sync)])),
+                    healthy=not member.last_error,
+                    last_error=member.last_error,
                     calls=member.calls,
                     failures=member.failures,
-                    pending_registrations=sync.pending,
                 )
-                upstream.fill_status(member, status)
+                for watcher in (self._watcher, upstream):
+                    watcher.fill_status(member, status)
                 statuses.append(status)
         return statuses
-
-    def resync(self, member: Member[Any]) -> asyncio.Future[float]:
-        """Bring one up to date that does not know workers which this gateway knows; return as `MemberSync.resync`."""
-        if member in self._syncs:
-            return self._syncs[member].resync()
-        gone: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        gone.set_result(-math.inf)
-        return gone
 
     def warnings(self) -> list[Warned]:
         """Return the names that cannot be looked up, one sentence each."""
@@ -153,8 +143,7 @@ class Membership:
 
     def _join(self, upstream: Upstream, member: Member[Any]) -> dict[str, Work]:
         """Return what is to run for a member, by name."""
-        sync = self._syncs[member] = self._registration.join(member.name, member.stub)
-        return {f"sync {member.name}": lambda: self._registration.keep(sync), **upstream.join(member)}
+        return {**self._watcher.join(member), **upstream.join(member)}
 
     def _begin(self, member: Member[Any], works: dict[str, Work], group: asyncio.TaskGroup) -> None:
         self._tasks[member] = [group.create_task(work(), name=name) for name, work in works.items()]
@@ -163,5 +152,5 @@ class Membership:
         log.info("%s is gone", member.name)
         for task in self._tasks.pop(member):
             task.cancel()
-        self._registration.leave(self._syncs.pop(member))
-        upstream.leave(member)
+        for watcher in (self._watcher, upstream):
+            watcher.leave(member)

@@ -13,14 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
+from kvscout.v1 import gateway_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, Unavailable
 from kvscout_common.registry.registry import DECLARED, Registry, Source, WorkerName
 from kvscout_common.rpc.service_info import TenantWarning, Warned, about, shown, text_of
 from kvscout_common.worker import WorkerSpec
-from kvscout_gateway.members.member_sync import CALL_SECONDS, WORKERS_A_SLICE, MemberSync, Peer, WorkerStub
+from kvscout_gateway.members.member_list import CALL_SECONDS, WORKERS_A_SLICE, Peer
+from kvscout_gateway.members.member_sync import MemberSync
+from kvscout_gateway.upstreams.failover import Member
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -28,51 +33,57 @@ RETRY_SECONDS = 0.5
 
 
 class Registration:
-    """The syncs of all members, and the peers they bring. A registry listener."""
+    """The syncs of all members, and the peers they bring. Watches the members, and listens to the registry.
+
+    Args:
+        registry: The workers of this gateway.
+        clock: Monotonic seconds.
+        shared: Worker rpcs take effect in the registry that services share.
+    """
 
     def __init__(
-        self,
-        registry: Registry,
-        members: Sequence[tuple[str, WorkerStub]],
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        shared: bool = False,
+        self, registry: Registry, clock: Callable[[], float] = time.monotonic, *, shared: bool = False
     ) -> None:
-        """Know the members; `keep` is a task of each, for as long as it is a member.
-
-        Args:
-            registry: The workers of this gateway.
-            members: Names and stubs, in order of preference.
-            clock: Monotonic seconds.
-            shared: Worker rpcs take effect in the registry that services share.
-        """
         self._registry = registry
         self._shared = shared
         self._clock = clock
-        self.members: list[MemberSync] = []
+        self._syncs: dict[Member[Any], MemberSync] = {}
         self._adopted: object | None = None
         """State of the lists whose workers were adopted last."""
-        for name, stub in members:
-            self.join(name, stub)
         registry.listen(self)
 
-    def join(self, name: str, stub: WorkerStub) -> MemberSync:
-        """Add a member."""
-        member = MemberSync(
-            name,
-            stub,
-            self._registry,
-            clock=self._clock,
-            peers_of_others=lambda: self._peers_of_others(member),
-            state=self._state,
-            on_release=self._release,
-        )
-        self.members.append(member)
-        return member
+    @property
+    def members(self) -> list[MemberSync]:
+        """The members, in the order in which they came."""
+        return list(self._syncs.values())
 
-    def leave(self, member: MemberSync) -> None:
-        """Remove a member that is gone, and the workers that only it has listed."""
-        self.members.remove(member)
+    def join(self, member: Member[Any]) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """Return what is to run for a member as long as it is there, by name."""
+        sync = self._syncs[member] = MemberSync(member.name, member.stub, self._registry, self, clock=self._clock)
+        return {f"sync {member.name}": lambda: self._keep(sync)}
+
+    def leave(self, member: Member[Any]) -> None:
+        """Forget a member that is gone, and the workers that only it has listed."""
+        del self._syncs[member]
+
+    def fill_status(self, member: Member[Any], status: gateway_pb2.HelperStatus) -> None:
+        """Add to the status of a member how it follows the workers."""
+        sync = self._syncs[member]
+        status.healthy &= not sync.error
+        status.last_error = status.last_error or "".join(shown([problem(sync)]))
+        status.pending_registrations = sync.pending
+
+    def resync(self, member: Member[Any]) -> asyncio.Future[float]:
+        """Bring one up to date that does not know workers which this gateway knows; return as `MemberSync.resync`."""
+        if member in self._syncs:
+            return self._syncs[member].resync()
+        gone: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        gone.set_result(-math.inf)
+        return gone
+
+    def warnings(self) -> list[Warned]:
+        """Return what keeps members from knowing every worker, one sentence each."""
+        return [about(member.name, why) for member in self.members if (why := problem(member))]
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """Push a new worker."""
@@ -111,7 +122,7 @@ class Registration:
                 f"registered here, but not everywhere yet; retrying: {late}", retry_after_seconds=1.0
             ) from None
 
-    async def keep(self, member: MemberSync) -> None:
+    async def _keep(self, member: MemberSync) -> None:
         """Sync one member, for ever."""
         while True:
             before = problem(member)
@@ -166,17 +177,19 @@ class Registration:
         lease = next((m.peers[name].lease_seconds for m in self.members if name in m.peers), 0)
         self._registry.register(entry.registered, lease_seconds=lease)
 
-    def _release(self, spec: WorkerSpec) -> None:
+    def release(self, spec: WorkerSpec) -> None:
+        """Take note of an own worker that another gateway changed or removed, as it is listed now or was last."""
         log.info("worker %s is now registered by another gateway", spec.worker_id)
         self._registry.register(spec, source=Source.PEER)
 
-    def _state(self) -> object | None:
-        """Return the state of the registry and of the members' lists; None = workers are about to be passed on."""
-        if any(member.lacks_workers for member in self.members):
+    def state(self) -> object | None:
+        """Return the state of the registry and of all lists; None = workers are about to be passed on."""
+        if any(member.lacks for member in self.members):
             return None
         return self._registry.version, [(member.lists, member.error, member.tried) for member in self.members]
 
-    def _peers_of_others(self, member: MemberSync) -> dict[WorkerName, Peer] | None:
+    def peers_of_others(self, member: MemberSync) -> dict[WorkerName, Peer] | None:
+        """Return what the other members list; None = one of them has not been read yet."""
         others = [other for other in self.members if other is not member]
         if not all(other.tried for other in others):
             return None
@@ -199,13 +212,13 @@ class Registration:
 
     async def _adopt(self) -> None:
         """Make the registry's peers those that members list: new ones some at a time, the rest in one call."""
-        if self._adopted == self._state() is not None:
+        if self._adopted == self.state() is not None:
             return
         while fresh := [spec for spec in self._peers() if not self._knows(spec)][:WORKERS_A_SLICE]:
             self._registry.add_to_source(Source.PEER, fresh)
             await asyncio.sleep(0)
         self._registry.replace_source(Source.PEER, self._peers())
-        self._adopted = self._state()
+        self._adopted = self.state()
 
     def _knows(self, spec: WorkerSpec) -> bool:
         return self._registry.has(WorkerName(spec.tenant, spec.worker_id))
