@@ -69,17 +69,20 @@ def request_trailers() -> bytes:
     return pb.ProcessingRequest(request_trailers=pb.HttpTrailers()).SerializeToString()
 
 
-def response_headers(status: int = 200, *, end: bool = False, served: str = "", upstream: str = "") -> bytes:
+def response_headers(
+    status: int = 200, *, kind: str = "text/event-stream", end: bool = False, served: str = "", upstream: str = ""
+) -> bytes:
     """An engine's headers.
 
     Args:
         status: HTTP status.
+        kind: Content type.
         end: No body follows.
         served: Endpoint, in the protocol's metadata.
         upstream: Endpoint, in Envoy's attributes.
     """
     message = pb.ProcessingRequest()
-    message.response_headers.headers.CopyFrom(header_map({":status": str(status), "content-type": "text/event-stream"}))
+    message.response_headers.headers.CopyFrom(header_map({":status": str(status), "content-type": kind}))
     message.response_headers.end_of_stream = end
     if served:
         message.metadata_context.filter_metadata["envoy.lb"].update({"x-gateway-destination-endpoint-served": served})

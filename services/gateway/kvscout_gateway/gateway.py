@@ -34,6 +34,7 @@ from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.fronts.shadow.report import ShadowReport
+from kvscout_gateway.fronts.stored_responses import StoredResponses
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.members.membership import Membership
 from kvscout_gateway.members.registration import Registration
@@ -195,6 +196,7 @@ class Gateway:
             config.max_prompt_tokens,
             config.client_paths,
             Sessions(without=config.no_session_sources, affinity=config.session_affinity),
+            StoredResponses(self.catalog, self.engines),
             self.charge,
         )
         metrics.register(self.observations)

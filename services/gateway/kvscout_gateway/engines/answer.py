@@ -11,12 +11,12 @@ from kvscout_common.http.json_fields import INLINE_BYTES, Fields
 
 MAX_WORDS_BYTES: Final = 64 * 1024
 """Longest error that is read in a stream, in bytes; a longer one counts as none."""
-_READ: Final = ("usage", "meta_info", "kv_transfer_params")
+_READ: Final = ("id", "usage", "meta_info", "kv_transfer_params")
 _ERROR: Final = "error"
 
 
 async def answer_read(data: bytes) -> dict[str, Any]:
-    """Read the fields of a whole answer that concern us: `error`, `usage`, `meta_info` and `kv_transfer_params`.
+    """Read the fields of a whole answer that concern us: `error`, `id`, `usage`, `meta_info` and `kv_transfer_params`.
 
     It is empty where the answer is no JSON object, or has more in it than `json_scan` allows.
     """

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvscout_common.http.http import Charge
     from kvscout_gateway.fronts.client_paths import ClientPaths
     from kvscout_gateway.fronts.sessions import Sessions
+    from kvscout_gateway.fronts.stored_responses import StoredResponses
     from kvscout_gateway.members.catalog import Catalog
     from kvscout_gateway.request.exchange import Exchanges
     from kvscout_gateway.tokens.sources import Tokens
@@ -25,5 +26,6 @@ class FrontContext:
     max_prompt_tokens: int
     client_paths: ClientPaths
     sessions: Sessions
+    stored: StoredResponses
     charge: Callable[[str], Charge]
     """Begins to charge a tenant for the memory of a request."""

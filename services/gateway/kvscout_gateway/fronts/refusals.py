@@ -29,6 +29,7 @@ from kvscout_common.plain_text import printable
 from kvscout_gateway.engines.faults import Payer, failure_behind
 from kvscout_gateway.fronts.client_paths import UnknownPath
 from kvscout_gateway.fronts.headers import JSON_HEADERS
+from kvscout_gateway.fronts.stored_responses import ResponseNotFound
 from kvscout_gateway.values.dialects import ErrorShape
 from kvscout_gateway.values.prompt import PromptTooLong
 
@@ -41,6 +42,7 @@ STATUSES: Final[dict[type[KvscoutError], tuple[int, str, str | None]]] = {
     Unauthenticated: (401, "authentication_error", "invalid_api_key"),
     PermissionDenied: (403, "permission_error", None),
     UnknownPath: (404, "invalid_request_error", None),
+    ResponseNotFound: (404, "invalid_request_error", "previous_response_not_found"),
     NotFound: (404, "invalid_request_error", "model_not_found"),
     PromptTooLong: (400, "invalid_request_error", "context_length_exceeded"),
     # No 409: clients' libraries would send the same again.

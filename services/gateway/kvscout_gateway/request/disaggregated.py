@@ -2,6 +2,8 @@
 
 ::
 
+    undivided? ── the API hands nothing over, or the worker is given ──▶ a worker that can compute prompts, or a refusal
+        │
     conditional? ── short or mostly cached on a decode worker that can compute it ──▶ that worker alone
         │
     book decode: on load alone, no prefill charged     all busy ─▶ refused, no prefill has run
@@ -61,8 +63,11 @@ class Path(StrEnum):
     """On a decode worker alone, because no prefill worker did its part."""
     FALLBACK_AGGREGATED = "fallback_aggregated"
     """On an aggregated worker, because no prefill worker did its part."""
+    UNDIVIDED = "undivided"
+    """On one worker that does both, because the request cannot be divided."""
     REFUSED = "refused"
-    """Nowhere: no decode worker takes it, or no prefill worker did its part and no other worker can."""
+    """Nowhere: no decode worker takes it, no prefill worker did its part and no other worker can, or the request cannot
+    be divided and no worker does both."""
 
 
 def computes_here(isl_tokens: int, overlap_tokens: int) -> bool:
@@ -104,7 +109,7 @@ class Disaggregated:
         """See `Plan`."""
         try:
             path = await self._run(exchange, reply)
-        except (Unavailable, ResourceExhausted):
+        except (Unavailable, ResourceExhausted, FailedPrecondition):
             self._metrics.disaggregation.labels(Path.REFUSED).inc()
             raise
         self._metrics.disaggregation.labels(path).inc()
@@ -113,13 +118,20 @@ class Disaggregated:
         """See `Plan`."""
         try:
             path, attempt, prefill = await self._place(exchange)
-        except (Unavailable, ResourceExhausted):
+        except (Unavailable, ResourceExhausted, FailedPrecondition):
             self._metrics.disaggregation.labels(Path.REFUSED).inc()
             raise
         self._metrics.disaggregation.labels(path).inc()
         return attempt, prefill
 
     async def _place(self, exchange: Exchange) -> tuple[Path, Attempt, Attempt | None]:
+        if (reason := self._undivided(exchange.request)) is not None:
+            for _, request in self._others(exchange.request):
+                try:
+                    return Path.UNDIVIDED, await exchange.place(request), None
+                except _NO_ONE as error:
+                    reason = error
+            raise reason
         if await self._stays(exchange):
             return Path.LOCAL, await exchange.place(self._alone(exchange.request)), None
         try:
@@ -149,6 +161,11 @@ class Disaggregated:
             await reply.placed(attempt.decision)
             await attempt.relay(await attempt.send(), reply)
 
+        if (reason := self._undivided(exchange.request)) is not None:
+            if not self._others(exchange.request):
+                raise reason
+            await self._instead(exchange, alone, reason)
+            return Path.UNDIVIDED
         if await self._stays(exchange):
             await exchange.run_attempts(self._alone(exchange.request), alone)
             return Path.LOCAL
@@ -183,6 +200,19 @@ class Disaggregated:
         if isinstance(error, (Unavailable, ResourceExhausted)):
             raise error
         raise Unavailable(str(error), retry_after_seconds=1.0) from error.__cause__
+
+    def _undivided(self, request: Request) -> KvscoutError | None:
+        """Return why a request cannot be divided, as the error if no worker can do all of it; None = it can."""
+        reason = request.undivided
+        if not reason:
+            kinds = {spec.engine for spec in self._catalog.serving(request).specs if spec.role is Role.DECODE}
+            unable = sorted(kinds & request.api.no_handover)
+            if not unable:
+                return None
+            reason = f"{request.api.path} of {unable[0]} takes over no prompt from a prefill worker"
+        return FailedPrecondition(
+            f"{reason}: it takes an aggregated worker, or a decode worker with can_fallback, and there is none"
+        )
 
     async def _stays(self, exchange: Exchange) -> bool:
         """Tell whether a decode worker had better compute the prompt itself; if all are busy, booking one shows it."""

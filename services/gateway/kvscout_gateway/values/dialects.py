@@ -137,6 +137,8 @@ class ApiDialect:
     """Path that counts the tokens of the same request; "" = none."""
     no_handover: frozenset[EngineKind] = frozenset()
     """Engines that cannot be handed a computed prompt in this API."""
+    stores: bool = False
+    """Engines keep answers, which later requests mean by their names."""
     output_mark: bytes = b""
     """Bytes in a stream's first output, for fronts that do not read events; empty = its first bytes are output."""
 
@@ -184,6 +186,7 @@ RESPONSES: Final = ApiDialect(
     prefill={**_HAND_OVER, "max_output_tokens": 1, "store": False, "background": None},
     count_path="/v1/responses/input_tokens",
     no_handover=frozenset({EngineKind.SGLANG}),
+    stores=True,
     # `response.created` comes before the prompt is computed. A line's end stands in no JSON.
     output_mark=b".delta\n",
 )

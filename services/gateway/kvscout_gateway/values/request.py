@@ -149,6 +149,8 @@ class Request:
     lease_seconds: int = 0
     remote_prefill: bool = False
     """Another worker computes the prompt: none of it is charged to this one."""
+    undivided: str = ""
+    """Why one worker has to compute the prompt and the output; "" = two may."""
     owned: bool = False
     """This gateway runs the request itself, and holds its booking; else a caller does, who has a lease."""
     unreported: bool = False

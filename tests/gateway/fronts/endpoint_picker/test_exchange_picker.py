@@ -118,7 +118,7 @@ async def test_the_first_piece_of_an_answer_that_comes_whole_is_no_first_token(
         assert (booking.output.output_class, booking.output.unseen) == ("completions", not streams)
         assert booking.session_id == Sessions().named(DEFAULT_TENANT, "s").session_id
         pick.answering(200, "", in_chunks)
-        pick.first_output()
+        pick.first_output(b"")
         assert booking.prefilled is seen
         pick.ended({})
         assert not scheduler_of(gateway).bookings.in_flight()
@@ -153,7 +153,7 @@ async def test_what_runs_where_the_proxy_sent_it_is_booked_as_what_runs() -> Non
         pick = await one.pick(generation(stream=True))
         first = booked(gateway)
         pick.answering(200, address(2), True)
-        pick.first_output()
+        pick.first_output(b"")
 
         async def moved() -> bool:
             return [one.worker for one in scheduler_of(gateway).bookings.in_flight()] == [WorkerRank("w2", 0)]

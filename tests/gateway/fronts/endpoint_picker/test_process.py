@@ -61,7 +61,7 @@ class Noted:
     def answering(self, status: int, served: str, in_chunks: bool | None) -> None:
         self._told.append(("answering", status, served))
 
-    def first_output(self) -> None:
+    def first_output(self, head: bytes) -> None:
         self._told.append("first output")
 
     def ended(self, usage: Mapping[str, Any] | None) -> None:

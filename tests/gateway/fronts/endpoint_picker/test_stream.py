@@ -53,9 +53,11 @@ def wanted(step: Step) -> PickWanted:
     return event
 
 
-def until_picked(request: int, response: int, *, follow: Follow = Follow.PROXY) -> RequestStream:
+def until_picked(
+    request: int, response: int, *, follow: Follow = Follow.PROXY, path: str = "/v1/chat/completions"
+) -> RequestStream:
     one = stream(follow)
-    one.receive(request_headers(request, response))
+    one.receive(request_headers(request, response, headers={":path": path}))
     one.receive(request_body(body_of()))
     one.picked(PICK)
     return one
@@ -185,7 +187,7 @@ def test_in_full_duplex_each_piece_of_a_response_goes_back_at_once_as_it_came() 
         sent, ends = streamed(parsed(step.answers), "response_body")
         assert sent == body
         assert not any(ends)
-        assert step.events == ((FirstOutput(),) if number == 0 else ())
+        assert step.events == ((FirstOutput(body),) if number == 0 else ())
     step = one.receive(response_body(b"", end=True))
     assert streamed(parsed(step.answers), "response_body") == (b"", [True])
     assert isinstance(step.events[0], Ended)
@@ -194,7 +196,7 @@ def test_in_full_duplex_each_piece_of_a_response_goes_back_at_once_as_it_came() 
 def test_streamed_pieces_are_answered_with_nothing() -> None:
     one = until_picked(BUFFERED, STREAMED)
     one.receive(response_headers())
-    assert one.receive(response_body(b"data: 1\n\n")).events == (FirstOutput(),)
+    assert one.receive(response_body(b"data: 1\n\n")).events == (FirstOutput(b"data: 1\n\n"),)
     step = one.receive(response_body(b"data: 2\n\n"))
     assert not step.events
     [answer] = parsed(step.answers)
@@ -216,8 +218,24 @@ def test_a_response_in_one_piece_is_first_output_and_end() -> None:
     one = until_picked(BUFFERED, BUFFERED)
     one.receive(response_headers())
     step = one.receive(response_body(b"{}", end=True))
-    assert step.events == (FirstOutput(), Ended(b"{}"))
+    assert step.events == (FirstOutput(b"{}"), Ended(b"{}"))
     assert kinds(step.answers) == ["response_body"]
+
+
+def test_the_first_event_of_a_response_that_begins_before_its_prompt_is_computed_is_no_output() -> None:
+    one = until_picked(BUFFERED, STREAMED, path="/v1/responses")
+    one.receive(response_headers())
+    created = b'event: response.created\ndata: {"response":{"id":"resp_1","instructions":"a.delta"}}\n\n'
+    assert one.receive(response_body(created)).events == ()
+    [first] = one.receive(response_body(b"event: response.output_text.delta\ndata: {}\n\n")).events
+    assert first == FirstOutput(created)
+    assert one.receive(response_body(b"event: response.output_text.delta\ndata: {}\n\n")).events == ()
+
+
+def test_a_whole_response_is_output() -> None:
+    one = until_picked(BUFFERED, BUFFERED, path="/v1/responses")
+    one.receive(response_headers(kind="application/json"))
+    assert one.receive(response_body(b"{}", end=True)).events == (FirstOutput(b"{}"), Ended(b"{}"))
 
 
 def test_trailers_end_a_response() -> None:
@@ -261,7 +279,7 @@ def test_pieces_that_were_asked_for_are_answered_and_their_lack_of_an_end_seen()
     one.receive(response_headers())
     step = one.receive(response_body(b"data: 1\n\n"))
     assert kinds(step.answers) == ["response_body"]
-    assert step.events == (FirstOutput(),)
+    assert step.events == (FirstOutput(b"data: 1\n\n"),)
     assert one.closed() is Close.ABORTED
 
 

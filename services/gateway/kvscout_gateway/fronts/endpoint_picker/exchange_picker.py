@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from http import HTTPStatus
@@ -29,7 +29,7 @@ from kvscout_common.errors import (
 from kvscout_common.identity.identity import current_identity
 from kvscout_common.observability import tracing
 from kvscout_common.observability.log_lines import about_request
-from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, WorkerSpec
 from kvscout_gateway.engines.faults import EngineFailed, fault_of_status
 from kvscout_gateway.engines.usage import output_tokens_of
 from kvscout_gateway.fronts.context import FrontContext
@@ -40,12 +40,14 @@ from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.random_workers import random_workers
+from kvscout_gateway.fronts.stored_responses import name_in, named_by
 from kvscout_gateway.members.catalog import TenantView
 from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.exchange import Exchange
 from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.request.routing import resolve
 from kvscout_gateway.tokens.engine_comparison import Compared
+from kvscout_gateway.values.dialects import COUNT_PATHS
 from kvscout_gateway.values.request import Request
 
 log = logging.getLogger("kvscout.gateway")
@@ -103,6 +105,7 @@ class ExchangePicker:
         self._exchanges = context.exchanges
         self._context = context
         self.comparison = context.tokens.comparison
+        self.stored = context.stored
         self._catalog = context.catalog
         self._health = context.exchanges.context.health
         self._config = config
@@ -129,8 +132,12 @@ class ExchangePicker:
         if not asked.model and asked.size and len(view.models) == 1:
             # What runs there is the only model that it can mean, and takes its time.
             asked = asked._replace(model=next(iter(view.models)))
+        if (named := named_by(tenant, asked.method, asked.path)) is not None:
+            return self._any(asked, view, (await self.stored.worker_of(named),))
         if not asked.model:
-            return self._any(tenant, view, asked)
+            return self._any(asked, view, tuple(view.specs.values()))
+        if asked.path in COUNT_PATHS:
+            return self._any(asked, view, view.serving(asked.model).specs)
         request = await self._request_of(asked, tenant, view)
         wait_seconds = QUEUE_SHARE * self._config.pick_seconds
         request = replace(
@@ -229,14 +236,18 @@ class ExchangePicker:
         request = await request_of(
             self._context, asked.path, asked.headers, asked.fields, size=asked.size, tenant=tenant, model=asked.model
         )
+        request = await self.stored.pinned(request, asked.fields)
         if len(allowed) == len(specs):
             return request
-        return replace(request, allowed=tuple(spec.worker_id for spec in allowed))
+        allowed_ids = tuple(spec.worker_id for spec in allowed)
+        if request.pinned and request.pinned not in allowed_ids:
+            raise Unavailable(f"{request.undivided}, and the proxy does not allow it", retry_after_seconds=1.0)
+        return replace(request, allowed=allowed_ids)
 
-    def _any(self, tenant: str, view: TenantView, asked: PickRequest) -> ExchangePick:
-        everybody = tuple(view.specs.values())
-        some = reachable(everybody, asked.subset)
-        specs = random_workers(self._health, tenant, some, everybody, draw=self._draw)
+    def _any(self, asked: PickRequest, view: TenantView, among: Sequence[WorkerSpec]) -> ExchangePick:
+        """Pick one of some workers, whatever is in the prompt; nothing is booked."""
+        some = reachable(among, asked.subset)
+        specs = random_workers(self._health, self._tenant(), some, tuple(view.specs.values()), draw=self._draw)
         if not specs:
             raise Unavailable(
                 "there is no worker that answers clients and that the request may go to", retry_after_seconds=1.0
@@ -316,11 +327,14 @@ class ExchangePick:
             fault = fault_of_status(status, retry_after=False)
             exchange.failed(attempt, EngineFailed(f"{first} answered {status}", fault=fault))
 
-    def first_output(self) -> None:
+    def first_output(self, head: bytes) -> None:
         """See `Pick`."""
         self._has_output = True
-        if self._attempt is not None:
-            self._begins(self._attempt)
+        if self._attempt is None:
+            return
+        self._begins(self._attempt)
+        if self._attempt.request.api.stores:
+            self._picker.stored.learn(self.tenant, name_in(head), self._attempt.decision.worker.worker_id)
 
     def ended(self, account: Mapping[str, Any] | None) -> None:
         """See `Pick`."""

@@ -38,6 +38,8 @@ class PickRequest(NamedTuple):
     changed: bytes | None = None
     """Its body as an engine is to have it; None = as it came."""
     headers: Iterable[tuple[str, str]] = ()
+    method: str = ""
+    """"" = its proxy does not show it."""
     shows_output: bool = True
     """Its proxy will show the response's body, as far as is known."""
 
@@ -86,6 +88,7 @@ async def read_request(
         headers=headers.items(),
         traceparent=headers.get("traceparent", ""),
         objective=_first(headers, OBJECTIVE_HEADERS),
+        method=headers.get(":method", ""),
     )
     if not body:
         return asked

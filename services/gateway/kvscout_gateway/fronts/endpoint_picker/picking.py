@@ -29,8 +29,12 @@ class Pick(Protocol):
         """
         ...
 
-    def first_output(self) -> None:
-        """Record the first output."""
+    def first_output(self, head: bytes) -> None:
+        """Record the first output.
+
+        Args:
+            head: First bytes of the response.
+        """
         ...
 
     def ended(self, account: Mapping[str, Any] | None) -> None:

@@ -189,7 +189,7 @@ class _Call:
             case Answering():
                 pick.answering(event.status, event.served, event.in_chunks)
             case FirstOutput():
-                pick.first_output()
+                pick.first_output(event.head)
             case Ended():
                 self.pick = None
                 pick.ended(last_account(event.tail))

@@ -35,9 +35,14 @@ from kvscout.ext_proc.v3 import ext_proc_pb2 as pb
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.rpc.handlers import read_message
 from kvscout_gateway.fronts.endpoint_picker import wire
+from kvscout_gateway.fronts.endpoint_picker.pick_request import path_of
+from kvscout_gateway.values.dialects import API_DIALECTS
 
 TAIL_CHUNKS: Final = 4
 """The last chunks of a response that are kept: usage, the stream's closing event, the end, and what usage began in."""
+
+HEAD_BYTES: Final = 4096
+"""First bytes of a response that are kept until its first output."""
 
 
 class Follow(Enum):
@@ -89,7 +94,10 @@ class Answering:
 
 @dataclass(frozen=True, slots=True)
 class FirstOutput:
-    """The first bytes of the response's body came by."""
+    """The first output in the response's body came by."""
+
+    head: bytes
+    """First bytes of the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +185,10 @@ class RequestStream:
         """The answer to the request's trailers, if they came before the pick."""
         self._ok = False
         self._has_output = False
+        self._head = b""
+        """First bytes of the response's body."""
+        self._mark = b""
+        """Bytes that stand in its first output; empty = any."""
         self._tail: deque[bytes] = deque(maxlen=TAIL_CHUNKS)
 
     @property
@@ -349,6 +361,9 @@ class RequestStream:
         in_chunks = None if kind is None else kind.lower().startswith("text/event-stream")
         answering = Answering(int(status) if status.isdecimal() else 0, wire.served_endpoint(request), in_chunks)
         self._ok = answering.ok
+        api = API_DIALECTS.get(path_of(self._headers))
+        if api is not None and in_chunks is not False:
+            self._mark = api.output_mark
         ended = self._end() if request.response_headers.end_of_stream else ()
         answer = wire.ANSWER_RESPONSE_HEADERS
         if self._report is not None:
@@ -360,8 +375,9 @@ class RequestStream:
         if chunk.body_bytes:
             self._tail.append(chunk.fields)
             if not self._has_output:
-                self._has_output = True
-                events = (FirstOutput(),) if self._ok else ()
+                self._head = self._head or chunk.body[:HEAD_BYTES]
+                self._has_output = self._mark in chunk.body
+                events = (FirstOutput(self._head),) if self._ok and self._has_output else ()
         duplex = self._response_is_duplex
         if self._response_mode == pb.BODY_MODE_NONE:
             self._response_mode = pb.BODY_MODE_STREAMED  # it was asked to

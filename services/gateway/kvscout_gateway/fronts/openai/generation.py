@@ -96,6 +96,8 @@ class Client:
         self.decision: Decision | None = None
         self.usage: Usage | None = None
         """Usage that the engine reported."""
+        self.answer_id = ""
+        """Name of a whole answer."""
 
     async def placed(self, decision: Decision) -> None:
         """See `Reply`."""
@@ -114,7 +116,11 @@ class Client:
         """See `Sink`: all of an answer that comes at once."""
         assert self._answer is not None
         self._answered = True
-        self.usage = self._api.answer.usage(await answer_read(data)) if len(data) <= MAX_READ_BYTES else None
+        if self._api.stores or len(data) <= MAX_READ_BYTES:
+            document = await answer_read(data)
+            self.usage = self._api.answer.usage(document)
+            name = document.get("id")
+            self.answer_id = name if isinstance(name, str) else ""
         await self._call.respond(self._answer.status, self._headers(self._answer), data)
 
     async def end(self) -> None:
@@ -122,6 +128,12 @@ class Client:
         if not self._whole_answer and self._answer is not None:
             self.usage = self._answer.report.usage
             await self._call.end()
+
+    def stored(self) -> tuple[str, str]:
+        """Return the name of the answer, as far as it has come, and its worker; "" = unknown."""
+        streamed = self._answer is not None and not self._whole_answer
+        name = self._answer.report.answer_id if streamed and self._answer is not None else self.answer_id
+        return name, self.decision.worker.worker_id if self.decision is not None else ""
 
     async def fail(self, error: Exception) -> None:
         """Tell the client that there will be no (further) answer."""
@@ -186,6 +198,10 @@ class Generation:
         client = Client(call, request.api, whole_answer=sent.whole_answer, in_full=caller.is_admin)
         client.request_id = sent.request_id or request.request_id
         request.body = sent
+        stores = request.api.stores and body.fields.get("store") is not False
+        if request.api.stores:
+            headers = proxied.to_engine(call.headers, (), with_key=self._passes_keys())
+            request = await self._context.stored.pinned(request, body.fields, headers)
         with about_request(client.request_id):
             try:
                 with self._context.exchanges.begin(request, admitted=True) as exchange:
@@ -197,6 +213,9 @@ class Generation:
                 tracing.current().failed(error)
                 await client.fail(error)
                 return
+            finally:
+                if stores:
+                    self._context.stored.learn(tenant, *client.stored())
         if compared is not None and client.decision is not None:
             reported = client.usage.prompt_tokens if client.usage is not None else None
             comparison.end(compared, client.decision.endpoint, reported)

@@ -18,6 +18,7 @@ from kvscout_gateway.fronts.body import JsonBody
 from kvscout_gateway.fronts.client_body import ClientBody, read_body
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.random_workers import random_workers
+from kvscout_gateway.fronts.stored_responses import named_by
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -57,7 +58,12 @@ class Passthrough:
             read = await read_body(call.headers, body, max_priority=caller.identity.max_priority, charge=charge)
         else:
             read = ClientBody(body, _model_of(call.headers, body))
-        workers = self._workers(caller.tenant, read.model)
+        named = named_by(caller.tenant, call.method, call.path)
+        if named is not None:
+            headers = proxied.to_engine(call.headers, (), with_key=self._passes_keys())
+            workers: Sequence[WorkerSpec] = (await self._context.stored.worker_of(named, headers),)
+        else:
+            workers = self._workers(caller.tenant, read.model)
         for tries, spec in enumerate(workers, 1):
             try:
                 await self._send(call, read, spec, caller.tenant)
