@@ -82,7 +82,7 @@ def test_decisions_are_shown_with_their_worker_or_why_there_is_none() -> None:
     made = scheduler_pb2.WatchDecisionsResponse(
         request=scheduler_pb2.RequestRef(request_id="r", model="m"),
         isl_tokens=64,
-        decision=scheduler_pb2.SelectResponse(worker=worker, overlap_blocks=4, cost=1.25),
+        decision=scheduler_pb2.SelectResponse(worker=worker, overlap_blocks=4, block_size=16, cost=1.25),
     )
     failed = scheduler_pb2.WatchDecisionsResponse(code=14, message="no worker\x1b[2J", isl_tokens=8)
     lines = shown(moment(1.0, 1, 0), None, made, failed).splitlines()
