@@ -12,6 +12,7 @@ import click
 from google.protobuf.message import Message
 
 from kvscout.v1 import scheduler_pb2_grpc
+from kvscout_cli import completion
 from kvscout_client import ClientSecurity, NotSecured, Router
 from kvscout_common.doctor.collection import Named
 from kvscout_common.doctor.gathering import Gathering
@@ -200,7 +201,15 @@ option = functools.partial(click.option, cls=SectionedOption, section="Options")
 
 json_flag = option("--json", "as_json", is_flag=True, help="Print JSON.")
 
-model_flag = flag("--model", section="Options", default="", help="Default: the only one that has workers.")
+model_flag = flag(
+    "--model",
+    section="Options",
+    default="",
+    shell_complete=completion.models,
+    help="Default: the only one that has workers.",
+)
+
+of_model_flag = option("--model", default="", shell_complete=completion.models, help="Only of this model.")
 
 
 async def chosen_model(router: Router, model: str) -> str:

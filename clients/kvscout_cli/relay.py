@@ -98,4 +98,5 @@ def _copy(option: SectionedOption, section: str) -> SectionedOption:
         envvar=option.envvar,
         show_envvar=True,
         section=section,
+        shell_complete=option.shell_complete,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from importlib import import_module
@@ -215,8 +216,62 @@ def test_every_command_has_help_and_tells_its_version(command: tuple[str, ...]) 
     assert (version.exit_code, version.stdout.split()[-1]) == (0, __version__)
 
 
-WITHOUT_JSON = {("serve",), ("up",), ("down",), ("health",), ("top",)}
-"""What starts and ends processes, tells by its exit code, or is a moving picture of what `status` has."""
+MAX_HELP_LINES = 60
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_help_of_a_command_fits_a_screen_and_says_where_the_rest_is(command: tuple[str, ...]) -> None:
+    check_help(main, *command)
+
+
+@pytest.mark.parametrize("service", ["indexer", "scheduler", "gateway", "bridge", "mocker"])
+def test_help_of_a_service_fits_a_screen_and_says_where_the_rest_is(service: str) -> None:
+    check_help(import_module(f"kvscout_{service}.main").main)
+
+
+def check_help(program: click.Command, *command: str) -> None:
+    short, full = (
+        CliRunner().invoke(program, [*command, flag], env={"COLUMNS": "80"}) for flag in ("-h", "--help-all")
+    )
+    assert short.exit_code == 0
+    assert len(short.stdout.splitlines()) <= MAX_HELP_LINES
+    if isinstance(found(program, *command), click.Group):
+        return
+    assert full.exit_code == 0
+    flags = re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", full.stdout, re.MULTILINE)
+    listed = re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", short.stdout, re.MULTILINE)
+    assert set(listed) <= {*flags, "--help-all"}
+    told = re.search(r"^(\d+) more flags: .* --help-all$", short.stdout, re.MULTILINE)
+    assert (told is not None) == (set(listed) - {"--help-all"} < set(flags))
+    assert told is None or int(told[1]) == len(set(flags) - set(listed) - {"--version"})
+
+
+def found(program: click.Command, *names: str) -> click.Command:
+    """The command of these names."""
+    for name in names:
+        assert isinstance(program, click.Group)
+        inner = program.get_command(click.Context(program), name)
+        assert inner is not None
+        program = inner
+    return program
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["servr"], "No such command 'servr'. Did you mean 'serve'?"),
+        (["workers", "lst"], "No such command 'lst'. Did you mean 'list'?"),
+        (["status", "--gatewy", "x"], "No such option '--gatewy'. Did you mean '--gateway'?"),
+    ],
+)
+def test_an_unknown_command_or_flag_is_told_with_the_nearest(words: list[str], expected: str) -> None:
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    assert f"Error: {expected}" in result.stderr
+
+
+WITHOUT_JSON = {("serve",), ("up",), ("down",), ("health",)}
+"""What starts and ends processes, or tells by its exit code."""
 
 
 def test_whatever_prints_what_it_found_prints_it_as_json_too() -> None:
@@ -247,6 +302,26 @@ def test_each_shell_completes_commands_flags_and_what_they_take(shell: str) -> N
         assert name in offered(" ".join(above), name[:2]), (above, name)
         assert {"--help", "--version"} <= offered(" ".join([*above, name]), "--"), (above, name)
     assert {"prefill", "decode"} <= offered("workers register w --role", "")
+    assert {"kv", "kv-time", "round-robin"} <= offered("route --policy", "")
+    assert offered("serve --router-mode", "round") == {"round-robin"}
+    assert offered("route --gateway localhost:1 --model", "") == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "begun", "expected"),
+    [
+        (["workers", "drain"], "", {"w0", "w1"}),
+        (["requests", "--worker-id"], "w1", {"w1"}),
+        (["route", "--model"], "", {"m"}),
+        (["workers", "drain"], "x", set()),
+    ],
+)
+def test_workers_and_models_of_the_gateway_are_completed(
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch, words: list[str], begun: str, expected: set[str]
+) -> None:
+    monkeypatch.setenv("KVSCOUT_GATEWAY", gateway.address)
+    completing = shell_completion.BashComplete(main, {}, "kvscout", "_KVSCOUT_COMPLETE")
+    assert {item.value for item in completing.get_completions(words, begun)} == expected
 
 
 @pytest.mark.parametrize("service", ["indexer", "scheduler", "gateway", "bridge", "mocker"])

@@ -190,7 +190,7 @@ async def test_a_port_that_is_taken_is_named_with_its_flag() -> None:
 
 
 def test_flags_of_all_services_are_there_once_and_wrong_ones_are_named() -> None:
-    shown = CliRunner().invoke(main, ["--help"])
+    shown = CliRunner().invoke(main, ["--help-all"])
     assert shown.exit_code == 0
     for one in ("--router-mode", "--router-ttl", "--migration-limit", "--http-port", "--workers-file"):
         assert one in shown.output

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import click
 
+from kvscout_cli import completion
 from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import echo, print_json
@@ -44,7 +45,7 @@ class _Answer:
 @model_flag
 @option("--lora-name", default="", help="LoRA adapter.")
 @option("--cache-salt", default="", help="Cache salt.")
-@option("--pinned-worker-id", default="", help="Worker that must run it.")
+@option("--pinned-worker-id", default="", shell_complete=completion.workers, help="Worker that must run it.")
 @option("--max-tokens", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens to generate.")
 @option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
 @option("--sampling-temperature", type=click.FloatRange(min=0), help="0 = greedy.  [default: the engine's]")

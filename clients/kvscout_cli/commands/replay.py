@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from kvscout_cli import completion
 from kvscout_cli.comparison import replay_cell
 from kvscout_cli.connection import option
 from kvscout_cli.lifetime import run
@@ -56,7 +57,33 @@ _TIME = click.FloatRange(min=0)
 _SHARE = click.FloatRange(0, 1)
 
 
-@click.command(cls=SectionedCommand)
+FIRST = (
+    "--workload",
+    "--trace",
+    "--requests",
+    "--policy",
+    "--workers",
+    "--prefill-workers",
+    "--rate",
+    "--load",
+    "--burst",
+    "--kv-tokens",
+    "--engine",
+    "--gateways",
+    "--replicas",
+    "--ttft-ms",
+    "--itl-ms",
+    "--seed",
+    "--seeds",
+    "--matrix",
+    "--plot",
+    "--json",
+    "--markdown",
+)
+"""Flags that --help shows."""
+
+
+@click.command(cls=SectionedCommand, first=FIRST)
 @option(
     "--workload",
     type=click.Choice(GENERATED),
@@ -77,7 +104,13 @@ _SHARE = click.FloatRange(0, 1)
     show_default=True,
     help="Tokens of the prompt of shared-prompt.",
 )
-@option("--policy", "policies", multiple=True, help="NAME or NAME:setting=value,…; may be repeated.")
+@option(
+    "--policy",
+    "policies",
+    multiple=True,
+    shell_complete=completion.policies,
+    help="NAME or NAME:setting=value,…; may be repeated.",
+)
 @option("--workers", "workers", type=_COUNT, multiple=True, default=(16,), help="May be repeated.  [default: 16]")
 @option("--prefill-workers", type=click.IntRange(min=0), default=0, help="Apart from the --workers, which then decode.")
 @option("--rate", "rates", type=_POSITIVE, multiple=True, help="Flows a second; may be repeated.")

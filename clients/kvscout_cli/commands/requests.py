@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import click
 from rich.table import Table
 
-from kvscout_cli.connection import Connection, connection_flags, json_flag, option
+from kvscout_cli import completion
+from kvscout_cli.connection import Connection, connection_flags, json_flag, of_model_flag, option
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import print_json
 from kvscout_cli.tables import columns, session_name, stdout
@@ -16,8 +17,8 @@ from kvscout_common.settings.flags import SectionedCommand
 
 
 @click.command(name="requests", cls=SectionedCommand)
-@option("--model", default="", help="Only of this model.")
-@option("--worker-id", default="", help="Only on this worker.")
+@of_model_flag
+@option("--worker-id", default="", shell_complete=completion.workers, help="Only on this worker.")
 @option("--limit", default=1_000, show_default=True, type=click.IntRange(min=1), help="Largest number of requests.")
 @option("--by-session", is_flag=True, help="One line a session: conversations, however many requests each has.")
 @json_flag

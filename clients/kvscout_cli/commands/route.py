@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from rich.table import Table
 
+from kvscout_cli import completion
 from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import print_json
@@ -21,8 +22,8 @@ from kvscout_common.worker import Role
 @option("--lora-name", default="", help="LoRA adapter.")
 @option("--cache-salt", default="", help="Cache salt.")
 @option("--role", default=Role.AGGREGATED.value, show_default=True, type=ValueOf(Role), help="Role of the worker.")
-@option("--pinned-worker-id", default="", help="Worker that must be chosen.")
-@option("--policy", help="Policy for this request, such as kv or round-robin.")
+@option("--pinned-worker-id", default="", shell_complete=completion.workers, help="Worker that must be chosen.")
+@option("--policy", shell_complete=completion.policies, help="Policy for this request, such as kv or round-robin.")
 @option("--router-temperature", type=float, help="Router temperature for this request.")
 @option("--overlap-score-weight", type=float, help="Overlap score weight for this request.")
 @option("--explain", is_flag=True, help="Show every candidate.")

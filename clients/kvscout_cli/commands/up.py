@@ -38,7 +38,24 @@ state_dir_flag = flag(
 )
 
 
-@click.command(cls=SectionedCommand)
+FIRST = (
+    "--mockers",
+    "--prefill",
+    "--blocks",
+    "--workers-file",
+    "--transport",
+    "--one-process",
+    "--free-ports",
+    "--detach",
+    "--log-level",
+    "--state-dir",
+    "--router-mode",
+    "--tokenizer",
+)
+"""Flags that --help shows."""
+
+
+@click.command(cls=SectionedCommand, first=FIRST)
 @option("--mockers", default=4, show_default=True, type=click.IntRange(0, 64), help="Simulated engines.")
 @option(
     "--prefill",

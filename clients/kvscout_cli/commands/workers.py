@@ -10,7 +10,16 @@ from typing import Any
 import click
 
 from kvscout.v1 import scheduler_pb2
-from kvscout_cli.connection import Connection, Schedulers, connection_flags, json_flag, option, scheduler_flags
+from kvscout_cli import completion
+from kvscout_cli.connection import (
+    Connection,
+    Schedulers,
+    connection_flags,
+    json_flag,
+    of_model_flag,
+    option,
+    scheduler_flags,
+)
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import echo, plain, print_json
 from kvscout_cli.tables import columns, stdout
@@ -29,7 +38,7 @@ def command() -> None:
 
 
 @command.command("list", cls=SectionedCommand)
-@option("--model", default="", help="Only of this model.")
+@of_model_flag
 @json_flag
 @connection_flags
 def list_workers(connection: Connection, model: str, as_json: bool) -> None:
@@ -126,7 +135,7 @@ def register(
 
 
 @command.command(cls=SectionedCommand)
-@click.argument("worker_ids", nargs=-1, required=True)
+@click.argument("worker_ids", nargs=-1, required=True, shell_complete=completion.workers)
 @json_flag
 @connection_flags
 def remove(connection: Connection, worker_ids: tuple[str, ...], as_json: bool) -> None:
@@ -145,7 +154,7 @@ def remove(connection: Connection, worker_ids: tuple[str, ...], as_json: bool) -
 
 
 @command.command(cls=SectionedCommand)
-@click.argument("worker_ids", nargs=-1, required=True)
+@click.argument("worker_ids", nargs=-1, required=True, shell_complete=completion.workers)
 @option("--undo", is_flag=True, help="Take requests again.")
 @json_flag
 @connection_flags
@@ -166,8 +175,8 @@ def drain(connection: Connection, worker_ids: tuple[str, ...], undo: bool, as_js
 
 
 @command.command("clear-cooldowns", cls=SectionedCommand)
-@click.argument("worker_id", default="")
-@option("--model", default="", help="Only of this model.")
+@click.argument("worker_id", default="", shell_complete=completion.workers)
+@of_model_flag
 @option("--tenant", default=DEFAULT_TENANT, show_default=True, help="Tenant.")
 @json_flag
 @scheduler_flags

@@ -2,18 +2,20 @@
 
 The flag `--router-ttl` is the variable `KVSCOUT_ROUTER_TTL`. Flags that several programs have (port, TLS, ...) are read
 from `KVSCOUT_<PROGRAM>_<FLAG>` first, then from `KVSCOUT_<FLAG>`, so that one environment can configure all of them.
---help shows the variables of each flag; those that are nobody's are warned of (`variables`).
+--help shows the flags that a command names as those to show first; --help-all shows each with its variables. Variables
+that are nobody's are warned of (`variables`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.types import OptionHelpExtra
 
 from kvscout_common.endpoints import Allowed
 from kvscout_common.transport import Transport, default_transport
@@ -28,6 +30,8 @@ PERFORMANCE = "Performance"
 SHUTDOWN_DELAY_SECONDS = 5.0
 """Delay where callers find out by health checks: over two intervals of the Envoy configuration that is shipped."""
 _UNCUT = 1_000
+_ALL = f"{__name__}.all"
+"""Key of a context's `meta`: help is about all flags."""
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -47,6 +51,16 @@ class SectionedOption(click.Option):
     def __init__(self, *args: Any, section: str = BEHAVIOUR, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.section = section
+
+    def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
+        """Return what --help says beside the flag's own text; variables are left to --help-all where there is more."""
+        extra = super().get_help_extra(ctx)
+        if isinstance(ctx.command, SectionedCommand) and ctx.command.is_short(ctx):
+            extra.pop("envvars", None)
+            extra.pop("range", None)
+        if extra.get("default") == '""':
+            del extra["default"]
+        return extra
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         """Return the value of the first of its variables that has one."""
@@ -70,11 +84,62 @@ class _Described(click.Command):
 class SectionedGroup(_Described, click.Group):
     """A group of commands."""
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command.
+
+        Raises:
+            NoSuchCommand: There is none of the name; names the nearest.
+        """
+        try:
+            return super().resolve_command(ctx, args)
+        except click.exceptions.NoSuchCommand as error:
+            names = self.list_commands(ctx)
+            raise click.exceptions.NoSuchCommand(error.command_name, possibilities=names, ctx=ctx) from None
+
 
 class SectionedCommand(_Described):
-    """A command whose --help lists its options by section."""
+    """A command whose --help lists its options by section, or those to show first where it has many.
+
+    Args:
+        first: Flags that --help lists, in this order; --help-all lists all. Empty = --help lists all.
+    """
+
+    def __init__(self, *args: Any, first: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.first = tuple(first)
+        click.option(
+            "--help-all",
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_help_all,
+            hidden=not first,
+            help="Show every flag and its environment variables and exit.",
+        )(self)
+
+    def is_short(self, ctx: click.Context) -> bool:
+        """Return whether help is about some flags only."""
+        return bool(self.first) and not ctx.meta.get(_ALL)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options; see the class."""
+        if not self.is_short(ctx):
+            self._format_all(ctx, formatter)
+            return
+        options = {name: option for option in self.get_params(ctx) for name in option.opts}
+        shown = [options[name] for name in (*self.first, "--help-all", "--help")]
+        with formatter.section("Flags to know first"):
+            formatter.write_dl([record for one in shown if (record := one.get_help_record(ctx)) is not None])
+        formatter.write_paragraph()
+        more = sum(isinstance(one, SectionedOption) and one not in shown for one in options.values())
+        example = next(one for one in shown if isinstance(one, SectionedOption))
+        formatter.write_text(f"{more} more flags: {ctx.command_path} --help-all")
+        if example.envvar:
+            formatter.write_text(f"Each can be a variable: {example.opts[0]} is {example.envvar[-1]}")
+
+    def _format_all(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -83,6 +148,13 @@ class SectionedCommand(_Described):
         for section in sorted(sections, key=lambda name: (name == "Other", name == SERVER, name)):
             with formatter.section(section):
                 formatter.write_dl(sections[section])
+
+
+def _help_all(ctx: click.Context, _parameter: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 def flag(name: str, *, section: str = BEHAVIOUR, program: str = "", **kwargs: Any) -> Callable[[F], F]:

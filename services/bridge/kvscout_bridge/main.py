@@ -35,7 +35,29 @@ from kvscout_common.worker import (
 ENGINE = "Engine"
 
 
-@click.command(cls=SectionedCommand)
+FIRST = (
+    "--worker-id",
+    "--model",
+    "--block-size",
+    "--engine",
+    "--http-endpoint",
+    "--event-endpoint",
+    "--replay-endpoint",
+    "--workers-file",
+    "--transport",
+    "--nats-server",
+    "--host",
+    "--port",
+    "--metrics-port",
+    "--advertise",
+    "--auth-tokens",
+    "--allow-anonymous",
+    "--log-level",
+)
+"""Flags that --help shows."""
+
+
+@click.command(cls=SectionedCommand, first=FIRST)
 @flag("--worker-id", section=ENGINE, help="Worker id of the engine; without it --workers-file lists the engines.")
 @flag("--model", section=ENGINE, help="Model of the engine.")
 @flag("--block-size", type=click.IntRange(min=1), section=ENGINE, help="Tokens per KV block.")

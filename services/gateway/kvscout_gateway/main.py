@@ -24,7 +24,32 @@ if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
 
 
-@click.command(cls=SectionedCommand)
+FIRST = (
+    "--workers-file",
+    "--workers-k8s",
+    "--indexer",
+    "--no-indexer",
+    "--scheduler",
+    "--nats-server",
+    "--host",
+    "--port",
+    "--http-port",
+    "--metrics-port",
+    "--auth-tokens",
+    "--allow-anonymous",
+    "--tls-cert",
+    "--tls-key",
+    "--tokenizer",
+    "--session-affinity",
+    "--engine-key-file",
+    "--endpoint-picker-port",
+    "--shadow",
+    "--log-level",
+)
+"""Flags that --help shows."""
+
+
+@click.command(cls=SectionedCommand, first=FIRST)
 @address_flags()
 @gateway_flags()
 @lease_flag

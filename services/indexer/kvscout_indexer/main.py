@@ -19,8 +19,30 @@ from kvscout_common.settings.flags import (
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.flags import indexer_flags
 
+FIRST = (
+    "--workers-file",
+    "--workers-k8s",
+    "--nats-server",
+    "--host",
+    "--port",
+    "--metrics-port",
+    "--auth-tokens",
+    "--allow-anonymous",
+    "--tls-cert",
+    "--tls-key",
+    "--token-file",
+    "--no-kv-events",
+    "--router-ttl",
+    "--max-blocks",
+    "--shard",
+    "--peers",
+    "--allow-event-endpoints",
+    "--log-level",
+)
+"""Flags that --help shows."""
 
-@click.command(cls=SectionedCommand)
+
+@click.command(cls=SectionedCommand, first=FIRST)
 @indexer_flags()
 @nats_flags()
 @client_flags()

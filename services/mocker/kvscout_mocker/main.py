@@ -191,7 +191,30 @@ async def _step_until(stop: asyncio.Event, ranks: Sequence[Rank]) -> None:
             task.cancel()
 
 
-@click.command(cls=SectionedCommand)
+FIRST = (
+    "--port",
+    "--events-port",
+    "--replay-port",
+    "--model",
+    "--role",
+    "--api",
+    "--dp-size",
+    "--block-size",
+    "--num-gpu-blocks",
+    "--max-num-batched-tokens",
+    "--max-num-seqs",
+    "--max-model-len",
+    "--step-base-ms",
+    "--prefill-us-per-token",
+    "--decode-us-per-request",
+    "--speedup",
+    "--seed",
+    "--log-level",
+)
+"""Flags that --help shows."""
+
+
+@click.command(cls=SectionedCommand, first=FIRST)
 @flags
 @flag(
     "--log-level",

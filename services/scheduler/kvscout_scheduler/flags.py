@@ -12,6 +12,13 @@ from kvscout_scheduler.values.reservation import MAX_LEASE_SECONDS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+def _complete_policy(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    from kvscout_scheduler.policies import installed_policies
+
+    return [name for name in installed_policies().names if name.startswith(incomplete)]
+
+
 lease_flag = flag(
     "--lease-seconds",
     default=300.0,
@@ -23,7 +30,12 @@ lease_flag = flag(
 def scheduler_flags() -> Callable[[F], F]:
     """Return the flags."""
     return flag_group(
-        flag("--router-mode", default="kv-time", help="Selection policy of requests that name none."),
+        flag(
+            "--router-mode",
+            default="kv-time",
+            shell_complete=_complete_policy,
+            help="Selection policy of requests that name none.",
+        ),
         flag(
             "--kv-overlap-score-weight",
             default=1.0,

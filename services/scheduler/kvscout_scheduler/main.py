@@ -18,7 +18,30 @@ from kvscout_scheduler.flags import lease_flag, scheduler_flags
 log = logging.getLogger("kvscout.scheduler")
 
 
-@click.command(cls=SectionedCommand)
+FIRST = (
+    "--workers-file",
+    "--workers-k8s",
+    "--nats-server",
+    "--host",
+    "--port",
+    "--metrics-port",
+    "--auth-tokens",
+    "--allow-anonymous",
+    "--tls-cert",
+    "--tls-key",
+    "--router-mode",
+    "--kv-overlap-score-weight",
+    "--router-temperature",
+    "--router-queue-threshold",
+    "--active-decode-blocks-threshold",
+    "--active-prefill-tokens-threshold",
+    "--router-replica-sync",
+    "--log-level",
+)
+"""Flags that --help shows."""
+
+
+@click.command(cls=SectionedCommand, first=FIRST)
 @scheduler_flags()
 @lease_flag
 @nats_flags()

@@ -17,8 +17,32 @@ from kvscout_indexer.flags import indexer_flags
 from kvscout_scheduler.flags import scheduler_flags
 from kvscout_serve.config import ServeConfig
 
+FIRST = (
+    "--workers-file",
+    "--workers-k8s",
+    "--nats-server",
+    "--host",
+    "--port",
+    "--http-port",
+    "--metrics-port",
+    "--auth-tokens",
+    "--allow-anonymous",
+    "--tls-cert",
+    "--tls-key",
+    "--router-mode",
+    "--tokenizer",
+    "--session-affinity",
+    "--no-kv-events",
+    "--max-blocks",
+    "--engine-key-file",
+    "--endpoint-picker-port",
+    "--shadow",
+    "--log-level",
+)
+"""Flags that --help shows."""
 
-@click.command(cls=SectionedCommand)
+
+@click.command(cls=SectionedCommand, first=FIRST)
 @flag(
     "--indexer",
     multiple=True,
