@@ -140,9 +140,9 @@ protos-check: $(DEVELOP) ## Fail if the generated code is not what the .proto fi
 protos-release: $(DEVELOP) ## Make the API as it is the one that later changes must not break.
 	$(PY) protos/compatibility.py --release
 
-clients: ## Generate and build the clients in Go and TypeScript, where go and node are; needs buf.
+clients: ## Generate and build the clients in Go and TypeScript, where go and node are, and install the agents' clients of Node; needs buf.
 	@if command -v go >/dev/null; then cd clients/go && go mod download && buf generate && go build -o /dev/null ./example; else echo "no go: the client in Go is left out"; fi
-	@if command -v npm >/dev/null; then cd clients/typescript && npm ci --no-audit --no-fund && buf generate && npm run build; else echo "no node: the client in TypeScript is left out"; fi
+	@if command -v npm >/dev/null; then (cd tests/node_clients && npm ci --no-audit --no-fund) && cd clients/typescript && npm ci --no-audit --no-fund && buf generate && npm run build; else echo "no node: the client in TypeScript is left out"; fi
 
 native: $(STAMPS)/native ## Build the Rust extension in place; fails without cargo.
 	KVSCOUT_REQUIRE_NATIVE=1 $(PY) -c "from kvscout_common.hashing import backend_name; print('backend:', backend_name())"
