@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from kvscout_common.errors import InvalidArgument
@@ -83,6 +83,11 @@ class Fields(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.places.keys() | self._known.keys())
+
+    def written(self, names: Iterable[str]) -> bytes:
+        """Return some of the fields as the client wrote them, without the braces of the object."""
+        found = (self.places[name] for name in names if name in self.places)
+        return b",".join(self._data[place.begin : place.end] for place in found)
 
     def named(self, model: str) -> Fields:
         """Return the same with a model, unless they name one themselves."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.http.web_origins import WebOrigins
@@ -71,10 +72,12 @@ class GatewayConfig:
     """Folder of each model's tokenizer; "" = of all models that have none of their own."""
     finds_tokenizers: bool = False
     """Look for tokenizers of other models on this machine."""
+    renderers: Mapping[str, str] = field(default_factory=dict)
+    """Base URL of each model's renderer; "" = of all models that have none of their own."""
     tokenizer_cache_bytes: int = 64 * 1024 * 1024
     """Bytes of the cache of texts and their tokens, for each tenant and model."""
     tokenize_timeout_seconds: float = 0.05
-    """Longest wait for an engine that tokenizes a prompt, where there is no tokenizer here; 0 = none is used."""
+    """Longest wait for renderers and engines that tokenize a prompt, in all; 0 = none is used."""
     session_affinity: str = ""
     """What is kept on one worker: the name of a session's source, or "header:NAME"; "" = nothing is."""
     no_session_sources: tuple[str, ...] = ()
@@ -137,6 +140,7 @@ class GatewayConfig:
             shadow=ShadowConfig.from_flags(values),
             tokenizers=tokenizer_folders("tokenizer", values["tokenizer"]),
             finds_tokenizers=FIND_TOKENIZERS in values["tokenizer"],
+            renderers=renderer_urls("renderer", values["renderer"]),
             tokenizer_cache_bytes=values["tokenizer_cache_mib"] << 20,
             tokenize_timeout_seconds=values["tokenize_timeout_ms"] / 1000,
             session_affinity=values["session_affinity"],
@@ -204,3 +208,22 @@ def tokenizer_folders(flag: str, given: Sequence[str]) -> dict[str, Path]:
             raise ConfigError(f"names {f'the model {model!r}' if model else 'no model'} twice", field=flag)
         folders[model] = path
     return folders
+
+
+def renderer_urls(flag: str, given: Sequence[str]) -> dict[str, str]:
+    """Base URLs of renderers by model, from `URL` or `MODEL=URL` each; "" = of all other models.
+
+    Raises:
+        ConfigError: If one is no URL, or a model is given twice; names the flag.
+    """
+    urls: dict[str, str] = {}
+    for one in given:
+        at = one.find("=", 0, max(0, one.find("://")))
+        model, url = ("", one) if at < 0 else (one[:at], one[at + 1 :])
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
+            raise ConfigError(f"{one!r} is neither URL nor MODEL=URL", field=flag)
+        if model in urls:
+            raise ConfigError(f"names {f'the model {model!r}' if model else 'no model'} twice", field=flag)
+        urls[model] = url.rstrip("/")
+    return urls

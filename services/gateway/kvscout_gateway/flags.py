@@ -183,6 +183,13 @@ def gateway_flags() -> Callable[[F], F]:
             "for further models. auto = look for other models' tokenizers on this machine.",
         ),
         flag(
+            "--renderer",
+            multiple=True,
+            metavar="[MODEL=]URL",
+            help="Base URL of `vllm launch render` for prompts that no --tokenizer can tokenize, such as those with "
+            "images; repeat for further models.",
+        ),
+        flag(
             "--tokenizer-cache-mib",
             default=64,
             type=click.IntRange(1, 65536),
@@ -194,7 +201,7 @@ def gateway_flags() -> Callable[[F], F]:
             default=50.0,
             type=click.FloatRange(min=0),
             section=PERFORMANCE,
-            help="Timeout of an engine's /tokenize, for models without --tokenizer; 0 = never query engines.",
+            help="Longest wait of a request for a renderer and engines that tokenize, in all; 0 = none is queried.",
         ),
         flag(
             "--session-affinity",

@@ -185,6 +185,7 @@ class Gateway:
             reachable=self.health.reachable,
             tokenizers=config.tokenizers,
             finds_tokenizers=config.finds_tokenizers,
+            renderers=config.renderers,
             cache_bytes=config.tokenizer_cache_bytes,
             timeout_seconds=config.tokenize_timeout_seconds,
             connect_seconds=config.timeouts.connect_seconds,
@@ -287,7 +288,7 @@ class Gateway:
                 *self.indexer.warnings(),
                 *self.health.warnings(),
                 *self.backends.warnings(),
-                *self.tokens.parity.warnings(),
+                *self.tokens.warnings(),
             ],
             nats=self.backends.nats(),
         )

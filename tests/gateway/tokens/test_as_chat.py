@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.as_chat import CHAT, MESSAGES, RESPONSES, as_chat
-from kvscout_gateway.tokens.conversation import NotText, TemplateTraits
+from kvscout_gateway.tokens.conversation import NotText, TemplateTraits, conversation, without_media
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease, sglang_prompt
 
 HEADER = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
@@ -237,6 +238,52 @@ def test_sglangs_responses_are_known_where_they_are_texts() -> None:
     for more in ({"tools": [{"type": "function", "name": "f"}]}, {"input": [{"role": "developer", "content": "x"}]}):
         with pytest.raises(NotText, match="SGLang"):
             as_chat(RESPONSES, {"input": "x", **more}, engine=EngineKind.SGLANG)
+
+
+_WORDS = (
+    "text",
+    "image",
+    "tool_use",
+    "tool_result",
+    "thinking",
+    "function_call",
+    "message",
+    "reasoning",
+    "assistant",
+    "user",
+)
+_KEYS = [
+    *("type", "role", "content", "text", "messages", "input", "tools", "system", "name", "tool_choice", "thinking"),
+    *("output_config", "effort", "source", "tool_calls", "function", "reasoning", "instructions", "item"),
+]
+
+
+def _anything(draw: random.Random, depth: int) -> Any:
+    if depth and draw.random() < 0.4:
+        return {draw.choice(_KEYS): _anything(draw, depth - 1) for _ in range(draw.randrange(5))}
+    if depth and draw.random() < 0.5:
+        return [_anything(draw, depth - 1) for _ in range(draw.randrange(4))]
+    return draw.choice([None, True, 3, 1.5, "", *_WORDS])
+
+
+def test_whatever_a_client_sends_there_is_a_chat_completion_or_a_reason() -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    draw, chats = random.Random(seed), 0
+    for _ in range(3000):
+        request = {key: _anything(draw, 4) for key in _KEYS if draw.random() < 0.5}
+        request["messages"] = [{"role": draw.choice(_WORDS), "content": _anything(draw, 4)} for _ in range(2)]
+        for dialect in (CHAT, MESSAGES, RESPONSES):
+            for engine in (EngineKind.VLLM, EngineKind.SGLANG):
+                try:
+                    chat = as_chat(dialect, request, engine=engine)
+                    chats += 1
+                    for as_parts in (False, True):
+                        conversation(chat["messages"], as_parts=as_parts)
+                        conversation(without_media(chat["messages"], in_place=as_parts)[0], as_parts=as_parts)
+                except NotText:
+                    continue
+    assert chats > 100
 
 
 def test_the_model_and_the_templates_variables_stay() -> None:

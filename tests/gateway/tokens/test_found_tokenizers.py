@@ -15,7 +15,7 @@ from support.processes import eventually
 from support.trained_tokenizers import byte_level, save
 
 from kvscout_common.errors import ConfigError
-from kvscout_gateway.tokens import engine_tokenize, found_tokenizers
+from kvscout_gateway.tokens import found_tokenizers
 from kvscout_gateway.tokens.found_tokenizers import (
     MAX_MISMATCHES,
     MAX_MODELS,
@@ -23,6 +23,7 @@ from kvscout_gateway.tokens.found_tokenizers import (
     first_folder,
     model_folder,
 )
+from kvscout_gateway.tokens.rendered import read_tokenized
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
 
@@ -206,4 +207,4 @@ async def test_a_gateway_finds_the_folder_that_its_engine_serves(cache: Path, tm
     ],
 )
 def test_tokens_of_an_engine_are_read_however_it_writes_them(page: bytes, tokens: list[int]) -> None:
-    assert array("I", engine_tokenize._tokens(page)).tolist() == tokens
+    assert array("I", read_tokenized(page).token_ids).tolist() == tokens

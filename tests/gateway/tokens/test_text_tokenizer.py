@@ -37,7 +37,7 @@ async def test_a_conversation_has_the_tokens_of_its_text(tmp_path: Path) -> None
     text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in turns(5)) + "<|im_start|>assistant\n"
     expected = byte_level().encode(text, add_special_tokens=False).ids
     for _ in range(2):
-        tokens, _ = await tokenizer.of_conversation({"messages": turns(5)}, size=1, tenant="a")
+        tokens, *_ = await tokenizer.of_conversation({"messages": turns(5)}, size=1, tenant="a")
         assert array("I", tokens).tolist() == expected
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import Fields
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.fronts.body import text_of
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.outputs import output_of
-from kvscout_gateway.tokens.as_chat import as_chat
-from kvscout_gateway.tokens.conversation import NotText
-from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, chat_body, completion_body, unknown_prompt
-from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED
+from kvscout_gateway.tokens.prompt_tokens import CHARACTERS_A_TOKEN, unknown_prompt
 from kvscout_gateway.values.dialects import API_DIALECTS, CHAT, COMPLETIONS, ApiDialect
 from kvscout_gateway.values.prompt import Prompt, PromptTooLong
 from kvscout_gateway.values.request import Request, new_request_id
@@ -65,21 +59,6 @@ async def request_of(
     )
 
 
-def tokenize_body(api: ApiDialect, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of /tokenize for the prompt of a request.
-
-    Args:
-        api: Its dialect.
-        fields: Fields of its body.
-
-    Raises:
-        NotText: The request is not only text.
-    """
-    if api is COMPLETIONS:
-        return completion_body(fields)
-    return chat_body(fields if api is CHAT else as_chat(api.name, fields))
-
-
 async def _prompt_of(
     context: FrontContext, api: ApiDialect, fields: Fields, size: int, tenant: str, model: str
 ) -> Prompt:
@@ -92,22 +71,11 @@ async def _prompt_of(
         kinds = {spec.engine for spec in view.serving(target.model).specs}
         # Where engines of one model differ, most clients' prompts have neither tools nor parts, and are alike.
         engine = EngineKind.SGLANG if kinds == {EngineKind.SGLANG} else EngineKind.VLLM
-        try:
-            chat = await _as_chat(api, fields, size, engine)
-        except (NotText, InvalidArgument) as error:
-            prompt = unknown_prompt(str(error))
-        else:
-            prompt = await prompts.of_chat(chat, size=size, model=target.model, tenant=tenant, engine=engine)
+        prompt = await prompts.of_chat(
+            fields, size=size, model=target.model, tenant=tenant, engine=engine, dialect=api.name
+        )
     else:
-        prompt = await prompts.of_completion(fields, model=target.model, tenant=tenant)
-    if prompt.unknown:
+        prompt = await prompts.of_completion(fields, model=target.model, tenant=tenant, size=size)
+    if prompt.unknown or prompt.partial:
         context.exchanges.context.metrics.degraded("tokenizer")
     return prompt
-
-
-async def _as_chat(api: ApiDialect, fields: Fields, size: int, engine: EngineKind) -> Mapping[str, Any]:
-    if api is CHAT:
-        return fields
-    if size <= INLINE_RENDERED:
-        return as_chat(api.name, fields, engine=engine)
-    return await asyncio.to_thread(as_chat, api.name, fields, engine=engine)

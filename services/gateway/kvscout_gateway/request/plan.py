@@ -5,7 +5,6 @@ A plan says nothing of retries, of what is freed and of who pays for a failure: 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Protocol
 
 from kvscout_common.errors import KvscoutError
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 class Plan(Protocol):
     """One way to run a request."""
 
-    def run(self, exchange: Exchange, reply: Reply) -> Awaitable[None]:
+    async def run(self, exchange: Exchange, reply: Reply) -> None:
         """Run it to its end.
 
         Raises:
@@ -38,14 +37,14 @@ class Plan(Protocol):
 class Aggregated:
     """One attempt: the worker computes the prompt, and continues it."""
 
-    def run(self, exchange: Exchange, reply: Reply) -> Awaitable[None]:
+    async def run(self, exchange: Exchange, reply: Reply) -> None:
         """See `Plan`."""
 
         async def on(attempt: Attempt) -> None:
             await reply.placed(attempt.decision)
             await attempt.relay(await attempt.send(), reply)
 
-        return exchange.run_attempts(exchange.request, on)
+        await exchange.run_attempts(exchange.request, on)
 
     async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
         """See `Plan`."""

@@ -82,6 +82,11 @@ class ChatTemplate:
         except (jinja2.TemplateError, OSError, TypeError, KeyError, ValueError) as error:
             raise ConfigError(f"{folder} has a chat template that cannot be read: {error}", field=flag) from error
 
+    @property
+    def shows_media_in_place(self) -> bool:
+        """Tell whether vLLM shows images among the texts of their message; else they come before these."""
+        return self._plain.as_parts
+
     def render(self, request: Mapping[str, Any]) -> str:
         """Return the text of a chat request.
 
@@ -146,7 +151,7 @@ class _Compiled:
     def __init__(self, environment: _Bounded, source: str) -> None:
         self.template = environment.from_string(source)
         tree = environment.parse(source)
-        self._as_parts = reads_parts(tree)
+        self.as_parts = reads_parts(tree)
         self.as_parts_for_sglang = sglang_reads_parts(source, tree)
         self._knows_developers = "developer" in {node.value for node in tree.find_all(nodes.Const)}
 
@@ -156,7 +161,7 @@ class _Compiled:
         Raises:
             NotText: As `conversation`.
         """
-        shown = conversation(messages, as_parts=self._as_parts)
+        shown = conversation(messages, as_parts=self.as_parts)
         if self._knows_developers or not any(message["role"] == "developer" for message in shown):
             return shown
         return _one_system_message(shown)

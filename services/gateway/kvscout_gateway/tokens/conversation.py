@@ -27,12 +27,23 @@ _KNOWN_IN_A_PART: Final = frozenset(
     ("type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file", "prompt_cache_breakpoint")
 )
 """Fields of a part that a template does not see."""
+MEDIA_PARTS: Final = frozenset(
+    ("image_url", "input_image", "image_pil", "image_embeds", "audio_url", "input_audio", "audio_embeds", "video_url",
+     "video_embeds")
+)  # fmt: skip
+"""Kinds of parts that are images, sounds or films."""
+MEDIA_MARK: Final = "\ue000media\ue001"
+"""Text in place of the first of them, where the template puts it; characters that no language uses."""
 HEADER: Final = "x-anthropic-billing-header"
 """Begins a line that differs with every request of one client; vLLM leaves it out of system messages."""
 
 
 class NotText(ValueError):
     """The prompt is more than text, or none that can be known here."""
+
+
+class NotOnlyText(NotText):
+    """There is an image or the like in it."""
 
 
 class TemplateTraits(NamedTuple):
@@ -69,6 +80,36 @@ def messages_of(messages: Any) -> Iterator[tuple[dict[str, Any], str]]:
         if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
             raise NotText("a message is no object with a role")
         yield message, role
+
+
+def is_media(part: Any) -> bool:
+    """Tell whether a part of a message is an image, a sound or a film."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return (isinstance(kind, str) and kind in MEDIA_PARTS) or (kind is not None and part.get("uuid") is not None)
+
+
+def without_media(messages: Any, *, in_place: bool) -> tuple[list[dict[str, Any]], int]:
+    """Return messages with a mark instead of their first image or the like, and how many there are.
+
+    Args:
+        messages: Of a chat completion.
+        in_place: The engine shows it where it is; else before the texts of its message.
+
+    Raises:
+        NotText: They are no messages.
+    """
+    shown, items = [], 0
+    mark = {"type": "text", "text": MEDIA_MARK}
+    for message, _ in messages_of(messages):
+        content = message.get("content")
+        if isinstance(content, list) and any(map(is_media, content)):
+            first = next(at for at, part in enumerate(content) if is_media(part)) if in_place else 0
+            texts = [part for part in content if not is_media(part)]
+            kept = texts if items else [*texts[:first], mark, *texts[first:]]
+            items += len(content) - len(texts)
+            message = message | {"content": kept}
+        shown.append(message)
+    return shown, items
 
 
 def calls_of(calls: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -178,7 +219,9 @@ def _part(part: Any, role: str) -> dict[str, Any] | None:
     kind = part.get("type") if isinstance(part, dict) else None
     if role == "tool" and kind == "tool_reference" and isinstance(name := part.get("name"), str):
         return {"type": kind, "name": name}
-    if not isinstance(kind, str) or kind not in TEXT_PARTS or part.get("uuid") is not None:
+    if is_media(part):
+        raise NotOnlyText(f"a message has a part of the kind {str(kind)[:40]!r}")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise NotText(f"a message has a part of the kind {str(kind)[:40]!r}")
     text = part.get(TEXT_PARTS[kind])
     if text is None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from kvscout_common.errors import KvscoutError
 from kvscout_gateway.tokens.conversation import NotText
-from kvscout_gateway.tokens.engine_tokenize import EngineTokenize, Tokenizing
 from kvscout_gateway.tokens.parity import ParityCheck
-from kvscout_gateway.values.prompt import Judge, Prompt
+from kvscout_gateway.tokens.remote_source import tokenize_call
+from kvscout_gateway.tokens.remote_tokens import Call, RemoteTokens, Server
+from kvscout_gateway.tokens.source import Wanted
+from kvscout_gateway.values.prompt import Judge, Prompt, TokenClass
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -25,10 +26,10 @@ SECONDS: Final = 10.0
 class Compared:
     """Tokens of a running request, to be compared with its engine's afterwards."""
 
-    model: tuple[str, str]
+    of: TokenClass
     count: int
-    all_of_them: tuple[bytes, Mapping[str, Any]] | None
-    """Our tokens, and the body of /tokenize for the engine's; None = only their number is compared."""
+    all_of_them: tuple[bytes, Call] | None
+    """Our tokens, and the call that returns the engine's; None = only their number is compared."""
     judge: Judge | None = None
     """Called with whether the number is the engine's."""
 
@@ -37,39 +38,32 @@ class EngineComparison:
     """Compares after the request, beside others: what the client sent goes to its engine as it came."""
 
     def __init__(
-        self, parity: ParityCheck, engine: EngineTokenize, headers: Callable[[], tuple[tuple[str, str], ...]]
+        self, parity: ParityCheck, remote: RemoteTokens, headers: Callable[[], tuple[tuple[str, str], ...]]
     ) -> None:
         """Compare.
 
         Args:
             parity: Counts.
-            engine: Asks engines.
+            remote: Asks engines.
             headers: What engines want to see, such as their key.
         """
         self._parity = parity
-        self._engine = engine
+        self._remote = remote
         self._headers = headers
         self._running: asyncio.Task[None] | None = None
 
-    def begin(
-        self, model: tuple[str, str], prompt: Prompt, body: Callable[[], Mapping[str, Any]] | None = None
-    ) -> Compared | None:
-        """Return what to compare once a request was answered; None = nothing, no tokenizer here made its tokens.
-
-        Args:
-            model: Tenant and model.
-            prompt: With our tokens.
-            body: Body of /tokenize for the same; None = only their number is compared.
-        """
-        if not prompt.tokenized_here:
+    def begin(self, prompt: Prompt) -> Compared | None:
+        """Return what to compare once a request was answered; None = nothing, its tokens are its own or unknown."""
+        of = prompt.token_class
+        if of is None:
             return None
         all_of_them = None
-        if body is not None and self._parity.due() and self._running is None:
+        if isinstance(prompt.wanted, Wanted) and self._running is None:
             try:
-                all_of_them = prompt.token_ids, body()
+                all_of_them = prompt.token_ids, tokenize_call(prompt.wanted)
             except (NotText, KvscoutError) as error:
-                log.debug("tokens of %s not compared: %s", model, error)
-        return Compared(model, len(prompt.token_ids) // 4, all_of_them, prompt.judge)
+                log.debug("tokens of %s not compared: %s", of.model, error)
+        return Compared(of, len(prompt.token_ids) // 4, all_of_them, prompt.judge)
 
     def end(self, compared: Compared, endpoint: str, prompt_tokens: object) -> None:
         """Compare. Returns at once.
@@ -80,12 +74,12 @@ class EngineComparison:
             prompt_tokens: The engine's number of tokens; no number = it reported none.
         """
         if isinstance(prompt_tokens, int):
-            self._parity.lengths(*compared.model, compared.count, prompt_tokens)
+            self._parity.lengths(compared.of, compared.count, prompt_tokens)
             if compared.judge is not None:
                 compared.judge(compared.count == prompt_tokens)
         if compared.all_of_them is not None and self._running is None:
-            engine = Tokenizing(endpoint, self._headers())
-            self._running = asyncio.create_task(self._all(compared.model, *compared.all_of_them, engine))
+            server = Server(endpoint, self._headers())
+            self._running = asyncio.create_task(self._all(compared.of, *compared.all_of_them, server))
             self._running.add_done_callback(self._ended)
 
     async def close(self) -> None:
@@ -94,14 +88,14 @@ class EngineComparison:
             self._running.cancel()
             await asyncio.wait([self._running])
 
-    async def _all(self, model: tuple[str, str], ours: bytes, body: Mapping[str, Any], engine: Tokenizing) -> None:
+    async def _all(self, of: TokenClass, ours: bytes, call: Call, server: Server) -> None:
         try:
             async with asyncio.timeout(SECONDS):
-                theirs = await self._engine.ask(engine, json.dumps(body))
+                theirs = await self._remote.fetch(server, call)
         except (KvscoutError, TimeoutError) as error:
-            log.debug("tokens of %s not compared: %s", model, error)
+            log.debug("tokens of %s not compared: %s", of.model, error)
             return
-        self._parity.tokens(*model, ours, theirs)
+        self._parity.tokens(of, ours, theirs.token_ids)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running = None

@@ -174,7 +174,7 @@ def _tool_choice(choice: Any) -> Any:
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise NotText("tool_choice is none")
     return _CHOICES[kind]
 
@@ -246,7 +246,7 @@ def _result(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _add_effort(chat: dict[str, Any], request: Mapping[str, Any], disabled: str) -> None:
     output, thinking = request.get("output_config"), request.get("thinking")
     effort = output.get("effort") if isinstance(output, dict) else None
-    if effort in _EFFORTS:
+    if isinstance(effort, str) and effort in _EFFORTS:
         chat["reasoning_effort"] = effort
     if isinstance(thinking, dict) and thinking.get("type") == "disabled":
         chat["reasoning_effort"] = disabled

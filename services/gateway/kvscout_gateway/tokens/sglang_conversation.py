@@ -13,7 +13,14 @@ from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 from kvscout_common.http.json_scan import load_json
-from kvscout_gateway.tokens.conversation import MAX_ARGUMENT_VALUES, NotText, calls_of, messages_of
+from kvscout_gateway.tokens.conversation import (
+    MAX_ARGUMENT_VALUES,
+    NotOnlyText,
+    NotText,
+    calls_of,
+    is_media,
+    messages_of,
+)
 
 TEXT_PARTS: Final = ("text", "input_text")
 _FIELDS: Final = ("tool_call_id", "name", "phase", "reasoning_content")
@@ -93,6 +100,8 @@ def _content(content: Any, *, joined: bool) -> str | list[dict[str, Any]]:
 
 
 def _text(part: Any) -> str:
+    if is_media(part):
+        raise NotOnlyText("a message has a part that is not text")
     if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
         raise NotText("a message has a part that is not text")
     text: str = part["text"]

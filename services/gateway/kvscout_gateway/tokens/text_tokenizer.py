@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.as_chat import CHAT, as_chat
 from kvscout_gateway.tokens.chunk_cache import ChunkCache
-from kvscout_gateway.tokens.conversation import NotText
+from kvscout_gateway.tokens.conversation import MEDIA_MARK, NotText, without_media
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease
+from kvscout_gateway.tokens.source import Found
 from kvscout_gateway.tokens.threads import Threads
 from kvscout_gateway.tokens.tokenizer import LocalTokenizer
-from kvscout_gateway.values.prompt import Judge
 
 if TYPE_CHECKING:
     from kvscout_gateway.tokens.chat_template import ChatTemplate
@@ -29,17 +29,13 @@ TOKEN_BYTES: Final = 4
 INLINE_ENCODED: Final = 1024
 """Characters that are encoded there."""
 
+CHARACTERS_A_TOKEN: Final = 4
+"""Characters of text that a token has, about."""
+TOKENS_AN_ITEM: Final = 512
+"""Tokens that an image, a sound or a film has, about."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Conversation(NamedTuple):
-    """The tokens of a chat request."""
-
-    token_ids: bytes
-    """u32 each."""
-    judge: Judge | None = None
-    """Wants to know whether the engine has counted as many; None = there is nothing to learn from it."""
 
 
 class ReleaseGuess:
@@ -100,7 +96,7 @@ class TextTokenizer:
         tenant: str,
         engine: EngineKind = EngineKind.VLLM,
         dialect: str = CHAT,
-    ) -> Conversation:
+    ) -> Found:
         """Return the tokens of a conversation.
 
         Args:
@@ -122,13 +118,49 @@ class TextTokenizer:
         if engine is not EngineKind.SGLANG:
             text = await self._run(long, self._template.render, request)
             special = bool(request.get("add_special_tokens"))
-            return Conversation(await self.of_text(text, add_special_tokens=special, tenant=tenant))
+            return Found(await self.of_text(text, add_special_tokens=special, tenant=tenant))
         release = self._sglang_release.release
         text, continued = await self._run(long, self._template.render_for_sglang, request, release)
         tokens = await self.of_text(text, add_special_tokens=False, tenant=tenant)
         if continued:
             tokens += await self._behind(continued, tenant)
-        return Conversation(tokens, partial(self._sglang_release.judge, release) if request.get("tools") else None)
+        judge = partial(self._sglang_release.judge, release) if request.get("tools") else None
+        return Found(tokens, judge=judge)
+
+    async def before_media(
+        self, request: Mapping[str, Any], *, size: int, tenant: str, engine: EngineKind, dialect: str
+    ) -> Found:
+        """Return the tokens before the first image, sound or film in a conversation, and about how many follow.
+
+        Args:
+            request: Its body.
+            size: Bytes of it.
+            tenant: Whose it is.
+            engine: What renders it.
+            dialect: Of the request.
+
+        Raises:
+            NotText, InvalidArgument, ResourceExhausted: As `of_conversation`.
+        """
+        if self._template is None:
+            raise NotText("the tokenizer has no chat template")
+        long, template = size > INLINE_RENDERED, self._template
+        request = await self._run(long, as_chat, dialect, request, engine=engine, traits=template.traits)
+        messages, items = await self._run(
+            long, without_media, request.get("messages"), in_place=template.shows_media_in_place
+        )
+        request = dict(request, messages=messages)
+        if engine is EngineKind.SGLANG:
+            text, _ = await self._run(long, template.render_for_sglang, request, self._sglang_release.release)
+        else:
+            text = await self._run(long, template.render, request)
+        before, mark, behind = text.partition(MEDIA_MARK)
+        if not mark:
+            raise NotText("the chat template does not show where the first image or the like is")
+        tokens = await self.of_text(before, add_special_tokens=bool(request.get("add_special_tokens")), tenant=tenant)
+        further = len(behind) // CHARACTERS_A_TOKEN + items * TOKENS_AN_ITEM
+        # What follows may have become one token with the last characters.
+        return Found(tokens[:-TOKEN_BYTES], further_tokens=further + 1)
 
     async def _behind(self, text: str, tenant: str) -> bytes:
         """Return the tokens of a text that continues a prompt: with what the tokenizer puts around it, but for a token

@@ -38,6 +38,21 @@ class Geometry(NamedTuple):
     eagle: bool
 
 
+class TokenClass(NamedTuple):
+    """Prompts whose tokens are found in one way: those of a class are the engine's, or none is."""
+
+    tenant: str
+    model: str
+    dialect: str
+    tools: bool
+    """The requests have tools."""
+    source: str
+    """Where the tokens are from."""
+
+    def __str__(self) -> str:
+        return f"{self.dialect} {'with' if self.tools else 'without'} tools, by {self.source}"
+
+
 @dataclass(slots=True)
 class Prompt:
     """Prompt of a request: token ids, the block hashes of one geometry, or only an estimate of its length."""
@@ -53,12 +68,16 @@ class Prompt:
     mm_items: tuple[MmItem, ...] = ()
     unknown: str = ""
     """Why neither tokens nor hashes are known, and the length is an estimate: it is placed by load alone."""
+    partial: str = ""
+    """Why only the first tokens are known: it is placed by these."""
     further_tokens: int = 0
-    """Estimated tokens of the request's further prompts, of which only the length counts."""
+    """Estimated tokens of the request's further prompts, or behind those that are known; only their number counts."""
     field: str = "token_ids"
     """Field of the client's request that has the prompt."""
-    tokenized_here: bool = False
-    """A tokenizer of this gateway made the tokens, of all that the engine computes."""
+    token_class: TokenClass | None = None
+    """Class of the tokens, if they are all that the engine computes; None = they are not compared with the engine's."""
+    wanted: object | None = None
+    """The request, if its tokens are to be compared with the engine's one by one; None = only their number is."""
     judge: Judge | None = None
     """Called with whether the engine counted as many tokens; None = nobody learns from it."""
 
@@ -75,6 +94,7 @@ class Prompt:
     def settle(self) -> None:
         """Release the tokens: it is not placed again."""
         self.token_ids = self.given_hashes = b""
+        self.wanted = None
 
 
 def geometries(workers: Iterable[WorkerSpec]) -> tuple[Geometry, ...]:

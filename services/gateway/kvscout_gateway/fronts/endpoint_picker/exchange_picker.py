@@ -163,7 +163,7 @@ class ExchangePicker:
             if attempt.decision.rank_header is not None:
                 headers[wire.RANK] = str(attempt.decision.rank_header)
             attempt.sent()
-            compared = self.comparison.begin((request.tenant, request.model), request.prompt)
+            compared = self.comparison.begin(request.prompt)
             return ExchangePick(
                 self,
                 headers,

@@ -35,9 +35,9 @@ def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.Gat
         failures=gateway.exchanges.failures,
         degraded=gateway.metrics.degraded_counts,
         token_differences=[
-            gateway_pb2.TokenDifference(model=name, tenant=owner, difference=how)
-            for (owner, name), how in gateway.tokens.parity.differing.items()
-            if tenant in (ALL_TENANTS, owner) and model in ("", name)
+            gateway_pb2.TokenDifference(model=of.model, tenant=of.tenant, difference=f"{of}: {how}")
+            for of, how in gateway.tokens.parity.differences().items()
+            if tenant in (ALL_TENANTS, of.tenant) and model in ("", of.model)
         ],
         shadowed_balancer=gateway.config.shadow.balancer if gateway.config.shadow is not None else "",
         shadow_hours=[

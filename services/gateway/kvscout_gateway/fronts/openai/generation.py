@@ -15,7 +15,7 @@ from kvscout_gateway.fronts import headers as proxied
 from kvscout_gateway.fronts.access import Caller, header
 from kvscout_gateway.fronts.body import JsonBody, json_of, model_of, with_usage
 from kvscout_gateway.fronts.context import FrontContext
-from kvscout_gateway.fronts.json_request import request_of, tokenize_body
+from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.outputs import tool_choice
 from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.reserved import changes_of
@@ -193,7 +193,7 @@ class Generation:
         request = await request_of(
             self._context, call.path, call.headers, body.fields, size=body.size, tenant=tenant, model=model
         )
-        compared = comparison.begin((tenant, model), request.prompt, lambda: tokenize_body(request.api, body.fields))
+        compared = comparison.begin(request.prompt)
         sent = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
         client = Client(call, request.api, whole_answer=sent.whole_answer, in_full=caller.is_admin)
         client.request_id = sent.request_id or request.request_id
