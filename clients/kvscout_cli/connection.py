@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from kvscout.v1 import scheduler_pb2_grpc
 from kvscout_cli import completion
-from kvscout_client import ClientSecurity, NotSecured, Router
+from kvscout_client import ClientSecurity, NotGrpc, NotSecured, Router
 from kvscout_common.doctor.collection import Named
 from kvscout_common.doctor.gathering import Gathering
 from kvscout_common.doctor.snapshot import Kind, Snapshot
@@ -79,7 +79,24 @@ def _timeout_flag(default: float, text: str) -> Callable[[Command], Command]:
     return flag("--timeout", section=CONNECTION, default=default, type=kind, help=text)
 
 
-_gateway_flag = flag("--gateway", section=CONNECTION, default="localhost:7050", help="host:port of the gateway.")
+class Address(click.ParamType[str]):
+    """host:port of a gRPC server; the scheme that people copy from a URL is left out."""
+
+    name = "host:port"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return host:port."""
+        scheme, separator, rest = value.partition("://")
+        if not separator:
+            return value
+        if scheme.lower() not in ("http", "grpc"):
+            self.fail(f"{value!r} is a URL: give host:port, and --tls-ca for TLS", param, ctx)
+        return rest.rstrip("/")
+
+
+_gateway_flag = flag(
+    "--gateway", section=CONNECTION, default="localhost:7050", type=Address(), help="host:port of the gateway."
+)
 
 
 def connection_flags(command: Command) -> Command:
@@ -90,7 +107,7 @@ def connection_flags(command: Command) -> Command:
         try:
             return command(connection, **values)
         except Unavailable as error:
-            if error.answered or isinstance(error, NotSecured):
+            if error.answered or isinstance(error, NotGrpc | NotSecured):
                 raise
             raise Unavailable(
                 f"no gateway answers at {connection.gateway}; `kvscout up` starts one on this machine"
@@ -147,7 +164,7 @@ def services_flags(command: Command) -> Command:
         _timeout_flag(5.0, "Longest wait for each answer, in seconds."),
         flag("--tenant", section=CONNECTION, default=ALL_TENANTS, help="Tenant; * = all that the token may see."),
         _gateway_flag,
-        click.argument("addresses", nargs=-1, metavar="[ADDRESS]..."),
+        click.argument("addresses", nargs=-1, type=Address(), metavar="[ADDRESS]..."),
     )
     decorated: Command = decorate(command)
     return decorated
@@ -188,6 +205,7 @@ def scheduler_flags(command: Command) -> Command:
             "--scheduler",
             multiple=True,
             default=("localhost:7052",),
+            type=Address(),
             section=CONNECTION,
             help="host:port of a scheduler; repeat to ask several.",
         ),

@@ -13,7 +13,7 @@
 
 from kvscout_client.blocking import BlockingBooking, BlockingRouter
 from kvscout_client.booking import Booking
-from kvscout_client.calls import NotSecured
+from kvscout_client.calls import NotGrpc, NotSecured
 from kvscout_client.kv_publisher import KvEventPublisher, PublisherStatus
 from kvscout_client.kv_publisher_thread import ThreadedKvEventPublisher
 from kvscout_client.kv_push_router import KvPushRouter
@@ -59,6 +59,7 @@ __all__ = [
     "KvEventPublisher",
     "KvPushRouter",
     "MmItem",
+    "NotGrpc",
     "NotSecured",
     "OutputOptions",
     "PublisherStatus",

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from kvscout.v1 import gateway_pb2
 from kvscout_common.errors import DeadlineExceeded, Draining, KvscoutError, Unavailable
 from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.identity.http_probe import http_trouble
 from kvscout_common.identity.tls_probe import tls_trouble
 from kvscout_common.rpc.channel import call, stream
 
@@ -24,6 +25,10 @@ PAUSE_SECONDS = 0.1
 
 class NotSecured(Unavailable):
     """A server answers, but client and server do not agree on TLS: trying again does not help."""
+
+
+class NotGrpc(Unavailable):
+    """An HTTP server answers, not one of gRPC: the port is another one."""
 
 
 class Calls:
@@ -59,6 +64,7 @@ class Calls:
 
         Raises:
             NotSecured: The gateway wants TLS and the call does not have it, or the other way round.
+            NotGrpc: The port is one of HTTP.
             KvscoutError: As the gateway answers, or it does not.
         """
         clock = asyncio.get_running_loop().time
@@ -84,7 +90,7 @@ class Calls:
         """Call a server-streaming rpc; closed early, it is cancelled.
 
         Raises:
-            NotSecured, KvscoutError: As `unary`.
+            NotSecured, NotGrpc, KvscoutError: As `unary`.
         """
         try:
             async with aclosing(stream(method, request, timeout=timeout)) as answers:
@@ -94,11 +100,14 @@ class Calls:
             raise await self._explained(error) from error
 
     async def _explained(self, error: Unavailable) -> KvscoutError:
-        """Return an error with its reason, where TLS is the reason."""
+        """Return an error with its reason, where that is TLS or a port of HTTP."""
         if error.answered:
             return error
         trouble = await tls_trouble(self._address, self._security)
-        return NotSecured(f"{self._address} {trouble}") if trouble else error
+        if trouble:
+            return NotSecured(f"{self._address} {trouble}")
+        trouble = await http_trouble(self._address)
+        return NotGrpc(f"{self._address} {trouble}") if trouble else error
 
 
 async def started_within(

@@ -216,6 +216,25 @@ def test_every_command_has_help_and_tells_its_version(command: tuple[str, ...]) 
     assert (version.exit_code, version.stdout.split()[-1]) == (0, __version__)
 
 
+@pytest.mark.parametrize("scheme", ["http://", "grpc://", "HTTP://"])
+def test_a_scheme_before_the_gateways_address_is_left_out(gateway: FakeGateway, scheme: str) -> None:
+    result = CliRunner().invoke(main, ["route", "1", "--gateway", f"{scheme}{gateway.address}/"])
+    assert result.exit_code == 0, result.output
+
+
+def test_a_url_of_another_scheme_is_refused_with_what_to_give(gateway: FakeGateway) -> None:
+    result = CliRunner().invoke(main, ["route", "1", "--gateway", f"https://{gateway.address}"])
+    assert result.exit_code == 2
+    assert "is a URL: give host:port, and --tls-ca for TLS" in result.stderr
+
+
+def test_a_role_without_workers_is_answered_with_the_roles_that_have_some(gateway: FakeGateway) -> None:
+    gateway.errors["Route"] = errors.Unavailable("model 'm' has no prefill worker now")
+    result = kvscout(gateway, "route", "1", "--role", "prefill")
+    assert result.exit_code == 3
+    assert result.stderr == "error: model 'm' has no prefill worker now: choose --role aggregated\n"
+
+
 MAX_HELP_LINES = 60
 
 

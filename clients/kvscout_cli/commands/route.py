@@ -12,6 +12,7 @@ from kvscout_cli.output import print_json
 from kvscout_cli.prompt import prompt_arguments
 from kvscout_cli.tables import columns, stdout
 from kvscout_client import Explanation, RouteDecision, RouterOverride
+from kvscout_common.errors import Unavailable
 from kvscout_common.settings.flags import SectionedCommand, ValueOf
 from kvscout_common.worker import Role
 
@@ -53,16 +54,25 @@ def command(
 
     async def fetch() -> RouteDecision:
         async with connection.router() as router:
-            return await router.route(
-                token_ids,
-                model=await chosen_model(router, model),
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-                role=role,
-                pinned_worker_id=pinned_worker_id,
-                override=RouterOverride(overlap_score_weight, router_temperature, policy),
-                explain=explain,
-            )
+            chosen = await chosen_model(router, model)
+            try:
+                return await router.route(
+                    token_ids,
+                    model=chosen,
+                    lora_name=lora_name,
+                    cache_salt=cache_salt,
+                    role=role,
+                    pinned_worker_id=pinned_worker_id,
+                    override=RouterOverride(overlap_score_weight, router_temperature, policy),
+                    explain=explain,
+                )
+            except Unavailable as error:
+                roles = sorted({record.spec.role.value for record in await router.list_workers(model=chosen)})
+                if not roles or role.value in roles:
+                    raise
+                hint = Unavailable(f"{error.message}: choose --role {' or --role '.join(roles)}")
+                hint.answered = error.answered
+                raise hint from error
 
     decision = run(fetch())
     if as_json:

@@ -43,6 +43,7 @@ from kvscout_common.http.engine_http import NoAnswer, read_json
 from kvscout_common.http.factory import http_client
 from kvscout_common.http.http import HttpClient
 from kvscout_common.identity.client_security import ClientSecurity
+from kvscout_common.identity.http_probe import http_trouble
 from kvscout_common.identity.tls_probe import tls_trouble
 from kvscout_common.plain_text import printable
 from kvscout_common.registry.engine_facts import ASKED
@@ -170,7 +171,7 @@ class Collection:
             except KvscoutError as error:
                 trouble = ""
                 if isinstance(error, Unavailable) and not error.answered:
-                    trouble = await tls_trouble(named.address, self._security)
+                    trouble = await tls_trouble(named.address, self._security) or await http_trouble(named.address)
                 error_text = printable(f"it {trouble}" if trouble else str(error))
                 return Service(named.address, named.kind, named_by=named.named_by, error=error_text)
             finally:

@@ -38,7 +38,7 @@ from google.protobuf.message import Message
 
 from kvscout_common.errors import ConfigError, PermissionDenied, Unauthenticated
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits, TenantTable, read_limits
-from kvscout_common.process.followed_file import FollowedFile, read_yaml
+from kvscout_common.process.followed_file import FollowedFile, located, read_yaml
 from kvscout_common.process.running_calls import ENDLESS
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
@@ -251,14 +251,21 @@ def _read_tokens(path: Path) -> TokensFile:
     entries = document["tokens"]
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path} has no list 'tokens'", field="auth_tokens")
+    try:
+        return TokensFile(_read_entries(entries), read_limits(document.get("limits", [])))
+    except ConfigError as error:
+        raise located(error, path, max_bytes=MAX_BYTES) from error.__cause__
+
+
+def _read_entries(entries: list[Any]) -> dict[str, Identity]:
     table: dict[str, Identity] = {}
     for number, entry in enumerate(entries):
-        where = f"auth_tokens.{number}"
+        where = f"tokens.{number}"
         digest, identity = _read_entry(entry, where)
         if digest in table:
             raise ConfigError("the same token twice", field=where)
         table[digest] = identity
-    return TokensFile(table, read_limits(document.get("limits", [])))
+    return table
 
 
 def _read_entry(entry: Any, where: str) -> tuple[str, Identity]:

@@ -150,10 +150,10 @@ def read_limits(entries: Any) -> TenantTable:
         ConfigError: It is none; names the entry.
     """
     if not isinstance(entries, list):
-        raise ConfigError("must be a list", field="auth_tokens.limits")
+        raise ConfigError("must be a list", field="limits")
     table: dict[str, Mapping[Limit, int]] = {}
     for number, entry in enumerate(entries):
-        where = f"auth_tokens.limits.{number}"
+        where = f"limits.{number}"
         if not isinstance(entry, dict) or not entry.keys() <= {"tenant", *Limit}:
             raise ConfigError(f"has a key other than tenant, {', '.join(Limit)}", field=where)
         tenant = entry.get("tenant")

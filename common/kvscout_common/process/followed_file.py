@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import stat
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -71,6 +72,42 @@ def read_yaml(path: Path, *, flag: str, max_bytes: int, secret: bool = False) ->
         where = f": line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
     # Outside of the handler: the cause, which quotes the line, would be logged with a traceback.
     raise ConfigError(f"cannot read {path}: it is no YAML{where}", field=flag)
+
+
+def located(error: ConfigError, path: Path, *, max_bytes: int) -> ConfigError:
+    """Return an error about a key of a YAML file with the file's name and the key's line.
+
+    Args:
+        error: Its field is the key's path, such as "workers.3.model" or "tokens.0.role".
+        path: The file.
+        max_bytes: Its largest size.
+    """
+    line = 0
+    try:
+        node = yaml.compose(read_file(path, flag="", max_bytes=max_bytes), Loader=yaml.SafeLoader)
+        for part in re.findall(r"[^.\[\]]+", error.field or ""):
+            node, mark = _child(node, part)
+            line = mark.line + 1
+    except (ConfigError, LookupError, ValueError, RecursionError, yaml.YAMLError):
+        pass  # as far as the key could be followed: the last part may be one that is missing
+    at = f", line {line}" if line else ""
+    return ConfigError(error.message, field=f"{path}{at}: {error.field}")
+
+
+def _child(node: yaml.Node | None, part: str) -> tuple[yaml.Node, yaml.Mark]:
+    """Return the value at a key or index, and where the key stands.
+
+    Raises:
+        LookupError: There is none.
+    """
+    if isinstance(node, yaml.SequenceNode):
+        inner = node.value[int(part)]
+        return inner, inner.start_mark
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == part:
+                return value, key.start_mark
+    raise LookupError(part)
 
 
 class FollowedFile(Generic[T]):

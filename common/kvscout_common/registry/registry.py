@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 from kvscout_common.errors import FailedPrecondition, NotFound
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits
+from kvscout_common.known_names import or_known
 from kvscout_common.registry.engine_facts import EngineFacts
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 
@@ -134,7 +135,8 @@ class Registry:
         """
         entry = self.find(WorkerName(tenant, worker_id))
         if entry is None:
-            raise NotFound(f"no worker {worker_id!r} in tenant {tenant!r}")
+            known = (one.spec.worker_id for one in self.entries(tenant))
+            raise NotFound(f"no worker {worker_id!r} in tenant {tenant!r}{or_known(worker_id, known)}")
         return entry
 
     def find(self, name: WorkerName) -> Entry | None:

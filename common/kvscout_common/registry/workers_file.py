@@ -17,15 +17,17 @@ Keys are the fields of `kvscout.v1.Worker`; enums are written in lower case with
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
+from google.protobuf.descriptor import Descriptor
 
 from kvscout.v1 import workers_pb2
 from kvscout_common.errors import ConfigError, InvalidArgument
-from kvscout_common.process.followed_file import FollowedFile, read_yaml
+from kvscout_common.known_names import or_known
+from kvscout_common.process.followed_file import FollowedFile, located, read_yaml
 from kvscout_common.registry.registry import Registry, Source, any_worker
 from kvscout_common.registry.worker_proto import spec_from_proto
 from kvscout_common.worker import WorkerSpec
@@ -63,6 +65,13 @@ def load_workers(path: Path, admit: Callable[[WorkerSpec], None] = any_worker) -
         raise ConfigError(f"{path} has no list 'workers'", field="workers_file")
     if len(entries) > MAX_WORKERS:
         raise ConfigError(f"{path} has {len(entries):,} workers; at most {MAX_WORKERS:,} can be", field="workers_file")
+    try:
+        return _workers(entries, admit)
+    except ConfigError as error:
+        raise located(error, path, max_bytes=MAX_BYTES) from error.__cause__
+
+
+def _workers(entries: list[Any], admit: Callable[[WorkerSpec], None]) -> list[WorkerSpec]:
     specs: dict[tuple[str, str], WorkerSpec] = {}
     for number, entry in enumerate(entries):
         where = f"workers.{number}"
@@ -89,6 +98,7 @@ def worker_from_mapping(entry: Any, where: str) -> WorkerSpec:
     """
     if not isinstance(entry, dict):
         raise ConfigError("is not a mapping", field=where)
+    _check_keys(entry, workers_pb2.Worker.DESCRIPTOR, where)
     values = dict(entry)
     for key, prefix in _ENUM_PREFIXES.items():
         if key in values:
@@ -100,9 +110,46 @@ def worker_from_mapping(entry: Any, where: str) -> WorkerSpec:
     try:
         return spec_from_proto(json_format.ParseDict(values, workers_pb2.Worker()))
     except json_format.ParseError as error:
-        raise ConfigError(str(error), field=where) from error
+        raise _value_error(entry, values, where) or ConfigError(str(error), field=where) from error
     except InvalidArgument as error:
         raise ConfigError(error.message, field=f"{where}.{error.field}") from error
+
+
+def _check_keys(entry: Any, message: Descriptor, where: str) -> None:
+    """Refuse keys that a message does not have, also within it.
+
+    Raises:
+        ConfigError: Names the key, and the nearest that there is.
+    """
+    if not isinstance(entry, dict):
+        return
+    for key, value in entry.items():
+        field = message.fields_by_name.get(str(key)) or message.fields_by_camelcase_name.get(str(key))
+        if field is None:
+            raise ConfigError(
+                f"there is no such key{or_known(str(key), message.fields_by_name)}", field=f"{where}.{key}"
+            )
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for number, inner in enumerate(value if isinstance(value, list) else ()):
+            _check_keys(inner, field.message_type, f"{where}.{key}[{number}]")
+
+
+def _value_error(entry: Mapping[Any, Any], values: Mapping[str, Any], where: str) -> ConfigError | None:
+    """Return the error of the first key whose value cannot be read; None = each can."""
+    for key, value in values.items():
+        try:
+            json_format.ParseDict({key: value}, workers_pb2.Worker())
+        except json_format.ParseError:
+            field = workers_pb2.Worker.DESCRIPTOR.fields_by_name.get(key)
+            if key in _ENUM_PREFIXES and field is not None and field.enum_type is not None:
+                words = [name.removeprefix(_ENUM_PREFIXES[key]).lower() for name in field.enum_type.values_by_name]
+                known = [word.replace("_", "-") for word in words if word != "unspecified"]
+                problem = f"{str(entry[key])[:100]!r} is none of these{or_known(str(entry[key]), known)}"
+            else:
+                problem = f"cannot be {str(entry[key])[:100]!r}"
+            return ConfigError(problem, field=f"{where}.{key}")
+    return None
 
 
 class WorkersFile(FollowedFile[list[WorkerSpec]]):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvscout_common.errors import ConfigError
+from kvscout_common.known_names import nearest
 from kvscout_lab.cells.bound import Bound, lower_bound
 from kvscout_lab.cells.measures import Measures, Objective, measure
 from kvscout_lab.simulation.cluster import Cluster
@@ -39,14 +40,17 @@ class Contender:
         """
         name, _, rest = text.partition(":")
         policies.check(name)
-        known = {field.name: field for field in fields(SchedulerSettings)}
+        defaults = {field.name: getattr(SchedulerSettings(), field.name) for field in fields(SchedulerSettings)}
+        known = [name for name, default in defaults.items() if isinstance(default, int | float | bool | None)]
         changes: dict[str, Any] = {"policy": name}
         for assignment in filter(None, rest.split(",")):
             key, equals, value = assignment.partition("=")
-            default = getattr(SchedulerSettings(), key, None) if key in known else None
-            if not equals or key not in known or not isinstance(default, int | float | bool | None):
-                raise ConfigError(f"{assignment!r} is no setting=number of a scheduler", field="policy")
-            changes[key] = _number(key, value, default)
+            if not equals or key not in known:
+                meant = nearest(key, known)
+                problem = f"{assignment!r} is no setting=number of a scheduler"
+                hint = f"; did you mean {meant}?" if meant and meant != key else ";"
+                raise ConfigError(f"{problem}{hint} Settings: {', '.join(sorted(known))}", field="policy")
+            changes[key] = _number(key, value, defaults[key])
         return cls(text, SchedulerSettings(**changes).validate())
 
 

@@ -57,14 +57,37 @@ def test_a_registration_survives_its_way_through_protobuf(tmp_path: Path) -> Non
     ("text", "message"),
     [
         ("workers: [{worker_id: a, model: m}]", "workers.0.block_size: must be at least 1 token"),
-        ("workers: [{worker_id: a, model: m, block_size: 16, role: king}]", "workers.0: .*ROLE_KING"),
-        ("workers: [{worker_id: a, model: m, block_size: 16, colour: red}]", 'workers.0: .*"colour"'),
+        (
+            "workers: [{worker_id: a, model: m, block_size: 16, role: king}]",
+            "w.yaml, line 1: workers.0.role: 'king' is none of these; known: aggregated, decode, prefill",
+        ),
+        (
+            "workers: [{worker_id: a, model: m, block_size: 16, colour: red}]",
+            "w.yaml, line 1: workers.0.colour: there is no such key; known: adapters, block_size, .* and 18 more",
+        ),
         ("workers: [{worker_id: a, model: m, block_size: 16}, {worker_id: a, model: m, block_size: 16}]", "twice"),
         ("workers: [{worker_id: a, model: m, block_size: 16, labels: [a]}]", "workers.0.labels: is not a mapping"),
         (
             "workers: [{worker_id: a, model: m, block_size: 16, event_endpoints: [{endpoint: 'tcp://*:5557'}]}]",
             r"workers.0.event_endpoints\[0\].endpoint: tcp://\*:5557 is what the engine binds: write tcp://HOST:5557",
         ),
+        (
+            "workers:\n- {worker_id: a, model: m, block_size: 16}\n- worker_id: b\n  modle: m\n",
+            "w.yaml, line 4: workers.1.modle: there is no such key; did you mean 'model'",
+        ),
+        (
+            "workers:\n- worker_id: a\n  role: prefil\n",
+            "w.yaml, line 3: workers.0.role: 'prefil' is none of these; did you mean 'prefill'",
+        ),
+        (
+            "workers:\n- worker_id: a\n  model: m\n  block_size: sixteen\n",
+            "w.yaml, line 4: workers.0.block_size: cannot be 'sixteen'",
+        ),
+        (
+            "workers:\n- worker_id: a\n  event_endpoints:\n  - {endpoint: x, replay: y}\n",
+            r"w.yaml, line 4: workers.0.event_endpoints\[0\].replay: there is no such key",
+        ),
+        ("workers:\n- worker_id: a\n  model: m\n", "w.yaml, line 2: workers.0.block_size: must be at least 1 token"),
         ('workers: [{worker_id: "\\uD800", model: m, block_size: 16}]', "workers"),
         ("workers: [3]", "workers.0: is not a mapping"),
         ("workers: {}", "no list 'workers'"),

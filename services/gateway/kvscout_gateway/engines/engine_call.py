@@ -22,7 +22,15 @@ from kvscout_common.http.http import (
 from kvscout_common.observability import tracing
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_gateway.engines.answer import words_read
-from kvscout_gateway.engines.faults import EngineFailed, Fault, Payer, refused, reported, transport_failure
+from kvscout_gateway.engines.faults import (
+    EngineFailed,
+    Fault,
+    Payer,
+    not_streamed,
+    refused,
+    reported,
+    transport_failure,
+)
 from kvscout_gateway.engines.timeouts import Bounded, EngineTimeouts, Liveness, Watch
 
 log = logging.getLogger("kvscout.gateway")
@@ -167,6 +175,15 @@ class EngineCall:
             elif _says_something(chunk):
                 self._watch.output(self._now())
 
+    async def require_stream(self, answer: HttpAnswer) -> None:
+        """Refuse an answer to a streamed call that is one JSON document.
+
+        Raises:
+            EngineFailed: It is; with what the engine says.
+        """
+        if _content_type(answer).startswith("application/json"):
+            raise not_streamed(await _beginning(answer))
+
     async def relay(
         self,
         answer: HttpAnswer,
@@ -259,6 +276,11 @@ def _says_something(chunk: bytes) -> bool:
 
 
 async def _refusal(answer: HttpAnswer, *, clients_key: bool) -> EngineFailed:
+    return refused(answer.status, answer.headers, await _beginning(answer), clients_key=clients_key)
+
+
+async def _beginning(answer: HttpAnswer) -> bytes:
+    """Read the first bytes of an answer that is not passed on, and end it."""
     body = bytearray()
     try:
         async with asyncio.timeout(REFUSAL_SECONDS):
@@ -269,4 +291,4 @@ async def _refusal(answer: HttpAnswer, *, clients_key: bool) -> EngineFailed:
     except (HttpFailed, TimeoutError):
         pass  # what came of it will do
     answer.abort()
-    return refused(answer.status, answer.headers, bytes(body[:REFUSAL_BYTES]), clients_key=clients_key)
+    return bytes(body[:REFUSAL_BYTES])

@@ -140,6 +140,8 @@ class EngineFailed(Exception):
         self.retry_after_seconds = retry_after_seconds
         self.answer = answer
         self.unreachable = unreachable
+        self.worker_id = ""
+        """Worker of the engine, where it is known."""
 
     @property
     def rule(self) -> Rule:
@@ -229,6 +231,18 @@ def refused(status: int, headers: Headers, body: bytes, *, clients_key: bool = F
         retry_after_seconds=float(retry_after) if retry_after.isdecimal() else None,
         answer=(status, headers, body),
     )
+
+
+def not_streamed(body: bytes) -> EngineFailed:
+    """Return the failure of an engine that answered a streamed call with one JSON document."""
+    text = body.decode(errors="replace")
+    try:
+        document = json.loads(text)
+        if isinstance(document, dict) and document.get("error"):
+            return reported(document["error"])
+    except (ValueError, RecursionError):
+        pass  # it is shown as it is
+    return EngineFailed("the engine answered a streamed call with a JSON document", said=text, fault=Fault.REFUSED)
 
 
 def reported(error: Any) -> EngineFailed:

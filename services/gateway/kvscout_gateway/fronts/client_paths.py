@@ -91,7 +91,7 @@ class ClientPaths:
 def _refusal(path: str, needed: str) -> KvscoutError:
     if OPERATORS.fullmatch(path):
         return PermissionDenied(f"{path} is for operators: it needs {needed}")
-    return UnknownPath(f"there is no path {path}; what an engine has beside the known ones needs {needed}")
+    return UnknownPath(f"the gateway has no path {path}; what an engine has beside the known ones needs {needed}")
 
 
 def model_named(path: str) -> str:

@@ -68,6 +68,8 @@ _ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 """Anthropic's type of each status; of another one by its hundreds: `invalid_request_error`, `api_error`."""
 _OURS_TO_SETTLE: Final = frozenset({401, 403, 407})
 """Statuses about the gateway's own key: a client would take them for its own key's."""
+WORKER_HEADER: Final = "x-kvscout-worker"
+"""Worker whose engine refused; a refusal without it is the gateway's own."""
 _KEPT: Final = frozenset({"content-type", "retry-after", "www-authenticate"})
 """Headers of an engine's refusal."""
 
@@ -108,6 +110,8 @@ def refusal_of(
         status, headers, body = failed.answer
         if status >= 400 and (failed.rule.payer is Payer.CLIENT or status not in _OURS_TO_SETTLE):
             kept = [(name, value) for name, value in headers if name.lower() in _KEPT]
+            if failed.worker_id:
+                kept.append((WORKER_HEADER, failed.worker_id))
             return Refusal(status, kept, body)
     if not isinstance(error, KvscoutError):
         _defects.warning(type(error).__name__, "request %s failed: %r", request_id, error, error=error)

@@ -173,8 +173,11 @@ class Attempt:
             DeadlineExceeded: The client takes nothing.
             SinkGone: It is gone.
         """
-        sink = await reply.begin(answer)
         body = self.request.body
+        if not body.whole_answer:
+            assert self._call is not None
+            await self._call.require_stream(answer)
+        sink = await reply.begin(answer)
         if body.whole_answer:
             await self._pass_whole(answer, sink)
             return

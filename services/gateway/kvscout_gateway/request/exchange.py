@@ -277,6 +277,7 @@ class Exchange:
                 try:
                     return await use(attempt)
                 except EngineFailed as failure:
+                    failure.worker_id = attempt.decision.worker.worker_id
                     self._charge(request, attempt, failure)
                     if (final := failure.final_error(passed=attempt.passed)) is not None:
                         raise final from failure

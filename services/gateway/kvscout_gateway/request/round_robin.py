@@ -12,6 +12,7 @@ from kvscout_common.errors import (
     NotFound,
     Unavailable,
 )
+from kvscout_common.known_names import or_known
 from kvscout_common.worker import Role, WorkerRank, WorkerSpec
 from kvscout_gateway.values.request import Request
 
@@ -24,12 +25,13 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next: dict[tuple[str, str, Role], int] = {}
 
-    def take(self, request: Request, specs: Sequence[WorkerSpec]) -> Slot:
+    def take(self, request: Request, specs: Sequence[WorkerSpec], models: Iterable[str] = ()) -> Slot:
         """Return the next worker rank that may take a request.
 
         Args:
             request: By the name of its base model.
             specs: Workers of the model.
+            models: Models of the tenant, for the error.
 
         Raises:
             InvalidArgument: The pin is outside the allow-list.
@@ -38,7 +40,8 @@ class RoundRobin:
             Unavailable: Those that could take it drain, or were excluded.
         """
         if not specs:
-            raise NotFound(f"no worker of model {request.model!r} is registered", field="model")
+            known = or_known(request.model, models)
+            raise NotFound(f"no worker of model {request.model!r} is registered{known}", field="model")
         if request.pinned and request.allowed and request.pinned not in request.allowed:
             raise InvalidArgument(f"{request.pinned!r} is not among the allowed workers", field="worker_id")
         slots = _slots(request, specs)

@@ -214,7 +214,9 @@ class RoutingFlow:
         return decision
 
     def _round_robin(self, request: Request, overlaps: Overlaps, problem: str) -> Decision:
-        spec, rank = self._rounds.take(request, self._catalog.serving(request).specs)
+        spec, rank = self._rounds.take(
+            request, self._catalog.serving(request).specs, self._catalog.tenant(request.tenant).models
+        )
         self._metrics.degraded("scheduler")
         self._warnings.warning("round-robin", "workers take turns, nothing is booked: %s", problem)
         booking: Booking | None = None

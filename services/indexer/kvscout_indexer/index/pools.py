@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
 from kvscout_blocks.index.native import NativeQueries
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvscout_common.known_names import or_known
 from kvscout_common.worker import ALL_TENANTS, PoolKey, WorkerRank, WorkerSpec
 
 
@@ -107,7 +108,8 @@ class Pools:
         if not model or (tenant, model) in self._seen:
             return
         if tenant != ALL_TENANTS or all(seen != model for _, seen in self._seen):
-            raise NotFound(f"no worker of model {model!r} was ever registered in tenant {tenant!r}")
+            known = or_known(model, (name for owner, name in self._seen if tenant in (ALL_TENANTS, owner)))
+            raise NotFound(f"no worker of model {model!r} was ever registered in tenant {tenant!r}{known}")
 
     def find(
         self, tenant: str, model: str, block_size: int | None, eagle: bool | None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from kvscout_common.errors import NotFound, Unavailable
+from kvscout_common.known_names import or_known
 from kvscout_common.observability.warnings import TenantWarning
 from kvscout_common.registry.registry import Source
 from kvscout_common.worker import ALL_TENANTS, WorkerRank, WorkerSpec
@@ -140,7 +141,9 @@ class Workers:
         pool = self._pools.get(pool_id)
         if pool is None or not pool.order:
             self.require_model(pool_id.tenant, pool_id.model)
-            raise Unavailable(f"model {pool_id.model!r} has no {pool_id.role} worker now")
+            others = {key.role for key, one in self._pools.items() if one.order and key[:2] == pool_id[:2]}
+            but = f"; it has {' and '.join(sorted(others))} workers" if others else ""
+            raise Unavailable(f"model {pool_id.model!r} has no {pool_id.role} worker now{but}")
         return pool
 
     def require_model(self, tenant: str, model: str) -> None:
@@ -152,7 +155,8 @@ class Workers:
         if (tenant, model) in self._seen:
             return
         if tenant != ALL_TENANTS or all(seen != model for _, seen in self._seen):
-            raise NotFound(f"model {model!r} was never seen in tenant {tenant!r}")
+            known = (name for owner, name in self._seen if tenant in (ALL_TENANTS, owner))
+            raise NotFound(f"model {model!r} was never seen in tenant {tenant!r}{or_known(model, known)}")
 
     def require_worker(self, tenant: str, worker_id: str) -> WorkerSpec:
         """Return the registration of a worker.
@@ -162,7 +166,8 @@ class Workers:
         """
         spec = self._specs.get((tenant, worker_id))
         if spec is None:
-            raise NotFound(f"no worker {worker_id!r} in tenant {tenant!r}")
+            known = (name for owner, name in self._specs if owner == tenant)
+            raise NotFound(f"no worker {worker_id!r} in tenant {tenant!r}{or_known(worker_id, known)}")
         return spec
 
     def slot(self, tenant: str, rank: WorkerRank) -> tuple[Pool, int]:

@@ -161,6 +161,37 @@ async def test_bad_bodies_are_refused_by_name(body: bytes, param: str) -> None:
         assert one.received == []
 
 
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        (
+            {"error": {"message": "the adapter is not loaded", "code": 503}},
+            "the engine reports: the adapter is not loaded",
+        ),
+        ({"detail": "busy"}, 'the engine answered a streamed call with a JSON document: {"detail": "busy"}'),
+    ],
+)
+async def test_a_document_in_answer_to_a_streamed_call_is_shown_to_the_client(document: Any, said: str) -> None:
+    async with engine(says(json.dumps(document).encode())) as one, front(spec("w", one.url)) as served:
+        status, _, answer = await served.post("/v1/chat/completions", CHAT | {"stream": True})
+        assert status == 503
+        assert said in json.loads(answer)["error"]["message"]
+
+
+async def test_who_refused_is_told_by_the_worker_in_a_header_or_by_its_absence() -> None:
+    refusal = b'{"detail":"Not Found"}'
+    async with engine(says(refusal, 404)) as one, front(spec("w", one.url)) as served:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/embeddings", {"model": MODEL, "input": "x"})):
+            status, headers, answer = await served.post(path, body)
+            assert (status, headers["x-kvscout-worker"], answer) == (404, "w", refusal)
+        status, headers, answer = await served.post("/v1/chat/completions", CHAT | {"model": "nope"})
+        assert (status, headers.get("x-kvscout-worker")) == (404, None)
+        assert f"; known: {MODEL}" in json.loads(answer)["error"]["message"]
+        status, headers, answer = await served.post("/v1/nothing", CHAT)
+        assert (status, headers.get("x-kvscout-worker")) == (404, None)
+        assert "the gateway has no path /v1/nothing" in json.loads(answer)["error"]["message"]
+
+
 async def test_an_unknown_model_is_not_found_and_a_wrong_method_is_said() -> None:
     async with engine(says(ANSWER)) as one, front(spec("w", one.url)) as served:
         status, _, answer = await served.post("/v1/chat/completions", CHAT | {"model": "nope"})
@@ -407,7 +438,7 @@ async def test_an_unknown_path_is_said_to_be_one_and_a_flag_opens_it() -> None:
             status, _, answer = await served.post("/v1/videos", {"model": MODEL})
             error = json.loads(answer)["error"]
             assert (status, error["type"], error["code"]) == (404, "invalid_request_error", 404)
-            assert "there is no path /v1/videos" in error["message"]
+            assert "the gateway has no path /v1/videos" in error["message"]
             assert one.received == []
         async with front(spec("w", one.url), client_paths=ClientPaths(["/v1/videos"])) as served:
             assert (await served.post("/v1/videos", {"model": MODEL}))[0] == 200
@@ -701,8 +732,9 @@ async def test_a_page_that_is_allowed_is_answered_as_browsers_ask(transport: Tra
                     status, headers, _ = await served.request("OPTIONS", path, None, **asked)
                     assert (status, headers["access-control-allow-origin"]) == (204, page)
                     assert headers["access-control-allow-headers"] == "authorization"
-                for key, expected in (("client", 200), ("wrong", 401)):
-                    for body in (CHAT, CHAT | {"stream": True}):
+                # A stream is refused here: the engine answers with a document.
+                for key, whole, streamed in (("client", 200, 503), ("wrong", 401, 401)):
+                    for body, expected in ((CHAT, whole), (CHAT | {"stream": True}, streamed)):
                         given = {"Origin": page, "Authorization": f"Bearer {key}"}
                         status, headers, _ = await served.post("/v1/chat/completions", body, **given)
                         assert (status, headers["access-control-allow-origin"]) == (expected, page)

@@ -11,6 +11,7 @@ import grpc
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.identity.identity import AccessRole, current_identity
+from kvscout_common.known_names import or_known
 from kvscout_common.registry.worker_proto import spec_from_proto
 from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
 from kvscout_common.rpc.request_names import NamesRequest
@@ -182,5 +183,6 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         if tenant == ALL_TENANTS:
             tenant = current_identity().tenant
         if request.model and not self.registry.entries(tenant, request.model):
-            raise NotFound(f"no worker of model {request.model!r}", field="model")
+            known = or_known(request.model, (entry.spec.model for entry in self.registry.entries(tenant)))
+            raise NotFound(f"no worker of model {request.model!r}{known}", field="model")
         return gateway_status(gateway, tenant, request.model)

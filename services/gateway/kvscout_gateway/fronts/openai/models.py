@@ -12,6 +12,7 @@ from typing import Any, Final
 from kvscout_common.errors import NotFound
 from kvscout_common.http.http import HttpCall, HttpFailed, HttpRequest
 from kvscout_common.http.json_scan import load_json
+from kvscout_common.known_names import or_known
 from kvscout_common.worker import WorkerSpec
 from kvscout_gateway.engines.engine_call import Engines
 from kvscout_gateway.fronts.access import Caller
@@ -45,7 +46,8 @@ class Models:
             return
         found = next((card for card in cards if card["id"] == name), None)
         if found is None:
-            raise NotFound(f"the model {name!r} does not exist", field="model")
+            known = or_known(name, (card["id"] for card in cards))
+            raise NotFound(f"the model {name!r} does not exist{known}", field="model")
         await respond_json(call, found)
 
     async def cards(self, tenant: str) -> list[dict[str, Any]]:

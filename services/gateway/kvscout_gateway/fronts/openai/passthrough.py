@@ -10,6 +10,7 @@ from typing import Final
 from kvscout_common.errors import InvalidArgument, NotFound, Unavailable
 from kvscout_common.http.http import Charge, Headers, HttpAnswer, HttpCall, HttpRequest
 from kvscout_common.http.json_fields import INLINE_BYTES
+from kvscout_common.known_names import or_known
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.fronts import headers as proxied
@@ -69,6 +70,7 @@ class Passthrough:
                 await self._send(call, read, spec, caller.tenant)
                 return
             except EngineFailed as error:
+                error.worker_id = spec.worker_id
                 again = error.rule.retried and error.unreachable  # else the engine may have begun with it
                 if tries >= min(MAX_TRIES, len(workers)) or not again:
                     if error.detail:
@@ -80,7 +82,8 @@ class Passthrough:
         view = self._context.catalog.tenant(tenant)
         specs = view.serving(model).specs if model else tuple(view.specs.values())
         if not specs:
-            raise NotFound(f"no worker serves {model!r}" if model else "there are no workers", field="model")
+            missing = f"no worker serves {model!r}{or_known(model, view.models)}" if model else "there are no workers"
+            raise NotFound(missing, field="model")
         able = random_workers(self._health, tenant, specs, specs)
         if not able:
             raise Unavailable(
