@@ -159,10 +159,6 @@ class WorkerSpec:
         """Return the event endpoint of a rank, or None if that rank publishes none."""
         return next((e for e in self.event_endpoints if e.dp_rank == dp_rank), None)
 
-    def adapter_name(self, lora_id: int) -> str | None:
-        """Return the adapter that this worker's events number `lora_id`, or None."""
-        return next((a.name for a in self.adapters if a.lora_id == lora_id), None)
-
     def with_draining(self, draining: bool) -> WorkerSpec:
         """Return a copy that takes new requests or, if draining, no longer does."""
         return replace(self, draining=draining)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import base64
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import WorkerRank
@@ -53,14 +52,6 @@ def decode_name(encoded: str) -> str:
         return base64.b32hexdecode(encoded + "=" * (-len(encoded) % 8)).decode()
     except ValueError as error:
         raise InvalidArgument(f"{encoded!r} is no encoded name", field="subject") from error
-
-
-class EventSubject(NamedTuple):
-    """Fields of an event's subject."""
-
-    tenant: str
-    model: str
-    worker: WorkerRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +99,6 @@ class NatsNames:
         except InvalidArgument:
             return None
         return (tenant, model)
-
-    def parse_events(self, subject: str) -> EventSubject:
-        """Return whose events a subject carries, on NATS core or JetStream.
-
-        Raises:
-            InvalidArgument: It is no subject of events of this namespace.
-        """
-        parts = subject.removeprefix(self._root + ".").split(".")
-        if len(parts) != 5 or parts[0] not in ("core", "stream") or not parts[4].isdecimal():
-            raise InvalidArgument(f"{subject!r} carries no events", field="subject")
-        tenant, model, worker = (decode_name(part) for part in parts[1:4])
-        return EventSubject(tenant, model, WorkerRank(worker, int(parts[4])))
 
     def recover(self, tenant: str, worker: WorkerRank) -> str:
         """Subject on which a publisher answers requests for lost events of a rank."""

@@ -29,14 +29,3 @@ def free_request(ref: scheduler_pb2.RequestRef, output_tokens: int = 0) -> sched
         attempt_id=ref.attempt_id,
         output_tokens=output_tokens,
     )
-
-
-def reference_of(message: NamesRequest) -> scheduler_pb2.RequestRef:
-    """Return the reference to the request that a message names."""
-    return scheduler_pb2.RequestRef(
-        model=message.model,
-        tenant=message.tenant,
-        role=message.role,
-        request_id=message.request_id,
-        attempt_id=message.attempt_id,
-    )

@@ -95,6 +95,22 @@ pub(super) fn text(name: &'static str, bytes: &[u8]) -> Result<String, DecodeErr
     std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| invalid(name, "is no text"))
 }
 
+impl Identity {
+    /// Reads one of the fields of a message that name its source.
+    pub(super) fn read(&mut self, number: u32, field: Field<'_>) -> Result<(), DecodeError> {
+        match (number, field) {
+            (2, Field::Bytes(value)) => self.worker_id = text("worker_id", value)?,
+            (3, Field::Varint(value)) => self.dp_rank = narrow("dp_rank", value)?,
+            (4, Field::Bytes(value)) => self.model = text("model", value)?,
+            (5, Field::Bytes(value)) => self.tenant = text("tenant", value)?,
+            (6, Field::Varint(value)) => self.block_size = narrow("block_size", value)?,
+            (7, Field::Varint(value)) => self.eagle = value != 0,
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
 impl Reading {
     /// Reads one message; whether it is the last one.
     fn batch(&mut self, message: &[u8]) -> Result<bool, DecodeError> {
@@ -104,12 +120,7 @@ impl Reading {
         fields("batch", message, |number, field| {
             match (number, field) {
                 (1, Field::Varint(value)) => version = value,
-                (2, Field::Bytes(value)) => identity.worker_id = text("worker_id", value)?,
-                (3, Field::Varint(value)) => identity.dp_rank = narrow("dp_rank", value)?,
-                (4, Field::Bytes(value)) => identity.model = text("model", value)?,
-                (5, Field::Bytes(value)) => identity.tenant = text("tenant", value)?,
-                (6, Field::Varint(value)) => identity.block_size = narrow("block_size", value)?,
-                (7, Field::Varint(value)) => identity.eagle = value != 0,
+                (2..=7, field) => identity.read(number, field)?,
                 (8, Field::Varint(value)) => epoch = value,
                 (9, Field::Varint(value)) => event_id = Some(value),
                 (11, Field::Bytes(value)) => states.push(value),
@@ -305,7 +316,7 @@ impl Reading {
             windows,
             window_blocks,
             incompatible,
-            // Whoever loads it is told by `history_incomplete`.
+            // `history_incomplete` says so to whoever loads it.
             incomplete: false,
         };
         Ok(Dumped { identity, dump, history_incomplete: self.history_incomplete })

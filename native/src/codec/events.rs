@@ -1,6 +1,6 @@
 //! Events as messages: `kvscout.v1.KvEventBatch` → the batch that an index applies.
 
-use super::decode::{DecodeError, fields, invalid, narrow, read_fixed64, text, tier_from_wire};
+use super::decode::{DecodeError, fields, invalid, narrow, read_fixed64, tier_from_wire};
 use super::{FULL_ATTENTION, Identity, OTHER_ATTENTION, VERSION};
 use crate::events::{Batch, Event, FAULT_LIMIT, FaultKind, Removed, Span, Stored};
 use crate::protobuf::Field;
@@ -21,15 +21,9 @@ pub fn decode_events(message: &[u8]) -> Result<Published, DecodeError> {
     let mut published = Published::default();
     let (mut version, mut events) = (0, Vec::new());
     fields("batch", message, |number, field| {
-        let identity = &mut published.identity;
         match (number, field) {
             (1, Field::Varint(value)) => version = value,
-            (2, Field::Bytes(value)) => identity.worker_id = text("worker_id", value)?,
-            (3, Field::Varint(value)) => identity.dp_rank = narrow("dp_rank", value)?,
-            (4, Field::Bytes(value)) => identity.model = text("model", value)?,
-            (5, Field::Bytes(value)) => identity.tenant = text("tenant", value)?,
-            (6, Field::Varint(value)) => identity.block_size = narrow("block_size", value)?,
-            (7, Field::Varint(value)) => identity.eagle = value != 0,
+            (2..=7, field) => published.identity.read(number, field)?,
             (8, Field::Varint(value)) => published.epoch = value,
             (9, Field::Varint(value)) => published.event_id = Some(value),
             (10, Field::Fixed64(value)) => published.batch.timestamp = f64::from_bits(value),

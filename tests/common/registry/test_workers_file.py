@@ -44,7 +44,7 @@ def test_every_key_reaches_the_registration(tmp_path: Path) -> None:
     assert [rank.dp_rank for rank in full.ranks] == [0, 1]
     rank_1 = full.event_endpoint(1)
     assert rank_1 is not None and rank_1.bind
-    assert (full.adapter_name(7), full.adapter_name(8)) == ("sql", None)
+    assert {adapter.lora_id: adapter.name for adapter in full.adapters} == {7: "sql"}
     assert (full.transport, silent.transport) == (Transport.ZMQ, Transport.NONE)
 
 
