@@ -233,11 +233,7 @@ async def test_a_killed_api_server_takes_no_worker_with_it(cluster: Cluster, acc
         cluster.pod(NAMESPACE, "b", HOST, VLLM, http=8001)
         cluster.delete_pod(NAMESPACE, "a", at_once=True)
         await followed.until("b:8001")
-
-        async def well() -> bool:
-            return not followed.workers.warnings()
-
-        await eventually(well)
+        await eventually(lambda: not followed.workers.warnings())
 
 
 async def test_the_charts_rights_are_to_read_pods_and_pools_of_its_namespace_and_nothing_else(

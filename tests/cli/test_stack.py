@@ -36,10 +36,7 @@ def alive(pid: int) -> bool:
 
 
 async def gone(*pids: int) -> None:
-    async def none_alive() -> bool:
-        return not any(alive(pid) for pid in pids)
-
-    await eventually(none_alive, what=f"end of {pids}")
+    await eventually(lambda: not any(alive(pid) for pid in pids), what=f"end of {pids}")
 
 
 class Log:

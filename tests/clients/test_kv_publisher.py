@@ -456,11 +456,7 @@ async def test_nothing_has_arrived_while_the_worker_is_not_registered() -> None:
             assert await events.flush(FLUSH_SECONDS)
             await known(reader)
             await reader.client.rpc("RemoveWorker", workers_pb2.RemoveWorkerRequest(worker_id="w"))
-
-            async def told() -> bool:
-                return "somebody removed it" in events.status.problem
-
-            await eventually(told, what="a problem")
+            await eventually(lambda: "somebody removed it" in events.status.problem, what="a problem")
             with pytest.raises(FailedPrecondition, match="somebody removed it"):
                 await events.flush()
 

@@ -222,11 +222,7 @@ async def test_a_client_that_goes_away_leaves_nothing_behind(world: World, envoy
     request = envoy.http.post(envoy.url + "/v1/completions", json=completion(model="scripted", stream=True))
     if when == "before the answer":
         task = asyncio.ensure_future(request)
-
-        async def arrived() -> bool:
-            return len(world.scripted.requests) > before
-
-        await eventually(arrived, what="the request at the engine")
+        await eventually(lambda: len(world.scripted.requests) > before, what="the request at the engine")
         await world.client.until_active()
         task.cancel()
         await asyncio.wait([task])
@@ -234,11 +230,7 @@ async def test_a_client_that_goes_away_leaves_nothing_behind(world: World, envoy
         async with request as response:
             assert await response.content.readany()
             response.close()
-
-    async def gone() -> bool:
-        return world.scripted.aborted > aborted
-
-    await eventually(gone, what="the engine's request aborted")
+    await eventually(lambda: world.scripted.aborted > aborted, what="the engine's request aborted")
 
 
 async def test_an_engine_that_dies_in_the_middle_is_seen_by_the_client(world: World, envoy: Envoy) -> None:

@@ -346,11 +346,7 @@ async def test_what_an_engine_puts_out_past_max_tokens_reaches_nobody(client: Ga
     async with workers(client, endless) as (model, [engine]):
         got = await client.generate([1], model=model, max_tokens=5)
         assert (got.token_ids, got.finish_reason) == ([7] * 5, gateway_pb2.FINISH_REASON_LENGTH)
-
-        async def aborted() -> bool:
-            return engine.aborted == 1
-
-        await eventually(aborted)
+        await eventually(lambda: engine.aborted == 1)
 
 
 async def test_a_worker_that_cannot_be_connected_to_is_replaced(client: GatewayClient) -> None:

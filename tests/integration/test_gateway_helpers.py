@@ -189,11 +189,7 @@ async def test_without_a_scheduler_workers_take_turns_until_it_is_back(lasting: 
             await call(client.stub.Free, scheduler_pb2.FreeRequest(model=MODEL, request_id="unbooked"))
         await lasting.restart_scheduler()
         seen = len(routes)
-
-        async def booked_again() -> bool:
-            return any(not route.degraded for route in routes[seen:])
-
-        await eventually(booked_again)
+        await eventually(lambda: any(not route.degraded for route in routes[seen:]))
         await client.route(fresh_prompt(64), request_id="booked")
         assert "booked" in {active.request.request_id for active in await client.active()}
         await call(client.stub.Free, scheduler_pb2.FreeRequest(model=MODEL, request_id="booked"))

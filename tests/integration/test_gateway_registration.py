@@ -165,11 +165,7 @@ async def test_a_worker_that_is_removed_while_it_runs_a_request_lets_it_finish(s
 
         engine.script = wait_then_answer
         generating = asyncio.ensure_future(client.generate([1], model="going"))
-
-        async def dispatched() -> bool:
-            return bool(engine.requests)
-
-        await eventually(dispatched)
+        await eventually(lambda: bool(engine.requests))
         await call(client.stub.RemoveWorker, workers_pb2.RemoveWorkerRequest(worker_id="going"), timeout=CALL_SECONDS)
         assert not await client.active()
         go_on.set()

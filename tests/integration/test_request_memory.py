@@ -117,11 +117,7 @@ async def senders(*given: Sender, most: int) -> AsyncIterator[None]:
     """Has all of them send so much of their bodies, until each is answered or has done so."""
     try:
         await asyncio.gather(*(one.begin(most) for one in given))
-
-        async def all_settled() -> bool:
-            return all(one.settled for one in given)
-
-        await eventually(all_settled, what="all have sent or were answered")
+        await eventually(lambda: all(one.settled for one in given), what="all have sent or were answered")
         yield
     finally:
         for one in given:
@@ -166,11 +162,7 @@ async def answered_with(status: int, process: Running, *, key: str = "", tenant:
     sender = Sender(process, len(body), key, tenant=tenant)
     async with senders(sender, most=0):
         await sender.send(body)
-
-        async def answered() -> bool:
-            return sender.status == status
-
-        await eventually(answered, what="a short request is answered")
+        await eventually(lambda: sender.status == status, what="a short request is answered")
 
 
 async def is_well(process: Running) -> None:

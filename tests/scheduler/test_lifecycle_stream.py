@@ -145,10 +145,7 @@ async def test_ends_of_prefills_and_requests_are_acknowledged_by_later_results()
 
 
 async def eventually_freed(core: Scheduler, left: int) -> None:
-    async def freed() -> bool:
-        return len(core.bookings) == left
-
-    await eventually(freed)
+    await eventually(lambda: len(core.bookings) == left)
 
 
 async def test_every_operation_is_answered_by_its_id_in_one_message() -> None:
@@ -405,11 +402,7 @@ async def test_a_stream_that_ends_takes_its_waiters_with_it() -> None:
         await stream.ask({"select": selection("")})
         assert len(core.waiting) == 1
         stream.cancel()
-
-        async def nobody_waits() -> bool:
-            return len(core.waiting) == 0
-
-        await eventually(nobody_waits, what="an empty line")
+        await eventually(lambda: len(core.waiting) == 0, what="an empty line")
         await gone(core)
         clock.advance(11)
         core.expire()

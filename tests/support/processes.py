@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -118,14 +119,24 @@ async def running(
         assert ended_before or code == 0, f"{module} exited with {code}"
 
 
+async def _result(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
 async def eventually(
-    condition: Callable[[], Awaitable[Any]], *, deadline_seconds: float = DEADLINE_SECONDS, what: str = "condition"
+    condition: Callable[[], Any], *, deadline_seconds: float = DEADLINE_SECONDS, what: str = "condition"
 ) -> Any:
-    """Waits until an awaited condition is truthy and returns its value; AssertionError past the deadline."""
+    """Wait until a condition is truthy and return its value; AssertionError past the deadline.
+
+    Args:
+        condition: Called again and again; what it returns is awaited if it can be.
+        deadline_seconds: Longest wait.
+        what: Named in the error.
+    """
     last: Any = None
     try:
         async with asyncio.timeout(deadline_seconds):
-            while not (last := await condition()):
+            while not (last := await _result(condition())):
                 await asyncio.sleep(0.02)
     except TimeoutError:
         raise AssertionError(f"{what} not reached within {deadline_seconds} s; last: {last!r}") from None

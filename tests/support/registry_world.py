@@ -63,10 +63,7 @@ class Node:
         await self.until(lambda: self.link.connected and not self.shared.problem and not self.link.problem, "followed")
 
     async def until(self, condition: Callable[[], object], what: str = "") -> None:
-        async def met() -> object:
-            return condition()
-
-        await eventually(met, what=what or f"a condition; listed: {self.worker_ids}, {self.shared.problem!r}")
+        await eventually(condition, what=what or f"a condition; listed: {self.worker_ids}, {self.shared.problem!r}")
 
     async def raw(self, key: str, value: bytes) -> None:
         await (await self.link.require()).publish(f"$KV.{self.link.names.workers_bucket}.{key}", value)

@@ -68,11 +68,7 @@ async def test_a_message_is_sent_at_once_only_where_there_is_a_connection_and_ro
             sent += 1
         heard: list[bytes] = []
         hearing = asyncio.ensure_future(receive_each(call, heard.append))
-
-        async def has_room() -> bool:
-            return can_send_now(call)
-
-        await eventually(has_room, what="room again")
+        await eventually(lambda: can_send_now(call), what="room again")
         call.send_now(b"{}")
         await call.done_writing()
         await hearing

@@ -24,11 +24,7 @@ async def test_an_old_connection_takes_no_new_calls_and_those_it_has_go_on(trans
             stream = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
             await stream.write(SERVICES)
             assert await stream.read() is not grpc.aio.EOF
-
-            async def sent_away() -> bool:
-                return channel.get_state() is not grpc.ChannelConnectivity.READY
-
-            await eventually(sent_away, what="GOAWAY")
+            await eventually(lambda: channel.get_state() is not grpc.ChannelConnectivity.READY, what="GOAWAY")
             stub: indexer_pb2_grpc.IndexerAsyncStub = indexer_pb2_grpc.IndexerStub(channel)
             assert (await stub.GetStatus(types_pb2.GetStatusRequest(), timeout=10)).service.version
             await stream.write(SERVICES)

@@ -164,11 +164,7 @@ async def test_callers_get_through_a_crowd_of_connections_on_which_nobody_calls(
         strangers = await silent(server.port, 5 * MOST)
         for _, writer in strangers:
             writer.write(PREFACE + frame(SETTINGS, 0, 0))
-
-        async def crowded() -> bool:
-            return bool(server.server.stats()["connections_evicted"] >= 4 * MOST)
-
-        await eventually(crowded)
+        await eventually(lambda: bool(server.server.stats()["connections_evicted"] >= 4 * MOST))
         for _ in range(5):
             async with native_channel(server.port) as other:
                 await other.unary_unary(f"/{SERVICE}/Unary")(b"{}", metadata=known, timeout=20)

@@ -15,11 +15,7 @@ async def test_deadlines_come_in_order_whenever_they_were_set() -> None:
     now = loop.time()
     for after in (0.03, 0.01, 0.02):
         deadlines.add(now + after, lambda after=after: came.append((after, loop.time() - now)))  # type: ignore[misc]
-
-    async def all_came() -> bool:
-        return len(came) == 3
-
-    await eventually(all_came)
+    await eventually(lambda: len(came) == 3)
     assert [after for after, _ in came] == [0.01, 0.02, 0.03]
     assert all(waited >= after - 0.002 for after, waited in came)
 
@@ -31,11 +27,7 @@ async def test_a_deadline_that_is_taken_back_does_not_come_and_those_behind_it_d
     deadlines.add(loop.time() + 0.02, lambda: came.append("second"))
     deadlines.drop(first)
     deadlines.drop(first)
-
-    async def one_came() -> bool:
-        return bool(came)
-
-    await eventually(one_came)
+    await eventually(lambda: bool(came))
     assert came == ["second"]
 
 
@@ -57,11 +49,7 @@ def test_a_deadline_that_is_over_when_it_is_set_comes_too_and_those_after_it_are
         deadlines.add(loop.time() + 3600, lambda: came.append(3600.0))
         for late in (1.0, 0.0, 2.0):
             deadlines.add(loop.time() - late, lambda late=late: came.append(late))  # type: ignore[misc]
-
-        async def all_came() -> bool:
-            return len(came) == 3
-
-        await eventually(all_came)
+        await eventually(lambda: len(came) == 3)
         assert sorted(came) == [0.0, 1.0, 2.0]
         deadlines.close()
 

@@ -93,11 +93,7 @@ async def test_an_event_without_end_is_refused(client: HttpClient) -> None:
         with pytest.raises(HttpFailed) as failed:
             await answer.relay(Gathered(), Form.BYTES, OPENAI)
         assert failed.value.kind is FailureKind.PROTOCOL
-
-        async def closed() -> bool:
-            return engine.connections == 1 and not answer.report.done
-
-        await eventually(closed)
+        await eventually(lambda: engine.connections == 1 and not answer.report.done)
 
 
 async def test_an_answer_before_the_end_of_its_request_is_taken(client: HttpClient) -> None:
@@ -187,9 +183,5 @@ async def test_hundreds_of_connections_that_break_off_leave_nothing() -> None:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(get()[: number % 30])
             writer.transport.abort()
-
-        async def gone() -> bool:
-            return psutil.Process().num_fds() <= descriptors + 5
-
-        await eventually(gone)
+        await eventually(lambda: psutil.Process().num_fds() <= descriptors + 5)
         assert (await exchange(port, get())).startswith(b"HTTP/1.1 200 ")

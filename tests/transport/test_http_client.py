@@ -174,11 +174,7 @@ async def test_without_descriptors_it_is_this_process_that_failed(client: HttpCl
 async def test_who_stops_waiting_for_an_answer_closes_the_connection(client: HttpClient) -> None:
     async with raw_engine(says_and_waits()) as engine:
         asking = asyncio.create_task(ask(client, engine))
-
-        async def asked() -> bool:
-            return bool(engine.requests)
-
-        await eventually(asked)
+        await eventually(lambda: bool(engine.requests))
         asking.cancel()
         await eventually(lambda: _closed(engine))
 

@@ -289,17 +289,9 @@ async def test_what_is_charged_for_a_body_whose_client_goes_is_given_back() -> N
     async with served(read) as (_, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(post(b"x" * 200_000, "Content-Length: 300000"))
-
-        async def all_charged() -> bool:
-            return budget.held == 200_000
-
-        await eventually(all_charged)
+        await eventually(lambda: budget.held == 200_000)
         writer.transport.abort()
-
-        async def none_left() -> bool:
-            return budget.held == 0
-
-        await eventually(none_left)
+        await eventually(lambda: budget.held == 0)
 
 
 async def test_of_what_a_client_sends_past_its_answer_not_much_is_read(transport: Transport) -> None:
@@ -337,11 +329,7 @@ async def test_heads_that_never_end_are_refused_when_there_are_too_many(transpor
                 refused += 1
 
         peering = [asyncio.create_task(peer()) for _ in range(peers)]
-
-        async def some_refused() -> bool:
-            return bool(refused)
-
-        await eventually(some_refused)
+        await eventually(lambda: bool(refused))
         assert status(await exchange(port, get())) == 200
         for task in peering:
             task.cancel()

@@ -121,11 +121,7 @@ async def test_a_caller_that_goes_takes_the_engines_request_with_it(transport: T
         call = run.call(b"")
         await call.read()
         call.cancel()
-
-        async def closed() -> bool:
-            return run.engine.closed == 1
-
-        await eventually(closed)
+        await eventually(lambda: run.engine.closed == 1)
 
 
 def endless(sent: list[int], count: int) -> Script:
@@ -164,10 +160,6 @@ async def test_a_caller_that_reads_nothing_ends_its_stream(transport: Transport)
     async with running(transport, endless(sent, 10_000), write_seconds=0.2) as run:
         call = run.call(b"")
         await call.read()
-
-        async def stalled() -> bool:
-            return bool(run.reports)
-
-        await eventually(stalled)
+        await eventually(lambda: bool(run.reports))
         assert isinstance(run.reports[0], SinkStalled)
         call.cancel()

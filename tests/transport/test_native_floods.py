@@ -70,11 +70,7 @@ async def test_frames_without_end_whose_answers_nobody_reads_hold_nobody_up(name
         sending.cancel()
         await asyncio.wait({sending})
         writer.transport.abort()
-
-        async def gone() -> bool:
-            return bool(served.server.stats()["connections"] <= 1)
-
-        await eventually(gone, what="the peer is forgotten")
+        await eventually(lambda: bool(served.server.stats()["connections"] <= 1), what="the peer is forgotten")
 
 
 async def test_calls_that_are_begun_and_never_finished_are_bounded_and_end_with_their_connection() -> None:
@@ -86,20 +82,12 @@ async def test_calls_that_are_begun_and_never_finished_are_bounded_and_end_with_
             for stream in range(1, 1001, 2)
         )
         writer.write(PREFACE + frame(SETTINGS, 0, 0) + begun)
-
-        async def some_came() -> bool:
-            return bool(served.server.stats()["calls"])
-
-        await eventually(some_came)
+        await eventually(lambda: bool(served.server.stats()["calls"]))
         assert json.loads(await channel.unary_unary(UNARY)(b"{}", timeout=20)) == {}
         assert served.server.stats()["calls"] <= 50
         assert served.echo.running == 0
         writer.transport.abort()
-
-        async def none_left() -> bool:
-            return not served.server.stats()["calls"]
-
-        await eventually(none_left, what="nothing is left of them")
+        await eventually(lambda: not served.server.stats()["calls"], what="nothing is left of them")
 
 
 async def test_small_messages_that_unpack_to_large_ones_are_refused_once_there_is_no_room_for_what_is_in_them() -> None:

@@ -45,10 +45,7 @@ def wish(**fields: Any) -> bytes:
 
 
 async def until(condition: Callable[[], object], what: str) -> None:
-    async def met() -> object:
-        return condition()
-
-    await eventually(met, what=what)
+    await eventually(condition, what=what)
 
 
 async def refused(awaited: Any) -> grpc.aio.AioRpcError:

@@ -45,10 +45,7 @@ class Follower:
         await eventually(told, deadline_seconds=20, what=f"{words!r} in {self.list.problem!r}")
 
     async def well(self) -> None:
-        async def none() -> bool:
-            return not self.list.problem
-
-        await eventually(none, deadline_seconds=20)
+        await eventually(lambda: not self.list.problem, deadline_seconds=20)
 
 
 @pytest.fixture(autouse=True)
@@ -300,11 +297,7 @@ async def test_watches_that_end_at_once_are_not_asked_for_without_pause() -> Non
         api.override = ends
         await follower.names("a")
         began, at = asyncio.get_running_loop().time(), api.watches
-
-        async def many() -> bool:
-            return api.watches - at >= 10
-
-        await eventually(many)
+        await eventually(lambda: api.watches - at >= 10)
         assert asyncio.get_running_loop().time() - began > 9 * 0.05 * 0.5 / 2
 
 
@@ -321,11 +314,7 @@ async def test_more_objects_than_are_followed_are_left_out_and_said(monkeypatch:
         await follower.names("a", "b")
         monkeypatch.setattr(listing, "MAX_OBJECTS", 2)
         await api.put(PODS, pod("c", "10.0.0.3"))
-
-        async def said() -> bool:
-            return "default/c: left out" in follower.list.unreadable
-
-        await eventually(said)
+        await eventually(lambda: "default/c: left out" in follower.list.unreadable)
         await follower.names("a", "b")
 
 

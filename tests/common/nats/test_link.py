@@ -42,17 +42,11 @@ def into(heard: asyncio.Queue[bytes]) -> Callable[[Msg], Awaitable[None]]:
 
 
 async def until_usable(link: NatsLink) -> None:
-    async def usable() -> bool:
-        return link.connected and not link.problem
-
-    await eventually(usable, what="a usable link")
+    await eventually(lambda: link.connected and not link.problem, what="a usable link")
 
 
 async def until_lost(link: NatsLink) -> None:
-    async def lost() -> bool:
-        return not link.connected and bool(link.problem)
-
-    await eventually(lost, what="a lost link")
+    await eventually(lambda: not link.connected and bool(link.problem), what="a lost link")
 
 
 def test_no_server_means_no_nats_and_several_may_stand_in_one_value() -> None:
@@ -247,10 +241,6 @@ async def test_a_server_that_is_too_old_is_a_problem_that_names_its_version(monk
 
     async with nats_server() as server, running_link(NatsLink(NatsConfig((server.url,)), "test")) as link:
         link.on_connected(hook)
-
-        async def refused() -> bool:
-            return "is too old: 1000.7 or later is needed" in link.problem
-
-        await eventually(refused)
+        await eventually(lambda: "is too old: 1000.7 or later is needed" in link.problem)
         assert link.problem.startswith("NATS server 2.")
         assert not hooked

@@ -23,7 +23,7 @@ from kvscout_common.http.factory import http_client
 from kvscout_common.http.json_scan import load_json
 from kvscout_common.registry.engine_discovery import Discovery
 from kvscout_common.registry.engine_facts import EngineFacts, lacks_event_endpoints
-from kvscout_common.registry.engine_query import MAX_MODELS, ask_engine
+from kvscout_common.registry.engine_query import MAX_MODELS, query_engine
 from kvscout_common.registry.registry import Registry, Source
 from kvscout_common.rpc.service_info import shown
 from kvscout_common.worker import EngineKind, EventEndpoint, Transport, WorkerSpec
@@ -53,7 +53,7 @@ async def engine(pages: dict[str, Any]) -> AsyncIterator[str]:
 
 async def ask(url: str, kind: EngineKind = EngineKind.VLLM) -> EngineFacts:
     async with http_client() as http:
-        return await ask_engine(http, url, kind)
+        return await query_engine(http, url, kind)
 
 
 async def test_vllm_tells_its_sources_models_and_cache() -> None:
@@ -295,11 +295,7 @@ async def test_an_engine_that_starts_late_is_retried_told_of_and_completed() -> 
         assert registry.get("default", "w").spec.event_endpoints == ()
         await eventually(lambda: told("not known yet"))
         registry.remove("default", "w")
-
-        async def quiet() -> bool:
-            return not discovery.warnings()
-
-        await eventually(quiet)
+        await eventually(lambda: not discovery.warnings())
 
 
 async def test_event_endpoints_that_this_service_does_not_open_are_left_out_and_told() -> None:
@@ -328,11 +324,7 @@ async def test_a_mocker_is_found_with_all_its_ranks(kind: EngineKind, flags: tup
     registry = Registry(lambda: 0.0)
     async with running_mocker(*flags) as mocker, discovering(registry) as discovery:
         registry.register(WorkerSpec("w", "mock", 16, engine=kind, http_endpoint=mocker.url))
-
-        async def found() -> bool:
-            return bool(registry.get("default", "w").spec.event_endpoints)
-
-        await eventually(found)
+        await eventually(lambda: bool(registry.get("default", "w").spec.event_endpoints))
         spec = registry.get("default", "w").spec
         assert [(e.dp_rank, e.endpoint, e.replay_endpoint) for e in spec.event_endpoints] == [
             (rank["dp_rank"], rank["events"], rank["replay"]) for rank in mocker.ranks

@@ -54,7 +54,7 @@ class World:
         self.heard: list[str] = []
         self.registry.listen(self)
         access = KubernetesAccess(api.url, "default")
-        self.workers = KubernetesWorkers(selections, self.registry, access=access, ask=self.engines)
+        self.workers = KubernetesWorkers(selections, self.registry, access=access, query=self.engines)
 
     def worker_added(self, spec: WorkerSpec) -> None:
         self.heard.append(f"+{spec.worker_id}")
@@ -150,11 +150,7 @@ async def test_another_pod_of_the_same_name_is_another_worker() -> None:
         await made.api.put(PODS, pod("a-0", "10.0.0.2", uid="second"))
         await made.api.expire()
         await made.api.start()
-
-        async def known() -> bool:
-            return [e.spec.model for e in made.registry.entries()] == ["other"]
-
-        await eventually(known)
+        await eventually(lambda: [e.spec.model for e in made.registry.entries()] == ["other"])
         assert "-default/a-0:8000:kubernetes" in made.heard
 
 
@@ -167,11 +163,7 @@ async def test_an_engine_is_asked_again_once_its_container_was_restarted() -> No
         await made.until("(a:8000)")
         assert len(made.engines.asked) == 1
         await made.api.put(PODS, pod("a", "10.0.0.1", restarts=1))
-
-        async def known() -> bool:
-            return made.registry.get("default", "default/a:8000").spec.model == "new"
-
-        await eventually(known)
+        await eventually(lambda: made.registry.get("default", "default/a:8000").spec.model == "new")
         assert made.now == ["a:8000"]
 
 
@@ -320,11 +312,7 @@ async def test_what_many_pods_cost_is_in_proportion_and_holds_nobody_up(
         assert looks.most_at_once <= registry_kubernetes.PODS_A_SLICE
         await api.delete(PODS, "p0")
         await api.put(PODS, pod("p1", "10.0.0.1", ready=False))
-
-        async def heard() -> bool:
-            return made.heard[-2:] == ["-default/p0:8000:kubernetes", "~default/p1:8000"]
-
-        await eventually(heard)
+        await eventually(lambda: made.heard[-2:] == ["-default/p0:8000:kubernetes", "~default/p1:8000"])
         assert looks.count == 2 * pods + 2, "what has not changed is not looked at"
         for task in tasks:
             task.cancel()

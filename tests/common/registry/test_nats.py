@@ -301,11 +301,7 @@ async def test_where_the_server_keeps_no_time_followers_delete_what_ended(world:
     server_link = NatsLink(NatsConfig((world.server.url,), "test"), "operator")
     run = asyncio.create_task(server_link.run())
     try:
-
-        async def connected() -> bool:
-            return server_link.connected
-
-        await eventually(connected)
+        await eventually(lambda: server_link.connected)
         bucket = server_link.names.workers_bucket
         await (
             (await server_link.require())

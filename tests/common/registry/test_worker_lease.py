@@ -76,11 +76,7 @@ async def test_what_was_removed_stays_removed_until_a_new_process_registers_it()
         async with keeping(WorkerLease(node.link, A, lease_seconds=3)) as lease:
             await node.until(lambda: node.worker_ids == ["a"])
             await node.shared.remove(*NAME)
-
-            async def noticed() -> bool:
-                return lease.removed
-
-            await eventually(noticed)
+            await eventually(lambda: lease.removed)
             assert await node.bucket.get(NAME) is Renewal.REMOVED
             assert "removed" in lease.problem and not lease.registered.is_set()
         async with keeping(WorkerLease(node.link, A, lease_seconds=3)):
@@ -93,11 +89,7 @@ async def test_it_survives_a_nats_that_lost_its_store() -> None:
         async with keeping(WorkerLease(node.link, A, lease_seconds=2)) as lease:
             await node.until(lambda: node.worker_ids == ["a"])
             await world.server.kill()
-
-            async def away() -> bool:
-                return bool(lease.problem)
-
-            await eventually(away)
+            await eventually(lambda: bool(lease.problem))
             await asyncio.to_thread(shutil.rmtree, world.server.store)
             await world.server.start()
             await node.until_followed()

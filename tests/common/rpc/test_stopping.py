@@ -209,11 +209,7 @@ async def test_clients_behind_a_slow_proxy_meet_no_status_of_a_server_that_stops
         options = [("grpc.use_local_subchannel_pool", 1)]
         channels = [grpc.aio.insecure_channel(relay.address, options=options) for _ in range(24)]
         calling = [asyncio.create_task(calls(channel)) for channel in channels for _ in range(8)]
-
-        async def all_called() -> bool:
-            return answered > 2 * len(calling)
-
-        await eventually(all_called)
+        await eventually(lambda: answered > 2 * len(calling))
         process.terminate()
         await asyncio.wait(calling)
         for channel in channels:

@@ -81,11 +81,7 @@ async def checking(
 
 async def until_ejected(health: WorkerHealth, workers: list[WorkerSpec], *names: str) -> None:
     """Waits for it."""
-
-    async def ejected() -> bool:
-        return set(health.ejected("default", lambda: workers)) == set(names)
-
-    await eventually(ejected, what=f"{names} left out")
+    await eventually(lambda: set(health.ejected("default", lambda: workers)) == set(names), what=f"{names} left out")
 
 
 async def test_an_engine_that_says_it_is_not_well_gets_nothing_until_it_is() -> None:
@@ -112,22 +108,14 @@ async def test_each_failed_check_of_an_engine_that_gets_nothing_tells_that_it_is
         workers = [ill.worker("ill"), well.worker("well")]
         ill.status = 503
         async with checking(*workers, lost=lost) as health:
-
-            async def told() -> bool:
-                return len(lost) >= 3
-
-            await eventually(told)
+            await eventually(lambda: len(lost) >= 3)
             assert ill.asked >= MISSED_CHECKS + 2
             assert set(lost) == {f"ill does not answer its health checks: {ill.url}/health answers 503"}
             ill.status = 200
             await until_ejected(health, workers)
             before = len(lost)
             asked = ill.asked
-
-            async def asked_again() -> bool:
-                return ill.asked > asked + 2
-
-            await eventually(asked_again)
+            await eventually(lambda: ill.asked > asked + 2)
             assert len(lost) == before
 
 
@@ -136,11 +124,7 @@ async def test_an_engine_without_that_path_answers_and_one_of_another_kind_is_no
         engine.status = 404
         workers = [engine.worker("engine"), other.worker("other", EngineKind.CUSTOM)]
         async with checking(*workers) as health:
-
-            async def asked() -> bool:
-                return engine.asked > 5
-
-            await eventually(asked)
+            await eventually(lambda: engine.asked > 5)
             assert not health.ejected("default", lambda: workers)
         assert not other.asked
 
@@ -148,11 +132,7 @@ async def test_an_engine_without_that_path_answers_and_one_of_another_kind_is_no
 async def test_who_puts_out_tokens_is_not_asked() -> None:
     async with serving() as busy, serving() as idle:
         async with checking(busy.worker("busy"), heard=True), checking(idle.worker("idle")):
-
-            async def asked() -> bool:
-                return idle.asked > 5
-
-            await eventually(asked)
+            await eventually(lambda: idle.asked > 5)
         assert not busy.asked
 
 
@@ -161,10 +141,6 @@ async def test_a_fleet_that_hangs_costs_so_many_connections_and_no_more() -> Non
         engine.hangs = True
         workers = [engine.worker(f"w{index}") for index in range(2 * CONCURRENT_CHECKS)]
         async with checking(*workers):
-
-            async def full() -> bool:
-                return engine.waiting == CONCURRENT_CHECKS
-
-            await eventually(full)
+            await eventually(lambda: engine.waiting == CONCURRENT_CHECKS)
             await asyncio.sleep(0.05)
             assert engine.asked == CONCURRENT_CHECKS

@@ -183,11 +183,7 @@ async def test_who_stops_waiting_aborts_the_engines_request() -> None:
         running = asyncio.create_task(run(calling, engine, output=output))
         await output.came.wait()
         running.cancel()
-
-        async def aborted() -> bool:
-            return engine.aborted == 1
-
-        await eventually(aborted)
+        await eventually(lambda: engine.aborted == 1)
 
 
 SHORT = EngineTimeouts(first_output_seconds=0.2, idle_seconds=0.2, prefill_tokens_per_second=1e9)

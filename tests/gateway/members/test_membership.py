@@ -50,10 +50,7 @@ class World:
         return sorted((m.kind, m.address.partition(":")[0]) for m in self.gateway.membership.members)
 
     async def until(self, condition: Callable[[], object], what: str) -> None:
-        async def asked() -> object:
-            return condition()
-
-        await eventually(asked, what=what)
+        await eventually(condition, what=what)
 
     async def until_told(self, *hosts: str) -> None:
         """Waits until every indexer and scheduler at these hosts lists the worker."""

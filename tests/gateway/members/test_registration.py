@@ -82,10 +82,7 @@ async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async def asked() -> object:
-        return condition()
-
-    await eventually(asked, deadline_seconds=5)
+    await eventually(condition, deadline_seconds=5)
 
 
 async def rounds(node: Node, count: int = 3) -> None:

@@ -96,22 +96,14 @@ async def test_no_request_waits_for_a_search(cache: Path) -> None:
     cached(cache, "org/model")
     found = FoundTokenizers(load, nowhere)
     assert found.get(TENANT, "org/model") is None
-
-    async def known() -> bool:
-        return found.get(TENANT, "org/model") is not None
-
-    await eventually(known, what="the tokenizer found")
+    await eventually(lambda: found.get(TENANT, "org/model") is not None, what="the tokenizer found")
     await found.close()
 
 
 async def test_what_keeps_counting_other_tokens_than_engines_is_dropped_for_good(cache: Path) -> None:
     cached(cache, "m")
     found = FoundTokenizers(load, nowhere)
-
-    async def known() -> bool:
-        return found.get(TENANT, "m") is not None
-
-    await eventually(known, what="the tokenizer found")
+    await eventually(lambda: found.get(TENANT, "m") is not None, what="the tokenizer found")
     for _ in range(MAX_MISMATCHES - 1):
         found.judge("m", False)
     found.judge("m", True)

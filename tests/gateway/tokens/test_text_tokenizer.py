@@ -102,11 +102,7 @@ async def test_chunks_are_cached_although_the_request_did_not_wait_for_them(
     with pytest.raises(asyncio.CancelledError):
         await request
     go.set()
-
-    async def cached() -> bool:
-        return tokenizer.cache.size > 0
-
-    await eventually(cached, what="a cached text")
+    await eventually(lambda: tokenizer.cache.size > 0, what="a cached text")
     tokens = await tokenizer.of_text(text, add_special_tokens=False, tenant="a")
     assert array("I", tokens).tolist() == byte_level().encode(text, add_special_tokens=False).ids
     assert len(calls) == 1

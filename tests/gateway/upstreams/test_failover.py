@@ -169,11 +169,7 @@ async def test_who_left_the_list_answers_for_a_while_and_is_unavailable_then(mon
             await select(schedulers)
         request = scheduler_pb2.SelectRequest()
         await member.call(lambda stub: stub.Select, request, 5.0)
-
-        async def closed() -> bool:
-            return member.closed
-
-        await eventually(closed)
+        await eventually(lambda: member.closed)
         with pytest.raises(errors.Unavailable, match="no longer there"):
             await member.call(lambda stub: stub.Select, request, 5.0)
         await schedulers.close()

@@ -17,11 +17,7 @@ async def test_silence_is_told_once_and_what_is_heard_puts_it_off() -> None:
         liveness.beat()
         await asyncio.sleep(0.01)
     assert told == []
-
-    async def silent() -> bool:
-        return bool(told)
-
-    await eventually(silent)
+    await eventually(lambda: bool(told))
     await asyncio.sleep(0.1)
     assert told == [0.05]
     assert liveness.silent_seconds == 0.05

@@ -543,19 +543,11 @@ async def test_a_booking_stays_when_a_repeated_call_got_its_answer(client: Clien
     calling = asyncio.create_task(client.rpc("SelectAndReserve", booking("r")))
     await client.booked()
     again = asyncio.create_task(client.rpc("SelectAndReserve", booking("r")))
-
-    async def answered_twice() -> bool:
-        return client.servicer.answering == 2
-
-    await eventually(answered_twice, what="the second call")
+    await eventually(lambda: client.servicer.answering == 2, what="the second call")
     calling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await calling
-
-    async def one_left() -> bool:
-        return client.servicer.answering == 1
-
-    await eventually(one_left, what="the end of the first call")
+    await eventually(lambda: client.servicer.answering == 1, what="the end of the first call")
     client.servicer.may_answer.set()
     await again
     assert (await client.rpc("MarkPrefillComplete", mark("r"))).changed

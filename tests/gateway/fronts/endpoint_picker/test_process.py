@@ -125,11 +125,7 @@ class Bench:
 
     async def until_told(self, *told: Any) -> None:
         """Waits until the pick was told this, and nothing else."""
-
-        async def reached() -> bool:
-            return self.told == list(told)
-
-        await eventually(reached, what=f"{told}, not {self.told}")
+        await eventually(lambda: self.told == list(told), what=f"{told}, not {self.told}")
 
 
 @asynccontextmanager
@@ -350,17 +346,9 @@ async def test_a_proxy_that_goes_while_a_pick_is_made_cancels_it(transport: str)
         one.hangs = True
         stream = one.open()
         await stream.write(request_headers(NONE))
-
-        async def asked() -> bool:
-            return bool(one.asked)
-
-        await eventually(asked, what="a pick")
+        await eventually(lambda: bool(one.asked), what="a pick")
         stream.cancel()
-
-        async def cancelled() -> bool:
-            return one.cancelled == 1
-
-        await eventually(cancelled, what="the pick to be cancelled")
+        await eventually(lambda: one.cancelled == 1, what="the pick to be cancelled")
 
 
 async def test_bodies_are_bounded_one_by_one_and_all_together(transport: str) -> None:
@@ -373,19 +361,11 @@ async def test_bodies_are_bounded_one_by_one_and_all_together(transport: str) ->
         for holding in (first, second):
             await holding.write(request_headers(DUPLEX))
         await first.write(request_body(b"x" * 90, end=False))
-
-        async def held() -> bool:
-            return one.processor.held_bytes == 90
-
-        await eventually(held, what="90 bytes held")
+        await eventually(lambda: one.processor.held_bytes == 90, what="90 bytes held")
         await second.write(request_body(b"x" * 90, end=False))
         assert parsed([await second.read()])[0].immediate_response.status.code == 429
         first.cancel()
-
-        async def free() -> bool:
-            return one.processor.held_bytes == 0
-
-        await eventually(free, what="nothing held")
+        await eventually(lambda: one.processor.held_bytes == 0, what="nothing held")
 
 
 async def test_what_is_no_message_ends_the_stream_with_an_error_and_the_pick(transport: str) -> None:

@@ -220,11 +220,7 @@ async def test_a_client_that_goes_away_ends_its_request_at_the_engine() -> None:
         ):
             async with aiohttp.ClientSession() as client:
                 posting = asyncio.create_task(client.post(f"{served.url}/v1/chat/completions", json=body))
-
-                async def arrived() -> bool:
-                    return bool(one.received)
-
-                await eventually(arrived, what="the request at its engine")
+                await eventually(lambda: bool(one.received), what="the request at its engine")
                 posting.cancel()
                 [answer] = await asyncio.gather(posting, return_exceptions=True)
                 if isinstance(answer, aiohttp.ClientResponse):
@@ -245,11 +241,7 @@ async def test_a_client_that_leaves_with_the_last_event_has_its_answer_and_its_u
         async with served.http.post(f"{served.url}/v1/chat/completions", json=body) as response:
             await response.content.readuntil(DONE)
             response.close()
-
-        async def over() -> bool:
-            return served.gateway.exchanges.in_flight == 0
-
-        await eventually(over, what="the request over")
+        await eventually(lambda: served.gateway.exchanges.in_flight == 0, what="the request over")
         assert served.sample("kvscout_requests_total", tenant="default", model=MODEL, outcome="ok") == 1.0
         assert served.gateway.observations.by_rank
         [seen] = served.gateway.observations.by_rank.values()
@@ -373,11 +365,7 @@ async def test_a_stream_of_another_path_that_falls_silent_is_broken_off(first: b
             assert await response.content.readexactly(len(first)) == first
             with pytest.raises(aiohttp.ClientError):
                 await response.read()
-
-        async def gone() -> bool:
-            return one.aborted == 1
-
-        await eventually(gone, what="the request given up at the engine")
+        await eventually(lambda: one.aborted == 1, what="the request given up at the engine")
 
 
 async def test_comments_alone_do_not_keep_a_stream_of_another_path_open() -> None:

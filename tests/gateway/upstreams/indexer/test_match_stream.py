@@ -123,17 +123,9 @@ async def test_a_stream_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     async with streaming() as (stream, servicer):
         servicer.goes_on.clear()
         hanging = asyncio.create_task(ask(stream, 7, 7))
-
-        async def sent() -> bool:
-            return servicer.messages == [1]
-
-        await eventually(sent)
+        await eventually(lambda: servicer.messages == [1])
         behind = asyncio.create_task(ask(stream, 7))  # waits for the message under way
-
-        async def renewed() -> bool:
-            return servicer.streams == 2
-
-        await eventually(renewed)
+        await eventually(lambda: servicer.streams == 2)
         servicer.goes_on.set()
         assert list(await asyncio.gather(hanging, behind)) == [2, 1]
 
@@ -142,10 +134,6 @@ async def test_a_stream_ends_by_itself_so_that_the_server_can(monkeypatch: pytes
     monkeypatch.setattr(match_stream, "RENEW_SECONDS", 0.05)
     async with streaming() as (stream, servicer):
         assert await ask(stream, 7) == 1
-
-        async def ended() -> bool:
-            return servicer.ended == 1
-
-        await eventually(ended)
+        await eventually(lambda: servicer.ended == 1)
         for _ in range(100):  # across several renewals
             assert await ask(stream, 7) == 1

@@ -137,10 +137,7 @@ class Told:
         return list(self.indexer.reports.values())
 
     async def until_told(self, servicer: Recording, *numbers: int) -> None:
-        async def told() -> bool:
-            return servicer.told == list(numbers)
-
-        await eventually(told, what=f"{numbers} told, {servicer.told} are")
+        await eventually(lambda: servicer.told == list(numbers), what=f"{numbers} told, {servicer.told} are")
 
 
 @asynccontextmanager
@@ -180,11 +177,7 @@ async def test_every_replica_of_the_shard_that_has_the_worker_is_told_and_no_oth
             assert numbers
             for servicer in told.servicers[2 * shard : 2 * shard + 2]:
                 await told.until_told(servicer, *numbers)
-
-        async def counted() -> bool:
-            return sum(replica.delivered for replica in told.replicas) == 16
-
-        await eventually(counted)
+        await eventually(lambda: sum(replica.delivered for replica in told.replicas) == 16)
         prompt = told.servicers[0].messages[0].prompts[0]
         assert (prompt.block_size, prompt.HasField("eagle"), list(prompt.block_hashes)) == (16, True, [0, 0])
 
@@ -198,11 +191,7 @@ async def test_what_comes_while_a_message_is_under_way_goes_together_one_message
         for number in range(1, 100):
             told.indexer.routed(decision(number, model="ab"[number % 2]))
         servicer.goes_on.set()
-
-        async def all_told() -> bool:
-            return told.replicas[0].delivered == 100
-
-        await eventually(all_told)
+        await eventually(lambda: told.replicas[0].delivered == 100)
         assert sorted(servicer.told) == list(range(100))
         assert sorted(message.model for message in servicer.messages) == ["a", "b", "m"]
 
@@ -230,11 +219,7 @@ async def test_one_that_lags_loses_the_oldest_and_hears_the_newest(monkeypatch: 
         await eventually(noticed)
         servicer.messages.clear()
         servicer.goes_on.set()
-
-        async def delivered() -> bool:
-            return replica.delivered == 10
-
-        await eventually(delivered)
+        await eventually(lambda: replica.delivered == 10)
         assert servicer.told[-10:] == list(range(40, 50))
         assert (replica.lost, replica.problem, len(replica.queue)) == (40, "", 0)
 
@@ -247,11 +232,7 @@ async def test_one_that_predicts_nothing_is_left_alone_and_asked_again_later(err
         [servicer], [replica] = told.servicers, told.replicas
         servicer.error = error
         told.indexer.routed(decision(0))
-
-        async def left_alone() -> bool:
-            return bool(replica.problems())
-
-        await eventually(left_alone)
+        await eventually(lambda: bool(replica.problems()))
         assert str(error) in shown(replica.problems())[0]
         for number in range(1, 20):
             told.indexer.routed(decision(number))
@@ -260,11 +241,7 @@ async def test_one_that_predicts_nothing_is_left_alone_and_asked_again_later(err
         told.now += reporter.REFUSAL_SECONDS
         told.indexer.routed(decision(20))
         await told.until_told(servicer, 0, 20)
-
-        async def well() -> bool:
-            return not replica.problems() and replica.delivered == 1
-
-        await eventually(well)
+        await eventually(lambda: not replica.problems() and replica.delivered == 1)
 
 
 async def test_one_that_takes_nothing_of_one_model_is_told_of_the_others() -> None:
@@ -272,11 +249,7 @@ async def test_one_that_takes_nothing_of_one_model_is_told_of_the_others() -> No
         [servicer], [replica] = told.servicers, told.replicas
         servicer.refused_models = {"bad"}
         told.indexer.routed(decision(0, model="bad"))
-
-        async def noted() -> bool:
-            return bool(replica.problems())
-
-        await eventually(noted)
+        await eventually(lambda: bool(replica.problems()))
         for number in range(1, 5):
             told.indexer.routed(decision(number, model=("good", "bad")[number % 2]))
         await told.until_told(servicer, 0, 2, 4)
@@ -285,11 +258,7 @@ async def test_one_that_takes_nothing_of_one_model_is_told_of_the_others() -> No
         servicer.refused_models = set()
         told.indexer.routed(decision(5, model="bad"))
         await told.until_told(servicer, 0, 2, 4, 5)
-
-        async def well() -> bool:
-            return not replica.problems()
-
-        await eventually(well)
+        await eventually(lambda: not replica.problems())
 
 
 async def test_one_that_does_not_know_the_worker_is_suspected_and_nothing_else_is_lost() -> None:
@@ -308,10 +277,6 @@ async def test_one_that_does_not_know_the_worker_is_suspected_and_nothing_else_i
             told.indexer.routed(decision(number))
         servicer.goes_on.set()
         await told.until_told(servicer, 0, 1, 2, 3)
-
-        async def counted() -> bool:
-            return (replica.lost, replica.delivered) == (2, 2)
-
-        await eventually(counted)
+        await eventually(lambda: (replica.lost, replica.delivered) == (2, 2))
         assert told.suspected == ["0", "0"]
         assert not replica.problem

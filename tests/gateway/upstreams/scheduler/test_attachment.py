@@ -107,10 +107,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(condition: Callable[[], object], what: str = "condition") -> None:
-    async def asked() -> object:
-        return condition()
-
-    await eventually(asked, what=what)
+    await eventually(condition, what=what)
 
 
 class Reserved(NamedTuple):

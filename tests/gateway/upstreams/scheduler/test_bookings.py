@@ -36,10 +36,7 @@ def booking(member: SchedulerMember | None, request_id: str = "r") -> Booking:
 
 
 async def until_heard(scheduler: ScriptedScheduler, *what: str) -> None:
-    async def heard() -> bool:
-        return scheduler.heard == list(what)
-
-    await eventually(heard, what=f"{what}, heard {scheduler.heard}")
+    await eventually(lambda: scheduler.heard == list(what), what=f"{what}, heard {scheduler.heard}")
 
 
 async def test_reports_come_once_and_in_order() -> None:
@@ -99,8 +96,4 @@ async def test_a_free_that_no_scheduler_acknowledges_is_counted() -> None:
         bookings.free(one)
         scheduler.cut()
         scheduler.goes_on.set()
-
-        async def counted() -> bool:
-            return bookings.undelivered == 1
-
-        await eventually(counted)
+        await eventually(lambda: bookings.undelivered == 1)

@@ -52,10 +52,7 @@ async def worker_of(operation: Operation) -> str:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async def asked() -> object:
-        return condition()
-
-    await eventually(asked)
+    await eventually(condition)
 
 
 async def test_the_hello_lists_what_is_in_flight_and_learns_what_is_not_known() -> None:
