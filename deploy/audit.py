@@ -2,7 +2,7 @@
 
 pip-audit asks PyPI about the packages that kvscout and its extras need, as they are installed here; cargo-deny asks
 RustSec about the crates of the extension, and checks their licences and sources, for which it needs no network. A
-finding fails. A database that cannot be reached does not: it is told, in capitals, because nothing was checked then.
+finding fails. A database that cannot be reached does not: it is said, in capitals, because nothing was checked then.
 """
 
 from __future__ import annotations

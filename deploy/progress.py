@@ -60,7 +60,7 @@ class Progress:
             print(self.state(118), flush=True)
 
     def state(self, width: int) -> str:
-        """Say in one line, of so many characters at most, where it is."""
+        """Say in one line, of a limited length, where it is."""
         return f"[{self._elapsed()}] {self.name}: {self._line}"[:width]
 
     def _elapsed(self) -> str:

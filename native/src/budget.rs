@@ -143,7 +143,7 @@ impl Charge {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Charges for so many bytes that came.
+    /// Charges for bytes that came.
     ///
     /// # Errors
     /// There is no room: nothing was charged.
@@ -154,7 +154,7 @@ impl Charge {
         Ok(())
     }
 
-    /// Whether there is room now for so many bytes that are to come; charges nothing.
+    /// Whether there is room now for bytes that are to come; charges nothing.
     ///
     /// # Errors
     /// There is none.
@@ -170,7 +170,7 @@ impl Charge {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// So many charged bytes are held no more.
+    /// Charged bytes are held no more.
     pub fn shrink(&self, bytes: usize) {
         let bytes = bytes.saturating_mul(self.copies).min(self.bytes());
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);

@@ -76,7 +76,7 @@ pub struct Stored {
 }
 
 impl Stored {
-    /// Whether it tells what the blocks contain; else it is a tier change of blocks that are known.
+    /// Whether it says what the blocks contain; else it is a tier change of blocks that are known.
     pub fn has_content(&self) -> bool {
         self.foreign || !self.tokens.is_empty() || !self.local_hashes.is_empty()
     }
@@ -101,7 +101,7 @@ pub enum FaultKind {
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Batch {
     pub events: Vec<Event>,
-    /// Seconds since the Unix epoch, by the engine's clock; 0: not told.
+    /// Seconds since the Unix epoch, by the engine's clock; 0: unknown.
     pub timestamp: f64,
     /// Data-parallel rank that the engine says it is.
     pub dp_rank: Option<u32>,
@@ -120,7 +120,7 @@ pub const FAULT_LIMIT: usize = 1024;
 const KEPT: usize = 1 << 15;
 
 impl Batch {
-    /// An empty batch with room for one event that has so many hashes.
+    /// An empty batch with room for one event with a number of hashes.
     pub fn with_hashes(hashes: usize) -> Self {
         Self { events: Vec::with_capacity(1), hashes: Vec::with_capacity(hashes), ..Self::default() }
     }

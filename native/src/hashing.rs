@@ -138,7 +138,7 @@ impl<'a> BlockHasher<'a> {
         self.block_size
     }
 
-    /// Number of complete blocks in a prompt of so many tokens; an EAGLE block needs one token more.
+    /// Number of complete blocks in a prompt of this length; an EAGLE block needs one token more.
     pub fn block_count(&self, tokens: usize) -> usize {
         tokens.saturating_sub(usize::from(self.eagle)) / self.block_size
     }

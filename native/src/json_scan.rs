@@ -15,7 +15,7 @@ const MAX_NUMBER_BYTES: usize = 4300;
 const MAX_FINITE_BYTES: usize = 300;
 /// Arrays and objects within one another that are looked into for text.
 const TEXT_DEPTH: usize = 8;
-/// A number stands for a token, which is so many characters, about.
+/// Characters of a token, about, for which a number stands.
 const CHARACTERS_A_NUMBER: usize = 4;
 
 /// What an object may have, and be.

@@ -71,7 +71,7 @@ fn parse(bytes: &[u8]) -> Option<Request<'_>> {
             _ => {} // of a later version
         }
     }
-    // Hashes carry adapter and salt already, and stand for the tokens: who sends both is told so.
+    // Hashes carry adapter and salt already, and stand for the tokens: who sends both gets an error that says so.
     let tokens_only = [request.token_ids, request.lora_name.as_bytes(), request.cache_salt.as_bytes()];
     let contradicts = !request.block_hashes.is_empty() && tokens_only.iter().any(|field| !field.is_empty())
         || request.prompt_tokens > 0 && !request.token_ids.is_empty();
@@ -298,12 +298,12 @@ fn overlaps(rows: &[(WorkerRank, &Row)]) -> Writer {
         message.packed(2, rows.iter().map(|(rank, _)| u64::from(rank.dp_rank)));
     }
     for level in 0..LEVELS {
-        let told = match level {
+        let included = match level {
             0 => true,
             _ if level < LEVELS - 1 => slower,
             _ => predicted,
         };
-        if told {
+        if included {
             message.packed(3 + level as u32, rows.iter().map(|(_, row)| u64::from(row.blocks[level])));
         }
     }

@@ -5,7 +5,7 @@
 //! bucket   8 entries, one cache line; an entry's home is bucket fragment * buckets >> fragment bits
 //! ```
 //!
-//! The key itself is not stored: the caller tells whether a payload is the one that it looks for. An entry
+//! The key itself is not stored: the caller says whether a payload is the one that it looks for. An entry
 //! whose home is full goes to the next bucket that is not, cyclically, so a search ends at the first bucket
 //! that is not full: mostly the first one, and one cache miss. Homes are ordered by fragment, so growing the
 //! table is one pass over both arrays in order, whatever the factor, and the factor can be small.
@@ -212,7 +212,7 @@ impl<const PAYLOAD: u32> Table<PAYLOAD> {
         }
     }
 
-    /// Makes room for so many more entries.
+    /// Makes room for a number of further entries.
     #[inline]
     pub fn reserve(&mut self, more: usize) {
         let needed = (self.len + more).div_ceil(MAX_LOAD);

@@ -50,7 +50,7 @@ LONG_PROMPT_BLOCKS = 4096
 
 DISAGG_NOTE = (
     "Apart, half of the engines compute all prompts, and each prompt is moved once: first tokens come later. What is "
-    "won is that no gap is as long as a piece of another prompt takes (2,048 tokens: 61 ms on these engines). Where "
+    "won is that no gap is as long as a chunk of another prompt takes (2,048 tokens: 61 ms on these engines). Where "
     "all engines do all, about 1 in 100 is, so that ITL p99 is as long or far shorter. Lengths, rate, engines and "
     "their network decide what that is worth."
 )

@@ -63,7 +63,7 @@ that was the last look."""
 
 
 async def _look_on(services: Services, interval: float, take: Look) -> None:
-    """Look once an interval, for the first time at once, until it is enough."""
+    """Look once an interval, for the first time immediately, until it is enough."""
     gathering, named = services.gathering, services.named
     past = deque([await gathering.look(named)])
     async with gathering.decisions(kept=KEPT_DECISIONS) as decisions:

@@ -42,7 +42,7 @@ Invariants, checked by `check_invariants`:
    full-attention groups had one, unless a Removed since said otherwise.
 
 Events of one worker must come in order, from one caller at a time. The reference (`reference`) serves one thread,
-such as an event loop, and does everything at once. The native backend serves any number of readers during writes: a
+such as an event loop, and does everything in one step. The native backend serves any number of readers during writes: a
 reader may see a mixture of before and after a write, but of no worker more than it held at one of these times, and a
 reader that comes after the write sees all of it. No call waits for anything but the work it names, and one slice at
 most of work on a whole rank (`demotion`, `cut`, `loading`).
@@ -213,7 +213,7 @@ class IndexStats:
 
 
 class Work:
-    """Work on a whole rank: the native index does it in slices, the reference at once."""
+    """Work on a whole rank: the native index does it in slices, the reference in one step."""
 
     def step(self) -> bool:
         """Do a slice, in any thread; return True while more is left."""
@@ -439,7 +439,7 @@ class BlockIndex(ABC):
         """Encode a batch as a serialised `KvEventBatch`, with local hashes in place of tokens.
 
         A reader's index does with it what it would have done with the engine's own bytes: what cannot be indexed is
-        sent without its hashes, as it still teaches the kind of its group; full blocks of another size are told by
+        sent without its hashes, as it still teaches the kind of its group; full blocks of another size are reported by
         that size.
 
         Args:

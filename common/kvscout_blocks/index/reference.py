@@ -5,7 +5,7 @@
     apply ── Worker: judge each event (the order of `Ignored`), bind engine hashes to prefixes
     find_matches ── the nodes of the prompt ──▶ leading ones that each worker holds
 
-Not thread-safe: one event loop owns it. Work on a whole rank is done at once.
+Not thread-safe: one event loop owns it. Work on a whole rank is done in one step.
 """
 
 from __future__ import annotations

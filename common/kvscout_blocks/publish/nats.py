@@ -56,7 +56,7 @@ class Way(Protocol):
 
 
 class CoreWay:
-    """NATS core: who listens now hears it.
+    """NATS core: who subscribes now receives it.
 
     Args:
         link: The connection.
@@ -81,7 +81,7 @@ class CoreWay:
 
 
 class StreamWay:
-    """JetStream: who comes within the stream's age hears it.
+    """JetStream: who comes within the stream's age receives it.
 
     Args:
         link: The connection.

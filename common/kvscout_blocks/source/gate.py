@@ -48,7 +48,7 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Return whether a step that comes now is done at once."""
+        """Return whether a step that comes now is done immediately."""
         return self._opened.is_set()
 
     async def opened(self) -> None:

@@ -193,7 +193,7 @@ class SourceSequence(Generic[T]):
     ) -> list[Decision[T]]:
         """Note that a state which `wants_state` wanted was loaded; `attempt`, `epoch` and `last_id` as there.
 
-        What is held and newer is applied: at once after a live state, at the end of the replay after a replayed one.
+        What is held and newer is applied: after a live state immediately, after a replayed one when the replay ends.
 
         Args:
             history_incomplete: Events before it may be missing.

@@ -44,11 +44,11 @@ YIELD_EVERY = 32
 RECOVERY_INTERVAL_SECONDS = 600.0
 """A worker whose counts are impossible is recovered at most this often."""
 SMALL_STATE_BYTES = 16 * 1024
-"""Size up to which a state is loaded at once: about 1,000 blocks."""
+"""Size up to which a state is loaded in one step: about 1,000 blocks."""
 
 
 class SourceObserver(Protocol):
-    """Hears what became of a source's batches, in order, after the index did; must not block or raise."""
+    """Receives what became of a source's batches, in order, after the index did; must not block or raise."""
 
     def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
         """A batch was applied."""
@@ -260,7 +260,7 @@ class Source:
         if cut is None:
             return None
         taken = SourceCut(cut, sequence.epoch, sequence.history_incomplete, sequence.last_digest)
-        # A batch that comes before all is copied would have the rest copied at once.
+        # A batch that comes before all is copied would have the rest copied immediately.
         if cut.step():
             self._gate.close_for(cut, lambda _: self._lend())
             await self._gate.opened()

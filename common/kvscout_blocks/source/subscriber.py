@@ -32,7 +32,7 @@ empty a thousand times a second, which is more than engines need."""
 BURST = 64
 """Batches read from one socket before the others, and the rpcs, are served."""
 GIVEN_UP_SECONDS = 0.5
-"""libzmq says at once that it will connect again; after a frame that it refuses it does not, and says nothing."""
+"""libzmq says immediately that it will connect again; after a frame that it refuses it does not, and says nothing."""
 REPLAY_IDLE_SECONDS = 2.0
 """A replay that has not begun after this long will not: engines answer within 100 ms."""
 REPLAY_PAUSE_SECONDS = 0.5

@@ -46,8 +46,8 @@ from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.identity.http_probe import http_trouble
 from kvscout_common.identity.tls_probe import tls_trouble
 from kvscout_common.plain_text import printable
-from kvscout_common.registry.engine_facts import ASKED
-from kvscout_common.registry.engine_query import ask_engine
+from kvscout_common.registry.engine_facts import QUERIED_ENGINES
+from kvscout_common.registry.engine_query import query_engine
 from kvscout_common.registry.worker_proto import spec_from_proto
 from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
@@ -243,7 +243,7 @@ class Collection:
         async with self._places:
             try:
                 async with asyncio.timeout(self._timeout):
-                    facts = await ask_engine(http, spec.http_endpoint, spec.engine)
+                    facts = await query_engine(http, spec.http_endpoint, spec.engine)
             except Unavailable as error:
                 reached = not isinstance(error, NoAnswer)
                 return Engine(name, spec.http_endpoint, error=printable(str(error)), reached=reached)
@@ -286,6 +286,6 @@ def _specs(snapshot: Snapshot) -> list[WorkerSpec]:
             spec = spec_from_proto(worker)
         except InvalidArgument:
             continue  # a newer release's, of which this one knows less
-        if spec.http_endpoint and spec.engine in ASKED:
+        if spec.http_endpoint and spec.engine in QUERIED_ENGINES:
             found.append(spec)
     return found

@@ -25,7 +25,7 @@ from kvscout_common.doctor.conditions import (
 from kvscout_common.doctor.snapshot import RankName, Snapshot, observed_name, source_name
 from kvscout_common.doctor.symptom import Symptom, of_worker
 
-HEARD_WITHIN_SECONDS = 2.0
+EVENTS_WITHIN_SECONDS = 2.0
 """An event that takes longer from its engine to the indexer does not come."""
 _NATS = (workers_pb2.EVENT_TRANSPORT_NATS_CORE, workers_pb2.EVENT_TRANSPORT_JETSTREAM)
 _CONDITIONS: dict[int, Condition] = {
@@ -38,7 +38,7 @@ _CONDITIONS: dict[int, Condition] = {
 }
 ORPHANS = 16
 ORPHANS_SHARE = 10
-"""So many blocks without their parent, and more than this part of those that have it, are none that wait for it."""
+"""With this number of blocks without their parent, and more than this part of those that have it, events were lost."""
 _UNINDEXED = ("bad_length", "hash_conflict")
 """Reasons for which events are left out that no engine should give."""
 
@@ -90,22 +90,22 @@ def _condition(source: indexer_pb2.SourceStatus, served: list[float]) -> Conditi
         return RANKS_DIFFER
     if condition is EVENTS_UNREACHABLE and source.transport in _NATS:
         return NATS_UNREACHABLE
-    if source.state == indexer_pb2.SOURCE_STATE_WAITING and _unheard(source, served):
+    if source.state == indexer_pb2.SOURCE_STATE_WAITING and _served_without_events(source, served):
         return EVENTS_SILENT
     return condition
 
 
-def _unheard(source: indexer_pb2.SourceStatus, served: list[float]) -> int:
+def _served_without_events(source: indexer_pb2.SourceStatus, served: list[float]) -> int:
     """Requests that the worker served while the indexer listened, and whose events had time to arrive."""
     if source.HasField("last_event_id") or not source.HasField("open_seconds"):
         return 0
-    return sum(HEARD_WITHIN_SECONDS < age < source.open_seconds for age in served)
+    return sum(EVENTS_WITHIN_SECONDS < age < source.open_seconds for age in served)
 
 
 def _reason(source: indexer_pb2.SourceStatus, served: list[float], condition: Condition) -> str:
     if condition is EVENTS_SILENT and source.state == indexer_pb2.SOURCE_STATE_WAITING:
-        unheard = _unheard(source, served)
-        return f"{unheard} request{'s' * (unheard > 1)} served, and nothing came from {source.endpoint or 'it'}"
+        missing = _served_without_events(source, served)
+        return f"{missing} request{'s' * (missing > 1)} served, and nothing came from {source.endpoint or 'it'}"
     return source.reason
 
 

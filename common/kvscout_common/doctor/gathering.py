@@ -120,7 +120,7 @@ class Decisions:
         self._next_look = asyncio.Event()
 
     def follow(self, snapshot: Snapshot) -> None:
-        """Hears the schedulers of the last look, and no others."""
+        """Watch the schedulers of the last look, and no others."""
         wanted = {
             (service.address, tenant)
             for service, status in snapshot.statuses(scheduler_pb2.SchedulerGetStatusResponse)

@@ -25,6 +25,6 @@ def check_replicas(snapshot: Snapshot) -> Iterator[Symptom]:
             elif not (replica.self or replica.live):
                 yield Symptom(
                     REPLICA_SILENT,
-                    f"{service.name} heard of replica {replica.replica_id} {replica.silent_seconds:.0f} s ago; it owns "
-                    f"{replica.owned_requests:,} requests",
+                    f"last message to {service.name} from replica {replica.replica_id} {replica.silent_seconds:.0f} s "
+                    f"ago; it owns {replica.owned_requests:,} requests",
                 )

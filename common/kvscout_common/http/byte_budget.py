@@ -93,7 +93,7 @@ class ReferenceBudget:
             return None
 
     def give_back(self, tenant: str | None, amount: int) -> None:
-        """So many bytes are held no more."""
+        """Return bytes that are held no more."""
         with self._lock:
             self._add(tenant, -amount)
 

@@ -43,8 +43,6 @@ VANISHED_SECONDS = 60.0
 holds its connection for longer. One that is merely slow acknowledges."""
 FULL = "%d connections are open, as many as may be: idle ones of clients without a token are closed, or else new ones"
 """The log line; `kvscout_http_refused_total` and `kvscout_rpc_refused_total` count them."""
-LAST_REQUEST_SECONDS = 1.0
-"""Seconds that a stopping server leaves an idle connection open for the request that may be on its way."""
 
 
 class FailureKind(StrEnum):
@@ -93,7 +91,7 @@ class Form(Enum):
     WITHOUT_USAGE = "without usage"
     """The same but for the event that carries nothing but usage, which the client has not requested."""
     MESSAGES = "messages"
-    """`GenerateResponse` messages; what comes at once is one message."""
+    """`GenerateResponse` messages; what comes together is one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +217,7 @@ class HttpAnswer(Protocol):
         has it relayed can still turn to another engine. With an error as its first word it ends, nothing passed.
 
         Args:
-            sink: Where to; its client gone, or this cancelled, the engine's connection is closed at once.
+            sink: Where to; its client gone, or this cancelled, the engine's connection is closed immediately.
             form: What becomes of it.
             dialect: Of its events.
             on_first_output: Called when output begins.
@@ -227,13 +225,13 @@ class HttpAnswer(Protocol):
             write_seconds: Longest wait for the sink.
 
         Raises:
-            HttpFailed: The engine's body broke, or PIECES: it sent what is none.
+            HttpFailed: The engine's body broke off, or was no stream of events.
             SinkGone: The sink's client has gone.
-            SinkStalled: It took nothing for so long.
+            SinkStalled: It took nothing for `write_seconds`.
         """
 
     def abort(self) -> None:
-        """Close the connection at once, unless the body is over; who waits for the body gets BROKEN."""
+        """Close the connection immediately, unless the body is over; who waits for the body gets BROKEN."""
 
 
 class HttpClient(Protocol):

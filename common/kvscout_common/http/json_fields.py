@@ -11,7 +11,7 @@ from kvscout_common.http.json_scan import Packed, Place, load_value, scan_object
 INLINE_BYTES: Final = 256 * 1024
 """A longer text is scanned in a thread: the event loop has a few milliseconds for one request at most."""
 MAX_FIELD_BYTES: Final = 8 * 1024 * 1024
-"""Of a field that tells a prompt and becomes Python objects, in a thread if it is longer than `INLINE_BYTES`. All other
+"""Of a field that has a prompt and becomes Python objects, in a thread if it is longer than `INLINE_BYTES`. All other
 fields have at most these. What is only passed on may be longer."""
 MAX_FIELD_VALUES: Final = 100_000
 """Values in a field that becomes Python objects."""

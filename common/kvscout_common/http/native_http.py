@@ -4,7 +4,7 @@ can be passed on by the other without Python.
 ::
 
     epoll ──▶ poll ──▶ events ──▶ the call, answer or listener that they are of
-                 flush ◀── once a turn of the loop, after everybody has said what is to be sent
+                 flush ◀── once an iteration of the loop, after everybody has written
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RESTING_TICK_SECONDS = 1.0
 
 
 class EventHandler(Protocol):
-    """Hears of one call, answer or listener."""
+    """Receives the events of one call, answer or listener."""
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """Something happened; `event` is as the extension's stub says."""
@@ -125,7 +125,7 @@ class HttpCore:
             self.http = cast("Http", ClosedHttp())
 
     def flush(self) -> None:
-        """Send what was said, once everybody had their turn."""
+        """Send what was written, once all callbacks of this iteration have run."""
         if self._rests:
             self._set_timer(rests=False)
         if not self._flushing:
@@ -146,7 +146,7 @@ class HttpCore:
             return
         if self._rests:
             self._set_timer(rests=False)
-        # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
+        # What is said meanwhile leaves at the end of this, and not of the loop's next iteration.
         self._polling = True
         try:
             self._handle(self.http.poll())
@@ -196,7 +196,7 @@ class HttpCore:
             elif kind in _OF_CALLS:
                 handler = self.calls.get(event[1])
             elif kind == AGAIN:
-                # Not at once: the loop's timers and other sockets come first.
+                # Not immediately: the loop's timers and other sockets come first.
                 if self._next_poll is None:
                     self._next_poll = self.loop.call_soon(self._poll)
                 continue

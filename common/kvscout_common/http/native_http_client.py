@@ -147,7 +147,7 @@ class NativeAnswer:
     Args:
         core: Brings its events.
         number: Of the answer.
-        over: Told when it is.
+        over: Called when it is.
     """
 
     def __init__(self, core: HttpCore, number: int, over: Callable[[NativeAnswer], None]) -> None:
@@ -157,7 +157,7 @@ class NativeAnswer:
         self._inbox = Inbox(core.loop)
         """The body, where it comes chunk by chunk."""
         self._progress = Resumption(core.loop)
-        """Head and end: whoever waits for them goes on at once."""
+        """Head and end: whoever waits for them goes on immediately."""
         self._ended: tuple[Any, ...] | None = None
         self._begins: Callable[[], None] | None = None
         self._room = Notice(core.loop)

@@ -47,7 +47,7 @@ class NativeHttpServer:
         self._listener: int | None = None
         self._ready = ReadyTasks(self._core.loop)
         self._waiting: set[asyncio.Task[None]] = set()
-        """Tasks whose handlers have not returned at once."""
+        """Tasks whose handlers have not returned immediately."""
         self._accept_log = RateLimitedLog(log)
         self._stopped = False
 

@@ -69,7 +69,7 @@ class TokenFile:
     """The token that a file holds now: it is renewed while channels are open.
 
     Args:
-        path: The file, read at once.
+        path: The file, read immediately.
         secret: Warn of a file that everybody may read.
 
     Raises:

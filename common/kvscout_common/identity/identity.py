@@ -14,7 +14,7 @@ Roles, each including what the ones before it may do only where the table below 
 * `admin`: everything; also what kvscout services present to one another.
 
 `name` is what the audit log calls its bearer, `priority` the highest that its requests may have (left out: any for an
-admin, 0 for others). A second list, `limits`, says how much each tenant may have at once (`tenant_limits`).
+admin, 0 for others). A second list, `limits`, says how much each tenant may have at a time (`tenant_limits`).
 
 Every tenant named anywhere in a request must be the token's own ("*" = all). In `ListWorkers` and `GetStatus` every
 caller may ask for "*" and gets what it may see. `grpc.health.v1` needs no token, so
@@ -186,7 +186,7 @@ class TokenTable:
 
     Args:
         by_digest: None = none yet.
-        limits: Told of what tenants may have.
+        limits: Receives what tenants may have.
     """
 
     def __init__(self, by_digest: Mapping[str, Identity] | None = None, *, limits: TenantLimits | None = None) -> None:

@@ -18,7 +18,7 @@ class ServerCertificates:
     """Certificates of new connections; those that exist keep the ones that they began with.
 
     Args:
-        files: Read at once, and followed.
+        files: Read immediately, and followed.
 
     Raises:
         ConfigError: They are wrong.

@@ -51,7 +51,7 @@ FIRST_PAUSE_SECONDS: Final = 0.25
 LAST_PAUSE_SECONDS: Final = 15.0
 MAX_RETRY_AFTER_SECONDS: Final = 60.0
 GOOD_WATCH_SECONDS: Final = 1.0
-"""A watch that ended sooner counts as a failure: what ends each at once is not tried again without pause."""
+"""A watch that ended sooner counts as a failure: what ends each immediately is not tried again without pause."""
 
 
 class Keyed(Protocol):

@@ -1,4 +1,4 @@
-"""Pods and InferencePools, as far as kvscout reads them; the rest of an object is let go of at once.
+"""Pods and InferencePools, as far as kvscout reads them; the rest of an object is dropped immediately.
 
 Whoever may write a pod writes what stands here: of everything there is a bound.
 """

@@ -38,7 +38,7 @@ FIRST_SECONDS = 5.0
 """Longest wait of calls for the first connection after the start: a service answers before it has one."""
 RECONNECT_SECONDS = 0.5
 PING_SECONDS = 3
-"""A server that does not answer two pings in a row counts as gone: sooner than those who hear nothing of us any more
+"""A server that does not answer two pings in a row counts as gone: sooner than those who receive nothing from us
 end what we have booked."""
 PENDING_BYTES = 8 * 1024 * 1024
 """Outbound bytes that the client holds, while it reconnects too; more are refused with `OutboundBufferLimitError`."""

@@ -72,7 +72,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def report_panic(error: BaseException) -> bool:
-    """Tells the running loop of a panic that would be kept from it; whether it is one."""
+    """Report a panic that would be kept from the running loop; return whether it is one."""
     if is_panic(error):
         asyncio.get_running_loop().call_exception_handler({"message": "native code panicked", "exception": error})
         return True

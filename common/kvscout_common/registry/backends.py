@@ -41,7 +41,7 @@ def file_warnings(file: WorkersFile) -> list[Warned]:
 
 
 class Backends:
-    """The backends of one registry; the workers file is read at once.
+    """The backends of one registry; the workers file is read immediately.
 
     Args:
         registry: What they fill.

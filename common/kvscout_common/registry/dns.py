@@ -23,9 +23,9 @@ from kvscout_common.errors import ConfigError, InvalidArgument, Unavailable
 from kvscout_common.http.factory import http_client
 from kvscout_common.http.http import HttpClient
 from kvscout_common.observability.telemetry import RateLimitedLog
-from kvscout_common.registry.engine_discovery import Ask
+from kvscout_common.registry.engine_discovery import EngineQuery
 from kvscout_common.registry.engine_facts import EngineFacts, lacks_event_endpoints
-from kvscout_common.registry.engine_query import ask_engine
+from kvscout_common.registry.engine_query import query_engine
 from kvscout_common.registry.registry import Registry, Source
 from kvscout_common.registry.worker_template import WorkerTemplate, fields_of
 from kvscout_common.rpc.service_info import TenantWarning, Warned
@@ -106,19 +106,19 @@ class DnsWorkers:
         urls: The names, as `DnsName.parse` reads them.
         registry: What is kept.
         resolve: How a name is looked up.
-        ask: Query of an engine.
+        query: Query of an engine.
 
     Raises:
         ConfigError: A URL is wrong.
     """
 
     def __init__(
-        self, urls: Sequence[str], registry: Registry, resolve: Resolve = resolve, ask: Ask = ask_engine
+        self, urls: Sequence[str], registry: Registry, resolve: Resolve = resolve, query: EngineQuery = query_engine
     ) -> None:
         self._names = [_State(DnsName.parse(url)) for url in urls]
         self._registry = registry
         self._resolve = resolve
-        self._ask = ask
+        self._query = query
         self._slots = asyncio.Semaphore(CONCURRENT_QUERIES)
         self._log = RateLimitedLog(log)
         self.read = asyncio.Event()
@@ -177,7 +177,7 @@ class DnsWorkers:
             if address not in state.facts:
                 async with self._slots:
                     url = f"http://{bracketed(address)}:{name.port}"
-                    state.facts[address] = await self._ask(http, url, name.shared.engine)
+                    state.facts[address] = await self._query(http, url, name.shared.engine)
             spec = name.worker(address, state.facts[address])
             self._registry.admit(spec)
         except (Unavailable, InvalidArgument) as error:

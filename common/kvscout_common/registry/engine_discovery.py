@@ -15,7 +15,7 @@ from kvscout_common.errors import InvalidArgument, Unavailable
 from kvscout_common.http.factory import http_client
 from kvscout_common.http.http import HttpClient
 from kvscout_common.registry.engine_facts import EngineFacts, lacks_event_endpoints
-from kvscout_common.registry.engine_query import ask_engine
+from kvscout_common.registry.engine_query import query_engine
 from kvscout_common.registry.registry import Registry, WorkerName
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.worker import EngineKind, WorkerSpec
@@ -30,7 +30,7 @@ QUERIES_PER_SECOND = 5.0
 """Most queries of a fleet whose engines do not answer, or are queried again: pauses grow with their number."""
 CONCURRENT_QUERIES = 32
 
-Ask = Callable[[HttpClient, str, EngineKind | None], Awaitable[EngineFacts]]
+EngineQuery = Callable[[HttpClient, str, EngineKind | None], Awaitable[EngineFacts]]
 
 
 class Discovery:
@@ -39,18 +39,18 @@ class Discovery:
     Args:
         registry: What is completed (`Registry.complete`).
         wanted: Predicate of the workers, as registered, that are queried.
-        ask: How.
+        query: How.
     """
 
     def __init__(
         self,
         registry: Registry,
         wanted: Callable[[WorkerSpec], bool] = lacks_event_endpoints,
-        ask: Ask = ask_engine,
+        query: EngineQuery = query_engine,
     ) -> None:
         self._registry = registry
         self._wanted = wanted
-        self._ask = ask
+        self._query = query
         self._changed = asyncio.Event()
         self._tasks: dict[WorkerName, tuple[WorkerSpec, asyncio.Task[None]]] = {}
         self._problems: dict[WorkerName, str] = {}
@@ -73,11 +73,11 @@ class Discovery:
         self._changed.set()
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """Ask no more."""
+        """End its queries."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Ask for ever."""
+        """Query engines for ever."""
         async with http_client() as http:
             try:
                 while True:
@@ -91,7 +91,7 @@ class Discovery:
                 await asyncio.gather(*running, return_exceptions=True)
 
     def _compare(self, http: HttpClient) -> None:
-        """Start to ask about the workers that are to be, as they are registered now, and stop for the others."""
+        """Start to query the workers that are to be, as they are registered now, and stop for the others."""
         wanted = {entry.name: entry.registered for entry in self._registry.entries() if self._wanted(entry.registered)}
         for name, (spec, task) in list(self._tasks.items()):
             if task.done():
@@ -115,7 +115,7 @@ class Discovery:
         while True:
             try:
                 async with self._slots:
-                    facts = await self._ask(http, spec.http_endpoint, spec.engine)
+                    facts = await self._query(http, spec.http_endpoint, spec.engine)
             except Unavailable as error:
                 self._tell(name, f"its engine is not known yet: {error.message}")
                 await asyncio.sleep(max(pause, len(self._problems) / QUERIES_PER_SECOND))
@@ -128,7 +128,7 @@ class Discovery:
     def _take(self, name: WorkerName, facts: EngineFacts) -> None:
         entry = self._registry.find(name)
         if entry is None:
-            return  # removed in this very turn: this task is about to be cancelled
+            return  # removed in this iteration of the loop: this task is about to be cancelled
         found = []
         if not facts.event_endpoints:
             found.append("the engine reports no event endpoints: start it with KV events, or register them")

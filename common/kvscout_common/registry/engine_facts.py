@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvscout_common.worker import EngineKind, EventEndpoint, Transport, WorkerSpec
 
-ASKED = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
+QUERIED_ENGINES = frozenset({EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOCK})
 """Engines that report where they publish their events over HTTP."""
 
 
@@ -69,5 +69,8 @@ class EngineFacts:
 def lacks_event_endpoints(spec: WorkerSpec) -> bool:
     """Return whether a worker's events are to be read from its engine, and only the engine can say where."""
     return bool(
-        spec.transport is Transport.ZMQ and not spec.event_endpoints and spec.http_endpoint and spec.engine in ASKED
+        spec.transport is Transport.ZMQ
+        and not spec.event_endpoints
+        and spec.http_endpoint
+        and spec.engine in QUERIED_ENGINES
     )

@@ -35,11 +35,11 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 _COUNT_DIGITS = 9
 
 
-async def ask_engine(http: HttpClient, url: str, engine: EngineKind | None) -> EngineFacts:
+async def query_engine(http: HttpClient, url: str, engine: EngineKind | None) -> EngineFacts:
     """Query an engine for its facts.
 
     Args:
-        http: To ask with.
+        http: To query with.
         url: Base URL of its HTTP API.
         engine: Which dialect it speaks; None = that of the owner that it names of its models, or else vLLM's.
 

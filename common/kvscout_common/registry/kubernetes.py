@@ -30,9 +30,14 @@ from kvscout_common.http.http import HttpClient
 from kvscout_common.kubernetes.access import KubernetesAccess, find_access
 from kvscout_common.kubernetes.listing import ListWatch, api_session
 from kvscout_common.kubernetes.objects import InferencePool, ObjectProblem, Pod
-from kvscout_common.registry.engine_discovery import CONCURRENT_QUERIES, FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, Ask
+from kvscout_common.registry.engine_discovery import (
+    CONCURRENT_QUERIES,
+    FIRST_RETRY_SECONDS,
+    LAST_RETRY_SECONDS,
+    EngineQuery,
+)
 from kvscout_common.registry.engine_facts import EngineFacts
-from kvscout_common.registry.engine_query import ask_engine
+from kvscout_common.registry.engine_query import query_engine
 from kvscout_common.registry.pod_selection import PodWorker, Selection
 from kvscout_common.registry.registry import Registry, Source, WorkerName
 from kvscout_common.rpc.service_info import TenantWarning, Warned
@@ -43,9 +48,9 @@ log = logging.getLogger("kvscout.registry")
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 PODS = "/api/v1/namespaces/{}/pods"
 PODS_A_SLICE = 32
-"""So many are looked at before others have their turn: a few milliseconds."""
+"""Pods examined in a row: a few milliseconds, after which other tasks run."""
 REFRESH_SECONDS = 60.0
-"""After so long all pods are looked at again: another source may have let go of a worker of theirs."""
+"""Interval at which all pods are examined again: another source may have let go of a worker of theirs."""
 WARNED_PODS = 20
 """Pods of one selection that warnings name; the others are counted."""
 
@@ -152,7 +157,7 @@ class KubernetesWorkers:
         registry: What is kept.
         kubeconfig: How the API is reached; None = as a pod does, or kubectl.
         access: How it is reached; None = by `kubeconfig`.
-        ask: Query of an engine.
+        query: Query of an engine.
 
     Raises:
         ConfigError: A selection is wrong, or there is no way to the API.
@@ -165,12 +170,12 @@ class KubernetesWorkers:
         kubeconfig: Path | None = None,
         *,
         access: KubernetesAccess | None = None,
-        ask: Ask = ask_engine,
+        query: EngineQuery = query_engine,
     ) -> None:
         parsed = [Selection.parse(text) for text in selections]
         self._access = access or find_access(kubeconfig)
         self._registry = registry
-        self._ask = ask
+        self._query = query
         self._changed = asyncio.Event()
         self._stale: dict[str, None] = {}
         """Keys of the pods to be looked at, in order."""
@@ -284,7 +289,7 @@ class KubernetesWorkers:
             self.read.set()
 
     def _look_at(self, key: str, http: HttpClient, tasks: asyncio.TaskGroup) -> None:
-        """Tells the registry what one pod comes to."""
+        """Write what one pod comes to into the registry."""
         old = self._standings.get(key, _GONE)
         new = self._standing(key, http, tasks)
         if new.worker_ids or new.specs:
@@ -352,7 +357,7 @@ class KubernetesWorkers:
             if question is not None:
                 question.task.cancel()
                 facts = question.facts if question.life.uid == pod.uid else None
-            task = tasks.create_task(self._learn(worker, pod.key, http), name=f"ask {worker.worker_id}")
+            task = tasks.create_task(self._learn(worker, pod.key, http), name=f"query {worker.worker_id}")
             question = self._questions[worker.worker_id] = _Question(life, task, facts)
         if question.facts is None:
             raise Unavailable(question.problem or f"{worker.http_endpoint} has not answered yet")
@@ -371,7 +376,7 @@ class KubernetesWorkers:
         while True:
             try:
                 async with self._slots:
-                    facts = await self._ask(http, worker.http_endpoint, worker.shared.engine)
+                    facts = await self._query(http, worker.http_endpoint, worker.shared.engine)
                 worker.shared.worker(worker.worker_id, worker.http_endpoint, facts)
             except (Unavailable, InvalidArgument) as error:
                 question = self._questions[worker.worker_id]

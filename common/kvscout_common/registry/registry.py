@@ -79,7 +79,7 @@ class Entry:
 
 
 class RegistryListener(Protocol):
-    """Hears of every change, synchronously and in order; must not block or raise."""
+    """Receives every change, synchronously and in order; must not block or raise."""
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """A worker is new."""

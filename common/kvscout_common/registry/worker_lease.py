@@ -54,7 +54,7 @@ class WorkerLease:
         return self._wanted.spec
 
     def update(self, spec: WorkerSpec) -> None:
-        """Has the worker registered otherwise; at once, or when NATS is back.
+        """Has the worker registered otherwise; immediately, or when NATS is back.
 
         Raises:
             ValueError: It is another worker.

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.registry.engine_facts import ASKED
+from kvscout_common.registry.engine_facts import QUERIED_ENGINES
 from kvscout_common.worker import (
     DEFAULT_TENANT,
     Adapter,
@@ -84,7 +84,7 @@ def spec_from_proto(worker: workers_pb2.Worker, tenant: str = "") -> WorkerSpec:
     engine = enum_from_proto(
         EngineKind, workers_pb2.EngineKind, "ENGINE_KIND_", worker.engine, EngineKind.VLLM, field="engine"
     )
-    events_known = bool(endpoints or (http_endpoint and engine in ASKED))
+    events_known = bool(endpoints or (http_endpoint and engine in QUERIED_ENGINES))
     return WorkerSpec(
         worker_id=worker.worker_id,
         model=worker.model,

@@ -18,7 +18,7 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, WorkerSpec
 
 MAX_LEASE_SECONDS = 86_400
 WORKERS_A_TURN = 64
-"""Listed in a row: about a millisecond, after which other calls have their turn."""
+"""Listed in a row: about a millisecond, after which other calls run."""
 
 
 class WorkerRpcs:

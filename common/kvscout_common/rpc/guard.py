@@ -40,8 +40,8 @@ class Guard(grpc.aio.ServerInterceptor):
 
     Args:
         tokens: Who may call; None = everybody.
-        calls: Told of those that run; None = those of this server alone.
-        times: Told of those that have ended; None = those of this server alone.
+        calls: Counts those that run; None = those of this server alone.
+        times: Counts those that have ended; None = those of this server alone.
     """
 
     def __init__(
@@ -179,10 +179,10 @@ class GuardedMethod:
         """Run a call in its own task.
 
         Args:
-            request: A list of its bytes, taken out when they are read: what a stream is asked is not kept until its
+            request: A list of its bytes, taken out when they are read: the request of a stream is not kept until its
                 end. Or the iterator of several.
             context: Given the answers of a handler that has several.
-            admitted: Told who calls.
+            admitted: Receives who calls.
 
         Returns:
             The one answer.

@@ -168,7 +168,7 @@ class NativeCall:
 
     @property
     def has_room(self) -> bool:
-        """Return whether a request can be sent at once."""
+        """Return whether a request can be sent immediately."""
         return self._number is not None and not self._is_full
 
     def send_now(self, request: Any) -> None:

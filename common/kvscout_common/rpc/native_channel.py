@@ -5,7 +5,7 @@ is gone.
 
     stub ──▶ multicallable ──▶ call ──▶ connection
                                           └── idle ─▶ connecting ─▶ open ─▶ idle, after GOAWAY or a loss
-                                                          └── failed: back-off, calls fail at once meanwhile,
+                                                          └── failed: back-off, calls fail immediately meanwhile,
                                                               but those that wait for it to be ready
 """
 
@@ -129,8 +129,8 @@ class NativeChannel:
             waits: For as many attempts as it takes.
 
         Raises:
-            ConnectionError: It cannot be made; calls that come before the next attempt get that at once, unless they
-                wait.
+            ConnectionError: It cannot be made; calls that come before the next attempt get that immediately, unless
+                they wait.
         """
         loop = asyncio.get_running_loop()
         while not self._closed:

@@ -65,7 +65,7 @@ class NativeContext(MessageStream):
         core.calls[number] = self
 
     def waits(self, task: asyncio.Task[None]) -> None:
-        """Say that the handler has not returned at once, and which task runs it, to be cancelled with the call."""
+        """Say that the handler has not returned immediately, and which task runs it, to be cancelled with the call."""
         self._task = task
         if self._ends_at is not None:
             self._deadline = self.core.deadlines.add(self._ends_at, self._expire)

@@ -80,7 +80,7 @@ class NativeServer:
         self._listener: int | None = None
         self._ready = ReadyTasks(self._core.loop)
         self._waiting: set[asyncio.Task[None]] = set()
-        """Tasks whose handlers have not returned at once."""
+        """Tasks whose handlers have not returned immediately."""
         self._closed = asyncio.Event()
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:

@@ -106,7 +106,7 @@ class App:
     services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]]
     """Full name of each gRPC service and what adds it to a server."""
     bound: Callable[[int], None] | None = None
-    """Told the port of the gRPC server, before the tasks begin."""
+    """Receives the port of the gRPC server, before the tasks begin."""
     tasks: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] = field(default_factory=dict)
     """Long-running tasks by name; each runs until cancelled."""
     warm: Callable[[], Awaitable[None]] | None = None
@@ -119,7 +119,7 @@ class App:
     """Called last, to close what the service holds."""
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
     limits: TenantLimits = field(default_factory=TenantLimits)
-    """Told what the tokens file allows each tenant."""
+    """Receives what the tokens file allows each tenant."""
     budget: Budget | None = None
     """Charged for requests that come; None = its servers have one alone, by `ServerConfig.request_memory_bytes`."""
     side_ports: Sequence[SidePort] = ()

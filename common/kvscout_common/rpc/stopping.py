@@ -46,7 +46,7 @@ async def stop_serving(
     grace_seconds: float,
     immediate: asyncio.Event,
 ) -> None:
-    """Stop a server: clients are sent away at once, running calls end by themselves or are cut when the time is over.
+    """Stop a server: clients are sent away immediately, running calls end by themselves or when the time is over.
 
     Args:
         server: From here on it accepts no connection, and GOAWAY is on its way over each that there is.

@@ -11,7 +11,7 @@ TIME_MS = 5_000
 """Silence after which a ping is sent. Together with the time-out within the grace of an owner, 10 s: a gateway that
 could not reach its scheduler connects anew while its bookings are still there."""
 TIMEOUT_MS = 5_000
-"""Longest wait for its answer, which comes from a thread of gRPC: a process that is merely busy gives it at once."""
+"""Longest wait for its answer, which comes from a thread of gRPC: a process that is merely busy gives it directly."""
 MIN_RECEIVED_MS = 1_000
 
 CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (

@@ -129,8 +129,8 @@ class NativeCore:
 
     Args:
         opened: Called for each call that comes, and before that if its message is still coming.
-        failed: Told why connections cannot be accepted.
-        crowded: Told that there is no room for more.
+        failed: Receives why connections cannot be accepted.
+        crowded: Called when there is no room for more.
         max_message_bytes: Longest message in either direction.
         max_streams: Calls open at once on a connection.
         max_connections: Accepted and open at once.
@@ -177,14 +177,14 @@ class NativeCore:
         self._closed = False
 
     def flush(self) -> None:
-        """Send what was said, once everybody had their turn."""
+        """Send what was written, once all callbacks of this iteration have run."""
         if not self._flushing:
             self._flushing = True
             if not self._polling:
                 self.loop.call_soon(self._flush)
 
     def flush_now(self) -> None:
-        """The same at once, where nobody else will say anything."""
+        """The same immediately, where nobody else will write anything."""
         self._flushing = True
         if not self._polling:
             self._flush()
@@ -216,7 +216,7 @@ class NativeCore:
             self._next_poll = None
         if self._closed:
             return
-        # What is said meanwhile leaves at the end of this, and not of the loop's next turn.
+        # What is said meanwhile leaves at the end of this, and not of the loop's next iteration.
         self._polling = True
         try:
             self._dispatch()
@@ -246,7 +246,7 @@ class NativeCore:
             return
         self._flushing = False
         if not self._closed and self.rpc.flush() and self._next_poll is None:
-            # Not at once: the loop's timers and other sockets come first.
+            # Not immediately: the loop's timers and other sockets come first.
             self._next_poll = self.loop.call_soon(self.poll)
 
     def _tick(self) -> None:

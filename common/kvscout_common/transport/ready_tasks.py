@@ -1,12 +1,12 @@
-"""Tasks that stand ready, and are run from a callback at once, up to where they first wait.
+"""Tasks that stand ready, and are run from a callback immediately, up to where they first wait.
 
-A new `asyncio.Task` begins in the next turn of the loop, which costs a call that needs no second turn more than all of
-its own work. One that stands ready waits for something that behaves as a future; whoever has work runs what asyncio
+A new `asyncio.Task` begins in the next iteration of the loop, which costs a call that needs no second one more than all
+of its own work. One that stands ready waits for something that behaves as a future; whoever has work runs what asyncio
 wants to have run when that is done, there and then. So what runs in it sees a task as any other: current, cancellable,
 with a context of its own.
 
 What has waited once has been seen by others, who may keep the task and cancel it later: such a task ends with its work.
-One whose work came to its end at once stands ready again.
+One whose work came to its end without waiting stands ready again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReadyTasks:
         self._keep_ready()
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work up to where it first waits, or, where no task stands ready, from the next turn of the loop.
+        """Run work up to where it first waits, or, where no task stands ready, from the next iteration of the loop.
 
         To be called from a callback, not from a task.
         """

@@ -37,7 +37,7 @@ fn stored(rules: Rules<'_>, batch: &Batch, event: &Stored) -> Writer {
     let moved = !event.has_content();
     let verdict = if moved { None } else { rules.judge_content(event) };
     let content = !moved && verdict.is_none();
-    // Blocks that move often come without their size: then they do not tell what there is to know of their group.
+    // Blocks that move often come without their size: then they do not say what there is to know of their group.
     let window = if moved && event.block_size == 0 { 0 } else { event.window };
     if verdict.is_none() || window > 0 {
         message.packed_fixed64(1, batch.hashes(event.engine_hashes));
@@ -50,7 +50,7 @@ fn stored(rules: Rules<'_>, batch: &Batch, event: &Stored) -> Writer {
         message.varint(4, tier_to_wire(event.tier));
     }
     message.varint(5, u64::from(event.group));
-    // Readers take group 0, and no other, for full attention where they are not told.
+    // Readers take group 0, and no other, for full attention where nothing says so.
     if event.full_attention != (event.group == 0) {
         message.varint(6, if event.full_attention { FULL_ATTENTION } else { OTHER_ATTENTION });
     }

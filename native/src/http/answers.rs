@@ -135,7 +135,7 @@ impl Http {
                     }
                     Room::Yes
                 }
-                Some(Target::Told) => {
+                Some(Target::Chunks) => {
                     self.news.push(Event::Chunk(answer, data));
                     Room::Full
                 }
@@ -174,7 +174,7 @@ impl Http {
         }
     }
 
-    /// An answer is over: tells so, and keeps its connection for the next if it can be used again.
+    /// An answer is over: reports it, and keeps its connection for the next if it can be used again.
     pub(super) fn finish(&mut self, key: u64, end: End, now: Instant) {
         let Some(Connection { wire, side: Side::Client(client), .. }) = self.connections.get_mut(key) else {
             return;
@@ -222,14 +222,14 @@ impl Http {
         }
     }
 
-    /// Keeps the body of an answer until it is whole, up to so many bytes.
+    /// Keeps the body of an answer until it is whole, up to a number of bytes.
     pub fn keep(&mut self, answer: u64, most: usize) {
         self.aim(answer, Target::Kept(Vec::new(), most), None, Duration::MAX, Vec::new());
     }
 
-    /// Tells the body of an answer chunk by chunk, as it is or through a relay; `resume` follows each.
+    /// Emits the body of an answer chunk by chunk, as it is or through a relay; `resume` follows each.
     pub fn stream(&mut self, answer: u64, events: Option<EventRelay>) {
-        self.aim(answer, Target::Told, events, Duration::MAX, Vec::new());
+        self.aim(answer, Target::Chunks, events, Duration::MAX, Vec::new());
     }
 
     /// Passes the body of an answer to a call here; `first` goes out before the first bytes of it, and with them.

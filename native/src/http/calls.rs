@@ -60,7 +60,7 @@ impl Http {
         }
     }
 
-    /// Closes the connections of a listener at once.
+    /// Closes the connections of a listener immediately.
     pub fn close_connections(&mut self, listener: u64) {
         for key in self.connections_of(listener) {
             self.close(key, "the server stops");
@@ -76,7 +76,7 @@ impl Http {
         self.connections.keys().into_iter().filter(of).collect()
     }
 
-    /// Accepts what is there, so many in a poll. Out of descriptors it stops; `tick` tries again.
+    /// Accepts what is there, a limited number in a poll. Out of descriptors it stops; `tick` tries again.
     pub(super) fn accept(&mut self, key: u64) {
         for _ in 0..ACCEPTED {
             let Some(listener) = self.listeners.get_mut(key) else { return };

@@ -46,10 +46,10 @@ impl End {
 /// Where a body goes.
 #[derive(Debug)]
 pub enum Target {
-    /// Kept until it is whole, up to so many bytes.
+    /// Kept until it is whole, up to a number of bytes.
     Kept(Vec<u8>, usize),
-    /// Told chunk by chunk.
-    Told,
+    /// Emitted chunk by chunk.
+    Chunks,
     /// A request that came to a server of ours, and whether its answer ends with a stream that is done.
     Call(u64, bool),
     /// A call of a gRPC server: which server, which call.
@@ -65,7 +65,7 @@ enum State {
         interim: usize,
     },
     Body,
-    /// Everything was told; the rest is read so that the connection can be used again.
+    /// Everything was emitted; the rest is read so that the connection can be used again.
     Ending,
 }
 
@@ -259,7 +259,7 @@ impl Client {
         Some(step)
     }
 
-    /// What becomes of some of the body; whether that was all is told by `ending`.
+    /// What becomes of some of the body; `ending` says whether that was all.
     fn pass(&mut self, data: Vec<u8>, clock: f64) -> Step {
         let done = self.body.is_done();
         let Some(events) = &mut self.events else {

@@ -279,7 +279,7 @@ pub fn write_request(
     Ok(out)
 }
 
-/// The length that headers tell of a body.
+/// The length of a body, by its headers.
 pub fn told_length(headers: &[(String, String)]) -> Option<u64> {
     let (_, value) = headers.iter().find(|(name, _)| name.eq_ignore_ascii_case("content-length"))?;
     decimal(value.as_bytes())

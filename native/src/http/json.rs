@@ -1,4 +1,4 @@
-//! Reads JSON as Python's `json` does (`NaN` and the like included), in one pass, keeping what is asked for.
+//! Reads JSON as Python's `json` does (`NaN` and the like included), in one pass, keeping what is requested.
 //!
 //! Every byte is checked, also of what is passed over: a document is valid or it is none.
 

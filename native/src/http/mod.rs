@@ -3,8 +3,8 @@
 //! ```text
 //!             ┌─ listeners ─▶ servers' connections ─▶ calls ──┐
 //! kernel ─epoll─▶ poll() ────────────────────────────────────┴─▶ events ─▶ the loop's own code
-//!             └─ clients' connections ─▶ answers ─┬─▶ kept, told chunk by chunk, or
-//!                                      (events)   └─▶ passed to a call here, or to a call of `rpc`, which nobody is told
+//!             └─ clients' connections ─▶ answers ─┬─▶ kept, emitted chunk by chunk, or
+//!                                      (events)   └─▶ passed to a call here, or to a call of `rpc`, which is not reported
 //! ```
 //!
 //! An answer that is passed on costs its reader three events: that its head came, that output began, how it ended. What
@@ -61,7 +61,7 @@ const SCRATCH: usize = 64 << 10;
 /// Of requests that nobody has asked for yet, of all connections: above, those whose head is not here are refused, and what
 /// follows a request is not read.
 const AHEAD_OF_ALL: usize = 64 << 20;
-/// In the token of a listener, to tell it from a connection's.
+/// Set in the token of a listener, not in a connection's.
 const LISTENER: usize = 1 << 63;
 
 /// What happened.
@@ -236,7 +236,7 @@ impl Http {
             if key & LISTENER != 0 {
                 self.accept((key & !LISTENER) as u64);
             } else if let Some(connection) = self.connections.get(key as u64) {
-                connection.wire.kernel_says(event);
+                connection.wire.set_ready(event);
                 self.ring(key as u64);
             }
         }
@@ -296,7 +296,7 @@ impl Http {
                 }
                 if let Some(call) = call {
                     let (calls, news) = (&mut self.calls, &mut self.news);
-                    // Whoever answers it was told already, unless it is the server that closes.
+                    // Whoever answers it has learnt that already, unless it is the server that closes.
                     if calls.remove(call).is_some() {
                         server.gone(&mut |_| news.push(Event::Gone(call)));
                     }

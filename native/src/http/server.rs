@@ -31,13 +31,13 @@ pub struct ServerLimits {
     pub body_bytes: usize,
     pub idle: Duration,
     pub body: Duration,
-    /// In each `body_window`, so many bytes of a body have to come.
+    /// Bytes of a body that have to come in each `body_window`.
     pub body_window: Duration,
     pub body_window_bytes: usize,
     pub write: Duration,
 }
 
-/// What a connection has to tell.
+/// What a connection reports.
 pub enum News {
     Begins(RequestHead, Option<Vec<u8>>),
     Body(Vec<u8>),
@@ -179,7 +179,7 @@ impl Server {
 
     /// Whether a client that sends no more may wait for its answer all the same. One that has gone looks alike, until
     /// something is sent to it: its kernel answers an interim answer with a reset. HTTP/1.0 has none, so that such a client
-    /// counts as gone, and is told so; and so does one that hangs up in the middle of an answer.
+    /// counts as gone, and gets an answer that says so; and so does one that hangs up in the middle of an answer.
     fn may_be_there(&mut self, wire: &mut Wire, emit: &mut dyn FnMut(News)) -> bool {
         match self.answer {
             Answer::Writing(_) => return false,

@@ -93,9 +93,9 @@ impl Wire {
     }
 
     /// Notes what the kernel says, in a new poll.
-    pub fn kernel_says(&self, event: &Event) {
+    pub fn set_ready(&self, event: &Event) {
         if let Some(ready) = &self.ready {
-            ready.kernel_says(event);
+            ready.set_ready(event);
         }
     }
 
@@ -175,7 +175,7 @@ impl Wire {
         let mut buffer = ReadBuf::new(scratch);
         match Pin::new(io).poll_read(&mut Context::from_waker(Waker::noop()), &mut buffer) {
             Poll::Pending => Ok(Filled::Nothing),
-            // A peer of TLS that just closes has said all the same that it sends no more: bodies tell where they end.
+            // A peer of TLS that just closes has said all the same that it sends no more: bodies say where they end.
             Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(Filled::Ended),
             Poll::Ready(Err(error)) => Err(error),
             Poll::Ready(Ok(())) if buffer.filled().is_empty() => Ok(Filled::Ended),
@@ -196,7 +196,7 @@ impl Wire {
         self.inbound.capacity()
     }
 
-    /// So many bytes of it were taken.
+    /// This number of its bytes was taken.
     pub fn take(&mut self, count: usize) {
         self.taken += count;
         if self.taken == self.inbound.len() {
@@ -254,7 +254,7 @@ impl Wire {
         }
     }
 
-    /// Tells the peer that nothing more is sent.
+    /// Informs the peer that nothing more is sent.
     pub fn shut(&mut self) {
         if let Stage::Open(io) = &mut self.stage {
             // It is closed soon, whatever becomes of this.

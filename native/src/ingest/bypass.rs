@@ -118,7 +118,7 @@ impl Bypass {
         state.stalled
     }
 
-    /// Notes that something will be decided about elsewhere: until then the bypass does nothing.
+    /// Notes that the event loop will decide about something: until then the bypass does nothing.
     pub fn defer(&self, bytes: usize) {
         let mut state = self.state.lock();
         state.pending += 1;

@@ -99,13 +99,13 @@ impl Connection {
         self.ended |= ended;
     }
 
-    /// Reads once, tells what that brings, and answers. `tell` says whether it takes more.
+    /// Reads once, emits what that brings, and answers. `emit` returns whether it takes more.
     pub fn drive(
         &mut self,
         scratch: &mut [u8],
         room: usize,
         now: Instant,
-        mut tell: impl FnMut(News) -> bool,
+        mut emit: impl FnMut(News) -> bool,
     ) -> Outcome {
         if self.connecting {
             match self.stream.connected() {
@@ -115,7 +115,7 @@ impl Connection {
                 Some(Ok(())) => (self.connecting, self.since) = (false, now),
             }
         }
-        let outcome = match self.receive(scratch, room, now, &mut tell) {
+        let outcome = match self.receive(scratch, room, now, &mut emit) {
             Ok(outcome) => outcome,
             Err(refusal) => Outcome::Refused(refusal),
         };
@@ -132,12 +132,12 @@ impl Connection {
         scratch: &mut [u8],
         room: usize,
         now: Instant,
-        tell: &mut impl FnMut(News) -> bool,
+        emit: &mut impl FnMut(News) -> bool,
     ) -> Result<Outcome, Refusal> {
         if self.stalled {
             // What was not read meanwhile is nobody's fault.
             (self.stalled, self.since, self.pinged) = (false, now, None);
-            if !self.take_left(now, tell)? {
+            if !self.take_left(now, emit)? {
                 return Ok(Outcome::Stalled);
             }
         }
@@ -154,28 +154,28 @@ impl Connection {
             }
             Err(_) => return Ok(Outcome::Ended),
         };
-        // Less than asked for is all there is; the kernel tells when more comes, but not of an end twice.
+        // Less than asked for is all there is; the kernel reports when more comes, but an end only once.
         self.readable = count == scratch.len() || self.ended;
         self.pinged = None;
-        if !self.take(&scratch[..count], room, now, tell)? {
+        if !self.take(&scratch[..count], room, now, emit)? {
             return Ok(Outcome::Stalled);
         }
         Ok(if self.readable { Outcome::More } else { Outcome::Idle })
     }
 
-    /// Takes what was read: where it completes what was left over before, and then as it is. Whether `tell` takes more.
+    /// Takes what was read: where it completes what was left over before, and then as it is. Whether `emit` takes more.
     fn take(
         &mut self,
         mut bytes: &[u8],
         room: usize,
         now: Instant,
-        tell: &mut impl FnMut(News) -> bool,
+        emit: &mut impl FnMut(News) -> bool,
     ) -> Result<bool, Refusal> {
         while !bytes.is_empty() && !self.left.is_empty() {
             let (missing, rest) = bytes.split_at(self.wants.min(bytes.len()));
             self.keep(missing, room)?;
             bytes = rest;
-            if !self.take_left(now, tell)? {
+            if !self.take_left(now, emit)? {
                 self.keep(bytes, room)?;
                 return Ok(false);
             }
@@ -183,7 +183,7 @@ impl Connection {
         if bytes.is_empty() {
             return Ok(true);
         }
-        let (done, goes_on) = self.take_from(bytes, tell)?;
+        let (done, goes_on) = self.take_from(bytes, emit)?;
         if done < bytes.len() {
             self.begins(now);
             self.keep(&bytes[done..], room)?;
@@ -191,10 +191,10 @@ impl Connection {
         Ok(goes_on)
     }
 
-    /// Takes what was left over, as far as it goes; whether `tell` takes more.
-    fn take_left(&mut self, now: Instant, tell: &mut impl FnMut(News) -> bool) -> Result<bool, Refusal> {
+    /// Takes what was left over, as far as it goes; whether `emit` takes more.
+    fn take_left(&mut self, now: Instant, emit: &mut impl FnMut(News) -> bool) -> Result<bool, Refusal> {
         let left = std::mem::take(&mut self.left);
-        let taken = self.take_from(&left[self.done..], tell);
+        let taken = self.take_from(&left[self.done..], emit);
         self.left = left;
         let (done, goes_on) = taken?;
         self.done += done;
@@ -214,11 +214,11 @@ impl Connection {
         Ok(goes_on)
     }
 
-    /// Takes messages off some bytes; how many bytes they had, and whether `tell` takes more.
+    /// Takes messages off some bytes; how many bytes they had, and whether `emit` takes more.
     fn take_from(
         &mut self,
         bytes: &[u8],
-        tell: &mut impl FnMut(News) -> bool,
+        emit: &mut impl FnMut(News) -> bool,
     ) -> Result<(usize, bool), Refusal> {
         let mut done = 0;
         loop {
@@ -229,8 +229,8 @@ impl Connection {
                     self.wants = count;
                     return Ok((done, true));
                 }
-                Step::Opened => tell(News::Opened),
-                Step::Message(message) => tell(News::Message(message)),
+                Step::Opened => emit(News::Opened),
+                Step::Message(message) => emit(News::Message(message)),
             };
             if !goes_on {
                 self.stalled = true;
@@ -329,12 +329,12 @@ mod tests {
         \0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\
         \x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB\x04\x05\x04PONG";
 
-    /// A connection, its engine's end, and what it told.
+    /// A connection, its engine's end, and what it emitted.
     struct World {
         connection: Connection,
         engine: UnixStream,
         start: Instant,
-        told: Vec<String>,
+        emitted: Vec<String>,
         /// Messages that are taken before no more are wanted.
         takes: usize,
     }
@@ -347,14 +347,14 @@ mod tests {
             let start = Instant::now();
             let stream = Stream::Unix(mio::net::UnixStream::from_std(ours));
             let connection = Connection::new(stream, b"", LONGEST, start);
-            Self { connection, engine, start, told: Vec::new(), takes: usize::MAX }
+            Self { connection, engine, start, emitted: Vec::new(), takes: usize::MAX }
         }
 
         fn open() -> Self {
             let mut world = Self::new();
             assert_eq!(world.say(HANDSHAKE, 0.0), Outcome::Idle);
-            assert_eq!(world.told, ["opened"]);
-            world.heard();
+            assert_eq!(world.emitted, ["opened"]);
+            world.received();
             world
         }
 
@@ -373,10 +373,10 @@ mod tests {
             let mut scratch = vec![0; 128 * 1024];
             let mut outcome = Outcome::More;
             while outcome == Outcome::More {
-                let (told, takes) = (&mut self.told, &mut self.takes);
+                let (emitted, takes) = (&mut self.emitted, &mut self.takes);
                 outcome = self.connection.drive(&mut scratch, room, now, |news| {
                     *takes -= 1;
-                    told.push(match news {
+                    emitted.push(match news {
                         News::Opened => "opened".into(),
                         News::Message(Message::Batch { seq, payload }) => format!("{seq}: {}", payload.len()),
                         News::Message(Message::Malformed(lengths)) => format!("{lengths:?}"),
@@ -392,7 +392,7 @@ mod tests {
             self.connection.tick(now).0
         }
 
-        fn heard(&mut self) -> Vec<u8> {
+        fn received(&mut self) -> Vec<u8> {
             let mut bytes = vec![0; 4096];
             let count = self.engine.read(&mut bytes).unwrap_or(0);
             bytes.truncate(count);
@@ -432,13 +432,13 @@ mod tests {
         let mut world = World::open();
         let ping = b"\x04\x07\x04PING\x01\x2c";
         assert_eq!(world.tick(4.9), Outcome::Idle);
-        assert_eq!(world.heard(), b"");
+        assert_eq!(world.received(), b"");
         assert_eq!(world.tick(5.0), Outcome::Idle);
-        assert_eq!(world.heard(), ping);
+        assert_eq!(world.received(), ping);
         assert_eq!(world.say(b"\x04\x05\x04PONG", 6.0), Outcome::Idle);
         for seconds in [10.0, 15.0, 20.0] {
             assert_eq!(world.tick(seconds), Outcome::Idle);
-            assert_eq!(world.heard(), ping);
+            assert_eq!(world.received(), ping);
         }
         assert_eq!(world.tick(24.9), Outcome::Idle);
         assert_eq!(world.tick(25.0), Outcome::Ended);
@@ -450,19 +450,19 @@ mod tests {
         let mut handshake = HANDSHAKE[..HANDSHAKE.len() - 7].to_vec();
         handshake[11] = 0;
         assert_eq!(world.say(&handshake, 0.0), Outcome::Idle);
-        assert!(world.heard().ends_with(b"\x00\x01\x01"), "a subscription is the last that it hears");
+        assert!(world.received().ends_with(b"\x00\x01\x01"), "a subscription is the last that it hears");
         assert_eq!(world.tick(5.0), Outcome::Opened);
         for seconds in [10.0, 20.0, 100.0, 1000.0] {
             assert_eq!(world.tick(seconds), Outcome::Idle);
-            assert_eq!(world.heard(), b"");
+            assert_eq!(world.received(), b"");
         }
         assert_eq!(world.say(&batch(1, 3), 1001.0), Outcome::Idle);
-        assert_eq!(world.told, ["1: 3"]);
+        assert_eq!(world.emitted, ["1: 3"]);
         // One that sends PINGs knows them, whatever it greets as.
         assert_eq!(world.say(b"\x04\x07\x04PING\x00\x00", 1002.0), Outcome::Idle);
-        assert_eq!(world.heard(), b"\x04\x05\x04PONG");
+        assert_eq!(world.received(), b"\x04\x05\x04PONG");
         assert_eq!(world.tick(1010.0), Outcome::Idle);
-        assert_eq!(world.heard(), b"\x04\x07\x04PING\x01\x2c");
+        assert_eq!(world.received(), b"\x04\x07\x04PING\x01\x2c");
         assert_eq!(world.tick(1025.0), Outcome::Ended);
     }
 
@@ -477,7 +477,7 @@ mod tests {
         world.takes = usize::MAX;
         assert_eq!(world.drive(81.0, UNFINISHED_IN_ALL), Outcome::Idle);
         assert_eq!(world.tick(81.1), Outcome::Idle);
-        assert_eq!(world.told, ["opened", "1: 9", "2: 9"]);
+        assert_eq!(world.emitted, ["opened", "1: 9", "2: 9"]);
     }
 
     #[test]
@@ -485,9 +485,9 @@ mod tests {
         let mut world = World::open();
         let bytes: Vec<u8> = (0..60).flat_map(|seq| batch(seq, seq as usize * 7)).collect();
         let mut seconds = 0.0;
-        for (count, piece) in bytes.chunks(101).enumerate() {
+        for (count, chunk) in bytes.chunks(101).enumerate() {
             world.takes = 1 + count % 3;
-            let mut outcome = world.say(piece, seconds);
+            let mut outcome = world.say(chunk, seconds);
             while outcome == Outcome::Stalled {
                 world.takes = 2;
                 outcome = world.drive(seconds, UNFINISHED_IN_ALL);
@@ -496,7 +496,7 @@ mod tests {
             seconds += 0.001;
         }
         let wanted: Vec<String> = (0..60).map(|seq| format!("{seq}: {}", seq * 7)).collect();
-        assert_eq!(world.told[1..], wanted);
+        assert_eq!(world.emitted[1..], wanted);
         assert_eq!(world.connection.held(), 0);
     }
 
@@ -539,6 +539,6 @@ mod tests {
         drop(std::mem::replace(&mut world.engine, UnixStream::pair().expect("sockets").0));
         world.connection.on_readiness(true, true, true);
         assert_eq!(world.drive(1.0, UNFINISHED_IN_ALL), Outcome::Ended);
-        assert_eq!(world.told, ["opened", "1: 3"]);
+        assert_eq!(world.emitted, ["opened", "1: 3"]);
     }
 }

@@ -38,7 +38,7 @@ pub enum Notice {
     },
     /// No message of three frames with 8 bytes of seq: the lengths of its first frames.
     Malformed(Vec<usize>),
-    /// A connection was made, and what came before it is told or applied.
+    /// A connection was made, and what came before it is reported or applied.
     Connected,
     /// There is no connection, or none any more; another one is made when that is possible.
     Unconnected,
@@ -180,7 +180,7 @@ impl Intake {
         self.waker.wake()
     }
 
-    /// The oldest notices, at most so many; those of removed sources are left out.
+    /// The oldest notices, up to a limit; those of removed sources are left out.
     pub fn take(&self, most: usize) -> Vec<Item> {
         let items = self.shared.mailbox.take(most);
         let sources = self.sources.lock();
@@ -233,7 +233,7 @@ struct Thread {
     shared: Arc<Shared>,
     poll: Poll,
     registry: Registry,
-    /// What is read, by each in its turn.
+    /// What is read, one after the other.
     scratch: Vec<u8>,
     batch: Batch,
     /// Bytes held of messages that are not complete.
@@ -278,7 +278,7 @@ impl Thread {
             if event.token() == WAKER {
                 self.empty_inbox();
             } else {
-                self.hear(event);
+                self.note_readiness(event);
             }
         }
     }
@@ -302,7 +302,7 @@ impl Thread {
         }
     }
 
-    fn hear(&mut self, event: &Event) {
+    fn note_readiness(&mut self, event: &Event) {
         let (number, slot) = split(event.token());
         if let Some(watched) = self.sources.get(&number) {
             if let Some(sockets) = &mut *watched.source.sockets.lock() {
@@ -348,7 +348,7 @@ impl Thread {
         }
     }
 
-    /// Has a source do something, and leaves what it tells to the event loop; None: it was removed.
+    /// Has a source do something, and leaves what it emits to the event loop; None: it was removed.
     fn with<R>(
         &mut self,
         number: usize,

@@ -43,7 +43,7 @@ impl<T> Mailbox<T> {
         }
     }
 
-    /// The oldest, at most so many.
+    /// The oldest, up to a limit.
     pub fn take(&self, most: usize) -> Vec<T> {
         // In this order. Who notifies before the flag falls has pushed before the queue is drained; who notifies later
         // writes another byte, which is still there afterwards. Were the flag to fall first, that byte could be

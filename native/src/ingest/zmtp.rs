@@ -8,7 +8,7 @@
 //!
 //! PING came with 3.1: a peer that greets as 3.0 is sent none, and whether it is still there is left to TCP.
 
-/// Frames of a malformed message whose lengths are told.
+/// Frames of a malformed message whose lengths are reported.
 const SHOWN: usize = 8;
 /// Frames of a message, at most.
 const MOST_FRAMES: usize = 64;
@@ -49,7 +49,7 @@ pub enum Step<'a> {
     /// The peer knows what we subscribed to: no message passes us by from here on.
     Opened,
     Message(Message<'a>),
-    /// Nothing before so many bytes more.
+    /// Nothing before this number of further bytes.
     Wants(usize),
 }
 
@@ -362,18 +362,18 @@ mod tests {
         [frame(MORE, b"topic"), frame(MORE, &seq.to_be_bytes()), frame(0, payload)].concat()
     }
 
-    /// All that some bytes hold, cut into pieces of a size; the answers.
-    fn read(topic: &str, bytes: &[u8], piece: usize) -> Result<(Vec<String>, Vec<u8>), Refusal> {
+    /// All that some bytes hold, cut into chunks of a size; the answers.
+    fn read(topic: &str, bytes: &[u8], chunk: usize) -> Result<(Vec<String>, Vec<u8>), Refusal> {
         let mut session = Session::new(topic.as_bytes(), 1000);
         session.out.clear();
-        let (mut told, mut held) = (Vec::new(), Vec::new());
-        for piece in bytes.chunks(piece) {
-            held.extend_from_slice(piece);
+        let (mut steps, mut held) = (Vec::new(), Vec::new());
+        for chunk in bytes.chunks(chunk) {
+            held.extend_from_slice(chunk);
             loop {
                 let (done, step) = session.step(&held)?;
                 let wants = matches!(step, Step::Wants(_));
                 if !wants {
-                    told.push(format!("{step:?}"));
+                    steps.push(format!("{step:?}"));
                 }
                 held.drain(..done);
                 if wants {
@@ -381,7 +381,7 @@ mod tests {
                 }
             }
         }
-        Ok((told, session.out))
+        Ok((steps, session.out))
     }
 
     #[test]
@@ -412,8 +412,8 @@ mod tests {
             Step::Message(Message::Batch { seq: 9, payload: b"y" }),
         ];
         assert_eq!(whole.0, seen.map(|step| format!("{step:?}")));
-        for piece in 1..80 {
-            assert_eq!(read("top", &bytes, piece).expect("nothing is wrong with it"), whole);
+        for chunk in 1..80 {
+            assert_eq!(read("top", &bytes, chunk).expect("nothing is wrong with it"), whole);
         }
         let pong = frame(COMMAND, b"\x04PONGcontext");
         assert!(whole.1.ends_with(&[pong.clone(), pong].concat()));
@@ -494,8 +494,8 @@ mod tests {
             (after(&frame(COMMAND, b"\x04PING\0\0").repeat(20_000)), "more PINGs than it reads answers"),
         ];
         for (bytes, reason) in cases {
-            for piece in [1, 7, usize::MAX] {
-                assert_eq!(read("", &bytes, piece), Err(Refusal(reason.into())));
+            for chunk in [1, 7, usize::MAX] {
+                assert_eq!(read("", &bytes, chunk), Err(Refusal(reason.into())));
             }
         }
     }

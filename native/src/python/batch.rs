@@ -19,7 +19,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// A batch that was decoded from so many bytes.
+    /// A batch, and the number of bytes that it was decoded from.
     pub fn of(batch: events::Batch, bytes: usize) -> Self {
         Self { batch, bytes }
     }

@@ -401,7 +401,7 @@ impl PyDialect {
     }
 }
 
-/// A time that may be longer than can be told.
+/// A time that may be longer than can be represented.
 fn seconds(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX / 4)
 }

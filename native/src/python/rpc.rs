@@ -336,7 +336,7 @@ fn event_tuple<'py>(py: Python<'py>, event: Event) -> PyResult<Bound<'py, PyTupl
             }
             News::Reset => (RESET, call).into_pyobject(py),
             News::Writable => (WRITABLE, call).into_pyobject(py),
-            News::Begins(_) => unreachable!("told as Open"),
+            News::Begins(_) => unreachable!("reported as Open"),
         },
         Event::Connected(connection) => (CONNECTED, connection).into_pyobject(py),
         Event::Closed(connection, reason) => (CLOSED, connection, reason).into_pyobject(py),

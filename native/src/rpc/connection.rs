@@ -186,9 +186,9 @@ impl Connection {
     }
 
     /// Notes what the kernel says, in a new poll.
-    pub fn kernel_says(&self, event: &mio::event::Event) {
+    pub fn set_ready(&self, event: &mio::event::Event) {
         if let Some(ready) = &self.ready {
-            ready.kernel_says(event);
+            ready.set_ready(event);
         }
     }
 
@@ -318,7 +318,7 @@ impl Connection {
         (accepted && self.handled == 0 && !self.trusted).then_some((self.requested, self.idle_since))
     }
 
-    /// Tells the peer, as far as it reads, that what it opens from now on is not looked at.
+    /// Informs the peer, as far as it reads, that what it opens from now on is not looked at.
     pub fn refuse(&mut self) {
         if let Stage::Server(connection) = &mut self.stage {
             connection.abrupt_shutdown(Reason::NO_ERROR);
@@ -326,7 +326,7 @@ impl Connection {
         }
     }
 
-    /// Tells the peer to open no more streams; those that are open go on.
+    /// Asks the peer to open no more streams; those that are open go on.
     pub fn leave(&mut self) {
         self.leaving = true;
         if let Stage::Server(connection) = &mut self.stage {

@@ -1,4 +1,4 @@
-//! gRPC's framing of messages: one byte that tells whether it is compressed, four of length, the message.
+//! gRPC's framing of messages: one byte that says whether it is compressed, four of length, the message.
 
 use std::io::Read;
 

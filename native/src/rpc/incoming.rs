@@ -55,14 +55,14 @@ impl Rpc {
         }
     }
 
-    /// Tells the peers of a listener to open no more calls on the connections they have.
+    /// Asks the peers of a listener to open no more calls on the connections they have.
     pub fn leave(&mut self, listener: u64) {
         for key in self.connections_of(listener) {
             self.connections.get_mut(key).expect("a key in use").leave();
         }
     }
 
-    /// Closes a listener and its connections at once.
+    /// Closes a listener and its connections immediately.
     pub fn close_connections(&mut self, listener: u64) {
         self.listeners.remove(listener);
         for key in self.connections_of(listener) {

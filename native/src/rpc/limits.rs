@@ -37,7 +37,7 @@ pub struct Limits {
     pub send_queue: usize,
     pub max_headers: u32,
     pub resets_per_second: u32,
-    /// After which a peer is told to open no more calls on a connection that was accepted; `None` = it may for ever.
+    /// After which a peer is asked to open no more calls on a connection that was accepted; `None` = it may for ever.
     pub max_age: Option<Duration>,
     /// From the connection to the end of the HTTP/2 preface.
     pub handshake: Duration,

@@ -19,7 +19,7 @@ use super::socket::{Stream, listen};
 use super::wake::{Due, Notifier};
 use super::{Event, Rpc};
 
-/// In the token of a listener, to tell it from a connection's.
+/// Set in the token of a listener, not in a connection's.
 pub const LISTENER: usize = 1 << 63;
 
 pub struct Listener {
@@ -49,7 +49,7 @@ impl Listener {
 }
 
 impl Rpc {
-    /// Accepts what is there, so many in a poll. Out of descriptors it stops; `tick` tries again.
+    /// Accepts what is there, a limited number in a poll. Out of descriptors it stops; `tick` tries again.
     pub(super) fn accept(&mut self, key: u64) {
         for _ in 0..ACCEPTED {
             let Some(listener) = self.listeners.get_mut(key) else { return };

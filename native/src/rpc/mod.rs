@@ -169,7 +169,7 @@ impl Rpc {
     }
 
     /// Polls the sockets and drives what is ready; what happened since the last time. Never blocks, and does so much work
-    /// at most as `poll` says: `flush` tells whether there is more.
+    /// at most as `poll` says: `flush` returns whether there is more.
     ///
     /// # Errors
     /// The kernel refuses to poll.
@@ -187,7 +187,7 @@ impl Rpc {
             if key & LISTENER != 0 {
                 self.accept((key & !LISTENER) as u64);
             } else if let Some(connection) = self.connections.get_mut(key as u64) {
-                connection.kernel_says(event);
+                connection.set_ready(event);
                 connection.notifier.notify();
             }
         }
@@ -205,7 +205,7 @@ impl Rpc {
         Ok(std::mem::take(&mut self.news))
     }
 
-    /// Sends what is to be sent. What happens meanwhile is told by the next `poll`; true if there is something, or more
+    /// Sends what is to be sent. What happens meanwhile is reported by the next `poll`; true if there is something, or more
     /// to do.
     pub fn flush(&mut self) -> bool {
         self.drive();
@@ -267,7 +267,7 @@ impl Rpc {
         }
     }
 
-    /// Has a call do something that may tell of it.
+    /// Has a call do something that may emit events.
     fn with_call<R>(
         &mut self,
         key: u64,
@@ -369,7 +369,7 @@ impl Rpc {
         self.drive();
     }
 
-    /// Lets messages come whose turn it is, and ends calls whose message takes too long.
+    /// Lets the next messages come, and ends calls whose message takes too long.
     fn look_at_calls(&mut self, now: Instant) {
         let keys = self.calls.keys();
         let mut held_up = HashSet::new();
@@ -399,12 +399,12 @@ impl Rpc {
         self.calls.get_mut(call).is_none_or(|call| call.send(message))
     }
 
-    /// Breaks a call off; nothing more is told of it.
+    /// Breaks a call off; nothing more is reported of it.
     pub fn reset(&mut self, call: u64) {
         self.with_call(call, |call, _| call.reset(Reason::CANCEL));
     }
 
-    /// A message of so many bytes was handled.
+    /// A message of this size was handled.
     pub fn consumed(&mut self, call: u64, bytes: usize) {
         if let Some(call) = self.calls.get_mut(call) {
             let before = call.held();

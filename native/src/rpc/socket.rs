@@ -38,7 +38,7 @@ pub fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     Ok(listener)
 }
 
-/// Has the kernel send small writes at once, and end a connection whose peer acknowledges nothing for so long: neither
+/// Has the kernel send small writes immediately, and end a connection whose peer acknowledges nothing for a time: neither
 /// data nor probes.
 ///
 /// # Errors
@@ -118,7 +118,7 @@ impl Stream {
     }
 }
 
-/// What the kernel has said of a socket; shared with whoever hears it, since a protocol core owns the socket.
+/// What the kernel has said of a socket; shared with whoever reads it, since a protocol core owns the socket.
 #[derive(Debug)]
 pub struct Readiness {
     pub readable: Cell<bool>,
@@ -154,7 +154,7 @@ impl Readiness {
     }
 
     /// Notes what the kernel says, in a new poll.
-    pub fn kernel_says(&self, event: &Event) {
+    pub fn set_ready(&self, event: &Event) {
         let ended = event.is_read_closed() || event.is_error();
         self.ended.set(self.ended.get() || ended);
         self.broken.set(self.broken.get() || event.is_write_closed() || event.is_error());
@@ -258,7 +258,7 @@ impl AsyncRead for Socket {
         _context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        // Without a share left it waits for the next turn: whoever drives it asks `has_to_wait`.
+        // Without a share left it waits for the next poll: whoever drives it asks `has_to_wait`.
         while self.ready.readable.get() && self.ready.has_share() {
             let wanted = buffer.remaining().min(self.ready.share.get());
             match self.stream.read(buffer.initialize_unfilled_to(wanted)) {
@@ -266,7 +266,7 @@ impl AsyncRead for Socket {
                     buffer.advance(count);
                     self.ready.share.set(self.ready.share.get() - count);
                     self.ready.received.set(self.ready.received.get() + count as u64);
-                    // Less than asked for is all there is; the kernel tells when more comes, but not of an end twice.
+                    // Less than asked for is all there is; the kernel reports when more comes, but an end only once.
                     if count > 0 && count < wanted && !self.ready.ended.get() {
                         self.ready.readable.set(false);
                     }

@@ -7,7 +7,7 @@ use std::task::{Wake, Waker};
 
 use parking_lot::Mutex;
 
-/// Whose turn it is.
+/// Whose work is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Due {
     Connection(u64),

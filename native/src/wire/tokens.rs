@@ -94,7 +94,7 @@ pub(super) fn read_lookahead(reader: &mut Reader<'_>, stored: &Stored, tokens: &
     }
     let size = stored.block_size as usize;
     let blocks = stored.engine_hashes.len();
-    // One token a block, or the tokens after the last block: the blocks' own tokens tell which.
+    // One token a block, or the tokens after the last block: the blocks' own tokens show which.
     let starts = tokens.iter().skip(size).step_by(size.max(1)).take(if size > 0 { usize::MAX } else { 0 });
     let one_a_block =
         following.len() == blocks && blocks > 0 && following[..blocks - 1].iter().eq(starts.take(blocks - 1));

@@ -188,7 +188,7 @@ class Bridge:
         self._record_due.set()
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """Bridge anew what is read otherwise now; readers of the rest need not hear of it."""
+        """Bridge anew what is read otherwise now; readers of the rest need not know."""
         kept = {rank for rank in new.ranks if (bridged := self._ranks.get((new.tenant, rank))) and bridged.reads(new)}
         # The registration stays, and is replaced: whoever follows it would forget the worker in between.
         self._close(old, set(old.ranks) - kept)

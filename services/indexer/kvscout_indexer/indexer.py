@@ -45,7 +45,7 @@ MAINTAIN_BUDGET = 256
 TRIM_BLOCKS = 65_536
 """Freed blocks after which their memory is given back to the system."""
 TRIM_SECONDS = 1.0
-"""From then on, so that what goes together goes at once."""
+"""From then on, so that what goes together is trimmed together."""
 WARM_SECONDS = 10.0
 """Longest time at start that health waits for the peers' states of the workers known then."""
 

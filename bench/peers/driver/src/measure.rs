@@ -126,7 +126,7 @@ fn at(ordered: &[f64], share: f64) -> f64 {
     ordered.get((last as f64 * share).round() as usize).copied().unwrap_or(0.0)
 }
 
-/// How often this thread lost its core to another one, not counting waits of its own; 0 where it is not told.
+/// How often this thread lost its core to another one, not counting waits of its own; 0 where that is unknown.
 pub fn involuntary_switches() -> u64 {
     let status = fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("nonvoluntary_ctxt_switches:"));

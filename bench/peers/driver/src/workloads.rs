@@ -57,7 +57,7 @@ pub struct Loaded<I: Index> {
 impl<I: Index> Bench<I> {
     pub fn load(fixture: Fixture) -> Result<Loaded<I>, Failure> {
         let index = Arc::new(I::new(fixture.workers + 1));
-        // Before anything is loaded, after which threads are told their cores.
+        // Before anything is loaded, after which threads are assigned their cores.
         let (second, third) = (OtherThread::new(), OtherThread::new());
         let rss_before = resident_bytes()?;
         let started = Instant::now();

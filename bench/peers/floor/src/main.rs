@@ -1,4 +1,4 @@
-//! What a call costs at least on this machine: a process that reads so many bytes, writes so many, and does nothing else.
+//! What a call costs at least on this machine: a process that reads a number of bytes, writes a number of bytes, and does nothing else.
 //!
 //! Prints its port and ends with its input. A connection begins with two numbers of four bytes, little-endian: the
 //! bytes of a call and those of its answer.

@@ -33,7 +33,7 @@ pub struct Kind {
     pub response_streaming: bool,
 }
 
-/// What a call has to tell.
+/// What a call reports.
 #[derive(Debug, PartialEq, Eq)]
 pub enum News {
     /// The caller's one message, or that a stream of messages begins.
@@ -44,7 +44,7 @@ pub enum News {
     Headers(Metadata),
     /// How the call ended, for the caller; whether the peer may have looked at it.
     Ended(Status, Metadata, Seen),
-    /// All that there is to a call of one answer, at once.
+    /// All that there is to a call of one answer, together.
     Answered(Box<Answer>),
     /// The caller has gone.
     Reset,
@@ -62,7 +62,7 @@ pub struct Answer {
 }
 
 impl News {
-    /// What a call told in one go, as little of it as says the same.
+    /// What a call reported in one go, in as few parts as say the same.
     pub fn joined(mut emitted: Vec<Self>) -> Vec<Self> {
         if let [Self::Headers(headers), Self::Message(message), Self::Ended(status, trailers, _)] =
             &mut emitted[..]
@@ -84,7 +84,7 @@ enum Role {
         kind: Kind,
         /// Until headers were sent.
         respond: Option<SendResponse<Bytes>>,
-        /// It was told that it begins.
+        /// Its beginning was reported.
         begun: bool,
     },
     Client {
@@ -99,7 +99,7 @@ enum Ending {
     Close,
 }
 
-/// What is told with the beginning of a call that came.
+/// What is reported with the beginning of a call that came.
 #[derive(Clone)]
 pub struct Meta {
     pub listener: u64,
@@ -111,7 +111,7 @@ pub struct Meta {
 pub struct Call {
     pub connection: u64,
     pub notifier: Notifier,
-    /// Until that it begins was told.
+    /// Until its beginning was reported.
     pub meta: Option<Meta>,
     /// What opens the stream of a call that waits.
     pub request: Option<Request<()>>,
@@ -121,10 +121,10 @@ pub struct Call {
     received: Option<FlowControl>,
     send: Option<SendStream<Bytes>>,
     deframer: Deframer,
-    /// Complete messages that were told and are not handled: how many, and their bytes.
+    /// Complete messages that were reported and are not handled: how many, and their bytes.
     unhandled: usize,
     unhandled_bytes: usize,
-    /// No more are told before some of them are handled.
+    /// No more are reported before some of them are handled.
     held_back: bool,
     /// Its connection is over: nothing that came is held back.
     drains: bool,
@@ -157,7 +157,7 @@ pub struct Call {
     pub was_reset: bool,
     /// Whether the peer may have looked at it, if it ended now.
     seen: Seen,
-    /// Nothing is to be told any more, and nothing is left to do.
+    /// Nothing is to be reported any more, and nothing is left to do.
     pub over: bool,
 }
 
@@ -325,7 +325,7 @@ impl Call {
         }
     }
 
-    /// What the peer sends makes no sense: who began a call is told, whoever answers it is told that the caller has gone.
+    /// What the peer sends makes no sense: who began a call gets the error, who answers it learns that the caller has gone.
     pub fn fail(&mut self, status: Status, emit: &mut dyn FnMut(News)) {
         if !self.is_server() {
             self.reset(Reason::CANCEL);
@@ -345,7 +345,7 @@ impl Call {
         }
     }
 
-    /// Tells that a stream of messages begins, before any of them came.
+    /// Reports that a stream of messages begins, before any of them came.
     pub fn begin(&mut self, emit: &mut dyn FnMut(News)) {
         if let Role::Server { begun, .. } = &mut self.role {
             *begun = true;

@@ -16,7 +16,7 @@ use super::super::status::{self, INTERNAL, Status, UNKNOWN};
 use super::{Call, Kind, News, Role};
 use crate::budget::Charge;
 
-/// Messages of one call that are told of before others are driven.
+/// Messages of one call that are emitted before others are driven.
 const MESSAGES: usize = 32;
 /// Messages of one call that wait for their handler; further ones wait in its window.
 const UNHANDLED: usize = 1024;
@@ -39,9 +39,9 @@ impl Call {
                 }
             }
         }
-        let mut told = 0;
+        let mut emitted = 0;
         loop {
-            if !self.tell_messages(&mut told, emit) {
+            if !self.emit_messages(&mut emitted, emit) {
                 return;
             }
             let Some(receive) = &mut self.receive else { return };
@@ -79,15 +79,15 @@ impl Call {
         true
     }
 
-    /// Tells of the complete messages that came; false: not of all, or the call is over.
-    fn tell_messages(&mut self, told: &mut usize, emit: &mut dyn FnMut(News)) -> bool {
+    /// Emits the complete messages that came; false: not all, or the call is over.
+    fn emit_messages(&mut self, emitted: &mut usize, emit: &mut dyn FnMut(News)) -> bool {
         loop {
             if self.unhandled >= UNHANDLED && !self.drains {
                 // `consumed` goes on with it; until then the peer's window shuts.
                 self.held_back = true;
                 return false;
             }
-            if *told >= MESSAGES && !self.drains {
+            if *emitted >= MESSAGES && !self.drains {
                 self.notifier.notify();
                 return false;
             }
@@ -102,7 +102,7 @@ impl Call {
                     return false;
                 }
             };
-            *told += 1;
+            *emitted += 1;
             self.arriving = None;
             self.unhandled += 1;
             self.unhandled_bytes += message.len();
@@ -215,7 +215,7 @@ impl Call {
         }
     }
 
-    /// A message of so many bytes was handled: the peer may send more.
+    /// A message of this size was handled: the peer may send more.
     pub fn consumed(&mut self, bytes: usize) {
         let bytes = bytes.min(self.unhandled_bytes);
         self.unhandled = self.unhandled.saturating_sub(1);

@@ -21,7 +21,7 @@ impl Call {
         *response.headers_mut() = headers;
         match responding.send_response(response, false) {
             Ok(send) => self.send = Some(send),
-            // It was reset; look_for_reset tells.
+            // It was reset; look_for_reset reports it.
             Err(_) => self.notifier.notify(),
         }
     }
@@ -92,7 +92,7 @@ impl Call {
                     Poll::Pending => break None,
                     Poll::Ready(Some(Ok(more))) => room = more,
                     Poll::Ready(Some(Err(error))) => break Some(error),
-                    // It is closed; look_for_reset tells.
+                    // It is closed; look_for_reset reports it.
                     Poll::Ready(None) => break None,
                 }
                 if room == 0 {

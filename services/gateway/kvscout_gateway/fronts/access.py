@@ -31,7 +31,7 @@ class Caller(NamedTuple):
 
     @property
     def is_admin(self) -> bool:
-        """Tell whether it has shown a key with which it may do anything: where none is needed, nobody has."""
+        """Return whether it has shown a key with which it may do anything: where none is needed, nobody has."""
         return self.identity is not ANONYMOUS and self.identity.role is AccessRole.ADMIN
 
 

@@ -69,7 +69,7 @@ def require_plain(encoding: str) -> None:
 
 
 def is_form(kind: str, data: bytes) -> bool:
-    """Tell whether a body is read as a form; what begins as a JSON object is not, whatever its content type says.
+    """Return whether a body is read as a form; what begins as a JSON object is not, whatever its content type says.
 
     Args:
         kind: The header `Content-Type`.

@@ -125,7 +125,7 @@ def _bound(values: Values) -> int:
 
 
 def _reaches_it(values: Values, bound: int) -> bool:
-    """Tell whether a request's output is as long as it may be, as that of a benchmark is."""
+    """Return whether a request's output is as long as it may be, as that of a benchmark is."""
     if any(values.get(name) for name in ("stop", "stop_sequences", "stop_token_ids")):
         return False
     return values.get("ignore_eos") is True or _number(values.get("min_tokens")) >= bound

@@ -39,7 +39,7 @@ _DEPTH: Final = 4
 
 
 def is_reserved_header(name: str) -> bool:
-    """Tell whether a header says where a request goes.
+    """Return whether a header says where a request goes.
 
     Args:
         name: In lower case.

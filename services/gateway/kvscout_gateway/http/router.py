@@ -64,7 +64,7 @@ class Router:
             tokens: Clients' API keys; None = everybody may do everything.
             origins: Pages of browsers that may ask.
             client_paths: Paths of engines that clients may ask for.
-            leaving: Tells whether this process is about to stop.
+            leaving: Returns whether this process is about to stop.
         """
         self._answers = answers
         self._passed_on = passed_on

@@ -105,7 +105,7 @@ class MemberSync:
         """It has (re)started, and workers that other members know were not pushed to it yet."""
         self.changed = asyncio.Event()
         self.wanted = asyncio.Event()
-        """A round is due at once, though the last one failed."""
+        """A round is due immediately, though the last one failed."""
         self.synced = asyncio.Event()
         self.tried = False
         self.error = ""

@@ -38,7 +38,7 @@ Answer = TypeVar("Answer")
 COOL_DOWN_SECONDS = 1.0
 """Seconds for which a member that failed is passed over while others are left."""
 RETIRE_SECONDS = 30.0
-"""Seconds for which a member that left the list may still be called: what runs is booked elsewhere by then."""
+"""Seconds for which a member that left the list may still be called: what runs is booked at another by then."""
 DNS = "dns://"
 
 _REFUSALS = (Draining, Unauthenticated, PermissionDenied, Unimplemented)

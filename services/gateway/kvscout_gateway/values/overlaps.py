@@ -46,7 +46,7 @@ class Overlaps:
 
     @property
     def unknown(self) -> bool:
-        """Tell whether nobody could say where the prompt is cached: it has no hashes, or no indexer answered."""
+        """Return whether nobody could say where the prompt is cached: it has no hashes, or no indexer answered."""
         return not self.rows and (bool(self.problems) or not any(self.hashes.values()))
 
 

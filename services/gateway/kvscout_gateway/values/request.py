@@ -60,15 +60,15 @@ class RequestBody(Protocol):
 
     @property
     def whole_answer(self) -> bool:
-        """Tell whether the answer comes as a whole when it is complete, not as a stream."""
+        """Return whether the answer comes as a whole when it is complete, not as a stream."""
 
     @property
     def with_key(self) -> bool:
-        """Tell whether the engine is shown the client's own key, if it has one."""
+        """Return whether the engine is shown the client's own key, if it has one."""
 
     @property
     def demands_tool_call(self) -> bool:
-        """Tell whether the output has to be a tool call: some engines refuse a request whose output ends before one."""
+        """Return whether the output has to be a tool call: some engines refuse one whose output ends before that."""
 
     def dialect(self, adapter: EngineAdapter) -> Dialect:
         """Return the dialect of the engine's answer."""

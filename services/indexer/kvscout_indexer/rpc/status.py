@@ -82,7 +82,7 @@ def source_state(
         (bool(source.feed.outage), indexer_pb2.SOURCE_STATE_DISCONNECTED, lambda: source.feed.outage),
         (source.peers.running, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} batches wait for peers"),
         (sequence.replaying, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} live batches wait"),
-        # Before what is missing: of a source that was never heard that says nothing new.
+        # Before what is missing: of a source that never sent anything that says nothing new.
         (_is_blind(source), indexer_pb2.SOURCE_STATE_BLIND, lambda: _blindness(spec, source)),
         (
             sequence.history_incomplete,
@@ -111,8 +111,8 @@ def _limits(stats: WorkerStats) -> str:
 def _is_blind(source: Source) -> bool:
     """Return whether requests were served and no event of them was ever received."""
     sequence = source.sequence
-    heard = sequence.last_id is not None or source.received_at is not None or sequence.counters["applied"]
-    return source.served > 0 and not heard
+    received = sequence.last_id is not None or source.received_at is not None or sequence.counters["applied"]
+    return source.served > 0 and not received
 
 
 def _blindness(spec: WorkerSpec, source: Source) -> str:

@@ -233,7 +233,7 @@ class StreamReader:
             await self._end_past()
 
     async def _catch_up(self) -> bool:
-        """Read on in the past of what is behind; return whether there is more to do at once."""
+        """Read on in the past of what is behind; return whether there is more to do immediately."""
         if not self.sources.behind:
             await self._end_past()
             return False

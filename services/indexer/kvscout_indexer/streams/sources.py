@@ -113,7 +113,7 @@ class StreamSources:
         """Messages of no worker that is registered here."""
         self._schedule = schedule
         self._generation = 0
-        """Number of continuations elsewhere: what was cut across one is no snapshot."""
+        """Number of times that reading went on at another place: what was cut across one is no snapshot."""
         self._to_verify: list[Partition] = []
 
     @property
@@ -262,7 +262,7 @@ class StreamSources:
                 partition.feed.verify()
 
     async def cut(self) -> Snapshot | None:
-        """Return the state of every source; None if there is none, or reading went on elsewhere meanwhile."""
+        """Return the state of every source; None if there is none, or reading went on at another place meanwhile."""
         generation, sequence, incarnation = self._generation, self.tail, self.incarnation
         partitions = sorted((*self.live.values(), *self.behind.values()), key=lambda each: each.subject)
         if incarnation is None or not partitions:

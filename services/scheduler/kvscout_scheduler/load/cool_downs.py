@@ -1,8 +1,8 @@
 """Cool-downs: worker ranks that failed requests are left out of selections for a while.
 
-Who failed, and for how long, is the judgement of whoever reports it: a gateway's outlier detector (`engines/health.py`), or
-an operator. The scheduler keeps the time, shares it with its replicas, and leaves out at most half of a selection's ranks,
-since several gateways may report different ones.
+Who failed, and for how long, is the judgement of whoever reports it: a gateway's outlier detector
+(`engines/health.py`), or an operator. The scheduler keeps the time, shares it with its replicas, and leaves out at most
+half of a selection's ranks, since several gateways may report different ones.
 """
 
 from __future__ import annotations

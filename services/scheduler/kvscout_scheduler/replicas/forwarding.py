@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 FORWARD_SECONDS = 0.05
 MAX_FORWARDS = 1_024
-"""Under way; beyond them requests are taken over at once."""
+"""Under way; beyond them requests are taken over immediately."""
 HOPS = 2
 """Replicas to forward to: the owner we know, and the one that took over from it meanwhile."""
 

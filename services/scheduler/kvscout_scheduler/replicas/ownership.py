@@ -10,7 +10,7 @@ Invariants, between two messages
 1. Our log has an active claim to a name exactly if the booking of that name is ours.
 2. Where the claim that holds is another's, there is its mirror, or its worker is not here: then the name is in
    `unplaced`.
-3. A claim of ours that is beaten is given up at once, unless the request's owner came to us last: then we claim it
+3. A claim of ours that is beaten is given up immediately, unless the request's owner came to us last: then we claim it
    again, higher. One that is over stays while it has others to cancel.
 
 Pure: the clock is passed in. Not thread-safe.

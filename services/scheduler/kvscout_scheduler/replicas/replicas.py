@@ -150,7 +150,7 @@ class ReplicaLink:
         sent_at = 0.0
         while True:
             await self._news.wait()
-            # What comes alone leaves at once, what comes in numbers gathers.
+            # What comes alone leaves immediately, what comes in numbers gathers.
             await asyncio.sleep(max(0.0, sent_at + COALESCE_SECONDS - time.monotonic()))
             self._news.clear()
             sent_at = time.monotonic()

@@ -2,7 +2,7 @@
 
 ::
 
-    codec ──▶ operations.py ──▶ codec ─┬─ at once ────────────▶ caller
+    codec ──▶ operations.py ──▶ codec ─┬─ directly ────────────▶ caller
                   │                    └─ behind others ─▶ writer ─▲
                   └── waits in line ──later────────────────▲
 

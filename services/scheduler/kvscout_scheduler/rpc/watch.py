@@ -61,7 +61,7 @@ class WatchRpcs:
         watcher = DecisionWatcher(tenant, request.model, request.explain, news.set)
         self._scheduler.decision_feed.add(watcher)
         try:
-            # Headers go out at once: the caller knows from when on it misses nothing.
+            # Headers go out immediately: the caller knows from when on it misses nothing.
             await context.send_initial_metadata(())
             while True:
                 await news.wait()

@@ -31,7 +31,7 @@ class DashboardFront:
         await call.respond(200, *page())
 
     async def watch(self, call: HttpCall, caller: Caller) -> None:
-        """Tell the page what there is, until it is closed.
+        """Send the page what there is, until it is closed.
 
         Args:
             call: The page's.

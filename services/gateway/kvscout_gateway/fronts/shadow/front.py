@@ -55,7 +55,7 @@ class ShadowFront:
             context: Collaborators of the fronts.
             config: Address of the balancer.
             report: Compares its choices with the policy's.
-            passes_keys: Tells whether clients' keys are the engines'.
+            passes_keys: Returns whether clients' keys are the engines'.
         """
         self._context = context
         self._config = config

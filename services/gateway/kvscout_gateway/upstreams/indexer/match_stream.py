@@ -1,7 +1,7 @@
 """FindMatches of one indexer over an open stream, called like the unary rpc: half the CPU for the indexer.
 
-A stream is renewed after a second or two and not kept open while nothing is asked, so that an indexer that drains does
-not wait for its gateways. Where one ends under a request, that is sent once more over a new one.
+A stream is renewed after a second or two and not kept open while nothing is requested, so that an indexer that drains
+does not wait for its gateways. Where one ends under a request, that is sent once more over a new one.
 """
 
 from __future__ import annotations

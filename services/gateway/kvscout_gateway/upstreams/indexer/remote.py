@@ -1,8 +1,8 @@
 """The indexers of a gateway, as one: a list of replicas for each shard of the workers, mostly one shard with all.
 
-Whatever goes wrong here costs knowledge, never the request. Every shard is asked at the same time, each with the whole
-deadline: one that does not answer costs the overlaps of its own workers. The answers are united row by row, which is
-exact because the overlap of a worker depends on that worker alone.
+Whatever goes wrong here costs knowledge, never the request. Every shard is queried at the same time, each with the
+whole deadline: one that does not answer costs the overlaps of its own workers. The answers are united row by row, which
+is exact because the overlap of a worker depends on that worker alone.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class RemoteIndexer(Collector):
     async def match(
         self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0
     ) -> Overlaps:
-        """Return the overlaps of a prompt with every cache; nothing is asked for a prompt without a complete block.
+        """Return the overlaps of a prompt with every cache; none is queried for a prompt without a complete block.
 
         Args:
             model: Whose caches.
             tenant: Whose they are.
             hashes: The prompt's local hashes, packed, for each geometry.
-            prompt_tokens: Its length, which tells what an engine with sliding windows can use; 0 = not known.
+            prompt_tokens: Its length, which decides what an engine with sliding windows can use; 0 = not known.
         """
         pools = [pool for pool in hashes if hashes[pool]]
         shards = self.shards
@@ -172,11 +172,11 @@ class RemoteIndexer(Collector):
         """Return samples of what the indexers were sent, and of what they lack."""
         decisions = CounterMetricFamily(
             "kvscout_reported_decisions",
-            "Routing decisions, by whether the indexer was told of them",
+            "Routing decisions, by whether the indexer received them",
             labels=["indexer", "outcome"],
         )
         waiting = GaugeMetricFamily(
-            "kvscout_reported_decisions_waiting", "Routing decisions that wait to be told", labels=["indexer"]
+            "kvscout_reported_decisions_waiting", "Routing decisions that wait to be reported", labels=["indexer"]
         )
         blind = GaugeMetricFamily(
             "kvscout_blind_worker_ranks",

@@ -11,7 +11,7 @@ Attaching is always the same, whether a scheduler restarted, is another one of t
 all that runs is listed, and what the scheduler does not know is booked there with `reserve`. A copy that an earlier
 scheduler has ends by itself: 10 s after the stream there ended, or with the next hello there.
 
-A scheduler that is back is not used at once (`STABLE_SECONDS`, doubled for one that did not last), so that one that
+A scheduler that is back is not used immediately (`STABLE_SECONDS`, doubled for one that did not last), so that one that
 comes and goes does not take the bookings with it each time.
 """
 

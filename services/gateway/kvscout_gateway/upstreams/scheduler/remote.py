@@ -79,7 +79,7 @@ class PendingReservation:
     refresh: Callable[[], Awaitable[Overlaps]]
     """Gives the overlaps of now."""
     given_up: list[scheduler_pb2.RequestRef] = field(default_factory=list)
-    """Attempts at other schedulers, of which the next one may have heard: freed first."""
+    """Attempts at other schedulers, which the next one may know: freed first."""
 
     def message(self) -> bytes:
         """Serialise the `SelectRequest`."""

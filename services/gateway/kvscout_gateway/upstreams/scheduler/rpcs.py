@@ -42,7 +42,7 @@ class SchedulerRpcs:
         Args:
             method: Takes a stub, gives its rpc.
             request: The rpc's request.
-            has_it: Tells from an answer whether the scheduler knows the request; NotFound says that it does not.
+            has_it: Returns, from an answer, whether the scheduler knows the request; NotFound says that it does not.
 
         Raises:
             NotFound: None has it.
