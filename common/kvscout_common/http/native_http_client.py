@@ -10,6 +10,7 @@ import re
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +54,8 @@ class _Place(NamedTuple):
     """Scheme, host and port."""
     host: str
     port: int
-    is_numeric: bool
+    peer: tuple[str, int] | None
+    """Host and port; None = the host is a name."""
     is_secure: bool
     header: str
     """Host, as the header has it."""
@@ -79,11 +81,9 @@ class NativeHttpClient:
     async def send(self, request: HttpRequest, *, connect_seconds: float) -> NativeAnswer:
         """See `http.HttpClient.send`."""
         place = _place(request.url)
-        if place.is_numeric:
-            return await self._sent(request, place, (place.host, place.port), connect_seconds)
-        idle = self._begin(request, place, None, connect_seconds)
-        if idle is not None:
-            return await self._head_of(idle)
+        number = self._begin(request, place, place.peer, connect_seconds)
+        if number is not None:
+            return await self._answer(number).head()
         *peers, last = await _resolve(place, connect_seconds)
         for peer in peers:
             try:
@@ -108,13 +108,12 @@ class NativeHttpClient:
         number = self._begin(request, place, peer, connect_seconds)
         if number is None:
             raise HttpFailed(f"{place.origin}: there is no connection", FailureKind.UNREACHABLE)
-        return await self._head_of(number)
+        return await self._answer(number).head()
 
-    async def _head_of(self, number: int) -> NativeAnswer:
+    def _answer(self, number: int) -> NativeAnswer:
         self._core.flush()
         answer = NativeAnswer(self._core, number, self._answers.discard)
         self._answers.add(answer)
-        await answer.head()
         return answer
 
     def _begin(
@@ -154,13 +153,13 @@ class NativeAnswer:
         self._core = core
         self._number = number
         self._over = over
-        self._inbox = Inbox(core.loop)
+        self._inbox: Inbox | None = None
         """The body, where it comes chunk by chunk."""
         self._progress = Resumption(core.loop)
         """Head and end: whoever waits for them goes on immediately."""
         self._ended: tuple[Any, ...] | None = None
         self._begins: Callable[[], None] | None = None
-        self._room = Notice(core.loop)
+        self._room: Notice | None = None
         """Raised when the gRPC call that it goes to has room again."""
         self._last_report: StreamReport | None = None
         self.status = 0
@@ -178,24 +177,25 @@ class NativeAnswer:
             if self._begins is not None:
                 self._begins()
             return
-        if kind == FULL:
+        if kind == FULL and self._room is not None:
             self._room.next().add_done_callback(lambda _: self._resume())
             return
         if kind == ANSWER:
             self.status, self.headers = event[2], event[3]
             self._progress.resume()
-        elif kind == CHUNK:
+        elif kind == CHUNK and self._inbox is not None:
             self._inbox.put(event[2])
         elif kind == ENDED:
             self._ended = event
             self._last_report = StreamReport(**event[4])
             self._core.answers.pop(self._number, None)
             self._over(self)
-            self._inbox.end()
+            if self._inbox is not None:
+                self._inbox.end()
             self._progress.resume()
 
-    async def head(self) -> None:
-        """Wait for the head."""
+    async def head(self) -> NativeAnswer:
+        """Wait for the head; return the answer, which begins."""
         try:
             while not self.status:
                 self._raise_if_failed()
@@ -203,6 +203,7 @@ class NativeAnswer:
         except asyncio.CancelledError:
             self.abort()
             raise
+        return self
 
     async def read(self, limit: int) -> bytes:
         """See `http.HttpAnswer.read`."""
@@ -214,8 +215,7 @@ class NativeAnswer:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """See `http.HttpAnswer.chunks`."""
-        self._core.http.stream(self._number)
-        self._core.flush()
+        self._stream(None)
         try:
             while (chunk := await self._next_chunk()) is not None:
                 yield chunk
@@ -248,11 +248,12 @@ class NativeAnswer:
                 core.rpc_cores[to.core.rpc] = to.core
                 core.http.pass_to_messages(number, to.core.rpc, to.number, write_seconds, first, events)
             else:
-                core.http.stream(number, events)
-                core.flush()
+                self._stream(events)
                 await self._pass_to(sink, write_seconds)
             core.flush()
-            await self._end()
+            while self._ended is None:
+                await self._progress
+            self._raise_if_failed()
         except BaseException:
             self.abort()
             raise
@@ -286,6 +287,14 @@ class NativeAnswer:
                     packed = value
         return content.partition(";")[0].strip().lower() == "text/event-stream" and packed.lower() == "identity"
 
+    def _stream(self, events: tuple[str, NativeDialect, int | None] | None) -> None:
+        """Have the body come here, chunk by chunk."""
+        self._inbox = Inbox(self._core.loop)
+        if self._ended is not None:
+            self._inbox.end()
+        self._core.http.stream(self._number, events)
+        self._core.flush()
+
     async def _pass_to(self, sink: Sink, seconds: float) -> None:
         while (chunk := await self._next_chunk()) is not None:
             try:
@@ -298,6 +307,7 @@ class NativeAnswer:
             self._resume()
 
     async def _next_chunk(self) -> bytes | None:
+        assert self._inbox is not None
         chunk = await self._inbox.next()
         if chunk is None:
             self._raise_if_failed()
@@ -336,12 +346,12 @@ def _place(url: str) -> _Place:
     is_secure = parts.scheme == "https"
     port = port or (443 if is_secure else 80)
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    try:
-        host, is_numeric = str(ipaddress.ip_address(host)), True
-    except ValueError:
-        is_numeric = False
+    peer: tuple[str, int] | None = None
+    with suppress(ValueError):
+        host = str(ipaddress.ip_address(host))
+        peer = host, port
     header = parts.netloc.rpartition("@")[2]
-    return _Place(f"{parts.scheme}://{host}:{port}", host, port, is_numeric, is_secure, header, target)
+    return _Place(f"{parts.scheme}://{host}:{port}", host, port, peer, is_secure, header, target)
 
 
 async def _resolve(place: _Place, seconds: float) -> list[tuple[str, int]]:

@@ -78,11 +78,11 @@ class Resumption:
     """
 
     _asyncio_future_blocking = False
+    _context: Context
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._callback: Callable[[Any], object] | None = None
-        self._context = Context()
         self._cancelled = False
 
     def __await__(self) -> Generator[Any, None, None]:

@@ -110,11 +110,13 @@ class EngineCall:
         self._endpoint = endpoint
         self._now = asyncio.get_running_loop().time
         self._watch = Watch(engines.timeouts, uncached_tokens, liveness, self._now(), whole_answer=whole_answer)
+        self._bounded = Bounded(self._watch)
         self.span = tracing.NOTHING
         """From when it is sent to its end."""
 
     def end(self) -> None:
         """End the request. A second call does nothing."""
+        self._bounded.end()
         self._watch.end()
         self.span.end()
 
@@ -131,7 +133,8 @@ class EngineCall:
             request = replace(request, headers=(*request.headers, *own_headers))
         sending = self._engines.client.send(request, connect_seconds=self._engines.timeouts.connect_seconds)
         answer = await self._await_engine(sending)
-        self.span.record(status=answer.status)
+        if self.span is not tracing.NOTHING:
+            self.span.record(status=answer.status)
         if not 200 <= answer.status < 300:
             failed = await _refusal(answer, clients_key=self._clients_key)
             self.span.failed(failed)
@@ -242,7 +245,7 @@ class EngineCall:
             EngineFailed: It fails, or is silent for too long.
         """
         try:
-            with Bounded(self._watch):
+            with self._bounded:
                 return await waiting
         except HttpFailed as error:
             failed = transport_failure(self._endpoint, error)

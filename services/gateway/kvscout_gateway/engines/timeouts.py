@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from kvscout_common.http.http import StreamReport
 from kvscout_common.transport.waiting import running_task
@@ -168,14 +169,19 @@ class Watch:
         """Seconds until then; 0 or less = it hangs. Others of the worker rank are looked at only if it matters."""
         if self.lost:
             return 0.0
-        left = self.silent_since + self._seconds - now
+        left = self._since + self._seconds - now
+        if left < LOOK_SECONDS:
+            # It may have been heard of since then: that is asked only where it matters.
+            left = self.silent_since + self._seconds - now
         return left if left > 0 else self.deadline() - now
 
 
 class Bounded:
-    """Bounds what a task awaits by a watch's deadline, which may move while it waits; a context manager.
+    """Bounds what a task awaits by a watch's deadline, which may move while it waits; a context manager that may be
+    entered again and again, one time after the other. `end` it.
 
     As `asyncio.timeout`, whose deadline would have to be moved, and whose two coroutines cost more than all of this.
+    One timer serves all waits of a request: it looks at the deadline `LOOK_SECONDS` later at most.
 
     Args:
         watch: The request's.
@@ -185,38 +191,57 @@ class Bounded:
     """
 
     __slots__ = ("_cancelling", "_expired", "_loop", "_task", "_timer", "_watch")
-    _timer: asyncio.Handle
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.Handle | None = None
+        self._task: asyncio.Task[Any] | None = None
+        """The task that waits."""
+        self._cancelling = 0
         self._expired = False
 
     def __enter__(self) -> None:
-        self._task = running_task()
-        self._cancelling, self._loop = self._task.cancelling(), self._task.get_loop()
-        now = self._loop.time()
-        left = max(0.0, min(self._watch.left(now), LOOK_SECONDS))
-        self._timer = self._loop.call_at(now + left, self._look)
-        self._watch.on_lost = self._look_now
+        self._task = task = running_task()
+        self._cancelling = task.cancelling()
+        watch = self._watch
+        if watch.lost:
+            self._look_now()
+        elif self._timer is None:
+            self._look_later(watch.left(now := self._loop.time()), now)
+        watch.on_lost = self._look_now
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._timer.cancel()
-        self._watch.on_lost = None
-        # Who else cancels the task meanwhile has it cancelled.
-        if self._expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise TimeoutError from error
+        task, self._task, self._watch.on_lost = self._task, None, None
+        if self._expired:
+            self._expired = False
+            # Who else cancels the task meanwhile has it cancelled.
+            if task is not None and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+                raise TimeoutError from error
+
+    def end(self) -> None:
+        """Nothing will be awaited any more. A second call does nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _look_now(self) -> None:
-        self._timer.cancel()
+        self.end()
         self._timer = self._loop.call_soon(self._look)
 
+    def _look_later(self, left: float, now: float) -> None:
+        self._timer = self._loop.call_at(now + max(0.0, min(left, LOOK_SECONDS)), self._look)
+
     def _look(self) -> None:
+        self._timer = None
+        if self._task is None:
+            return  # nobody waits now: who does next looks for itself
         now = self._loop.time()
         left = self._watch.left(now)
-        if left <= 0:
+        if left > 0:
+            self._look_later(left, now)
+        else:
             self._expired = True
             self._task.cancel()
-        else:
-            self._timer = self._loop.call_at(now + min(left, LOOK_SECONDS), self._look)

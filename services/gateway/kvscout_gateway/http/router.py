@@ -109,27 +109,30 @@ class Router:
             in_full = caller is not None and caller.is_admin
             await call.respond(*refusal_of(error, shape=errors_of(call.path), in_full=in_full))
 
-    async def _answer(self, call: HttpCall, caller: Caller) -> None:
+    def _answer(self, call: HttpCall, caller: Caller) -> Awaitable[None]:
         route = _route(call.path)
         caller.require(_rpc_of(route, call.method))
         if route is None:
             self._client_paths.require(call.path, is_admin=caller.is_admin)
         answer = self._passed_on if route is None else self._answers[route]
         if not tracing.enabled() or (route is not None and route not in API_DIALECTS):
-            await answer(call, caller)
-            return
+            return answer(call, caller)
         # Paths of engines, and their methods, are whatever clients like: they have one name together.
         name = f"{call.method} {route}" if route else "passed on"
-        parent = header(call.headers, tracing.TRACEPARENT)
-        with tracing.span(name, tracing.Kind.SERVER, parent=parent) as span:
-            span.record(tenant=caller.tenant)
-            await answer(call, caller)
+        return _traced(name, answer, call, caller)
 
     async def _health(self, call: HttpCall) -> None:
         """Health: the process answers. Ready: it takes requests, and will."""
         ready = call.path == HEALTH or not self._leaving()
         status = "ok" if ready else "draining"
         await call.respond(200 if ready else 503, JSON_HEADERS, json.dumps({"status": status}).encode())
+
+
+async def _traced(name: str, answer: Answer, call: HttpCall, caller: Caller) -> None:
+    parent = header(call.headers, tracing.TRACEPARENT)
+    with tracing.span(name, tracing.Kind.SERVER, parent=parent) as span:
+        span.record(tenant=caller.tenant)
+        await answer(call, caller)
 
 
 def _route(path: str) -> str | None:

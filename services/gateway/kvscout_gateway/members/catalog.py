@@ -115,6 +115,10 @@ class Catalog:
 
     def serving(self, request: Request) -> Serving:
         """Return the workers of the model that a request names. Raises as `TenantView.resolve`."""
+        view = self._views.get(request.tenant)
+        serving = view.models.get(request.model) if view is not None and not request.lora_name else None
+        if serving is not None and serving.target is not None:
+            return serving  # what nearly every request names: the name of a model
         return self.tenant(request.tenant).serving(request.model, request.lora_name)
 
     def model_of(self, tenant: str, worker_id: str) -> str:

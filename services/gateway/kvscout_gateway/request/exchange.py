@@ -201,7 +201,7 @@ class Exchange:
             if not self._admitted:
                 self._all.leave(self.request.tenant)
 
-    async def run(self, reply: Reply) -> None:
+    def run(self, reply: Reply) -> Awaitable[None]:
         """Run the request to its end, by the plan that suits it.
 
         Args:
@@ -213,7 +213,7 @@ class Exchange:
                 the client takes nothing, or a whole answer takes too long. `failure_behind` tells what the engine said.
             SinkGone: The client is gone.
         """
-        await self._all.plan(self.request).run(self, reply)
+        return self._all.plan(self.request).run(self, reply)
 
     async def place(self, request: Request | None = None) -> Attempt:
         """Book the request on a worker, for a front that has others send it and reports what happens to the attempt.
@@ -288,10 +288,12 @@ class Exchange:
 
     async def _open(self, request: Request, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Attempt:
         attempt_id, self._next_attempt = self._next_attempt, self._next_attempt + 1
-        request = replace(request, attempt_id=attempt_id, owned=True, lease_seconds=self._all.lease_seconds)
+        request = request.of_attempt(attempt_id, self._all.lease_seconds)
         # Who is left out now is nothing that the client asked for: the attempt does not keep it.
         placed = replace(request, excluded=excluded) if excluded else request
-        decision = await self._nearest(placed) or await self._context.routing.place(placed)
+        decision = await self._nearest(placed) if placed.preferred or placed.session.affinity else None
+        if decision is None:
+            decision = await self._context.routing.place(placed)
         return Attempt(self._context, request, decision, started=self._started, on_output=on_output)
 
     async def _nearest(self, request: Request) -> Decision | None:
@@ -299,8 +301,6 @@ class Exchange:
 
         What is kept on one worker goes to that one, or to any other.
         """
-        if not (request.preferred or request.session.affinity):
-            return None
         if request.session.affinity:
             able = self._context.health.reachable(request.tenant, self._context.routing.candidates(request))
             ids = [spec.worker_id for spec in able if not request.preferred or spec.worker_id in request.preferred]

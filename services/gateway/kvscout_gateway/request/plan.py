@@ -5,6 +5,7 @@ A plan says nothing of retries, of what is freed and of who pays for a failure: 
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Protocol
 
 from kvscout_common.errors import KvscoutError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 class Plan(Protocol):
     """One way to run a request."""
 
-    async def run(self, exchange: Exchange, reply: Reply) -> None:
+    def run(self, exchange: Exchange, reply: Reply) -> Awaitable[None]:
         """Run it to its end.
 
         Raises:
@@ -37,14 +38,14 @@ class Plan(Protocol):
 class Aggregated:
     """One attempt: the worker computes the prompt, and continues it."""
 
-    async def run(self, exchange: Exchange, reply: Reply) -> None:
+    def run(self, exchange: Exchange, reply: Reply) -> Awaitable[None]:
         """See `Plan`."""
 
         async def on(attempt: Attempt) -> None:
             await reply.placed(attempt.decision)
             await attempt.relay(await attempt.send(), reply)
 
-        await exchange.run_attempts(exchange.request, on)
+        return exchange.run_attempts(exchange.request, on)
 
     async def place(self, exchange: Exchange) -> tuple[Attempt, Attempt | None]:
         """See `Plan`."""
