@@ -12,8 +12,8 @@ Nothing but the module that pairs with a section below imports it:
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from kvscout_blocks.bytes.dump import WorkerDump
 
@@ -384,20 +384,32 @@ class Scores:
     @property
     def decode_blocks(self) -> list[int]: ...
     def costs(self) -> Costs: ...
-    def seconds(
-        self,
-        table: array[float],
-        row_of: array[int],
-        now: float,
-        weight: float,
-        own_seconds: float,
-        empty: float,
-        popular_tokens: float,
-        popular_discount: float,
-        step_seconds: float,
-        stage_seconds: tuple[float, float, float, float, float],
-    ) -> Costs:
-        """Return the costs by the rows of a table; see `kvscout_scheduler.costs.time_cost.TimeCostInputs`."""
+    def seconds(self, times: _Times) -> Costs:
+        """Return the costs in seconds."""
+
+class _Times(Protocol):
+    """`kvscout_scheduler.costs.time_cost.TimeCostInputs`, which is read by name."""
+
+    @property
+    def table(self) -> array[float]: ...
+    @property
+    def row_of(self) -> array[int]: ...
+    @property
+    def now(self) -> float: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def own_seconds(self) -> float: ...
+    @property
+    def empty(self) -> float: ...
+    @property
+    def popular_tokens(self) -> float: ...
+    @property
+    def popular_discount(self) -> float: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def stage_seconds(self) -> tuple[float, float, float, float, float]: ...
 
 class ActiveLoad:
     """Load columns of one pool; a getter makes a new list."""
@@ -441,6 +453,31 @@ class ActiveLoad:
         charge_prefill: bool,
         scale: float,
     ) -> Scores: ...
+    def cheapest(
+        self,
+        slots: bytes | None,
+        pool_key: tuple[int, bool],
+        hashes: bytes,
+        overlaps: Overlaps | None,
+        isl_tokens: int,
+        overlap_score_weight: float,
+        host_weight: float,
+        disk_weight: float,
+        charge_prefill: bool,
+        scale: float,
+        times: _Times | None,
+        home: int,
+        draw: Callable[[int], int],
+    ) -> tuple[int, int, float, float]:
+        """Return the slot of least cost, its leading blocks on the device, its effective blocks, and the cost.
+
+        Args:
+            slots, …, scale: As of `score`.
+            times: Costs are in seconds, by these; None = in blocks.
+            home: The slot that is taken where several cost as little.
+            draw: Called with their number where that is none of them; returns which, by rank.
+        """
+
     def check_invariants(self, allocations: Sequence[Allocation]) -> None:
         """Raises `AssertionError`."""
 

@@ -1,8 +1,10 @@
-"""`kv-time` over both twins of the load: equal costs, bit for bit, and so equal decisions, whatever is asked."""
+"""`kv` and `kv-time` over both twins of the load, and as a policy that is asked for its costs: equal ones, bit for bit,
+so equal decisions, bookings and state, whatever is asked."""
 
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler, test_seed, worker
@@ -11,7 +13,10 @@ from support.scheduler_invariants import check_scheduler
 from kvscout_common.errors import KvscoutError
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import WorkerSpec
-from kvscout_scheduler.load.active_load import ReferenceLoad
+from kvscout_scheduler.load.active_load import Cheapest, ReferenceLoad
+from kvscout_scheduler.policies import PolicyRegistry
+from kvscout_scheduler.policies.builtin import Kv
+from kvscout_scheduler.policies.kv_time import KvTime
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps
@@ -25,16 +30,33 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Pair:
-    """Two schedulers that are told the same."""
+class AskedKv(Kv):
+    """A class that says of no formula that it is its own: all that it does is asked of it."""
 
-    def __init__(self, seed: int) -> None:
+
+class AskedKvTime(KvTime):
+    """The same."""
+
+
+class Three:
+    """Schedulers that are told the same."""
+
+    def __init__(self, seed: int, policy: str) -> None:
         from kvscout_scheduler.load.native import NativeLoad
 
+        self.calls = 0
+        """Of the load's own search for the least cost."""
+
+        class CountedLoad(NativeLoad):
+            def cheapest(made, *question: Any) -> Cheapest:
+                self.calls += 1
+                return super().cheapest(*question)
+
         self.rng, self.clock = Random(seed), ManualClock()
+        asked = PolicyRegistry({"kv": AskedKv, "kv-time": AskedKvTime})
         self.each: list[Scheduler] = [
-            scheduler(clock=self.clock, seed=seed, make_load=make, policy="kv-time")
-            for make in (ReferenceLoad, NativeLoad)
+            scheduler(clock=self.clock, seed=seed, make_load=make, policy=policy, policies=policies)
+            for make, policies in ((ReferenceLoad, None), (CountedLoad, None), (NativeLoad, asked))
         ]
         self.here: dict[str, WorkerSpec] = {}
         self.booked: list[str] = []
@@ -78,6 +100,9 @@ class Pair:
             expected_output_tokens=rng.choice((0, 0, 1, 700)),
             charge_prefill=rng.random() < 0.8,
             explain=rng.random() < 0.3,
+            session=rng.choice((0, 0, 1, 2, 3)),
+            by_lineage=rng.random() < 0.5,
+            overlaps_unknown=rng.random() < 0.2,
         )
 
     def overlaps(self, blocks: int) -> AnyOverlaps:
@@ -99,7 +124,7 @@ class Pair:
                 answers.append((made.select_and_reserve if books else made.select)(asked))
             except KvscoutError as error:
                 answers.append(repr(error))
-        assert answers[0] == answers[1]
+        assert answers[0] == answers[1] == answers[2]
         if isinstance(answers[0], Decision):
             self.decided += 1
             if books:
@@ -122,12 +147,22 @@ class Pair:
                     assert key(name) not in made.bookings
 
 
-def test_both_twins_give_equal_costs_and_decide_the_same() -> None:
-    pair = Pair(test_seed())
-    acts = [pair.ask, pair.go_on, pair.come_or_go]
+def state_of(made: Scheduler) -> tuple[Any, ...]:
+    """What is booked, the load of every worker, and what was learned of them."""
+    bookings = [(booking.reservation, booking.phase) for booking in made.bookings]
+    loads = [(list(pool.load.requests), list(pool.load.prefill_tokens), pool.times.rates) for pool in made.workers]
+    return bookings, loads
+
+
+@pytest.mark.parametrize("policy", ["kv", "kv-time"])
+def test_both_twins_and_a_policy_that_is_asked_decide_and_book_the_same(policy: str) -> None:
+    three = Three(test_seed(), policy)
+    acts = [three.ask, three.go_on, three.come_or_go]
     for _ in range(1_500):
-        pair.rng.choices(acts, (8, 8, 1))[0]()
-        pair.clock.advance(pair.rng.choice((0.0, 0.0, 1e-9, 0.013, 0.2, 3.0, 1e5)))
-    assert pair.decided > 300
-    for made in pair.each:
+        three.rng.choices(acts, (8, 8, 1))[0]()
+        three.clock.advance(three.rng.choice((0.0, 0.0, 1e-9, 0.013, 0.2, 3.0, 1e5)))
+        assert state_of(three.each[0]) == state_of(three.each[1]) == state_of(three.each[2])
+    assert three.decided > 300
+    assert 100 < three.calls < three.decided
+    for made in three.each:
         check_scheduler(made)

@@ -11,7 +11,7 @@ import pytest
 from kvscout_common.hashing import native_available
 from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
-from kvscout_scheduler.load.active_load import ActiveLoad, Limits, ReferenceLoad, Scores, SlotLoad
+from kvscout_scheduler.load.active_load import ActiveLoad, Cheapest, Draw, Limits, ReferenceLoad, Scores, SlotLoad
 from kvscout_scheduler.values.overlaps import AnyOverlaps
 from support.scheduler_invariants import check_load
 
@@ -104,6 +104,24 @@ class SideBySide:
         for column in COLUMNS:
             assert_same([list(getattr(each, column)) for each in scores])
         return SameScores(scores)
+
+    def cheapest(
+        self,
+        question: ScoreInputs,
+        overlaps: AnyOverlaps,
+        slots: int | None,
+        times: TimeCostInputs | None,
+        home: int,
+        draw: Draw,
+    ) -> Cheapest:
+        drawn: list[int] = []
+
+        def once(ties: int) -> int:
+            if not drawn:
+                drawn.append(draw(ties))
+            return drawn[0]
+
+        return self._same(lambda twin: twin.cheapest(question, overlaps, slots, times, home, once))
 
     def check_invariants(self, allocations: Iterable[Pair]) -> None:
         pairs = list(allocations)

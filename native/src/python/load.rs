@@ -169,6 +169,58 @@ impl ActiveLoad {
         Ok(Scores { scores, load: slf.clone().unbind(), hashes: hashes.clone().unbind() })
     }
 
+    /// The slot of least cost, its leading blocks on the device, effective ones, and the cost. Of several that is
+    /// `home`, or the one that `draw` says of so many.
+    #[pyo3(signature = (
+        slots, pool_key, hashes, overlaps, isl_tokens, overlap_score_weight, host_weight, disk_weight, charge_prefill,
+        scale, times, home, draw
+    ))]
+    #[allow(clippy::too_many_arguments)] // as `score`
+    fn cheapest(
+        &self,
+        py: Python<'_>,
+        slots: Option<&[u8]>,
+        pool_key: (u32, bool),
+        hashes: &[u8],
+        overlaps: Option<&Overlaps>,
+        isl_tokens: u32,
+        overlap_score_weight: f64,
+        host_weight: f64,
+        disk_weight: f64,
+        charge_prefill: bool,
+        scale: f64,
+        times: Option<Times>,
+        home: i64,
+        draw: &Bound<'_, PyAny>,
+    ) -> PyResult<(u32, u32, f64, f64)> {
+        let slots = slots.map(SlotSet::from_bytes);
+        let question = Question {
+            pool_key: key_of(pool_key),
+            overlaps: overlaps.map(|overlaps| &overlaps.overlaps),
+            isl_tokens,
+            overlap_score_weight,
+            host_weight,
+            disk_weight,
+            charge_prefill,
+            scale,
+        };
+        let hashes = unpacked(hashes)?;
+        let scores = self.load.score(slots.as_ref(), &question);
+        let costs = match &times {
+            Some(times) => times.costs(py, &scores)?,
+            None => self.load.costs_with(&scores, &hashes),
+        };
+        let least = costs.least();
+        let at_home = || least.iter().position(|&candidate| i64::from(scores.slots[candidate]) == home);
+        let index = match least.len() {
+            1 => 0,
+            ties => at_home().map_or_else(|| draw.call1((ties,))?.extract(), Ok)?,
+        };
+        let candidate = *least.get(index).ok_or_else(|| PyIndexError::new_err("no such candidate"))?;
+        let (device, effective) = (scores.device_blocks[candidate], scores.effective_blocks[candidate]);
+        Ok((scores.slots[candidate], device, effective, costs.0[candidate]))
+    }
+
     fn check_invariants(&self, allocations: Vec<PyRef<'_, Allocation>>) -> PyResult<()> {
         self.load
             .check(allocations.iter().map(|allocation| &allocation.allocation))
@@ -182,6 +234,49 @@ impl ActiveLoad {
             true => Err(PyIndexError::new_err("a slot that there is no room for")),
             false => Ok(()),
         }
+    }
+}
+
+/// `TimeCostInputs` of the reference backend, by the names of its fields.
+#[derive(FromPyObject)]
+struct Times {
+    table: PyBuffer<f64>,
+    row_of: PyBuffer<u32>,
+    now: f64,
+    weight: f64,
+    own_seconds: f64,
+    empty: f64,
+    popular_tokens: f64,
+    popular_discount: f64,
+    step_seconds: f64,
+    stage_seconds: [f64; 5],
+}
+
+impl Times {
+    fn costs(&self, py: Python<'_>, scores: &load::Scores) -> PyResult<load::Costs> {
+        let &Self { now, weight, own_seconds, empty, popular_tokens, popular_discount, step_seconds, .. } =
+            self;
+        let (Some(table), Some(row_of)) = (self.table.as_slice(py), self.row_of.as_slice(py)) else {
+            return Err(PyValueError::new_err("a contiguous table"));
+        };
+        let (rows, _) = table.as_chunks::<{ TimeRow::LENGTH }>();
+        // Found once, and checked before any is read: a loop that may end early is a third slower.
+        let slots = scores.slots.iter();
+        let found: Option<Vec<_>> =
+            slots.map(|&slot| rows.get(row_of.get(slot as usize)?.get() as usize)).collect();
+        let found = found.ok_or_else(|| PyIndexError::new_err("a slot without a row"))?;
+        let rows = found.iter().map(|numbers| TimeRow::new(numbers.each_ref().map(|number| number.get())));
+        let question = TimeCostInputs {
+            now,
+            weight,
+            own_seconds,
+            empty,
+            popular_tokens,
+            popular_discount,
+            step_seconds,
+            stage_seconds: self.stage_seconds,
+        };
+        Ok(scores.seconds(&question, rows))
     }
 }
 
@@ -233,42 +328,8 @@ impl Scores {
         Ok(Costs { costs: self.load.borrow(py).load.costs_with(&self.scores, &hashes) })
     }
 
-    #[allow(clippy::too_many_arguments)] // the fields of the inputs, as the reference backend takes them
-    fn seconds(
-        &self,
-        py: Python<'_>,
-        table: PyBuffer<f64>,
-        row_of: PyBuffer<u32>,
-        now: f64,
-        weight: f64,
-        own_seconds: f64,
-        empty: f64,
-        popular_tokens: f64,
-        popular_discount: f64,
-        step_seconds: f64,
-        stage_seconds: [f64; 5],
-    ) -> PyResult<Costs> {
-        let (Some(table), Some(row_of)) = (table.as_slice(py), row_of.as_slice(py)) else {
-            return Err(PyValueError::new_err("a contiguous table"));
-        };
-        let (rows, _) = table.as_chunks::<{ TimeRow::LENGTH }>();
-        // Found once, and checked before any is read: a loop that may end early is a third slower.
-        let slots = self.scores.slots.iter();
-        let found: Option<Vec<_>> =
-            slots.map(|&slot| rows.get(row_of.get(slot as usize)?.get() as usize)).collect();
-        let found = found.ok_or_else(|| PyIndexError::new_err("a slot without a row"))?;
-        let rows = found.iter().map(|numbers| TimeRow::new(numbers.each_ref().map(|number| number.get())));
-        let question = TimeCostInputs {
-            now,
-            weight,
-            own_seconds,
-            empty,
-            popular_tokens,
-            popular_discount,
-            step_seconds,
-            stage_seconds,
-        };
-        Ok(Costs { costs: self.scores.seconds(&question, rows) })
+    fn seconds(&self, py: Python<'_>, times: Times) -> PyResult<Costs> {
+        Ok(Costs { costs: times.costs(py, &self.scores)? })
     }
 
     fn overlap(&self, index: usize) -> PyResult<(u32, f64)> {

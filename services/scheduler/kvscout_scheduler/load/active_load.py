@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from kvscout_scheduler.costs.choose import least_of
 from kvscout_scheduler.costs.cost import BlockFormat, ReferenceScores, ScoreInputs
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.load.prefix_tree import Node, PrefixTree
@@ -79,6 +80,12 @@ class Scores(Protocol):
     def overlap(self, index: int) -> tuple[int, float]: ...
 
     def slot(self, index: int) -> int: ...
+
+
+Draw: TypeAlias = Callable[[int], int]
+"""Returns a number below another one."""
+Cheapest: TypeAlias = tuple[int, int, float, float]
+"""Slot, leading blocks of the prompt on its device, effective ones, and the cost."""
 
 
 class ActiveLoad(Protocol):
@@ -155,6 +162,26 @@ class ActiveLoad(Protocol):
             overlaps: Where it is cached; checked.
             slots: Set of workers of its block format, in which those that are not arranged do not count; None = all
             that are arranged. Columns are by rank.
+        """
+
+    def cheapest(
+        self,
+        question: ScoreInputs,
+        overlaps: AnyOverlaps,
+        slots: int | None,
+        times: TimeCostInputs | None,
+        home: int,
+        draw: Draw,
+    ) -> Cheapest:
+        """Return the worker of least cost.
+
+        Args:
+            question: As of `score`.
+            overlaps: As of `score`.
+            slots: As of `score`.
+            times: Costs are in seconds, by these (`time_cost`); None = in blocks (`cost`).
+            home: The slot that is taken where several cost as little; -1 = none.
+            draw: Where that is none of them, it chooses one of their number, by rank.
         """
 
 
@@ -268,3 +295,19 @@ class ReferenceLoad:
             decode_blocks=self.decode_blocks if self.track_blocks else None,
             shared=self.shared(question.block_format, question.hashes),
         )
+
+    def cheapest(
+        self,
+        question: ScoreInputs,
+        overlaps: AnyOverlaps,
+        slots: int | None,
+        times: TimeCostInputs | None,
+        home: int,
+        draw: Draw,
+    ) -> Cheapest:
+        scores = self.score(question, overlaps, slots)
+        costs = scores.costs if times is None else scores.seconds(times)
+        ties = least_of(costs)
+        at_home = [index for index in ties if scores.slot(index) == home]
+        index = ties[0] if len(ties) == 1 else at_home[0] if at_home else ties[draw(len(ties))]
+        return scores.slot(index), *scores.overlap(index), costs[index]

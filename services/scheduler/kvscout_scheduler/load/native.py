@@ -13,7 +13,7 @@ from kvscout_common.hashing import native_available
 from kvscout_scheduler.costs.choose import RankedCosts
 from kvscout_scheduler.costs.cost import ScoreInputs
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
-from kvscout_scheduler.load.active_load import ActiveLoad, ReferenceLoad, SlotLoad
+from kvscout_scheduler.load.active_load import ActiveLoad, Cheapest, Draw, ReferenceLoad, SlotLoad
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, PackedOverlaps
 from kvscout_scheduler.values.slot_sets import packed
 
@@ -60,7 +60,7 @@ class NativeLoad:
         self.add_private = core.add_private
         self.remove = core.remove
         self.shared = core.shared
-        self._score = core.score
+        self._score, self._cheapest = core.score, core.cheapest
 
     @property
     def requests(self) -> list[int]:
@@ -95,6 +95,22 @@ class NativeLoad:
         return NativeScores(
             self._score(members, block_format, hashes, native, isl_tokens, weight, host, disk, charge_prefill, scale)
         )
+
+    def cheapest(
+        self,
+        question: ScoreInputs,
+        overlaps: AnyOverlaps,
+        slots: int | None,
+        times: TimeCostInputs | None,
+        home: int,
+        draw: Draw,
+    ) -> Cheapest:
+        block_format, hashes, isl_tokens, weight, tiers, charge_prefill, scale = question
+        native = _native(overlaps)
+        members = None if slots is None else packed(slots)
+        host, disk = tiers.host, tiers.disk
+        columns = members, block_format, hashes, native, isl_tokens, weight, host, disk, charge_prefill, scale
+        return self._cheapest(*columns, times, home, draw)
 
 
 def _native(overlaps: AnyOverlaps) -> kvscout_native.Overlaps | None:
@@ -145,7 +161,7 @@ class NativeScores:
         return NativeCosts(self._core.costs())
 
     def seconds(self, question: TimeCostInputs) -> NativeCosts:
-        return NativeCosts(self._core.seconds(*question))
+        return NativeCosts(self._core.seconds(question))
 
 
 class NativeCosts(RankedCosts):

@@ -12,7 +12,7 @@ from typing import Final
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.worker import DeviceClass, WorkerRank
 from kvscout_scheduler.costs.choose import choose
-from kvscout_scheduler.policies.policy import Candidates, Policy
+from kvscout_scheduler.policies.policy import Candidates, Formula, Policy
 
 
 class Kv(Policy):
@@ -22,6 +22,8 @@ class Kv(Policy):
 
         cost = overlap_score_weight · prefill_blocks + decode_blocks        (all of it: kvscout_scheduler.costs.cost)
     """
+
+    formula = Formula.BLOCKS
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         return candidates.kv_costs

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvscout_scheduler.costs.time_cost import ahead_of, crowding_of, decode_of, fewest_waiting, own_of
-from kvscout_scheduler.policies.policy import Candidates, Policy
+from kvscout_scheduler.policies.policy import Candidates, Formula, Policy
 
 
 class KvTime(Policy):
     """The formula is that of `time_cost`, what it takes is learned by `learned_times`."""
+
+    formula = Formula.SECONDS
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         return candidates.seconds(candidates.time_cost_inputs())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 from functools import cached_property
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.costs.choose import choose, probabilities
@@ -30,6 +31,11 @@ class TierOverlap(NamedTuple):
     host: int
     disk: int
     external: int
+
+
+def uncached_tokens(request: SelectionRequest, effective_blocks: float, block_size: int) -> int:
+    """Return prompt tokens to charge a worker as prefill, by the overlap as its cost counts it."""
+    return max(0, request.isl_tokens - int(effective_blocks * block_size)) if request.charge_prefill else 0
 
 
 class Candidates:
@@ -197,9 +203,7 @@ class Candidates:
 
     def uncached_tokens(self, slot: int, effective_blocks: float) -> int:
         """Return prompt tokens to charge the candidate at a slot as prefill, by its `effective_blocks`."""
-        if not self.request.charge_prefill:
-            return 0
-        return max(0, self.request.isl_tokens - int(effective_blocks * self._pool.format_of[slot].block_size))
+        return uncached_tokens(self.request, effective_blocks, self._pool.format_of[slot].block_size)
 
     def of(self, members: int) -> Candidates:
         """Return the same question of other workers."""
@@ -265,6 +269,15 @@ class Candidates:
         return self._pool.load.score(question, prompt.overlaps, slots)
 
 
+class Formula(Enum):
+    """Costs that the load computes, and finds the least of, in one call (`ActiveLoad.cheapest`)."""
+
+    BLOCKS = auto()
+    """That of `costs.cost`."""
+    SECONDS = auto()
+    """That of `costs.time_cost`."""
+
+
 class Policy(ABC):
     """Policy that picks one of the candidates, which are eligible. A subclass says what a candidate costs, the rest is
     here.
@@ -275,6 +288,10 @@ class Policy(ABC):
     Every pool has an instance of its own, which may keep state and must not block. One that has methods of
     `reservation.Observer` observes the course of requests through them, so that it can learn how fast workers are.
     """
+
+    formula: ClassVar[Formula | None] = None
+    """What `costs` returns, if `pick` is the one below: such a class is not asked at temperature 0 without explanation.
+    It says nothing of its subclasses."""
 
     @abstractmethod
     def costs(self, candidates: Candidates) -> Sequence[float]:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from kvscout_common.errors import ConfigError, InternalError, InvalidArgument, KvscoutError
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_scheduler.costs.choose import is_ranked
-from kvscout_scheduler.policies.policy import Candidates, Policy
+from kvscout_scheduler.policies.policy import Candidates, Formula, Policy
 
 ENTRY_POINT_GROUP: Final = "kvscout.policies"
 
@@ -47,6 +47,9 @@ class CheckedPolicy:
             raise
         except Exception as error:
             raise self._blamed(error) from error
+        # By its own class: a subclass may compute something else, and pick in another way.
+        self.formula: Formula | None = vars(type(self._policy)).get("formula")
+        """See `Policy`."""
         listening = {what: getattr(self._policy, what, None) for what in ("booked", "prefill_completed", "ended")}
         self.observes = any(map(callable, listening.values()))
         """True: it observes bookings."""

@@ -9,10 +9,10 @@ from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvscout_common.errors import InternalError
-from kvscout_scheduler.costs.cost import BlockFormat
+from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs
 from kvscout_scheduler.estimates.sessions import Session
 from kvscout_scheduler.policies.eligibility import Exclusions, eligible, with_room
-from kvscout_scheduler.policies.policy import Candidates
+from kvscout_scheduler.policies.policy import Candidates, Formula, uncached_tokens
 from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.values.decision import Candidate, Decision, Explanation
 from kvscout_scheduler.values.overlaps import Overlaps
@@ -20,6 +20,7 @@ from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt
 from kvscout_scheduler.values.settings import SchedulerSettings
 
 if TYPE_CHECKING:
+    from kvscout_scheduler.load.active_load import Cheapest
     from kvscout_scheduler.load.pool import Pool
 
 
@@ -94,32 +95,39 @@ class Selector:
             # A query is answered all the same when everyone is full.
             members = with_room(pool, members, dropped) or members
         settings = self._settings if request.override is NO_OVERRIDE else self._in_effect(request.override)
-        candidates = Candidates(pool, request, members, prompts, settings, now=now, books=books, home=home)
         name = settings.policy
         policy = self._policy(pool, name)
-        costs = policy.costs(candidates)
         seed = request.override.seed
-        index = policy.pick(candidates, costs, self._rng if seed is None else Random(seed))
-        overlap_blocks, effective_overlap_blocks = candidates.overlap(index)
-        slot = candidates.slot(index)
+        rng = self._rng if seed is None else Random(seed)
         explanation = None
-        if dropped is not None:
-            try:
-                explanation = explain(
-                    pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped.by_slot()
-                )
-            except InternalError:
-                # A caller that wants no explanation gets the worker all the same.
-                if request.explain:
-                    raise
+        if dropped is None and policy.formula is not None and not settings.router_temperature and len(prompts) == 1:
+            # The usual case, and what the other one comes to: all that the policy would do is one call.
+            slot, overlap_blocks, effective_overlap_blocks, cost = _cheapest(
+                policy.formula, pool, request, members, prompts, settings, now=now, books=books, home=home, rng=rng
+            )
+        else:
+            candidates = Candidates(pool, request, members, prompts, settings, now=now, books=books, home=home)
+            costs = policy.costs(candidates)
+            index = policy.pick(candidates, costs, rng)
+            overlap_blocks, effective_overlap_blocks = candidates.overlap(index)
+            slot, cost = candidates.slot(index), costs[index]
+            if dropped is not None:
+                try:
+                    explanation = explain(
+                        pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped.by_slot()
+                    )
+                except InternalError:
+                    # A caller that wants no explanation gets the worker all the same.
+                    if request.explain:
+                        raise
         decision = Decision(
             pool.ranks[slot],
             pool.specs[slot],
             name,
             overlap_blocks,
             effective_overlap_blocks,
-            costs[index],
-            candidates.uncached_tokens(slot, effective_overlap_blocks),
+            cost,
+            uncached_tokens(request, effective_overlap_blocks, pool.format_of[slot].block_size),
             explanation,
             session,
         )
@@ -150,6 +158,31 @@ def _expecting(prompts: Mapping[BlockFormat, Prompt], session: Session, isl_toke
         )
         for block_format, prompt in prompts.items()
     }
+
+
+def _cheapest(
+    formula: Formula,
+    pool: Pool,
+    request: SelectionRequest,
+    members: int,
+    prompts: Mapping[BlockFormat, Prompt],
+    settings: SchedulerSettings,
+    *,
+    now: float,
+    books: bool,
+    home: int,
+    rng: Random,
+) -> Cheapest:
+    """Return the candidate of least cost, where all have one block format."""
+    ((block_format, prompt),) = prompts.items()
+    weight, times = settings.overlap_score_weight, None
+    if formula is Formula.SECONDS:
+        times = pool.times.question(request, prompt, block_format.block_size, now=now, weight=weight, books=books)
+    question = ScoreInputs(
+        block_format, prompt.block_hashes, request.isl_tokens, weight, settings.tier_weights, request.charge_prefill
+    )
+    slots = None if members == pool.everyone else members
+    return pool.load.cheapest(question, prompt.overlaps, slots, times, home, rng.randrange)
 
 
 def explain(
