@@ -16,10 +16,11 @@ from support.openai_stack import Front, Script, breaks, engine, says, spec, stre
 from support.openai_stack import front as front_of
 
 from kvscout_common.identity.identity import AccessRole, Identity, TokenTable
-from kvscout_common.worker import Role, WorkerRank, WorkerSpec
+from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
 
 EVERY = pytest.mark.parametrize("sample", SAMPLES, ids=str)
 STREAMS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+NOWHERE = "http://127.0.0.1:1"
 KEYS = TokenTable({hashlib.sha256(b"secret").hexdigest(): Identity(AccessRole.CLIENT, "default")})
 
 
@@ -129,7 +130,7 @@ REFUSALS: dict[str, tuple[int, str, str]] = {
 @pytest.mark.parametrize("case", REFUSALS)
 async def test_the_gateways_own_refusals_are_in_the_dialects_shape(sample: Sample, case: str) -> None:
     config: dict[str, Any] = {"max_in_flight": 0} if case == "full" else {}
-    async with front(spec("w", "http://127.0.0.1:1"), tokens=KEYS, **config) as served:
+    async with front(spec("w", NOWHERE), tokens=KEYS, **config) as served:
         key = {} if case == "no key" else {"x_api_key": "wrong" if case == "wrong key" else "secret"}
         body: Any = {
             "no such model": sample.body | {"model": "other"},
@@ -196,3 +197,38 @@ async def test_tokens_are_counted_by_any_worker_that_answers_clients(name: str) 
                 "not_found_error" if name == "messages" else "invalid_request_error",
             )
         assert (len(prefill.received), len(one.received)) == (0, 5)
+
+
+@pytest.mark.parametrize("name", ["messages", "responses"])
+async def test_what_cannot_be_divided_runs_on_one_worker_or_is_refused(name: str) -> None:
+    sample = BY_NAME[name]
+    async with engine(says(b"{}")) as prefill, engine(says(sample.answer(stream=False))) as one:
+        apart = {"engine": EngineKind.SGLANG, "bootstrap_host": "127.0.0.1"}
+        computes, decodes = spec("p", prefill.url, role=Role.PREFILL, **apart), {"role": Role.DECODE, **apart}
+        async with front(computes, spec("d", one.url, **decodes)) as served:
+            status, _, answer = await served.post(sample.api.path, sample.body)
+            kind, message = error_of(sample, json.loads(answer))
+            assert (status, kind) == (400, "invalid_request_error")
+            assert f"{sample.api.path} of sglang takes over no prompt" in message
+            assert served.sample("kvscout_disaggregated_requests_total", path="refused") == 1
+        for others in (
+            [spec("d", one.url, can_fallback=True, **decodes)],
+            [spec("d", NOWHERE, **decodes), spec("a", one.url)],
+        ):
+            async with front(computes, *others) as served:
+                assert (await served.post(sample.api.path, sample.body))[0] == 200
+                assert served.sample("kvscout_disaggregated_requests_total", path="undivided") == 1
+        assert prefill.received == []
+
+
+async def test_a_response_is_continued_without_the_prefill_worker_that_has_nothing_of_it() -> None:
+    sample = BY_NAME["responses"]
+    body = sample.body | {"previous_response_id": "resp_1"}
+    async with engine(says(b"{}")) as prefill, engine(says(sample.answer(stream=False))) as one:
+        computes = spec("p", prefill.url, role=Role.PREFILL)
+        async with front(computes, spec("d", one.url, role=Role.DECODE, can_fallback=True)) as served:
+            assert (await served.post(sample.api.path, body))[0] == 200
+        async with front(computes, spec("d", one.url, role=Role.DECODE)) as served:
+            status, _, answer = await served.post(sample.api.path, body)
+            assert (status, "has the previous response" in error_of(sample, json.loads(answer))[1]) == (400, True)
+        assert (len(prefill.received), len(one.received)) == (0, 1)

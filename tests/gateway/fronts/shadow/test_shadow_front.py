@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
+from support.dialect_answers import SAMPLES, Sample, last_error
 from support.http_peers import TRANSPORTS, made_of
 from support.openai_stack import (
     CHAT,
@@ -275,3 +276,30 @@ async def test_what_is_placed_after_its_first_token_is_booked_as_what_runs(trans
         assert booking.attempt_id & UNBOOKED_ATTEMPT, "it is another attempt than that which is freed"
         assert booking.reserve_request().prefill_complete
         await eventually(lambda: asyncio.sleep(0, not held()), what="its end")
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_every_dialect_is_passed_on_and_its_usage_is_read(
+    transport: Transport, sample: Sample, stream: bool
+) -> None:
+    answer = streams(*sample.preamble, *sample.outputs, *sample.end) if stream else says(sample.answer(stream=False))
+    async with engine(answer) as balancer, shadowing(transport, balancer) as one:
+        body = sample.body | {"stream": stream}
+        if stream and sample.api.asks_for_usage:
+            body["stream_options"] = {"include_usage": True}
+        status, _, received = await one.post(sample.api.path, body)
+        assert (status, received) == (200, sample.answer(stream=stream))
+        assert json.loads(balancer.received[0].body) == body
+        total = one.gateway.observations.total
+        assert (total.prompt_tokens, total.cached_tokens) == (7, 4)
+        await until_counted(one, tokens=1)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+async def test_an_error_before_any_output_is_an_event_of_its_dialect(transport: Transport, sample: Sample) -> None:
+    failing = streams(*sample.preamble, sample.failure)
+    async with engine(failing) as balancer, shadowing(transport, balancer) as one:
+        _, _, body = await one.post(sample.api.path, sample.body | {"stream": True})
+        assert last_error(sample, body)["error"]["message"] == "out of luck"
+        await until_counted(one, failed=1)
