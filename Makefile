@@ -111,6 +111,9 @@ chaos-flood: $(DEVELOP) ## Floods from other processes, one after another; no ho
 	PYTHONPATH=tests $(PY) -m chaos.flood
 	CHAOS_ONE_PROCESS=1 PYTHONPATH=tests $(PY) -m chaos.flood
 
+openai-sdist: $(DEVELOP) ## The tests that OpenAI ships with its Python client (downloaded) against a gateway and simulated engines.
+	PYTHONPATH=tests $(PY) tests/openai_sdist.py
+
 h2spec: $(DEVELOP) ## The cases of h2spec (needs Go) against the native transport.
 	PYTHONPATH=tests $(PY) tests/h2spec.py
 

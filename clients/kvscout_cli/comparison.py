@@ -95,7 +95,7 @@ async def replay_cell(
         ProcessFailed: A process ended unasked.
     """
     mockers = Mockers(
-        cross_check.ENGINES,
+        cell.engines,
         block_size=cross_check.BLOCK_SIZE,
         num_gpu_blocks=cross_check.BLOCKS,
         max_num_batched_tokens=cross_check.BATCHED_TOKENS,
@@ -107,7 +107,7 @@ async def replay_cell(
     with TemporaryDirectory(prefix="kvscout-") as directory:
         async with Stack(environment=environment(os.environ)) as stack:
             running = await launch(stack, topology, Path(directory))
-            return await _timed(stack, HttpReplay(running.openai, MODEL).run(workload))
+            return await _timed(stack, HttpReplay(running.openai, MODEL, cell.api).run(workload))
 
 
 async def _timed(stack: Stack, replay: Coroutine[Any, Any, Replay]) -> tuple[Replay, float | None]:

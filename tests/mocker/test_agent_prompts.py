@@ -190,6 +190,7 @@ def test_bad_messages_name_the_field(config: MockerConfig, body: dict[str, Any],
         ({"input": "x", "instructions": 3}, "instructions"),
         ({"input": "x", "store": False, "background": True}, "background"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools.0.name"),
     ],
 )

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvscout_lab.cells.cells import Contender, Experiment
 from kvscout_lab.cells.measures import Measures, Objective
-from kvscout_lab.real_time.http_client import MAX_BOUND
+from kvscout_lab.real_time.apis import MAX_BOUND, Api, Completions, Messages, Responses
 from kvscout_lab.real_time.record import Replay
 from kvscout_lab.simulation.cluster import Cluster, Latencies
 from kvscout_lab.simulation.timing import StepTime
@@ -87,6 +87,23 @@ def small_agents(seconds: float, seed: int) -> Workload:
     return at_rate(agents(parameters), 10.0)
 
 
+def tool_agents(seconds: float, seed: int) -> Workload:
+    """Sessions of agents that call a tool in each turn, one session every two seconds: 4 to 12 turns each."""
+    parameters = Agents(
+        sessions=max(1, round(seconds * 0.5)),
+        seed=seed,
+        block_size=BLOCK_SIZE,
+        agents=16,
+        instructions=LogNormal(median=1_200, sigma=0.4, low=400, high=3_000),
+        task=LogNormal(median=200, sigma=0.8, low=16, high=1_500),
+        observation=LogNormal(median=140, sigma=0.8, low=16, high=800),
+        turns=Range(4, 12),
+        output=LogNormal(median=24, sigma=0.6, low=4, high=120),
+        tool_seconds=1.5,
+    )
+    return at_rate(agents(parameters), 0.5)
+
+
 @dataclass(frozen=True, slots=True)
 class RealCell:
     """One cell that can be run in real time."""
@@ -97,6 +114,9 @@ class RealCell:
     burst: Burst | None = None
     decode_speed: float = 1.0
     """Speed of the first engine, in multiples of the others' speed."""
+    engines: int = ENGINES
+    api: Callable[[], Api] = Completions
+    """Of the stack's clients, for one session."""
 
     def workload(self, seconds: float, seed: int) -> Workload:
         """Return the workload of about `seconds` seconds."""
@@ -111,6 +131,8 @@ CELLS: Final[Mapping[str, RealCell]] = {
     "unstreamed": RealCell(small_agents, Clients(max_tokens=MAX_BOUND, unstreamed=0.3)),
     "slow-decoder": RealCell(conversations, decode_speed=1 / 3),
     "bursts": RealCell(small_agents, burst=Burst(factor=5.0, period_seconds=15.0)),
+    "agents-messages": RealCell(tool_agents, Clients(max_tokens=32_768), engines=8, api=Messages),
+    "agents-responses": RealCell(tool_agents, Clients(max_tokens=32_768), engines=8, api=Responses),
 }
 
 
@@ -203,7 +225,7 @@ def simulated(cell: RealCell, workload: Workload, contender: Contender) -> tuple
     found = []
     for draw in range(DRAWS):
         cluster = Cluster(
-            workers=ENGINES,
+            workers=cell.engines,
             engine=engine,
             decode_speeds=(cell.decode_speed,),
             seed=draw,

@@ -1,4 +1,4 @@
-"""A simulated workload, sent to a gateway's OpenAI API in real time, as clients would.
+"""A simulated workload, sent to a gateway's HTTP API in real time, as clients would.
 
 The node of a block becomes token ids, the same ones wherever that block stands, so that prompts share what they
 share in the laboratory. What a client says (`max_tokens`, `stream`) and what the engine generates are two things: the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -18,8 +18,9 @@ from typing import Any, Final
 
 import aiohttp
 
-from kvscout_client import GenerateChunk, Usage
+from kvscout_client import GenerateChunk
 from kvscout_common.errors import InternalError, Unavailable
+from kvscout_lab.real_time.apis import Api, Completions
 from kvscout_lab.real_time.open_loop import Limits, OpenLoop
 from kvscout_lab.real_time.record import Replay
 from kvscout_lab.workloads.sessions import Session
@@ -28,8 +29,6 @@ from kvscout_lab.workloads.workload import Flow, Turn, Workload
 
 TOKENS: Final = range(1_000, 31_000)
 """Ids that prompts are made of."""
-MAX_BOUND: Final = 4_096
-"""`max_tokens` of requests that have no limit in the workload: without one a completion ends after 16 tokens."""
 
 
 def first_prompt(flow: Flow, number: int, block_size: int) -> array[int]:
@@ -56,38 +55,22 @@ def new_tokens(flow: Flow, number: int) -> Iterator[array[int]]:
         yield array("I", Random(f"turn {number} {place}").choices(TOKENS, k=count))
 
 
-def body_of(turn: Turn, model: str, prompt: array[int]) -> dict[str, Any]:
-    """Return the request body of a turn.
-
-    Args:
-        turn: The turn.
-        model: Model of the request.
-        prompt: Its tokens.
-    """
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt.tolist(),
-        "max_tokens": max(turn.max_tokens or MAX_BOUND, turn.output_tokens),
-        "return_token_ids": True,
-        "vllm_xargs": {"output_tokens": turn.output_tokens, "tells_first_token": not turn.streamed},
-    }
-    if turn.streamed:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return body
-
-
 class HttpReplay:
     """One replay of a workload over HTTP. Used once.
 
     Args:
         url: URL of the OpenAI API, up to `/v1`.
         model: Model of the requests.
+        api: Makes the API of each session.
         timeout_seconds: Longest wait for one answer.
     """
 
-    def __init__(self, url: str, model: str, timeout_seconds: float = 120.0) -> None:
-        self._url = f"{url}/completions"
+    def __init__(
+        self, url: str, model: str, api: Callable[[], Api] = Completions, timeout_seconds: float = 120.0
+    ) -> None:
+        self._url = url
         self._model = model
+        self._api = api
         self._timeout = aiohttp.ClientTimeout(timeout_seconds)
         self._start_unix = 0.0
         self._first_tokens: dict[str, float] = {}
@@ -99,9 +82,14 @@ class HttpReplay:
         At most one request of each flow is under way.
         """
         turns: dict[str, Turn] = {}
+        apis = [self._api() for _ in workload.flows]
 
         def send(token_ids: array[int], max_tokens: int, request_id: str) -> AsyncIterator[GenerateChunk]:
-            return self._send(http, turns[request_id], token_ids, request_id)
+            flow, _, place = request_id.partition("/")
+            last = int(place) == len(workload.flows[int(flow)].turns) - 1
+            api = apis[int(flow)]
+            body = api.body(turns[request_id], self._model, token_ids, last=last)
+            return self._send(http, turns[request_id], api, body, request_id)
 
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=self._timeout) as http:
@@ -117,31 +105,33 @@ class HttpReplay:
         return replace(replay, records=tuple(records))
 
     async def _send(
-        self, http: aiohttp.ClientSession, turn: Turn, prompt: array[int], request_id: str
+        self, http: aiohttp.ClientSession, turn: Turn, api: Api, body: dict[str, Any], request_id: str
     ) -> AsyncIterator[GenerateChunk]:
-        came = 0
+        came = array("I")
         try:
-            data = json.dumps(body_of(turn, self._model, prompt), separators=(",", ":"))
-            async with http.post(self._url, data=data, headers={"Content-Type": "application/json"}) as response:
+            data = json.dumps(body, separators=(",", ":"))
+            headers = {"Content-Type": "application/json"}
+            async with http.post(f"{self._url}/{api.path}", data=data, headers=headers) as response:
                 if response.status != 200:
                     raise InternalError(f"{response.status}: {(await response.text())[:200]}")
                 if turn.streamed:
                     async for line in response.content:
                         if line.startswith(b"data: {"):
-                            chunk = _chunk(json.loads(line[6:]))
-                            came += len(chunk.token_ids)
+                            chunk = api.chunk(json.loads(line[6:]))
+                            came.extend(chunk.token_ids)
                             yield chunk
                 else:
                     document = await response.json()
-                    chunk = _chunk(document)
-                    came += len(chunk.token_ids)
+                    chunk = api.chunk(document)
+                    came.extend(chunk.token_ids)
                     if chunk.token_ids:
                         self._first_tokens[request_id] = document["first_token_unix_seconds"] - self._start_unix
                     yield chunk
         except (aiohttp.ClientError, TimeoutError, ValueError) as failure:
             raise Unavailable(f"{type(failure).__name__}: {failure}") from failure
-        if came != turn.output_tokens:
-            raise InternalError(f"{came} of {turn.output_tokens} tokens came")
+        if len(came) != turn.output_tokens:
+            raise InternalError(f"{len(came)} of {turn.output_tokens} tokens came")
+        api.answered(came)
 
 
 def _sessions(workload: Workload, turns: dict[str, Turn]) -> Iterator[Session]:
@@ -157,15 +147,3 @@ def _sessions(workload: Workload, turns: dict[str, Turn]) -> Iterator[Session]:
                 for place, (prompt, turn) in enumerate(zip(prompts, flow.turns, strict=True))
             ),
         )
-
-
-def _chunk(document: dict[str, Any]) -> GenerateChunk:
-    """Return an event of a stream, or a whole answer, as a chunk."""
-    if "error" in document:
-        raise ValueError(str(document["error"])[:200])
-    tokens = [token for choice in document["choices"] for token in choice["token_ids"]]
-    usage = document.get("usage")
-    if usage:
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        usage = Usage(usage["prompt_tokens"], usage["completion_tokens"], cached)
-    return GenerateChunk(token_ids=tuple(tokens), usage=usage or None)

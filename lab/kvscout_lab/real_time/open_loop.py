@@ -136,6 +136,7 @@ class OpenLoop:
         reply = array("I")
         worker: WorkerRank | None = None
         cached: int | None = None
+        prompt_tokens = len(request.prompt)
         error = ""
         try:
             async for chunk in self._target(request.prompt, request.max_tokens, request.request_id):
@@ -146,6 +147,8 @@ class OpenLoop:
                     worker = chunk.decision.worker
                 if chunk.usage is not None:
                     cached = chunk.usage.cached_tokens
+                    # A chat template adds to what was sent.
+                    prompt_tokens = chunk.usage.prompt_tokens or prompt_tokens
             if not reply:
                 error = "no tokens came back"
         except KvscoutError as failure:
@@ -155,6 +158,7 @@ class OpenLoop:
             finished=self._now(),
             first_token=arrivals[0] if arrivals else None,
             gaps_seconds=tuple(after - before for before, after in pairwise(arrivals)),
+            prompt_tokens=prompt_tokens,
             output_tokens=len(reply),
             cached_tokens=cached,
             worker=worker,
@@ -176,10 +180,5 @@ class _Request(NamedTuple):
         return f"{self.session_id}/{self.turn}"
 
     def record(self, **values: Any) -> RequestRecord:
-        return RequestRecord(
-            session_id=self.session_id,
-            turn=self.turn,
-            scheduled=self.due,
-            prompt_tokens=len(self.prompt),
-            **values,
-        )
+        values.setdefault("prompt_tokens", len(self.prompt))
+        return RequestRecord(session_id=self.session_id, turn=self.turn, scheduled=self.due, **values)

@@ -93,6 +93,8 @@ def parse_response(
     stores, background = boolean(fields, "store", default=True), boolean(fields, "background")
     if background and not stores:
         raise InvalidArgument("can only be used when `store` is true", field="background")
+    if fields.get("prompt") is not None:
+        raise InvalidArgument("prompt template is not supported", field="prompt")
     limit = optional_integer(fields, "max_output_tokens", minimum=1)
     messages = _messages(fields, previous)
     chat = {"messages": messages, **_tools(fields), **_continuation(fields.get("input"))} | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,8 @@ from support.mocker_process import MockerProcess, running_mocker
 
 from kvscout_common.http.json_fields import Fields
 from kvscout_gateway.fronts.outputs import output_of
-from kvscout_lab.real_time.http_client import MAX_BOUND, HttpReplay, body_of, first_prompt, new_tokens
+from kvscout_lab.real_time.apis import MAX_BOUND, Api, Completions, Messages, Responses
+from kvscout_lab.real_time.http_client import HttpReplay, first_prompt, new_tokens
 from kvscout_lab.workloads.clients import Clients, as_clients_ask
 from kvscout_lab.workloads.workload import Flow, Nodes, Turn, Workload
 
@@ -58,12 +59,13 @@ def test_later_prompts_are_as_long_as_in_the_laboratory() -> None:
 @pytest.mark.parametrize("streamed", [True, False])
 def test_how_long_an_output_will_be_no_gateway_reads(streamed: bool) -> None:
     turn = Turn(array("Q"), 20, 37, max_tokens=4_096, streamed=streamed)
-    body = body_of(turn, "m", array("I", [1] * 20))
+    api = Completions()
+    body = api.body(turn, "m", array("I", [1] * 20), last=False)
     assert (body["max_tokens"], body["vllm_xargs"]["output_tokens"]) == (4_096, 37)
     output = output_of("/v1/completions", Fields.scanned(json.dumps(body).encode()))
     assert (output.expected_tokens, output.max_tokens, output.unseen) == (0, 4_096, not streamed)
-    assert body_of(turn._replace(max_tokens=0), "m", array("I"))["max_tokens"] == MAX_BOUND
-    assert body_of(turn._replace(max_tokens=8), "m", array("I"))["max_tokens"] == 37, "it is a bound"
+    assert api.body(turn._replace(max_tokens=0), "m", array("I"), last=True)["max_tokens"] == MAX_BOUND
+    assert api.body(turn._replace(max_tokens=8), "m", array("I"), last=True)["max_tokens"] == 37, "it is a bound"
 
 
 async def test_every_turn_gets_its_output_and_the_next_one_finds_it_cached(mocker: MockerProcess) -> None:
@@ -86,6 +88,26 @@ async def test_every_turn_gets_its_output_and_the_next_one_finds_it_cached(mocke
                 # The last token of an output is not computed: it would be with the one after it.
                 known = (before.prompt_tokens + before.output_tokens - 1) // BLOCK * BLOCK
                 assert record.cached_tokens == known
+
+
+@pytest.mark.parametrize("api", [Messages, Responses])
+async def test_agents_call_a_tool_in_every_turn_but_the_last_and_find_their_prompts_cached(
+    mocker: MockerProcess, api: Callable[[], Api]
+) -> None:
+    nodes = Nodes()
+    flows = [flow(nodes, "a", (70, 30), (40, 20), (40, 3), start=0.05 * number) for number in range(4)]
+    workload = as_clients_ask(Workload("w", BLOCK, tuple(flows)), Clients(max_tokens=32_768))
+    run = await HttpReplay(f"{mocker.url}/v1", "mock", api).run(workload)
+    assert [record.error for record in run.records] == [""] * 12
+    by_name = {(record.session_id, record.turn): record for record in run.records}
+    for number, each in enumerate(workload.flows):
+        cached = 0
+        for place, turn in enumerate(each.turns):
+            record = by_name[str(number), place]
+            assert record.output_tokens == turn.output_tokens
+            assert turn.prompt_tokens < record.prompt_tokens < turn.prompt_tokens + 70, "marks, tools and calls"
+            assert (record.cached_tokens or 0) >= cached
+            cached = record.prompt_tokens // BLOCK * BLOCK
 
 
 async def test_a_turn_that_fails_ends_its_flow_and_is_told(mocker: MockerProcess) -> None:
