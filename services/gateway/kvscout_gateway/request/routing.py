@@ -243,7 +243,8 @@ class RoutingFlow:
     def _decision(
         self, request: Request, overlaps: Overlaps, worker: WorkerRank, pool: Geometry, booking: Booking | None
     ) -> Decision:
-        hashes, unknown = overlaps.hashes.get(pool, b""), request.prompt.unknown
+        hashes = overlaps.hashes.get(pool, b"")
+        unknown = request.prompt.unknown or request.prompt.partial
         if booking is not None and request.owned:
             # All that it takes to book it anew; of a request that this gateway does not run, its caller knows.
             booking.worker, booking.block_hashes, booking.output = worker, hashes, request.output
