@@ -44,6 +44,7 @@ UNITS = {
     "router_max_tree_size": "blocks",
     "router_prune_target_ratio": "share",
     "tenant_share": "share",
+    "queue_aged_share": "share",
     "trace_ratio": "share",
     "router_snapshot_threshold": "messages",
     "nats_replicas": "copies",

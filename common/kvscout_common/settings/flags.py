@@ -157,22 +157,26 @@ def _help_all(ctx: click.Context, _parameter: click.Parameter, is_given: bool) -
         ctx.exit()
 
 
-def flag(name: str, *, section: str = BEHAVIOUR, program: str = "", **kwargs: Any) -> Callable[[F], F]:
+def flag(
+    name: str, *, section: str = BEHAVIOUR, program: str = "", aliases: tuple[str, ...] = (), **kwargs: Any
+) -> Callable[[F], F]:
     """Declare a flag.
 
     Args:
         name: The flag as typed, such as "--router-ttl" or "--a/--no-a".
         section: Section of --help.
         program: If given, `KVSCOUT_<PROGRAM>_<FLAG>` is read before `KVSCOUT_<FLAG>`.
+        aliases: Former names of it, which go on working.
         kwargs: As for `click.option`.
     """
-    stem = name.split("/", maxsplit=1)[0].lstrip("-").replace("-", "_").upper()
-    variables = [PREFIX + stem]
+    stem, *former = (one.split("/", maxsplit=1)[0].lstrip("-").replace("-", "_").upper() for one in (name, *aliases))
+    variables = [PREFIX + stem, *(PREFIX + one for one in former)]
     if program:
         variables.insert(0, f"{PREFIX}{program.upper()}_{stem}")
     kwargs.setdefault("show_default", True)
     return click.option(
         name,
+        *aliases,
         cls=SectionedOption,
         section=section,
         envvar=[*variables, *kwargs.pop("envvar", [])],

@@ -49,6 +49,13 @@ pub struct Select<'a> {
     pub session: u64,
     pub no_lineage: bool,
     pub overlaps_unknown: bool,
+    pub fairness_id: &'a str,
+    pub caller: &'a str,
+    /// 0: there is none.
+    pub deadline_ms: u32,
+    /// 0: that of the scheduler.
+    pub ttft_target_us: u32,
+    pub itl_target_us: u32,
 }
 
 /// One operation; `Plain` is left to the plain path.
@@ -145,7 +152,13 @@ pub fn select(bytes: &[u8]) -> Option<Select<'_>> {
             (27, Field::Fixed64(value)) => select.session = value,
             (28, Field::Varint(value)) => select.no_lineage = value != 0,
             (29, Field::Varint(value)) => select.overlaps_unknown = value != 0,
-            (1..=29, _) => return None,
+            // As that of the class.
+            (30, Field::Bytes(value)) => select.fairness_id = std::str::from_utf8(value).ok()?,
+            (31, Field::Bytes(value)) => select.caller = std::str::from_utf8(value).ok()?,
+            (32, Field::Varint(value)) => select.deadline_ms = value as u32,
+            (33, Field::Varint(value)) => select.ttft_target_us = value as u32,
+            (34, Field::Varint(value)) => select.itl_target_us = value as u32,
+            (1..=34, _) => return None,
             _ => {} // of a later version
         }
     }

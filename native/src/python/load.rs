@@ -462,6 +462,13 @@ fn select_parts<'py>(
                 select.estimates_prefill,
             ),
             (select.session, select.no_lineage, select.overlaps_unknown),
+            (
+                select.caller,
+                select.fairness_id,
+                select.deadline_ms,
+                select.ttft_target_us,
+                select.itl_target_us,
+            ),
         ),
     );
     columns.into_pyobject(py)

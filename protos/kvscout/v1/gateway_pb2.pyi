@@ -128,6 +128,8 @@ class RouteRequest(_message.Message):
     OUTPUT_CLASS_FIELD_NUMBER: _builtins.int
     ESTIMATE_PREFILL_COMPLETE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    FAIRNESS_ID_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required. The name of a LoRA adapter that a worker has loaded is a model, too."""
     tenant: _builtins.str
@@ -171,6 +173,12 @@ class RouteRequest(_message.Message):
     prompt that begins with all complete blocks of an earlier one continues its conversation. Only a keyed hash of the
     name is kept.
     """
+    fairness_id: _builtins.str
+    """Requests of one fairness id share what their caller has of the scheduler's queue; at most 256 characters, unset = all
+    of the caller's requests without one.
+    """
+    objective: _builtins.str
+    """Name of an objective of the gateway (--inference-objective), which has a priority and targets; unset = none."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt. Either these or block_hashes."""
@@ -223,10 +231,12 @@ class RouteRequest(_message.Message):
         output_class: _builtins.str = ...,
         estimate_prefill_complete: _builtins.bool = ...,
         session: _builtins.str = ...,
+        fairness_id: _builtins.str = ...,
+        objective: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "block_size", b"block_size", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "mm_items", b"mm_items", "model", b"model", "output_class", b"output_class", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "session", b"session", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "estimate_prefill_complete", b"estimate_prefill_complete", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "mm_items", b"mm_items", "model", b"model", "objective", b"objective", "output_class", b"output_class", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "session", b"session", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
     _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015
@@ -534,6 +544,8 @@ class GenerateRequest(_message.Message):
     EXPLAIN_FIELD_NUMBER: _builtins.int
     ENGINE_FIELDS_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    FAIRNESS_ID_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -558,6 +570,12 @@ class GenerateRequest(_message.Message):
     """
     session: _builtins.str
     """As of RouteRequest."""
+    fairness_id: _builtins.str
+    """Requests of one fairness id share what their caller has of the scheduler's queue; at most 256 characters, unset = all
+    of the caller's requests without one.
+    """
+    objective: _builtins.str
+    """Name of an objective of the gateway (--inference-objective), which has a priority and targets; unset = none."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt; at least one."""
@@ -614,10 +632,12 @@ class GenerateRequest(_message.Message):
         explain: _builtins.bool = ...,
         engine_fields: _builtins.str = ...,
         session: _builtins.str = ...,
+        fairness_id: _builtins.str = ...,
+        objective: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "output_options", b"output_options", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "stop_conditions", b"stop_conditions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "cache_salt", b"cache_salt", "engine_fields", b"engine_fields", "explain", b"explain", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "output_options", b"output_options", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "session", b"session", "stop_conditions", b"stop_conditions", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "cache_salt", b"cache_salt", "engine_fields", b"engine_fields", "explain", b"explain", "fairness_id", b"fairness_id", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "objective", b"objective", "output_options", b"output_options", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "router_config_override", b"router_config_override", "sampling_options", b"sampling_options", "session", b"session", "stop_conditions", b"stop_conditions", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pinned_dp_rank: _TypeAlias = _typing.Literal["pinned_dp_rank"]  # noqa: Y015
     _WhichOneofArgType__pinned_dp_rank: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank"]  # noqa: Y015

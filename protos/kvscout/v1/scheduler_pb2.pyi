@@ -46,6 +46,8 @@ class _IneligibleReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Inel
     """It is over a busy threshold."""
     INELIGIBLE_REASON_NO_ROOM: _IneligibleReason.ValueType  # 9
     """Requests wait for it (--router-queue-threshold), and others have room."""
+    INELIGIBLE_REASON_OVER_TARGET: _IneligibleReason.ValueType  # 10
+    """It would miss a target of the request (--ttft-target-ms, --itl-target-ms), and others keep them."""
 
 class IneligibleReason(_IneligibleReason, metaclass=_IneligibleReasonEnumTypeWrapper):
     """Why a worker rank could not be chosen."""
@@ -70,6 +72,8 @@ INELIGIBLE_REASON_BUSY: IneligibleReason.ValueType  # 8
 """It is over a busy threshold."""
 INELIGIBLE_REASON_NO_ROOM: IneligibleReason.ValueType  # 9
 """Requests wait for it (--router-queue-threshold), and others have room."""
+INELIGIBLE_REASON_OVER_TARGET: IneligibleReason.ValueType  # 10
+"""It would miss a target of the request (--ttft-target-ms, --itl-target-ms), and others keep them."""
 Global___IneligibleReason: _TypeAlias = IneligibleReason  # noqa: Y015
 
 class _FreeOutcome:
@@ -191,6 +195,11 @@ class SelectRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     NO_LINEAGE_FIELD_NUMBER: _builtins.int
     OVERLAPS_UNKNOWN_FIELD_NUMBER: _builtins.int
+    FAIRNESS_ID_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_US_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_US_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -214,7 +223,7 @@ class SelectRequest(_message.Message):
     lora_name: _builtins.str
     """LoRA adapter the worker must have loaded; unset = none."""
     priority: _builtins.int
-    """Queue priority, higher first; unset = 0."""
+    """Queue priority, higher first; unset = 0. Below 0, a request may be shed while no worker keeps its targets."""
     expected_output_tokens: _builtins.int
     """Expected output length in tokens; unset = unknown."""
     explain: _builtins.bool
@@ -244,6 +253,22 @@ class SelectRequest(_message.Message):
     """Nobody could be asked where the prompt is cached (no tokens, no indexer): the worker of its session is expected to
     hold what the session had there.
     """
+    fairness_id: _builtins.str
+    """Requests of one fairness id share what their caller has of the queue; at most 256 characters, unset = all of the
+    caller's requests without one.
+    """
+    caller: _builtins.str
+    """Name of the token by which the request came, whose requests have a fair share of the queue; at most 256 characters,
+    unset = the tenant.
+    """
+    deadline_ms: _builtins.int
+    """Milliseconds from now until nobody wants the output any more. What waits longer is refused, and so is what could not
+    have its first token before. Unset = no deadline.
+    """
+    ttft_target_us: _builtins.int
+    """Target of the time to the first token, in microseconds, for policy kv-time; unset = the scheduler's."""
+    itl_target_us: _builtins.int
+    """Target of the time between two tokens, in microseconds, for policy kv-time; unset = the scheduler's."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Local hashes of the prompt's complete blocks for workers of `block_size`."""
@@ -304,10 +329,15 @@ class SelectRequest(_message.Message):
         session: _builtins.int = ...,
         no_lineage: _builtins.bool = ...,
         overlaps_unknown: _builtins.bool = ...,
+        fairness_id: _builtins.str = ...,
+        caller: _builtins.str = ...,
+        deadline_ms: _builtins.int = ...,
+        ttft_target_us: _builtins.int = ...,
+        itl_target_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "estimate_prefill_complete", b"estimate_prefill_complete", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "isl_tokens", b"isl_tokens", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "model", b"model", "no_lineage", b"no_lineage", "other_pools", b"other_pools", "output_class", b"output_class", "overlaps", b"overlaps", "overlaps_unknown", b"overlaps_unknown", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "caller", b"caller", "deadline_ms", b"deadline_ms", "estimate_prefill_complete", b"estimate_prefill_complete", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "isl_tokens", b"isl_tokens", "itl_target_us", b"itl_target_us", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "model", b"model", "no_lineage", b"no_lineage", "other_pools", b"other_pools", "output_class", b"output_class", "overlaps", b"overlaps", "overlaps_unknown", b"overlaps_unknown", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_target_us", b"ttft_target_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pinned_dp_rank: _TypeAlias = _typing.Literal["pinned_dp_rank"]  # noqa: Y015
     _WhichOneofArgType__pinned_dp_rank: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank"]  # noqa: Y015
@@ -1941,6 +1971,7 @@ class PoolLoad(_message.Message):
     ACTIVE_DECODE_BLOCKS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model."""
     tenant: _builtins.str
@@ -1959,6 +1990,10 @@ class PoolLoad(_message.Message):
     """Decisions made since start."""
     queued: _builtins.int
     """Requests waiting in the queue."""
+    @_builtins.property
+    def queue(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueShare]:
+        """What waits, by priority, caller and fairness id: the 32 entries with most requests. For administrators."""
+
     def __init__(
         self,
         *,
@@ -1971,14 +2006,53 @@ class PoolLoad(_message.Message):
         active_decode_blocks: _builtins.int = ...,
         decisions: _builtins.int = ...,
         queued: _builtins.int = ...,
+        queue: _abc.Iterable[Global___QueueShare] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_decode_blocks", b"active_decode_blocks", "active_prefill_tokens", b"active_prefill_tokens", "active_requests", b"active_requests", "decisions", b"decisions", "model", b"model", "queued", b"queued", "role", b"role", "tenant", b"tenant", "worker_ranks", b"worker_ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_decode_blocks", b"active_decode_blocks", "active_prefill_tokens", b"active_prefill_tokens", "active_requests", b"active_requests", "decisions", b"decisions", "model", b"model", "queue", b"queue", "queued", b"queued", "role", b"role", "tenant", b"tenant", "worker_ranks", b"worker_ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolLoad: _TypeAlias = PoolLoad  # noqa: Y015
+
+@_typing.final
+class QueueShare(_message.Message):
+    """Requests of one priority that share an account in the queue."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    FAIRNESS_ID_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    AHEAD_SECONDS_FIELD_NUMBER: _builtins.int
+    priority: _builtins.int
+    """Priority."""
+    caller: _builtins.str
+    """Name of the token by which they came; empty = the tenant."""
+    fairness_id: _builtins.str
+    """Fairness id; empty = none."""
+    waiting: _builtins.int
+    """Requests waiting."""
+    ahead_seconds: _builtins.float
+    """Estimated seconds, divided by its weight, that the caller has had more than the one that goes next."""
+    def __init__(
+        self,
+        *,
+        priority: _builtins.int = ...,
+        caller: _builtins.str = ...,
+        fairness_id: _builtins.str = ...,
+        waiting: _builtins.int = ...,
+        ahead_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_seconds", b"ahead_seconds", "caller", b"caller", "fairness_id", b"fairness_id", "priority", b"priority", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueShare: _TypeAlias = QueueShare  # noqa: Y015
 
 @_typing.final
 class SchedulerGetStatusResponse(_message.Message):

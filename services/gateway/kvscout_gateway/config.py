@@ -17,6 +17,8 @@ from kvscout_common.shards import Shard
 from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.fronts.client_paths import ClientPaths
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
+from kvscout_gateway.fronts.objectives import FLAG as OBJECTIVES_FLAG
+from kvscout_gateway.fronts.objectives import Objective, objectives_of
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
 from kvscout_gateway.upstreams.failover import DNS
 
@@ -86,6 +88,8 @@ class GatewayConfig:
     """Lease of the gateway's own bookings at replicas of a scheduler that is gone."""
     endpoint_picker: EndpointPickerConfig | None = None
     """None = off."""
+    objectives: Mapping[str, Objective] = field(default_factory=dict)
+    """By the name by which requests refer to one."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where one thing excludes another, or an origin is none."""
@@ -131,6 +135,7 @@ class GatewayConfig:
             max_in_flight=values["max_in_flight"],
             lease_seconds=values["lease_seconds"],
             endpoint_picker=EndpointPickerConfig.from_flags(values),
+            objectives=objectives_of(values[OBJECTIVES_FLAG]),
             engine_key_file=values["engine_key_file"],
             engine_ca=values["engine_ca"],
             http_port=values["http_port"],

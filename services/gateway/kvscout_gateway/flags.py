@@ -204,6 +204,15 @@ def gateway_flags() -> Callable[[F], F]:
             help="Longest wait of a request for a renderer and engines that tokenize, in all; 0 = none is queried.",
         ),
         flag(
+            "--inference-objective",
+            aliases=("--endpoint-picker-objective",),
+            multiple=True,
+            metavar="NAME=PRIORITY[,ttft=MS][,itl=MS]",
+            section=BEHAVIOUR,
+            help="NAME=PRIORITY[,ttft=MS][,itl=MS]: queue priority, higher first, and targets of requests with this "
+            "x-llm-d-inference-objective or x-gateway-inference-objective; others have priority 0. Repeatable.",
+        ),
+        flag(
             "--session-affinity",
             default="",
             help="Keep requests with the same value on one worker, as long as it is healthy: header:NAME, or a session "

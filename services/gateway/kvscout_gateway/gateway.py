@@ -35,6 +35,7 @@ from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.fronts.stored_responses import StoredResponses
+from kvscout_gateway.fronts.terms import Terms
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.members.membership import Membership
 from kvscout_gateway.members.registration import Registration
@@ -198,6 +199,7 @@ class Gateway:
             config.client_paths,
             Sessions(without=config.no_session_sources, affinity=config.session_affinity),
             StoredResponses(self.catalog, self.engines),
+            Terms(self.catalog, config.objectives),
             self.charge,
         )
         metrics.register(self.observations)

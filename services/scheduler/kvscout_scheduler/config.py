@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
-from kvscout_common.errors import ConfigError
+from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.settings.config import ServerConfig
-from kvscout_scheduler.values.settings import SchedulerSettings
+from kvscout_scheduler.values.settings import QueueOrder, SchedulerSettings
+from kvscout_scheduler.values.targets import Targets
 from kvscout_scheduler.values.thresholds import BusyThresholds
 
 SCRAPES_THAT_COUNT = 3
@@ -63,11 +65,51 @@ class SchedulerConfig:
                 tenant_share=values["tenant_share"],
                 queue_threshold=values["router_queue_threshold"],
                 queue_limit=values["router_queue_limit"],
+                queue_order=QueueOrder(
+                    weights=_weights(values["fairness_weight"]),
+                    aged_share=values["queue_aged_share"],
+                    aged_seconds=values["queue_aged_seconds"],
+                ),
+                targets=Targets(_seconds(values["ttft_target_ms"]), _seconds(values["itl_target_ms"])),
+                model_targets=_model_targets(values["model_target"]),
             ).validate(),
             seed=values["seed"],
             scrape_seconds=values["scrape_engine_metrics"],
             replica_id=_replica_id(values),
         )
+
+
+def _weights(texts: Iterable[str]) -> dict[str, float]:
+    """Return weights of fair shares by name; their ranges are checked with the other settings."""
+    found = {}
+    for text in texts:
+        name, _, weight = text.rpartition("=")
+        try:
+            found[name] = float(weight)
+        except ValueError as error:
+            raise ConfigError(f"{text!r} is not NAME=WEIGHT", field="fairness_weight") from error
+    return found
+
+
+def _seconds(milliseconds: float | None) -> float:
+    return inf if milliseconds is None else milliseconds / 1000
+
+
+def _model_targets(texts: Iterable[str]) -> dict[str, Targets]:
+    """Return targets by model."""
+    found = {}
+    for text in texts:
+        model, _, targets = text.rpartition("=")
+        try:
+            ttft, itl = (float(part) if part else None for part in targets.split(":"))
+            found[model] = Targets(_seconds(ttft), _seconds(itl)).validate()
+        except ValueError as error:
+            raise ConfigError(f"{text!r} is not MODEL=TTFT_MS:ITL_MS", field="model_target") from error
+        except InvalidArgument as error:
+            raise ConfigError(f"{text!r}: {error.message}", field="model_target") from error
+        if not model:
+            raise ConfigError(f"{text!r} names no model", field="model_target")
+    return found
 
 
 def _replica_id(values: Mapping[str, Any]) -> str:

@@ -112,6 +112,44 @@ def scheduler_flags() -> Callable[[F], F]:
             "max_num_batched_tokens; unset = no queue.",
         ),
         flag(
+            "--fairness-weight",
+            multiple=True,
+            metavar="NAME=WEIGHT",
+            help="NAME=WEIGHT: weight in the queue's fair shares of a caller (name of a token, or the tenant) or of a "
+            "fairness id; others have 1. Repeatable.",
+        ),
+        flag(
+            "--queue-aged-share",
+            default=0.1,
+            type=click.FloatRange(min=0, max=1, max_open=True),
+            help="Share of the estimated seconds that queued requests of lower priorities get once they have waited "
+            "for --queue-aged-seconds; 0 = strict priorities.",
+        ),
+        flag(
+            "--queue-aged-seconds",
+            default=10.0,
+            type=click.FloatRange(min=0),
+            help="Time after which a queued request gets a part of --queue-aged-share.",
+        ),
+        flag(
+            "--ttft-target-ms",
+            type=click.FloatRange(min=0, min_open=True),
+            help="Target of the time to the first token, for policy kv-time: workers that keep it are preferred; while "
+            "none does, requests of a priority below 0 are refused. Unset = no target.",
+        ),
+        flag(
+            "--itl-target-ms",
+            type=click.FloatRange(min=0, min_open=True),
+            help="Target of the time between two tokens; see --ttft-target-ms.",
+        ),
+        flag(
+            "--model-target",
+            multiple=True,
+            metavar="MODEL=TTFT_MS:ITL_MS",
+            help="MODEL=TTFT_MS:ITL_MS: targets of one model; either may be empty: then the general one is in effect. "
+            "Repeatable.",
+        ),
+        flag(
             "--router-queue-limit",
             default=1_024,
             type=click.IntRange(min=1),

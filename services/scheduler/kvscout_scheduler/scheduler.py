@@ -14,6 +14,7 @@ from random import Random
 from kvscout_common.errors import (
     AlreadyExists,
     Cancelled,
+    DeadlineExceeded,
     Draining,
     InternalError,
     InvalidArgument,
@@ -33,6 +34,7 @@ from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.load.workers import MAX_ENDS, Workers
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.policies.decision_feed import DecisionFeed
+from kvscout_scheduler.policies.headroom import KV_TIME, Shed
 from kvscout_scheduler.policies.selection import Selection, Selector
 from kvscout_scheduler.queue.admission import Admission
 from kvscout_scheduler.queue.remote_queues import RemoteQueues
@@ -100,7 +102,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.thresholds = ThresholdTable(settings.thresholds)
         self.bookings = Bookings(settings, self.stats, limits)
-        self.waiting = WaitingQueues(settings.queue_limit)
+        self.waiting = WaitingQueues(settings.queue_limit, settings.queue_order)
         if make_load is None:
             # A caller that chooses a backend need not load the extension.
             from kvscout_scheduler.load import native
@@ -111,7 +113,9 @@ class Scheduler:
         self.workers = Workers(settings, self.bookings, clock, self._make_pool)
         """A registry listener."""
         self.remote_queues = RemoteQueues()
-        self._admission = Admission(self.workers, self.thresholds, self.waiting, self._book_waiter, self.remote_queues)
+        self._admission = Admission(
+            self.workers, self.thresholds, self.waiting, self._book_waiter, self.remote_queues, self._refuse_late
+        )
         self.cool_downs = CoolDowns(settings, self.workers, clock, self.pump)
         self.draining = False
         self.queues_requests = settings.queue_threshold is not None
@@ -191,7 +195,7 @@ class Scheduler:
                 active.answers -= 1
                 raise AlreadyExists(f"request {key.request_id!r} was reserved without choosing")
             return answer
-        decision, pool, slot, prompt = self._select(request, now, books=True)
+        decision, pool, slot, prompt, _ = self._select(request, now, books=True)
         reservation = Reservation(
             key,
             request.attempt_id,
@@ -238,7 +242,7 @@ class Scheduler:
                 return None
             # Who was freed already must not wait for nothing.
             self.bookings.admit(key, request.attempt_id, now)
-            waiter = Waiter(request, answer, owner, lease_seconds, now)
+            waiter = self._waiter(request, answer, owner, lease_seconds, now)
             self.waiting.join(waiter)
         except ResourceExhausted as error:
             if error.retry_after_seconds is None and self.waiting.length(request.pool):
@@ -398,6 +402,7 @@ class Scheduler:
             pool.recover(now)
             pool.forget_metrics(now - self.settings.engine_metrics_seconds)
             pool.sessions.forget_old(now)
+        self._admission.refuse_late(now)
         ended = self.bookings.expire(now, MAX_ENDS)
         ended += self.workers.expire(now, MAX_ENDS - ended)
         self.pump()
@@ -440,15 +445,22 @@ class Scheduler:
     def _select(self, request: SelectionRequest, now: float, *, books: bool) -> Selection:
         try:
             self._require_open()
+            if request.deadline_seconds <= 0:
+                raise DeadlineExceeded("its deadline has passed")
             pool = self.workers.pool(request.pool)
             self._estimate_prefills(pool, now)
             pool.judge(self.thresholds.get(request.tenant, request.model))
             watched = self.decision_feed.explain(request)
             selected = self._selector.select(pool, request, now, books=books, explains=watched)
         except KvscoutError as error:
+            if isinstance(error, Shed):
+                error.retry_after_seconds = max(
+                    RETRY_SECONDS, (error.retry_after_seconds or 0.0) + self._queued(request)
+                )
             self._refused(request, error)
             raise
         self.decision_feed.record(request, selected.decision)
+        self.stats.over_target += selected.over_target and books
         if watched and not request.explain:
             selected = selected._replace(decision=replace(selected.decision, explanation=None))
         self.stats.decisions[selected.decision.policy] += 1
@@ -482,13 +494,63 @@ class Scheduler:
             for key in pool.times.over(now):
                 self.bookings.estimate_prefill(key, now)
 
-    def _book_waiter(self, waiter: Waiter, now: float) -> None:
-        """Book a request that waited, and answer it."""
+    def _waiter(
+        self, request: SelectionRequest, answer: Answer, owner: OwnerName | None, lease_seconds: float, now: float
+    ) -> Waiter:
+        """Return a request that is to wait.
+
+        Raises:
+            Shed: It may be shed, and those before it take longer than its target.
+        """
+        pool = self.workers.pool(request.pool)
+        block_format, prompt = next(
+            iter(pool.prompts(request.prompt, request.other_prompts, request.isl_tokens).items())
+        )
+        seconds = pool.times.alone_seconds(request, prompt, block_format.block_size, now)
+        waiter = Waiter(request, answer, owner, lease_seconds, now, seconds, now + request.deadline_seconds)
+        if request.priority < 0 and self.settings.policy == KV_TIME:
+            target = self.settings.targets_of(request.model, request.targets).ttft_seconds
+            queued = self._queued(request)
+            if queued > target and request.key not in self.waiting:
+                shed = Shed(
+                    f"those before it take about {queued:.3g} s, its target is {target:.3g} s",
+                    retry_after_seconds=max(RETRY_SECONDS, queued - target),
+                )
+                self._refused(request, shed)
+                raise shed
+            if now + target < waiter.deadline:
+                waiter.deadline, waiter.sheds = now + target, True
+        return waiter
+
+    def _queued(self, request: SelectionRequest) -> float:
+        """Return the estimated seconds that each worker needs for those that wait before a request."""
+        queue = self.waiting.queue(request.pool)
+        return (
+            queue.seconds(request.priority) / len(self.workers.pool(request.pool).order) if queue is not None else 0.0
+        )
+
+    def _refuse_late(self, waiter: Waiter, now: float) -> None:
+        """Refuse a request whose time in the queue is over."""
+        waited = now - waiter.since
+        error: KvscoutError = DeadlineExceeded(f"its deadline passed in the queue, after {waited:.3g} s")
+        if waiter.sheds:
+            retry = max(RETRY_SECONDS, self._queued(waiter.request))
+            error = Shed(f"no worker had room within its target; it waited {waited:.3g} s", retry_after_seconds=retry)
+        self._refused(waiter.request, error)
+        waiter.answer(error)
+
+    def _book_waiter(self, waiter: Waiter, now: float) -> bool:
+        """Book a request that waited, and answer it; False = it was refused."""
+        request = replace(
+            waiter.request,
+            waited_seconds=now - waiter.since,
+            deadline_seconds=waiter.request.deadline_seconds + waiter.joined - now,
+        )
         try:
-            request = waiter.request
             decision = self._reserve(request, request.key, now, waiter.owner, waiter.lease_seconds)
         except KvscoutError as error:
             waiter.answer(error)
+            return False
         except Exception:
             # It is out of the queue: without this it would wait for ever.
             waiter.answer(InternalError("the scheduler failed to book it"))
@@ -496,6 +558,7 @@ class Scheduler:
         else:
             self.stats.queue_waits.observe(now - waiter.since)
             waiter.answer(decision)
+            return True
 
     def _relieved(self, key: RequestKey, now: float) -> None:
         """Book requests that waited for the room that a request has given back."""

@@ -7,15 +7,16 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from itertools import count
+from math import inf
 from typing import Any
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
-from kvscout_common.errors import KvscoutError
+from kvscout_common.errors import DeadlineExceeded, KvscoutError
 from kvscout_common.observability import tracing
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.upstreams.interfaces import Answer, Rpc
 from kvscout_gateway.upstreams.scheduler.attachment import REBOOK_SECONDS
-from kvscout_gateway.upstreams.scheduler.queue_wait import QueueWait, WaitedTooLong, waited_too_long
+from kvscout_gateway.upstreams.scheduler.queue_wait import QueueWait, WaitedTooLong
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.overlaps import Overlaps, Rows
@@ -36,6 +37,7 @@ from kvscout_scheduler.values.request import (
     WorkerConstraints,
 )
 from kvscout_scheduler.values.reservation import OwnerName, RequestKey, Reservation
+from kvscout_scheduler.values.targets import NO_TARGETS, Targets
 from kvscout_serve.embedded_indexer import FoundRows
 
 log = logging.getLogger("kvscout.serve")
@@ -105,14 +107,14 @@ class EmbeddedScheduler:
     ) -> tuple[Outcome, Overlaps]:
         """Wait in the queue; the request joins it again with overlaps of now, at the place that it has."""
         seconds = self._queue_wait if request.queue_wait_seconds is None else request.queue_wait_seconds
-        wait = QueueWait(seconds)
+        wait = QueueWait(seconds, request.deadline)
         try:
             while True:
                 decided = self._queued[number] = asyncio.get_running_loop().create_future()
                 if (await asyncio.wait([decided], timeout=wait.pause))[0]:
                     return decided.result(), overlaps
                 if not wait.seconds_left:
-                    raise waited_too_long()
+                    raise wait.over()
                 fresh = await refresh()
                 if decided.done():
                     return decided.result(), overlaps
@@ -122,7 +124,7 @@ class EmbeddedScheduler:
                 if outcome is not None:
                     return outcome, overlaps
                 wait.refreshed()
-        except (asyncio.CancelledError, WaitedTooLong):
+        except (asyncio.CancelledError, WaitedTooLong, DeadlineExceeded):
             if booking is not None:
                 operations.carry_out(next(self._numbers), _free(booking))
             raise
@@ -265,6 +267,10 @@ def _select(request: Request, overlaps: Overlaps, booking: Booking | None) -> Se
         constraints=_constraints(request),
         override=NO_OVERRIDE if request.override is None else translate.override_from_proto(request.override),
         priority=request.priority,
+        caller=request.caller,
+        fairness_id=request.fairness_id,
+        deadline_seconds=request.seconds_left() if request.deadline < inf else inf,
+        targets=_targets(request),
         expected_output_tokens=output.expected_tokens,
         max_output_tokens=output.max_tokens,
         output_class=output.output_class,
@@ -276,6 +282,11 @@ def _select(request: Request, overlaps: Overlaps, booking: Booking | None) -> Se
         overlaps_unknown=overlaps.unknown,
     )
     return Select(selection, booking is not None, request.lease_seconds, tracing.traceparent())
+
+
+def _targets(request: Request) -> Targets:
+    ttft, itl = request.ttft_target_seconds, request.itl_target_seconds
+    return Targets(ttft, itl) if ttft < inf or itl < inf else NO_TARGETS
 
 
 def _overlaps(rows: Rows | None) -> AnyOverlaps:

@@ -24,6 +24,7 @@ from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import Overlaps
 from kvscout_scheduler.values.request import SelectionRequest
 from kvscout_scheduler.values.reservation import PoolId
+from kvscout_scheduler.values.settings import QueueOrder
 from kvscout_scheduler.values.thresholds import BusyThresholds
 
 BUDGET = 1000
@@ -172,6 +173,10 @@ def test_room_that_an_undelivered_booking_leaves_is_given_at_once() -> None:
     assert len(told) == 1
 
 
+STRICT = QueueOrder(aged_share=0)
+"""Nobody goes before a higher priority."""
+
+
 class BruteForce(Admission):
     """Asks everybody who waits, in order, whatever happened."""
 
@@ -197,7 +202,7 @@ class BruteForce(Admission):
 
     def _in_order(self, pool_id: PoolId) -> list[Any]:
         waiters = [waiter for waiter in self._waiting if waiter.request.pool == pool_id]
-        return sorted(waiters, key=lambda waiter: waiter.place)
+        return sorted(waiters, key=lambda waiter: (-waiter.request.priority, waiter.place))
 
     def _waits(self, request: SelectionRequest, now: float) -> bool:
         pool = self._workers.pool(request.pool)
@@ -213,13 +218,20 @@ class Side:
     """A scheduler and what it told."""
 
     def __init__(self, clock: ManualClock, *, brute: bool) -> None:
-        self.made = scheduler(clock=clock, queue_threshold=0.5, queue_limit=30, policy="round-robin")
+        self.made = scheduler(
+            clock=clock, queue_threshold=0.5, queue_limit=30, policy="round-robin", queue_order=STRICT
+        )
         self.told: dict[str, list[str]] = {}
         self.waiters: dict[str, Waiter | None] = {}
         if brute:
             made = self.made
             made._admission = BruteForce(
-                made.workers, made.thresholds, made.waiting, made._book_waiter, made.remote_queues
+                made.workers,
+                made.thresholds,
+                made.waiting,
+                book=made._book_waiter,
+                refuse_late=made._refuse_late,
+                remote=made.remote_queues,
             )
 
     def ask(self, selection: SelectionRequest) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvscout_gateway.fronts.client_paths import ClientPaths
     from kvscout_gateway.fronts.sessions import Sessions
     from kvscout_gateway.fronts.stored_responses import StoredResponses
+    from kvscout_gateway.fronts.terms import Terms
     from kvscout_gateway.members.catalog import Catalog
     from kvscout_gateway.request.exchange import Exchanges
     from kvscout_gateway.tokens.sources import Tokens
@@ -27,5 +28,7 @@ class FrontContext:
     client_paths: ClientPaths
     sessions: Sessions
     stored: StoredResponses
+    terms: Terms
+    """Terms of requests: priority, fairness id, deadline, targets."""
     charge: Callable[[str], Charge]
     """Begins to charge a tenant for the memory of a request."""

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
@@ -69,8 +70,11 @@ class RoutingFlow:
         Raises:
             InvalidArgument, NotFound, FailedPrecondition, ResourceExhausted, Unavailable, AlreadyExists: As the
                 scheduler answers, or for a prompt that cannot be hashed.
+            DeadlineExceeded: The deadline has passed, or passes in the queue.
         """
         started = self._clock()
+        if request.deadline < inf:
+            request.seconds_left()
         request, hashes = self._prepare(request)
         overlaps = Overlaps(hashes)
         if request.fallback_reason:

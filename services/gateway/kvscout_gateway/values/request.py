@@ -10,12 +10,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from operator import attrgetter
 from typing import Any, Final, Protocol
 
 from kvscout.v1 import types_pb2
+from kvscout_common.errors import DeadlineExceeded
 from kvscout_common.http.dialect import Dialect
 from kvscout_common.http.http import Form, HttpRequest
 from kvscout_common.observability import tracing
@@ -144,6 +147,15 @@ class Request:
     required_labels: Mapping[str, str] = field(default_factory=dict)
     override: types_pb2.RouterConfigOverride | None = None
     priority: int = 0
+    """In a scheduler's queue, higher first; below 0, the request may be shed."""
+    caller: str = ""
+    """Name of the token by which it came; "" = the tenant has the fair share."""
+    fairness_id: str = ""
+    deadline: float = inf
+    """When nobody wants its output any more, on `time.monotonic`."""
+    ttft_target_seconds: float = inf
+    itl_target_seconds: float = inf
+    """Its own targets; inf = those of the scheduler."""
     output: Output = UNKNOWN
     session: Session = UNKNOWN_SESSION
     explain: bool = False
@@ -175,6 +187,17 @@ class Request:
         """Add the request to the span that runs now, if there are traces."""
         if tracing.enabled():
             tracing.current().record(tenant=self.tenant, model=self.model, request_id=self.request_id)
+
+    def seconds_left(self) -> float:
+        """Return the time until its deadline.
+
+        Raises:
+            DeadlineExceeded: It has passed.
+        """
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("the request's deadline has passed")
+        return left
 
     def settle(self) -> None:
         """Release what engines are sent: the client has output, nothing is written again."""

@@ -25,6 +25,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from kvscout_common.worker import WorkerRank
+from kvscout_scheduler.costs.targets import StepTimes
 from kvscout_scheduler.costs.time_cost import STAGE_WEIGHTS, TimeCostInputs, TimeRow
 from kvscout_scheduler.estimates.first_rates import UNKNOWN, Rates
 from kvscout_scheduler.estimates.output_lengths import STAGES, OutputLengths, reaching
@@ -181,6 +182,24 @@ class LearnedTimes:
             self.decode.base * (first + second + third + fourth + last),
             (slope * first, slope * second, slope * third, slope * fourth, slope * last),
         )
+
+    @property
+    def steps(self) -> StepTimes:
+        """Return how long steps take here."""
+        return StepTimes(self.prefill.base, self.decode.base, self.decode.slope)
+
+    def alone_seconds(self, request: SelectionRequest, prompt: Prompt, block_size: int, now: float) -> float:
+        """Return the cost of a request to itself, on an idle worker that has the longest part of its prompt.
+
+        Args:
+            request: The request.
+            prompt: Its prompt, hashed.
+            block_size: Tokens a block.
+            now: On the scheduler's clock, in seconds.
+        """
+        question = self.question(request, prompt, block_size, now=now, weight=1.0, books=False)
+        cached = block_size * max(prompt.overlaps.plain.device_blocks, default=0)
+        return question.own_seconds * max(0, request.isl_tokens - cached) + question.step_seconds
 
     @property
     def due_at(self) -> float:

@@ -23,6 +23,7 @@ from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Role
 from kvscout_scheduler.load import native as native_load
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.messages.operation_messages import result_to_proto, streamed_from_proto
+from kvscout_scheduler.messages.translate import deadline_of, targets_of
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import CompletePrefill, Free, Operation, Outcome, Select
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, PackedOverlaps
@@ -139,10 +140,11 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
         lease,
         prefilled_elsewhere,
         traceparent,
-        (output, (session, no_lineage, overlaps_unknown)),
+        (output, (session, no_lineage, overlaps_unknown), terms),
     ) = read
     model, tenant, role, request_id, attempt_id = name
     expected, bound, output_class, estimates = output
+    caller, fairness_id, deadline_ms, *targets_us = terms
     request = SelectionRequest(
         model=model,
         isl_tokens=isl_tokens,
@@ -152,6 +154,10 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
         request_id=request_id,
         attempt_id=attempt_id,
         priority=priority,
+        caller=caller,
+        fairness_id=fairness_id,
+        deadline_seconds=deadline_of(deadline_ms),
+        targets=targets_of(*targets_us),
         expected_output_tokens=expected,
         max_output_tokens=bound,
         output_class=output_class,

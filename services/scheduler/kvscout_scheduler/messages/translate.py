@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from math import inf
 from typing import Any, Final
 
 from kvscout.v1 import scheduler_pb2, types_pb2
@@ -21,7 +22,8 @@ from kvscout_scheduler.values.request import (
     WorkerConstraints,
     pack_hashes,
 )
-from kvscout_scheduler.values.reservation import FreeOutcome, PoolId, RequestKey, Reservation
+from kvscout_scheduler.values.reservation import MICROSECONDS, FreeOutcome, PoolId, RequestKey, Reservation
+from kvscout_scheduler.values.targets import NO_TARGETS, Targets
 from kvscout_scheduler.values.thresholds import BusyThresholds
 
 OUTCOMES: Final[dict[FreeOutcome, scheduler_pb2.FreeOutcome.ValueType]] = {
@@ -98,6 +100,10 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
         ),
         override=override,
         priority=message.priority,
+        caller=message.caller,
+        fairness_id=message.fairness_id,
+        deadline_seconds=deadline_of(message.deadline_ms),
+        targets=targets_of(message.ttft_target_us, message.itl_target_us),
         expected_output_tokens=message.expected_output_tokens,
         max_output_tokens=message.max_output_tokens,
         output_class=message.output_class,
@@ -108,6 +114,18 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
         by_lineage=not message.no_lineage,
         overlaps_unknown=message.overlaps_unknown,
     )
+
+
+def deadline_of(milliseconds: int) -> float:
+    """Return the seconds that a message leaves a request; 0 = it has no deadline."""
+    return milliseconds / 1000 if milliseconds else inf
+
+
+def targets_of(ttft_us: int, itl_us: int) -> Targets:
+    """Return the targets that a message has, in microseconds; 0 = none."""
+    if not (ttft_us or itl_us):
+        return NO_TARGETS
+    return Targets(ttft_us / MICROSECONDS if ttft_us else inf, itl_us / MICROSECONDS if itl_us else inf)
 
 
 def override_from_proto(message: types_pb2.RouterConfigOverride) -> ConfigOverride:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.costs.choose import choose, probabilities
 from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs, spread
+from kvscout_scheduler.costs.targets import Times, response_times
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.values.request import Prompt, SelectionRequest
@@ -193,6 +194,13 @@ class Candidates:
         if len(scored) == 1:
             return scored[0][1].seconds(question)
         return self._column(lambda scores: scores.seconds(question))
+
+    def response_times(self) -> list[Times]:
+        """Return the response times to expect on each, by `kvscout_scheduler.costs.targets`."""
+        times = self._pool.times
+        return response_times(
+            self.time_cost_inputs(), times.steps, self.request.isl_tokens, self.slots, self.cached_tokens
+        )
 
     def overlap(self, index: int) -> tuple[int, float]:
         """Return `device_blocks` and `effective_blocks` of one candidate."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,12 +13,14 @@ from kvscout_common.errors import InternalError
 from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs
 from kvscout_scheduler.estimates.sessions import Session
 from kvscout_scheduler.policies.eligibility import Exclusions, eligible, with_room
+from kvscout_scheduler.policies.headroom import KV_TIME, headroom_of, require_time
 from kvscout_scheduler.policies.policy import Candidates, Formula, uncached_tokens
 from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyRegistry
 from kvscout_scheduler.values.decision import Candidate, Decision, Explanation
 from kvscout_scheduler.values.overlaps import Overlaps
 from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt, SelectionRequest
 from kvscout_scheduler.values.settings import SchedulerSettings
+from kvscout_scheduler.values.targets import NO_TARGETS
 
 if TYPE_CHECKING:
     from kvscout_scheduler.load.active_load import Cheapest
@@ -32,6 +35,8 @@ class Selection(NamedTuple):
     slot: int
     prompt: Prompt
     """Hashed for the worker."""
+    over_target: bool = False
+    """No worker keeps the targets of the request."""
 
 
 class Selector:
@@ -48,6 +53,7 @@ class Selector:
         self._settings = settings
         self._registry = registry
         self._rng = rng
+        self._has_targets = settings.targets != NO_TARGETS or bool(settings.model_targets)
 
     def begin(self, pool: Pool) -> None:
         """Make the usual policy of a new pool, which observes it before anything is selected here: a replica that
@@ -81,6 +87,8 @@ class Selector:
         Raises:
             InvalidArgument, FailedPrecondition: `Pool.prompts`.
             NotFound, Unavailable, FailedPrecondition, ResourceExhausted: `eligible`.
+            Shed: No worker keeps the targets of a request that may be shed.
+            DeadlineExceeded: Its first token would come after its deadline.
             InternalError: The policy fails.
         """
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
@@ -99,23 +107,32 @@ class Selector:
         policy = self._policy(pool, name)
         seed = request.override.seed
         rng = self._rng if seed is None else Random(seed)
-        explanation = None
-        if dropped is None and policy.formula is not None and not settings.router_temperature and len(prompts) == 1:
+        explanation, note, over_target = None, "", False
+        has_targets = name == KV_TIME and (self._has_targets or request.targets is not NO_TARGETS)
+        usual = dropped is None and len(prompts) == 1 and not has_targets and request.deadline_seconds == inf
+        if usual and policy.formula is not None and not settings.router_temperature:
             # The usual case, and what the other one comes to: all that the policy would do is one call.
             slot, overlap_blocks, effective_overlap_blocks, cost = _cheapest(
                 policy.formula, pool, request, members, prompts, settings, now=now, books=books, home=home, rng=rng
             )
         else:
             candidates = Candidates(pool, request, members, prompts, settings, now=now, books=books, home=home)
+            if has_targets:
+                targets = settings.targets_of(request.model, request.targets)
+                candidates, note, over_target = headroom_of(candidates, targets, dropped)
             costs = policy.costs(candidates)
             index = policy.pick(candidates, costs, rng)
             overlap_blocks, effective_overlap_blocks = candidates.overlap(index)
             slot, cost = candidates.slot(index), costs[index]
+            if books and request.deadline_seconds < inf and not pool.times.prefill.is_belief:
+                require_time(candidates, slot)
             if dropped is not None:
                 try:
                     explanation = explain(
                         pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped.by_slot()
                     )
+                    if note:
+                        explanation = explanation._replace(reason=f"{explanation.reason}; {note}")
                 except InternalError:
                     # A caller that wants no explanation gets the worker all the same.
                     if request.explain:
@@ -131,7 +148,7 @@ class Selector:
             explanation,
             session,
         )
-        return Selection(decision, pool, slot, prompts[pool.format_of[slot]])
+        return Selection(decision, pool, slot, prompts[pool.format_of[slot]], over_target)
 
     def _in_effect(self, override: ConfigOverride) -> SchedulerSettings:
         given = {name: getattr(override, name) for name in ("overlap_score_weight", "router_temperature", "policy")}

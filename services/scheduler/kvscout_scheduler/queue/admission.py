@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from heapq import heapify, heappop, heappush
 
 from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.load.workers import Workers
 from kvscout_scheduler.policies.eligibility import eligible, with_room
 from kvscout_scheduler.queue.remote_queues import RemoteQueues
+from kvscout_scheduler.queue.turns import Turns
 from kvscout_scheduler.queue.waiting import Group, PoolQueue, Waiter, WaitingQueues
 from kvscout_scheduler.values.request import UNCONSTRAINED, SelectionRequest
 from kvscout_scheduler.values.reservation import PoolId
@@ -38,8 +38,9 @@ class Admission:
         workers: Whom they wait for.
         thresholds: When those are busy.
         waiting: Those that wait.
-        book: Books a request that may go, and answers it; must not raise.
+        book: Books a request that may go, and answers it; False = it was refused. Must not raise.
         remote: Requests that wait at other replicas.
+        refuse_late: Refuses one whose time in the queue is over; must not raise.
     """
 
     def __init__(
@@ -47,14 +48,16 @@ class Admission:
         workers: Workers,
         thresholds: ThresholdTable,
         waiting: WaitingQueues,
-        book: Callable[[Waiter, float], None],
+        book: Callable[[Waiter, float], bool],
         remote: RemoteQueues,
+        refuse_late: Callable[[Waiter, float], None],
     ) -> None:
         self._workers = workers
         self._thresholds = thresholds
         self._waiting = waiting
         self._book = book
         self._remote = remote
+        self._refuse_one = refuse_late
 
     def must_wait(self, request: SelectionRequest, now: float) -> bool:
         """Return whether a request that comes has to wait; `admit_waiting` must have been called.
@@ -73,7 +76,8 @@ class Admission:
         return must_wait
 
     def admit_waiting(self, pool_id: PoolId, now: float) -> None:
-        """Book the requests of a pool that wait and have room now, in order."""
+        """Book the requests of a pool that wait and have room now, in order; refuse those whose time is over."""
+        self.refuse_late(now)
         queue = self._waiting.queue(pool_id)
         if queue is None:
             return
@@ -92,26 +96,30 @@ class Admission:
             groups = _groups_for(pool, queue, relieved)
         else:
             return
-        heads = [(group.head.place, group) for group in groups]
-        heapify(heads)
-        while heads:
-            _, group = heappop(heads)
+        turns = Turns(queue, groups, now)
+        while (turn := turns.next()) is not None:
+            waiter, group = turn.waiter, turn.group
             try:
-                if not self._has_vacancy(pool, group.head.request, now):
+                if not self._has_vacancy(pool, waiter.request, now, yields=not turn.aged):
+                    turns.drop(group)
                     continue
             except ResourceExhausted:
                 # Busy is what it waits for to end.
+                turns.drop(group)
                 continue
             except KvscoutError as error:
                 self._refuse(group.waiters, error)
                 continue
-            waiter = group.head
             self._waiting.leave(waiter)
-            self._book(waiter, now)
+            if self._book(waiter, now):
+                queue.charge(turn, now)
             if relieved and not relieved & ~pool.load.full():
                 return
-            if group.waiters:
-                heappush(heads, (group.head.place, group))
+
+    def refuse_late(self, now: float) -> None:
+        """Refuse those whose time in the queue is over."""
+        for waiter in self._waiting.expired(now):
+            self._refuse_one(waiter, now)
 
     def resume(self, now: float) -> None:
         """Take up vacancies that were left to other replicas for long enough; to be called every few milliseconds."""
@@ -122,10 +130,10 @@ class Admission:
                 continue
             self.admit_waiting(pool_id, now)
 
-    def _has_vacancy(self, pool: Pool, request: SelectionRequest, now: float) -> bool:
+    def _has_vacancy(self, pool: Pool, request: SelectionRequest, now: float, *, yields: bool = True) -> bool:
         """Return whether a worker has room for a request, and it is not left to another replica."""
         if self._has_room(pool, request, now):
-            return not self._remote.come_first(request, now)
+            return not (yields and self._remote.come_first(request, now))
         if request.constraints == UNCONSTRAINED:
             self._remote.filled(pool.id)
         return False

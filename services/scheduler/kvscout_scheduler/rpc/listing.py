@@ -6,7 +6,7 @@ from dataclasses import replace
 from heapq import nsmallest
 from math import inf
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.enum_words import value_of
@@ -48,6 +48,10 @@ class WorkerLoad(NamedTuple):
     total_kv_blocks: int
     metrics_age_seconds: float | None
     """Age of the report of its engine; None = there is none that counts."""
+
+
+MAX_SHARES: Final = 32
+"""Shares of a pool's queue in a status."""
 
 
 def list_active_requests(
@@ -124,6 +128,24 @@ def _to_proto(active: Booking | Waiter, now: float, *, shows_owner: bool) -> sch
         phase_estimated=active.phase is Phase.DECODE and reservation.estimates_prefill,
         session=reservation.session,
     )
+
+
+def queue_shares(scheduler: Scheduler, pool_id: PoolId) -> list[scheduler_pb2.QueueShare]:
+    """Return what waits for a pool, the `MAX_SHARES` largest shares first."""
+    queue = scheduler.waiting.queue(pool_id)
+    if queue is None:
+        return []
+    shares = [(priority, share) for priority, shares in queue.shares.items() for share in shares.report()]
+    return [
+        scheduler_pb2.QueueShare(
+            priority=priority,
+            caller=share.flow.caller,
+            fairness_id=share.flow.fairness_id,
+            waiting=share.waiting,
+            ahead_seconds=share.ahead_seconds,
+        )
+        for priority, share in nsmallest(MAX_SHARES, shares, key=lambda entry: (-entry[1].waiting, -entry[0]))
+    ]
 
 
 def potential_loads(

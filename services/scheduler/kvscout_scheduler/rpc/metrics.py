@@ -39,7 +39,12 @@ class SchedulerCollector(Collector):
         )
         balance = GaugeMetricFamily("kvscout_load_balance_score", "std / mean of active blocks", labels=_POOL)
         queued = GaugeMetricFamily("kvscout_queue_length", "Requests that wait for a worker", labels=_POOL)
+        classes = GaugeMetricFamily(
+            "kvscout_queue_requests", "Requests that wait for a worker, by priority", labels=[*_POOL, "priority"]
+        )
         for pool in list(self._scheduler.workers):
+            for priorities, count in self._scheduler.waiting.by_sign(pool.id).items():
+                classes.add_metric([pool.id.tenant, pool.id.model, pool.id.role, priorities], count)
             queued.add_metric([pool.id.tenant, pool.id.model, pool.id.role], self._scheduler.waiting.length(pool.id))
             names = [pool.id.tenant, pool.id.model, pool.id.role]
             balance.add_metric(names, balance_score(pool))
@@ -53,7 +58,7 @@ class SchedulerCollector(Collector):
                 family.columns.append(RankColumn(labels, ranks, [column[slot] for slot in pool.order]))
             expected_prompt.columns.append(RankColumn(labels, ranks, [each.isl_tokens for each in hits]))
             expected_cached.columns.append(RankColumn(labels, ranks, [each.cached_tokens for each in hits]))
-        yield from (requests, prefill, decode, expected_prompt, expected_cached, balance, queued)
+        yield from (requests, prefill, decode, expected_prompt, expected_cached, balance, queued, classes)
         stats = self._scheduler.stats
         decisions = CounterMetricFamily("kvscout_decisions", "Workers picked, by policy", labels=["policy"])
         yield _counted(decisions, stats.decisions)
@@ -66,6 +71,9 @@ class SchedulerCollector(Collector):
         waits = HistogramMetricFamily("kvscout_queue_wait_seconds", "How long requests that were booked had waited")
         stats.queue_waits.add_to(waits)
         yield waits
+        yield CounterMetricFamily(
+            "kvscout_placed_over_target", "Requests placed while no worker kept their targets", stats.over_target
+        )
         if self._replicas is not None:
             yield from self._replicas.collect()
 

@@ -29,7 +29,7 @@ from kvscout_scheduler.messages.codec import columns_of, select_of
 from kvscout_scheduler.messages.operation_messages import answer_to_proto, operation_from_proto
 from kvscout_scheduler.messages.translate import given_fields, thresholds_to_proto
 from kvscout_scheduler.rpc.lifecycle import LifecycleRpc
-from kvscout_scheduler.rpc.listing import ListPlace, list_active_requests, load_to_proto, potential_loads
+from kvscout_scheduler.rpc.listing import ListPlace, list_active_requests, load_to_proto, potential_loads, queue_shares
 from kvscout_scheduler.rpc.operations import Operations, RemoteOperations
 from kvscout_scheduler.rpc.traces import record
 from kvscout_scheduler.rpc.watch import WatchRpcs
@@ -287,6 +287,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
         ]
         if request.model and not pools:
             self._scheduler.workers.require_model(tenant, request.model)
+        shows_callers = current_identity().role is AccessRole.ADMIN
         problem = self._replicas.problem if self._replicas is not None else ""
         return scheduler_pb2.SchedulerGetStatusResponse(
             service=service_info(
@@ -310,6 +311,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
                     active_decode_blocks=sum(pool.load.decode_blocks),
                     decisions=pool.decisions,
                     queued=self._scheduler.waiting.length(pool.id),
+                    queue=queue_shares(self._scheduler, pool.id) if shows_callers else (),
                 )
                 for pool in sorted(pools, key=lambda pool: pool.id)
             ],

@@ -7,12 +7,17 @@ import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import inf
+from typing import Final, NamedTuple
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.worker import DEFAULT_TENANT, Role
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps
 from kvscout_scheduler.values.reservation import HASH_BYTES, PoolId, RequestKey, check_output_class, lineage_of
+from kvscout_scheduler.values.targets import NO_TARGETS, Targets
+
+MAX_NAME: Final = 256
+"""Characters of a caller or a fairness id."""
 
 
 def pack_hashes(hashes: Iterable[int]) -> bytes:
@@ -158,6 +163,17 @@ class SelectionRequest:
     constraints: WorkerConstraints = UNCONSTRAINED
     override: ConfigOverride = NO_OVERRIDE
     priority: int = 0
+    """Higher ones go first; below 0, a request may be shed where a target is missed."""
+    caller: str = ""
+    """Name of the token by which it came, or the tenant: has a fair share of its own; "" = the tenant."""
+    fairness_id: str = ""
+    """Has a share of the caller's."""
+    deadline_seconds: float = inf
+    """Seconds from now until nobody wants its output any more."""
+    targets: Targets = NO_TARGETS
+    """Its own; the others are the scheduler's."""
+    waited_seconds: float = 0.0
+    """Time for which it waited in the queue."""
     expected_output_tokens: int = 0
     """As its caller expects; 0 = unknown."""
     max_output_tokens: int = 0
@@ -197,6 +213,11 @@ class SelectionRequest:
         if self.isl_tokens < 1:
             raise InvalidArgument("must be at least 1", field="isl_tokens")
         check_output_class(self.output_class)
+        if len(self.caller) > MAX_NAME or len(self.fairness_id) > MAX_NAME:
+            longer = "caller" if len(self.caller) > MAX_NAME else "fairness_id"
+            raise InvalidArgument(f"must have at most {MAX_NAME} characters", field=longer)
+        if self.targets is not NO_TARGETS:
+            self.targets.validate()
         if self.constraints is not UNCONSTRAINED:
             self.constraints.validate()
         if self.override is not NO_OVERRIDE:

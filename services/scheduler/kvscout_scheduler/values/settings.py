@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.worker import Role
 from kvscout_scheduler.values.overlaps import DEFAULT_TIER_WEIGHTS, TierWeights
 from kvscout_scheduler.values.reservation import MAX_LEASE_SECONDS
+from kvscout_scheduler.values.targets import NO_TARGETS, Targets
 from kvscout_scheduler.values.thresholds import NO_THRESHOLDS, BusyThresholds
 
 MAX_COOLDOWN_SECONDS = 60.0
 """Any client may report a failure: a worker that is well is back after this."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueOrder:
+    """Order of requests that wait, besides their priorities."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of a caller (name of a token, or the tenant) or of a fairness id; others have 1."""
+    aged_share: float = 0.1
+    """Share of the estimated seconds that lower priorities get once they have waited for long; 0 = none."""
+    aged_seconds: float = 10.0
+    """Time after which a request has waited for long."""
+
+    def validate(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ConfigError: Naming the first that is wrong.
+        """
+        for name, weight in self.weights.items():
+            if not name or not (math.isfinite(weight) and weight > 0):
+                raise ConfigError(
+                    f"{name!r} needs a name, and a finite weight above 0, not {weight}", field="fairness_weight"
+                )
+        if not 0 <= self.aged_share < 1:
+            raise ConfigError(f"must be at least 0 and below 1, not {self.aged_share}", field="queue_aged_share")
+        if not (math.isfinite(self.aged_seconds) and self.aged_seconds >= 0):
+            raise ConfigError(
+                f"must be a finite number of at least 0, not {self.aged_seconds}", field="queue_aged_seconds"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +89,20 @@ class SchedulerSettings:
     None = nobody waits."""
     queue_limit: int = 1_024
     """Requests that wait in one pool; more are refused."""
+    queue_order: QueueOrder = field(default_factory=QueueOrder)
+    targets: Targets = NO_TARGETS
+    """Targets of requests that bring none, for models that have none of their own; policy kv-time."""
+    model_targets: Mapping[str, Targets] = field(default_factory=dict)
+    """By model."""
+
+    def targets_of(self, model: str, own: Targets) -> Targets:
+        """Return the targets of a request.
+
+        Args:
+            model: Model that it is for.
+            own: Targets that it brings.
+        """
+        return own.or_else(self.model_targets.get(model, NO_TARGETS)).or_else(self.targets)
 
     @property
     def longest_cooldown_seconds(self) -> float:
@@ -110,4 +156,7 @@ class SchedulerSettings:
             if not 0 <= weight <= 1:
                 raise ConfigError(f"must be between 0 and 1, not {weight}", field=f"{name}_weight")
         self.thresholds.validate()
+        self.queue_order.validate()
+        for targets in (self.targets, *self.model_targets.values()):
+            targets.validate()
         return self

@@ -23,6 +23,8 @@ class SchedulerStats:
     freed: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     """Bookings that ended without a Free, by reason."""
+    over_target: int = 0
+    """Requests placed although no worker kept their targets."""
     queued: int = 0
     """Requests that had to wait."""
     queue_waits: Latencies = field(default_factory=lambda: Latencies(WAIT_BUCKETS))

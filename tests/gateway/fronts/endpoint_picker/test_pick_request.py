@@ -12,11 +12,11 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.http import HttpRefused
 from kvscout_common.http.json_fields import INLINE_BYTES, Fields
 from kvscout_gateway.fronts.endpoint_picker.pick_request import (
-    OBJECTIVE_HEADERS,
     REWRITE_HEADERS,
     PickRequest,
     read_request,
 )
+from kvscout_gateway.fronts.terms import OBJECTIVE_HEADERS
 
 JSON = {"content-type": "application/json"}
 FORM = "multipart/form-data; boundary=b"
@@ -29,7 +29,8 @@ def form(**fields: bytes) -> bytes:
 
 async def test_a_body_is_read_and_the_path_without_its_query() -> None:
     body = b'{"model": "m", "prompt": [1, 2, 70000], "max_tokens": 8}'
-    asked = await read_request({**JSON, ":path": "/v1/completions?a=b"}, body, ("10.0.0.1:80",))
+    headers = {**JSON, ":path": "/v1/completions?a=b"}
+    asked = await read_request(headers, body, ("10.0.0.1:80",))
     fields = {"model": "m", "prompt": array("I", [1, 2, 70000]).tobytes(), "max_tokens": 8}
     assert asked.fields == fields
     assert dict(asked.headers) == {**JSON, ":path": "/v1/completions?a=b"}
@@ -142,5 +143,5 @@ async def test_what_is_not_a_client_s_to_say_is_taken_out_of_a_body_and_else_it_
 
 async def test_an_objective_is_named_by_a_header_with_or_without_a_body() -> None:
     for name in OBJECTIVE_HEADERS:
-        assert (await read_request({name: "batch"}, b"", None)).objective == "batch"
-        assert (await read_request({**JSON, name: "batch"}, b'{"model": "m"}', None)).objective == "batch"
+        assert dict((await read_request({name: "batch"}, b"", None)).headers)[name] == "batch"
+        assert dict((await read_request({**JSON, name: "batch"}, b'{"model": "m"}', None)).headers)[name] == "batch"

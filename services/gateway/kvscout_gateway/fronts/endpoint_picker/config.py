@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
 import click
 
-from kvscout_common.errors import ConfigError
 from kvscout_common.settings.flags import BEHAVIOUR, PERFORMANCE, SERVER, ValueOf, flag, flag_group
 from kvscout_gateway.fronts.endpoint_picker.stream import Follow
 
@@ -18,8 +17,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 PORT = 9002
 """By the protocol."""
-MAX_PRIORITY = 2**31 - 1
-"""Highest priority of an objective."""
 HELD_BODIES = 16
 """Bodies of the longest kind that may wait for their picks at once."""
 
@@ -55,8 +52,6 @@ class EndpointPickerConfig:
     body_bytes: int = 64 * 1024 * 1024
     conformance: bool = False
     """For test runs only: see `conformance`."""
-    objectives: Mapping[str, int] = field(default_factory=dict)
-    """Priority by the name of an objective."""
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> EndpointPickerConfig | None:
@@ -73,7 +68,6 @@ class EndpointPickerConfig:
             lease_seconds=values["endpoint_picker_lease_seconds"],
             fallbacks=values["endpoint_picker_fallbacks"],
             conformance=values["endpoint_picker_conformance"],
-            objectives=_objectives(values["endpoint_picker_objective"]),
         )
 
     def follow(self) -> Callable[[], Follow]:
@@ -89,22 +83,6 @@ class EndpointPickerConfig:
 
 
 _DEFAULT = EndpointPickerConfig(PORT)
-
-
-def _objectives(texts: Iterable[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for text in texts:
-        name, _, priority = text.rpartition("=")
-        try:
-            found[name] = int(priority)
-        except ValueError:
-            name = ""
-        if not name or abs(found[name]) > MAX_PRIORITY:
-            raise ConfigError(
-                f"{text!r} is not NAME=PRIORITY, with a priority from {-MAX_PRIORITY} to {MAX_PRIORITY}",
-                field="endpoint_picker_objective",
-            )
-    return found
 
 
 def endpoint_picker_flags() -> Callable[[F], F]:
@@ -164,14 +142,6 @@ def endpoint_picker_flags() -> Callable[[F], F]:
             type=click.IntRange(0, 16),
             section=BEHAVIOUR,
             help="Additional endpoints in a pick, for proxies that retry.",
-        ),
-        flag(
-            "--endpoint-picker-objective",
-            multiple=True,
-            metavar="NAME=PRIORITY",
-            section=BEHAVIOUR,
-            help="NAME=PRIORITY: queue priority, higher first, of requests with this "
-            "x-gateway-inference-objective; others have 0. Repeatable.",
         ),
         flag(
             "--endpoint-picker-conformance",

@@ -140,9 +140,9 @@ class ExchangePicker:
             return self._any(asked, view, view.serving(asked.model).specs)
         request = await self._request_of(asked, tenant, view)
         wait_seconds = QUEUE_SHARE * self._config.pick_seconds
+        request = self._context.terms.apply(request, asked.headers, current_identity(), asked.fields)
         request = replace(
             request,
-            priority=self._priority(asked.objective),
             queue_wait_seconds=wait_seconds,
             fallback_reason=NO_TIME if without_upstreams else "",
         )
@@ -219,12 +219,6 @@ class ExchangePicker:
         if not identity.may_call("Route"):
             raise PermissionDenied(f"role {identity.role} may not call Route")
         return DEFAULT_TENANT if identity.tenant == ALL_TENANTS else identity.tenant
-
-    def _priority(self, objective: str) -> int:
-        """Return the priority of an objective, up to the caller's limit; 0 for an unknown one."""
-        priority = self._config.objectives.get(objective, 0)
-        limit = current_identity().max_priority
-        return priority if limit is None else min(priority, limit)
 
     async def _request_of(self, asked: PickRequest, tenant: str, view: TenantView) -> Request:
         specs = view.serving(asked.model).specs

@@ -15,8 +15,6 @@ MODEL_HEADER: Final = "x-gateway-model-name"
 """Model that Gateway API's body-based routing has read in the body, for pickers that get no body."""
 REWRITE_HEADERS: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 """The model that is to run in place of the one that the body names; the first that is there counts."""
-OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
-"""The name of an objective, which has a priority."""
 
 
 class PickRequest(NamedTuple):
@@ -33,8 +31,6 @@ class PickRequest(NamedTuple):
     """The endpoints that it may go to; None = any."""
     traceparent: str = ""
     """W3C trace context; "" = it has none."""
-    objective: str = ""
-    """"" = none."""
     changed: bytes | None = None
     """Its body as an engine is to have it; None = as it came."""
     headers: Iterable[tuple[str, str]] = ()
@@ -87,7 +83,6 @@ async def read_request(
         subset=subset,
         headers=headers.items(),
         traceparent=headers.get("traceparent", ""),
-        objective=_first(headers, OBJECTIVE_HEADERS),
         method=headers.get(":method", ""),
     )
     if not body:

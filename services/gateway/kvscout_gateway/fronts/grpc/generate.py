@@ -27,6 +27,13 @@ async def generate(
     exchanges = fronts.exchanges
     request = translate.generate_request(message, fronts.max_prompt_tokens, max_priority=identity.max_priority)
     request.session = fronts.sessions.named(request.tenant, message.session)
+    request = fronts.terms.apply(
+        request,
+        context.invocation_metadata() or (),
+        identity,
+        objective=message.objective,
+        seconds_left=context.time_remaining(),
+    )
     # A prompt is long, and an answer may take minutes.
     del message
     with exchanges.begin(request) as exchange, about_request(exchange.request_id):

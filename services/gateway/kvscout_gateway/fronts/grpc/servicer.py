@@ -90,6 +90,11 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         limit = self._gateway.config.max_prompt_tokens
         routed = translate.route_request(request, limit, max_priority=current_identity().max_priority)
         routed.session = self._gateway.front_context.sessions.named(routed.tenant, request.session)
+        # The deadline of the call is that of its answer, not of the request's output.
+        metadata = context.invocation_metadata() or ()
+        routed = self._gateway.front_context.terms.apply(
+            routed, metadata, current_identity(), objective=request.objective
+        )
         decision = await self._gateway.routing.place_for_caller(routed)
         return translate.route_response(decision, in_full=current_identity().role is AccessRole.ADMIN)
 

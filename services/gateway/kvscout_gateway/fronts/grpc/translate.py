@@ -129,6 +129,7 @@ def route_request(
         required_labels=dict(request.required_labels) if request.required_labels else {},
         override=request.router_config_override if request.HasField("router_config_override") else None,
         priority=request.priority if max_priority is None else min(request.priority, max_priority),
+        fairness_id=request.fairness_id,
         output=Output(
             request.expected_output_tokens,
             request.max_output_tokens,
@@ -183,6 +184,7 @@ def generate_request(
         required_labels=dict(request.required_labels) if request.required_labels else {},
         override=request.router_config_override if request.HasField("router_config_override") else None,
         priority=request.priority if max_priority is None else min(request.priority, max_priority),
+        fairness_id=request.fairness_id,
         output=_output(request.stop_conditions),
         explain=request.explain,
         body=TokenBody(parameters, Form.BYTES if "logprobs" in parameters else Form.MESSAGES),

@@ -193,6 +193,7 @@ class Generation:
         request = await request_of(
             self._context, call.path, call.headers, body.fields, size=body.size, tenant=tenant, model=model
         )
+        request = self._context.terms.apply(request, call.headers, caller.identity, body.fields)
         compared = comparison.begin(request.prompt)
         sent = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
         client = Client(call, request.api, whole_answer=sent.whole_answer, in_full=caller.is_admin)

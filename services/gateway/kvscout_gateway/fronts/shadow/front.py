@@ -79,7 +79,7 @@ class ShadowFront:
     async def _run(self, call: HttpCall, caller: Caller) -> None:
         charge = self._context.charge(caller.tenant)
         body = await call.body(charge)
-        generation = await _generation_of(call, caller.tenant, body, charge)
+        generation = await _generation_of(call, caller, body, charge)
         max_priority = caller.identity.max_priority
         if generation is None:
             if call.path in self._context.client_paths:
@@ -250,14 +250,14 @@ class _Passing:
         return next(found, "")
 
 
-async def _generation_of(call: HttpCall, tenant: str, body: bytes, charge: Charge) -> Generation | None:
+async def _generation_of(call: HttpCall, caller: Caller, body: bytes, charge: Charge) -> Generation | None:
     """Return what is to be scored; None = nothing of this is: it is passed on all the same."""
     api = API_DIALECTS.get(call.path)
     if call.method != "POST" or api is None:
         return None
     try:
         read = await parsed(body, charge)
-        return Generation(api, read, tenant, model_of(read.fields), call.headers)
+        return Generation(api, read, caller.tenant, model_of(read.fields), call.headers, caller.identity)
     except InvalidArgument:
         return None
 

@@ -15,6 +15,7 @@ from typing import Final
 from kvscout_common.errors import KvscoutError
 from kvscout_common.http.dialect import Usage
 from kvscout_common.http.http import Headers
+from kvscout_common.identity.identity import Identity
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import Role
 from kvscout_gateway.engines.observation import predicted_cached_tokens
@@ -43,7 +44,8 @@ class Generation:
     body: JsonBody
     tenant: str
     model: str
-    headers: Headers = ()
+    headers: Headers
+    identity: Identity
 
 
 class Scores:
@@ -150,6 +152,7 @@ class Score:
         )
         if request.prompt.unknown:
             return LeftOut.TOKENS
+        request = self._context.terms.apply(request, generation.headers, generation.identity, generation.body.fields)
         self._isl_tokens = request.prompt.own_tokens
         roles = self._context.catalog.serving(request).routable_roles
         decision = await self._context.exchanges.context.routing.place(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from math import inf
 from typing import Final
 
-from kvscout_common.errors import ResourceExhausted
+from kvscout_common.errors import DeadlineExceeded, KvscoutError, ResourceExhausted
 from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS
 
 REFRESH_SECONDS: Final = 1.0
@@ -22,10 +23,13 @@ class QueueWait:
 
     Args:
         seconds: Longest wait.
+        deadline: Of the request, on `time.monotonic`.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._ends_at = time.monotonic() + seconds
+    def __init__(self, seconds: float, deadline: float = inf) -> None:
+        ends_at = time.monotonic() + seconds
+        self._has_deadline = deadline < ends_at
+        self._ends_at = min(ends_at, deadline)
         self._pause = REFRESH_SECONDS
 
     @property
@@ -38,11 +42,12 @@ class QueueWait:
         """Return the time until its overlaps are refreshed, or it is taken out of the queue."""
         return min(self._pause, self.seconds_left)
 
+    def over(self) -> KvscoutError:
+        """Return the error of a request that stood in the queue until its time was over."""
+        if self._has_deadline:
+            return DeadlineExceeded("no worker had room for the request before its deadline")
+        return WaitedTooLong("no worker had room for the request in time", retry_after_seconds=RETRY_SECONDS)
+
     def refreshed(self) -> None:
         """Record a refresh of its overlaps: the next one comes later."""
         self._pause = min(2 * self._pause, MAX_REFRESH_SECONDS)
-
-
-def waited_too_long() -> WaitedTooLong:
-    """Return the error of a request that stood in the queue until its time was over."""
-    return WaitedTooLong("no worker had room for the request in time", retry_after_seconds=RETRY_SECONDS)

@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import (
+    DeadlineExceeded,
     Draining,
     KvscoutError,
     NotFound,
@@ -42,7 +43,6 @@ from kvscout_gateway.upstreams.scheduler.queue_wait import (
     REFRESH_SECONDS,
     QueueWait,
     WaitedTooLong,
-    waited_too_long,
 )
 from kvscout_gateway.upstreams.scheduler.rpcs import SchedulerRpcs
 from kvscout_gateway.upstreams.scheduler.select_request import select_request
@@ -219,11 +219,11 @@ class RemoteScheduler(SchedulerRpcs, Collector):
 
         Raises:
             UpstreamDown: No scheduler answers.
-            WaitedTooLong: No worker had room in time.
+            WaitedTooLong, DeadlineExceeded: No worker had room in time.
             KvscoutError: As a scheduler answers.
         """
         queue_wait = self._queue_wait if request.queue_wait_seconds is None else request.queue_wait_seconds
-        pending = PendingReservation(request, booking, overlaps, QueueWait(queue_wait), refresh)
+        pending = PendingReservation(request, booking, overlaps, QueueWait(queue_wait, request.deadline), refresh)
         owned = booking if request.owned else None
         with self.bookings.reserving(owned) if owned is not None else nullcontext():
             for _ in range(MAX_STREAMS):
@@ -296,7 +296,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
                 in_line = in_line or stream.carried_out(operation)
                 if not pending.wait.seconds_left:
                     if in_line:
-                        raise waited_too_long()
+                        raise pending.wait.over()
                     raise UpstreamDown(f"{member.name} does not answer", retry_after_seconds=RETRY_SECONDS)
                 if stream.carried_out(operation):
                     fresh = await pending.refresh()
@@ -307,7 +307,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
                 pending.wait.refreshed()
             result = operation.answer.result()
             return _checked(result, stream).select if result is not None else None
-        except (asyncio.CancelledError, WaitedTooLong, UpstreamDown):
+        except (asyncio.CancelledError, WaitedTooLong, DeadlineExceeded, UpstreamDown):
             stream.drop(operation)
             stream.free(ref)
             raise
@@ -342,7 +342,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
         except grpc.aio.AioRpcError as error:
             # The deadline is the line's. A scheduler may see it pass a moment before it does here.
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise waited_too_long() from None
+                raise pending.wait.over() from None
             raise to_error(error) from error
         finally:
             stream.unary_calls -= 1

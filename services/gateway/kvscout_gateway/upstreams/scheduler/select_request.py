@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from math import inf
+from typing import Final, TypeAlias
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.observability import tracing
@@ -14,6 +15,8 @@ from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.overlaps import Overlaps, Rows
 from kvscout_gateway.values.request import Request
 
+MOST: Final = 2**32 - 1
+"""Largest number of a field: of milliseconds, fifty days; of microseconds, over an hour."""
 _HasPrompt: TypeAlias = type[scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest]
 
 
@@ -42,6 +45,8 @@ def select_request(request: Request, overlaps: Overlaps, booking: Booking | None
         lora_name=request.lora_name,
         router_config_override=request.override,
         priority=request.priority,
+        fairness_id=request.fairness_id,
+        caller=request.caller,
         expected_output_tokens=output.expected_tokens,
         max_output_tokens=output.max_tokens,
         output_class=output.output_class,
@@ -54,6 +59,12 @@ def select_request(request: Request, overlaps: Overlaps, booking: Booking | None
         no_lineage=not session.by_lineage,
         overlaps_unknown=overlaps.unknown,
     )
+    if request.deadline < inf:
+        message.deadline_ms = min(max(1, int(request.seconds_left() * 1000)), MOST)
+    if request.ttft_target_seconds < inf:
+        message.ttft_target_us = min(max(1, int(request.ttft_target_seconds * 1e6)), MOST)
+    if request.itl_target_seconds < inf:
+        message.itl_target_us = min(max(1, int(request.itl_target_seconds * 1e6)), MOST)
     return message.SerializeToString() + _prompt_fields(kind, overlaps)
 
 

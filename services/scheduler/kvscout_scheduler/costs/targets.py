@@ -1,0 +1,73 @@
+"""Response times to expect of a request on each worker, in seconds: what targets are held against.
+
+::
+
+    ttft(w) = ahead(w) + pace(w) · (seconds a step + seconds a token · uncached(w))
+    itl(w)  = decode pace(w) · (seconds a step + seconds a token of context · (contexts(w) + isl))
+
+    ahead(w)    = what is left of the prompts booked there before (`time_cost`)
+    contexts(w) = tokens in the contexts of its requests, those in prefill included, each as far as it is expected to
+                  go through the next stage of its output
+
+Rows and rates are those of `time_cost`. There is one implementation: nothing is computed unless there is a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvscout_scheduler.costs.time_cost import TimeCostInputs, TimeRow, ahead_of
+from kvscout_scheduler.values.targets import Targets
+
+
+class StepTimes(NamedTuple):
+    """Seconds of the steps of a pool's workers."""
+
+    prefill: float
+    """A prefill step, without its tokens."""
+    decode: float
+    """A decode step, without contexts."""
+    context_token: float
+    """A token of context in a decode step."""
+
+
+class Times(NamedTuple):
+    """Response times to expect on one worker, in seconds."""
+
+    ttft: float
+    itl: float
+
+    def keeps(self, targets: Targets) -> bool:
+        """Return whether they are within targets."""
+        return self.ttft <= targets.ttft_seconds and self.itl <= targets.itl_seconds
+
+
+def response_times(
+    question: TimeCostInputs, steps: StepTimes, isl_tokens: int, slots: Iterable[int], cached_tokens: Sequence[float]
+) -> list[Times]:
+    """Return the times to expect on each of some slots.
+
+    Args:
+        question: What is known of the workers.
+        steps: How long their steps take.
+        isl_tokens: Prompt length in tokens.
+        slots: The workers.
+        cached_tokens: Of the prompt, on each.
+    """
+    rows = map(question.row, slots)
+    return [
+        Times(ttft_of(row, question, steps, isl_tokens, cached), itl_of(row, steps, isl_tokens))
+        for row, cached in zip(rows, cached_tokens, strict=True)
+    ]
+
+
+def ttft_of(row: TimeRow, question: TimeCostInputs, steps: StepTimes, isl_tokens: int, cached: float) -> float:
+    """Return seconds until the first token; without a prompt to compute, of what is ahead."""
+    own = steps.prefill + question.own_seconds * (isl_tokens - cached) if question.own_seconds else 0.0
+    return ahead_of(row, question.now) + row.pace * own
+
+
+def itl_of(row: TimeRow, steps: StepTimes, isl_tokens: int) -> float:
+    """Return seconds between two tokens."""
+    return row.decode_pace * (steps.decode + steps.context_token * (row.contexts_0 + isl_tokens))
