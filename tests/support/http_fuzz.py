@@ -36,8 +36,10 @@ UNEXPECTED: Final = b"the gateway has failed"
 PATHS: Final = (
     "/health", "/ready", "/metrics", "/", "/v1/models", "/v1/models/mock", "/v1/models/a%2Fb", "/v1/models/",
     "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/", "/busy_threshold", "/dashboard/events",
-    "/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/audio/transcriptions", "/tokenize", "/detokenize",
-    "/generate", "/score", "/rerank", "/pooling", "/classify", "/invocations", "/v1/load_lora_adapter", "/flush_cache",
+    "/v1/responses", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel", "/v1/responses/input_tokens",
+    "/v1/messages", "/v1/messages/count_tokens", "/v1/messages?beta=true", "/v1/embeddings",
+    "/v1/audio/transcriptions", "/tokenize", "/detokenize", "/generate",
+    "/score", "/rerank", "/pooling", "/classify", "/invocations", "/v1/load_lora_adapter", "/flush_cache",
     "/sleep", "/v1/admin/x", "/v1/abort_requests", "/v1/../metrics", "//metrics", "/v1/completions?x=%00&y=%ff",
     "/v1/%2e%2e/metrics", "/kv_event_sources", "/%", "/\xe9", "/" + "a" * 3_000, "*", "http://localhost/health",
 )  # fmt: skip
@@ -56,6 +58,7 @@ HEADERS: Final = (
 NAMES: Final = (
     "model", "prompt", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "priority",
     "tools", "tool_choice", "kv_transfer_params", "data_parallel_rank", "bootstrap_host", "rid", "logprobs", "input",
+    "system", "instructions", "previous_response_id", "store", "max_output_tokens",
     "user", "lora_name", "cache_salt", "response_format", "echo", "active_decode_blocks_threshold", "suffix",
 )  # fmt: skip
 FRAMINGS: Final = ("length", "length", "length", "chunked", "short", "slow", "half-closed", "gone", "garbage")

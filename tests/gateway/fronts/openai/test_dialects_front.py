@@ -109,6 +109,30 @@ async def test_engines_see_a_clients_key_only_where_it_is_theirs(sample: Sample)
     assert await key_seen() == "secret"
 
 
+async def test_a_page_may_send_the_headers_of_anthropics_sdk_where_its_origin_is_allowed() -> None:
+    names = "anthropic-dangerous-direct-browser-access,anthropic-version,content-type,x-api-key"
+    page = {"Origin": "https://chat.example.com"}
+    sample = BY_NAME["messages"]
+    async with engine(answers(sample, stream=False)) as one:
+        async with front(spec("w", one.url), tokens=KEYS, cors_origins=(page["Origin"],)) as served:
+            asks = {"Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": names, **page}
+            status, headers, _ = await served.request("OPTIONS", sample.api.path, None, **asks)
+            assert (status, headers["access-control-allow-headers"]) == (204, names)
+            status, headers, _ = await served.post(sample.api.path, sample.body, x_api_key="secret", **page)
+            assert (status, headers["access-control-allow-origin"]) == (200, page["Origin"])
+            status, headers, answer = await served.post(sample.api.path, sample.body, **page)
+            assert (status, headers["access-control-allow-origin"]) == (401, page["Origin"])
+            assert error_of(sample, json.loads(answer))[0] == "authentication_error"
+
+
+async def test_a_query_of_the_client_goes_to_the_engine() -> None:
+    sample = BY_NAME["messages"]
+    async with engine(answers(sample, stream=True)) as one, front(spec("w", one.url)) as served:
+        status, _, answer = await served.post(f"{sample.api.path}?beta=true", sample.body | {"stream": True})
+        assert (status, answer) == (200, sample.answer(stream=True))
+        assert one.received[0].target == f"{sample.api.path}?beta=true"
+
+
 REFUSALS: dict[str, tuple[int, str, str]] = {
     "no key": (401, "authentication_error", "authentication_error"),
     "wrong key": (401, "authentication_error", "authentication_error"),
