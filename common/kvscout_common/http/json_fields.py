@@ -81,6 +81,9 @@ class Fields(Mapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return iter({**self.places, **self._known} if self._known else self.places)
 
+    def __bool__(self) -> bool:
+        return bool(self.places or self._known)
+
     def __len__(self) -> int:
         return len(self.places.keys() | self._known.keys())
 

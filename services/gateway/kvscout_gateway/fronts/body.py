@@ -15,6 +15,7 @@ from kvscout_gateway.fronts.headers import JSON_HEADERS
 from kvscout_gateway.fronts.reading import read_in_thread
 from kvscout_gateway.values.dialects import ApiDialect
 
+_NO_FIELDS: Final = Fields()
 _encoder: Final = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -46,7 +47,7 @@ class JsonBody:
 
     def settle(self) -> None:
         """Release the body."""
-        self._data, self.fields, self.charge = b"", Fields(), None
+        self._data, self.fields, self.charge = b"", _NO_FIELDS, None
 
     @property
     def size(self) -> int:

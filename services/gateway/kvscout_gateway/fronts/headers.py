@@ -33,13 +33,12 @@ def to_engine(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool
     """
     mine = [*own, ("Accept-Encoding", "identity")]
     taken = {name.lower() for name, _ in mine}
-    named = _connection_options(client)
+    taken |= _connection_options(client)
     return mine + [
         (name, value)
         for name, value in client
         if (lower := name.lower()) not in taken
         and lower not in _OF_ONE_HOP
-        and lower not in named
         and not is_reserved_header(lower)
         and (lower not in _NOT_FOR_ENGINES or (with_key and lower in KEYS))
     ]

@@ -82,7 +82,7 @@ def output_of(path: str, fields: Fields) -> Output:
         expected_tokens=bound if bound and _reaches_it(values, bound) else 0,
         max_tokens=bound,
         output_class=_class(path, fields, values, outputs),
-        unseen=len(fields) > 0 and values.get("stream") is not True,
+        unseen=bool(fields) and values.get("stream") is not True,
     )
 
 
@@ -126,7 +126,7 @@ def _bound(values: Values) -> int:
 
 def _reaches_it(values: Values, bound: int) -> bool:
     """Return whether a request's output is as long as it may be, as that of a benchmark is."""
-    if any(values.get(name) for name in ("stop", "stop_sequences", "stop_token_ids")):
+    if values.get("stop") or values.get("stop_sequences") or values.get("stop_token_ids"):
         return False
     return values.get("ignore_eos") is True or _number(values.get("min_tokens")) >= bound
 

@@ -84,6 +84,7 @@ class Sessions:
         elif affinity and self._affinity is None:
             names = ", ".join(source.name for source in SOURCES)
             raise ConfigError(f"must be header:NAME or one of {names}", field="session_affinity")
+        self._fields = {source.field[0] for source in SOURCES if source.field}
 
     def of(self, tenant: str, headers: Iterable[tuple[str, str]], fields: Fields) -> Session:
         """Return the session of a request.
@@ -98,6 +99,8 @@ class Sessions:
             lower = name.lower()
             if lower in self._headers and value:
                 said.setdefault(lower, value)
+        if not said and self._fields.isdisjoint(fields.places):
+            return Session(0, self._by_lineage, 0)  # as nearly all clients: nothing to look for
         session_id = next((found for source in self._sources if (found := _found(source, tenant, said, fields))), 0)
         affinity = _found(self._affinity, tenant, said, fields) if self._affinity is not None else 0
         return Session(session_id, self._by_lineage, affinity)

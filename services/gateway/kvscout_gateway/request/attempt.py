@@ -85,6 +85,8 @@ class Attempt:
         self._context = context
         self.request = request
         self.decision = decision
+        self.adapter = context.adapter_of(decision.spec)
+        """Of its engine."""
         self.key: Key = (request.tenant, decision.worker)
         self.seen = context.observations.of(*self.key)
         self._metrics = context.metrics.of(request.tenant, request.model)
@@ -116,11 +118,6 @@ class Attempt:
     def passed(self) -> bool:
         """Tell whether the client has something of its answer: it cannot be had from elsewhere any more."""
         return self.has_output or (self._relayed is not None and self._relayed.report.passed > 0)
-
-    @property
-    def adapter(self) -> EngineAdapter:
-        """Return the adapter of its engine."""
-        return self._context.adapter_of(self.decision.spec)
 
     @property
     def dialect(self) -> Dialect:

@@ -116,7 +116,8 @@ class Bookings:
             lease_seconds: 0 = the default.
         """
         self._put_in(booking)
-        self._attempts.forget(booking.key, booking.reservation.attempt_id)
+        reservation = booking.reservation
+        self._attempts.forget(reservation.key, reservation.attempt_id)
         booking.lease_seconds = float(lease_seconds or self._settings.lease_seconds)
         if owner is not None:
             self.owners.add(booking, owner, booking.booked_at)
@@ -386,15 +387,17 @@ class Bookings:
         self.end_log.add(booking, reason, now)
 
     def _end(self, booking: Booking, how: Ended, now: float, output_tokens: int = 0, age_seconds: float = 0.0) -> None:
-        self._leases.clear(booking)
-        self.owners.drop(booking)
-        freed = how is Ended.BY_CALLER
+        if booking.lease_bucket is not None:
+            self._leases.clear(booking)
+        if booking.owner is not None:
+            self.owners.drop(booking)
+        freed, reservation = how is Ended.BY_CALLER, booking.reservation
         self._take_out(booking, now, freed=freed, output_tokens=output_tokens, age_seconds=age_seconds)
-        self._attempts.add(booking.key, booking.reservation.attempt_id, how, now)
+        self._attempts.add(reservation.key, reservation.attempt_id, how, now)
         self.journal.ended(booking, by_caller=freed)
 
     def _put_in(self, booking: Booking) -> None:
-        key = booking.key
+        key = booking.reservation.key
         self._active[key] = booking
         self._by_tenant[key.tenant] += 1
         self._members.setdefault((booking.pool, booking.allocation.slot), {})[booking] = None
@@ -404,7 +407,7 @@ class Bookings:
     def _take_out(
         self, booking: Booking, now: float, *, freed: bool, output_tokens: int = 0, age_seconds: float = 0.0
     ) -> None:
-        key = booking.key
+        key = booking.reservation.key
         del self._active[key]
         self._by_tenant[key.tenant] -= 1
         if not self._by_tenant[key.tenant]:

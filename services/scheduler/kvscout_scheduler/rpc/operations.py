@@ -77,7 +77,10 @@ class Operations:
             if before is not None or self._remote.concerns(operation):
                 self._forward(self._remote, before, number, operation)
                 return None
-        return self._carry_out_here(number, operation)
+        # As `_carry_out_here`: three operations a request need no call more.
+        if isinstance(operation, Select):
+            return self._select(number, operation)
+        return self._scheduler.apply(operation, self._owner)
 
     async def answered(self) -> None:
         """Wait until every operation that was forwarded is answered."""
