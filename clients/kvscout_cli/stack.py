@@ -6,6 +6,7 @@
 
 * A stage is started in parallel and ready before the next begins.
 * While work runs, any process that ends takes the work with it, as `ProcessFailed` with the last lines it wrote.
+  `keep` starts some again instead.
 * Leaving the block stops the stages in reverse order: SIGTERM, a grace, SIGKILL to what is left.
 * If the supervisor itself is killed, the kernel kills the processes (`child`).
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
-from kvscout_cli.process import ManagedProcess, Program
+from kvscout_cli.process import ManagedProcess, ProcessFailed, Program
 
 T = TypeVar("T")
 
@@ -26,6 +27,12 @@ READY_SECONDS = 60.0
 
 GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL."""
+
+FIRST_PAUSE_SECONDS = 1.0
+"""Pause before a process is started again; it doubles each time."""
+MAX_PAUSE_SECONDS = 30.0
+STEADY_SECONDS = 60.0
+"""A process that ran for so long begins with the first pause again."""
 
 
 class Stack:
@@ -96,6 +103,53 @@ class Stack:
             await asyncio.wait({task})
             if not task.cancelled():
                 task.exception()  # retrieved: if the work failed, too, the process that ended is the reason to report
+
+    async def keep(self, again: Callable[[ManagedProcess], Program | None], say: Callable[[str], None]) -> None:
+        """Watch everything for ever. What ends and may is started again, after a pause that grows.
+
+        Args:
+            again: Gives the program to start in place of one that ended; None = the stack ends with it.
+            say: Called with a sentence when a process has ended, and when it is ready again.
+
+        Raises:
+            ProcessFailed: A process ended that is not started again.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for stage in self._stages:
+                    for place in range(len(stage)):
+                        group.create_task(self._keep(stage, place, again, say))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _keep(
+        self,
+        stage: list[ManagedProcess],
+        place: int,
+        again: Callable[[ManagedProcess], Program | None],
+        say: Callable[[str], None],
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        program: Program | None = None
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            process, since = stage[place], clock()
+            await asyncio.wait({process.ended})
+            program = program or again(process)
+            if program is None:
+                raise process.failure()
+            if clock() - since >= STEADY_SECONDS:
+                pause = FIRST_PAUSE_SECONDS
+            say(f"{process.failure()}; it is started again in {pause:g} s")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
+            process = stage[place] = await ManagedProcess.start(program, self._on_line, self._environment)
+            try:
+                await process.ready(self._ready_seconds)
+            except ProcessFailed:
+                await process.stop(self._grace_seconds)
+            else:
+                say(f"{program.name} runs again (pid {process.pid})")
 
     async def stop(self) -> None:
         """Stop everything, the last stage first; what has ended stays ended. Cancelling it kills immediately."""

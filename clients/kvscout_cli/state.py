@@ -8,12 +8,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvscout_cli.output import echo, shown
 from kvscout_common.errors import DeadlineExceeded, FailedPrecondition
 
 _POLL_SECONDS = 0.05
@@ -46,6 +48,25 @@ class StateDirectory:
                 yield
             finally:
                 self._state_file.unlink(missing_ok=True)
+
+    @contextmanager
+    def log(self) -> Iterator[Callable[[str], None]]:
+        """Give a function that writes a line to stderr and to the log file, which begins anew.
+
+        A stack in the background has the log file as its stderr: then it is written once.
+        """
+        with self.log_file.open("a") as log:
+            is_stderr = os.path.sameopenfile(log.fileno(), sys.stderr.fileno())
+            if not is_stderr:
+                log.truncate(0)
+
+            def write(line: str) -> None:
+                echo(line, err=True)
+                if not is_stderr:
+                    log.write(f"{shown(line)}\n")
+                    log.flush()
+
+            yield write
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Report that the stack is ready, and how to reach it."""

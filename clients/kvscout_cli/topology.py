@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,23 @@ async def launch(stack: Stack, topology: Topology, directory: Path) -> Running:
     running = Running(_address(gateway), _address(indexer), _address(scheduler), tuple(workers), openai)
     await stack.run(_connected(running))
     return running
+
+
+def same_engine(engine: ManagedProcess) -> Program | None:
+    """Return the program of a simulated engine with the ports that it had; None = it is no engine, or had none yet."""
+    ready = engine.ready_line
+    if "ranks" not in ready:
+        return None
+    (rank,) = ready["ranks"]  # `_mocker` makes engines of one
+    ports = {
+        "--port": str(ready["http_port"]),
+        "--events-port": rank["events"].rpartition(":")[2],
+        "--replay-port": rank["replay"].rpartition(":")[2],
+    }
+    words = list(engine.program.arguments)
+    for name, port in ports.items():
+        words[words.index(name) + 1] = port
+    return replace(engine.program, arguments=tuple(words))
 
 
 async def _free(port: int, name: str) -> None:

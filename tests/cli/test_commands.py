@@ -289,8 +289,8 @@ def test_an_unknown_command_or_flag_is_told_with_the_nearest(words: list[str], e
     assert f"Error: {expected}" in result.stderr
 
 
-WITHOUT_JSON = {("serve",), ("up",), ("down",), ("health",)}
-"""What starts and ends processes, or tells by its exit code."""
+WITHOUT_JSON = {("serve",), ("up",), ("down",), ("health",), ("break",), ("logs",)}
+"""What starts, breaks and ends processes or shows their logs, or tells by its exit code."""
 
 
 def test_whatever_prints_what_it_found_prints_it_as_json_too() -> None:

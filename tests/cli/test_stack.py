@@ -70,6 +70,50 @@ async def test_stages_stop_in_reverse_order_and_leave_nothing() -> None:
     assert sorted(log.lines[1:]) == [("a", "stopping"), ("b", "stopping")]
 
 
+async def test_what_may_be_started_again_is_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvscout_cli.stack.FIRST_PAUSE_SECONDS", 0.01)
+    said: list[str] = []
+    async with Stack() as stack:
+        await stack.start(fake("a"), fake("b"))
+        kept = asyncio.create_task(
+            stack.keep(lambda process: process.program if process.program.name == "b" else None, said.append)
+        )
+        for ends in (1, 2, 3):
+            pid = stack.processes[1].pid
+            os.kill(pid, signal.SIGKILL)
+
+            async def runs_again(times: int = ends) -> bool:
+                return sum("runs again" in one for one in said) == times
+
+            await eventually(runs_again, what="process that runs again")
+            assert stack.processes[1].pid != pid
+        pauses = [one.rpartition(" in ")[2] for one in said if "started again" in one]
+        assert pauses == ["0.01 s", "0.02 s", "0.04 s"]
+        os.kill(stack.processes[0].pid, signal.SIGKILL)
+        with pytest.raises(ProcessFailed, match="a was killed by SIGKILL unasked"):
+            await kept
+        pids = [process.pid for process in stack.processes]
+    await gone(*pids)
+
+
+async def test_one_that_cannot_start_any_more_is_tried_again_and_takes_nothing_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvscout_cli.stack.FIRST_PAUSE_SECONDS", 0.01)
+    said: list[str] = []
+    async with Stack() as stack:
+        await stack.start(fake("a"))
+        kept = asyncio.create_task(stack.keep(lambda process: fake("a", "broken"), said.append))
+        os.kill(stack.processes[0].pid, signal.SIGKILL)
+
+        async def tried() -> bool:
+            return sum("ended with code 1 before it was ready" in one for one in said) >= 2
+
+        await eventually(tried, what="further tries")
+        assert not kept.done()
+        kept.cancel()
+
+
 async def test_processes_have_the_environment_they_are_given() -> None:
     async with Stack(environment={**os.environ, "MARK": "x"}) as stack:
         (process,) = await stack.start(fake("a"))

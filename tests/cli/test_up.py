@@ -169,7 +169,7 @@ async def test_detached_it_returns_when_it_is_up_and_down_stops_it(tmp_path: Pat
     )
     started = await kvscout("up", "--free-ports", "--detach", "--workers-file", str(workers), *directory)
     assert started.returncode == 0, await output(started)
-    assert "  kvscout route $(seq 1 64) --explain --role prefill\n" in await output(started)
+    assert "kvscout route $(seq 1 64) --explain --role prefill\n" in await output(started)
     state = await state_of(tmp_path, started)
     try:
         assert set(state["processes"]) == SERVICES

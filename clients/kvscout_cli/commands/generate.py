@@ -11,7 +11,7 @@ from kvscout_cli import completion
 from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import echo, print_json
-from kvscout_cli.prompt import prompt_arguments
+from kvscout_cli.prompt import Prompt, prompt_arguments
 from kvscout_cli.tables import stderr
 from kvscout_client import FinishReason, GenerateChunk, RouteDecision, SamplingOptions, StopConditions, Usage
 from kvscout_common.settings.flags import SectionedCommand
@@ -54,7 +54,7 @@ class _Answer:
 def command(
     connection: Connection,
     *,
-    token_ids: list[int],
+    prompt: Prompt,
     model: str,
     lora_name: str,
     cache_salt: str,
@@ -68,15 +68,18 @@ def command(
 
     \b
         kvscout generate $(seq 1 100) --max-tokens 8
+        kvscout generate --text "Once upon a time"
     """
 
     async def fetch() -> _Answer:
         answer = _Answer()
-        started = time.monotonic()
         async with connection.router() as router:
+            chosen = await chosen_model(router, model)
+            token_ids = await prompt.tokens(router, chosen)
+            started = time.monotonic()
             chunks = router.generate(
                 token_ids,
-                model=await chosen_model(router, model),
+                model=chosen,
                 stop=StopConditions(max_tokens=max_tokens, ignore_eos=ignore_eos),
                 sampling=SamplingOptions(temperature=sampling_temperature),
                 lora_name=lora_name,

@@ -9,7 +9,7 @@ from kvscout_cli import completion
 from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import print_json
-from kvscout_cli.prompt import prompt_arguments
+from kvscout_cli.prompt import Prompt, prompt_arguments
 from kvscout_cli.tables import columns, stdout
 from kvscout_client import Explanation, RouteDecision, RouterOverride
 from kvscout_common.errors import Unavailable
@@ -33,7 +33,7 @@ from kvscout_common.worker import Role
 def command(
     connection: Connection,
     *,
-    token_ids: list[int],
+    prompt: Prompt,
     model: str,
     lora_name: str,
     cache_salt: str,
@@ -50,13 +50,15 @@ def command(
     \b
         kvscout route 1 2 3 4
         kvscout route --file prompt.json --explain
+        kvscout route --text "Once upon a time" --explain
     """
 
-    async def fetch() -> RouteDecision:
+    async def fetch() -> tuple[int, RouteDecision]:
         async with connection.router() as router:
             chosen = await chosen_model(router, model)
+            token_ids = await prompt.tokens(router, chosen)
             try:
-                return await router.route(
+                return len(token_ids), await router.route(
                     token_ids,
                     model=chosen,
                     lora_name=lora_name,
@@ -74,7 +76,7 @@ def command(
                 hint.answered = error.answered
                 raise hint from error
 
-    decision = run(fetch())
+    isl_tokens, decision = run(fetch())
     if as_json:
         print_json(decision)
         return
@@ -83,7 +85,7 @@ def command(
     console.print(f"worker    {decision.worker.worker_id}, rank {decision.worker.dp_rank}")
     console.print(f"endpoint  {decision.http_endpoint or '–'}")
     console.print(
-        f"overlap   {decision.overlap_blocks} of {decision.num_blocks} blocks, {cached} of {len(token_ids)} tokens"
+        f"overlap   {decision.overlap_blocks} of {decision.num_blocks} blocks, {cached} of {isl_tokens} tokens"
     )
     console.print(f"cost      {decision.cost:g}")
     if decision.degraded:

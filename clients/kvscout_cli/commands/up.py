@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
+import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +23,9 @@ from kvscout_cli.process import ManagedProcess, ProcessFailed
 from kvscout_cli.relay import SERVICES, given_words, relay, relayed_flags
 from kvscout_cli.stack import READY_SECONDS, Stack
 from kvscout_cli.state import StateDirectory
-from kvscout_cli.topology import DEFAULT_PORTS, Mockers, Ports, Topology, launch
+from kvscout_cli.topology import DEFAULT_PORTS, Mockers, Ports, Running, Topology, launch, same_engine
+from kvscout_common.errors import FailedPrecondition, NotFound
+from kvscout_common.known_names import or_known
 from kvscout_common.settings.flags import SectionedCommand, flag
 from kvscout_common.worker import Role, Transport
 
@@ -29,12 +33,16 @@ _FLAGS = relayed_flags()
 
 _FREE_PORTS = Ports(gateway_metrics=0, indexer_metrics=0, scheduler_metrics=0, bridge_metrics=0, gateway_http=0)
 
+NAME_WIDTH = 10
+"""Characters of a process's name before its lines in the log."""
+DEFAULT_STATE_DIR = ".kvscout"
+
 state_dir_flag = flag(
     "--state-dir",
     section="Options",
-    default=".kvscout",
+    default=DEFAULT_STATE_DIR,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where it keeps its lock, its state and the log of --detach.",
+    help="Where it keeps its lock, its state and its log.",
 )
 
 
@@ -133,44 +141,126 @@ def command(
 
 
 async def _keep(topology: Topology, state: StateDirectory) -> None:
-    with TemporaryDirectory(prefix="kvscout-") as directory:
-        async with Stack(on_line=lambda name, line: echo(f"{name:<10} {line}", err=True)) as stack:
+    with TemporaryDirectory(prefix="kvscout-") as directory, state.log() as write:
+
+        def on_line(name: str, line: str) -> None:
+            write(f"{name:<{NAME_WIDTH}} {line}")
+
+        async with Stack(on_line=on_line) as stack:
             running = await launch(stack, topology, Path(directory))
-            state.write(
-                {
-                    **{name: address for name, address in asdict(running).items() if name != "workers"},
-                    "workers": [worker.worker_id for worker in running.workers],
-                    "prefill_apart": Role.PREFILL in {worker.role for worker in running.workers},
-                    "processes": {process.program.name: process.pid for process in stack.processes},
-                    "serves": {process.program.name: _served(process) for process in stack.processes},
-                }
-            )
-            echo(_how_to_talk_to_it(state.read()))
+            _write_state(state, running, stack)
+            echo(how_to_talk_to_it(state.read()))
             echo("Ctrl-C or `kvscout down` stops it.")
-            await stack.run(_forever())
+
+            def say(sentence: str) -> None:
+                on_line("up", sentence)
+                _write_state(state, running, stack)
+
+            await stack.keep(same_engine, say)
 
 
-async def _forever() -> None:
-    await asyncio.Event().wait()
+def _write_state(state: StateDirectory, running: Running, stack: Stack) -> None:
+    engines = {worker.worker_id: worker.http_endpoint for worker in running.workers}
+    state.write(
+        {
+            **{name: address for name, address in asdict(running).items() if name != "workers"},
+            "workers": list(engines),
+            "model": running.workers[0].model if running.workers else "",
+            "prefill_apart": Role.PREFILL in {worker.role for worker in running.workers},
+            "processes": {process.program.name: process.pid for process in stack.processes},
+            "engines": {
+                process.program.name: engines[process.program.name]
+                for process in stack.processes
+                if process.program.name in engines
+            },
+            "serves": {process.program.name: _served(process) for process in stack.processes if process.ready_line},
+            "has_dashboard": all("--no-dashboard" not in process.program.arguments for process in stack.processes),
+        }
+    )
 
 
-def _how_to_talk_to_it(state: Mapping[str, Any]) -> str:
-    gateway = state["gateway"]
-    where = "" if gateway.endswith(":7050") else f"export KVSCOUT_GATEWAY={gateway}\n  "
+@dataclass(frozen=True, slots=True)
+class RunningStack:
+    """What `kvscout up` started, for commands that do something to it."""
+
+    processes: Mapping[str, int]
+    """Process ids by name."""
+    engines: Mapping[str, str]
+    """URLs of the simulated engines by name."""
+
+    @classmethod
+    def of(cls, state_dir: Path) -> RunningStack:
+        """Read the state of a stack.
+
+        Raises:
+            FailedPrecondition: None runs.
+        """
+        state = StateDirectory(state_dir)
+        read = state.read() if state.is_held() else {}
+        if not read:
+            raise FailedPrecondition(f"kvscout is not up in {state_dir}; `kvscout up --detach` starts it")
+        return cls(read["processes"], read["engines"])
+
+    def engine(self, name: str) -> tuple[str, int]:
+        """Return the URL and process id of a simulated engine.
+
+        Raises:
+            NotFound: There is none of the name.
+        """
+        if name not in self.engines:
+            raise NotFound(f"there is no simulated engine {name!r}{or_known(name, self.engines)}")
+        return self.engines[name], self.processes[name]
+
+
+def complete_engine(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return the simulated engines that run."""
+    return _names(context, "engines", incomplete)
+
+
+def complete_process(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return the processes that run."""
+    return _names(context, "processes", incomplete)
+
+
+def _names(context: click.Context, kind: str, incomplete: str) -> list[str]:
+    state = StateDirectory(Path(context.params.get("state_dir") or DEFAULT_STATE_DIR))
+    return [name for name in state.read().get(kind, {}) if name.startswith(incomplete)]
+
+
+def how_to_talk_to_it(state: Mapping[str, Any]) -> str:
+    """Return addresses, and commands that work where they are pasted."""
+    gateway, workers, kvscout = state["gateway"], len(state["workers"]), _program()
+    is_default = gateway.endswith(":7050")
     role = " --role prefill" if state["prefill_apart"] else ""
-    workers = len(state["workers"])
-    served = "\n".join(f"  {name:<10} {what}" for name, what in state["serves"].items())
+    body = json.dumps({"model": state["model"], "prompt": "hello", "max_tokens": 8})
+    commands = [] if is_default else [f"export KVSCOUT_GATEWAY={gateway}"]
+    if workers:
+        commands += [
+            f"{kvscout} generate $(seq 1 64) --max-tokens 8",
+            f"{kvscout} route $(seq 1 64) --explain{role}",
+            f"curl {state['openai']}/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
+        ]
+    commands.append(f"{kvscout} top")
+    served = "\n".join(f"  {name:<{NAME_WIDTH}} {what}" for name, what in state["serves"].items())
+    page = f"\ndashboard: {state['openai'].removesuffix('v1')}\n" if state["has_dashboard"] else ""
+    lines = "\n".join(f"  {command}" for command in commands)
     return f"""
 kvscout is up, with {workers} worker{"s" * (workers != 1)}:
 
 {served}
 
-  {where}kvscout workers list
-  kvscout route $(seq 1 64) --explain{role}
-  kvscout generate $(seq 1 64) --max-tokens 8
-  grpcurl -plaintext {gateway} list
-  curl {state["openai"]}/models
-"""
+Try, in any terminal:
+
+{lines}
+{page}"""
+
+
+def _program() -> str:
+    """Return how a shell calls this program: by its name where that is on the path, else by its file."""
+    script = Path(sys.executable).with_name("kvscout")
+    if (found := shutil.which("kvscout")) is not None and Path(found).samefile(script):
+        return "kvscout"
+    return shlex.quote(str(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m kvscout_cli.main"
 
 
 def _served(process: ManagedProcess) -> str:
@@ -211,5 +301,5 @@ def _detach(state: StateDirectory) -> None:
             process.terminate()
             raise ProcessFailed("kvscout up was not ready in time", tail)
         time.sleep(0.1)
-    echo(_how_to_talk_to_it(state.read()))
-    echo(f"log {state.log_file} · `kvscout down` stops it")
+    echo(how_to_talk_to_it(state.read()))
+    echo("`kvscout logs` prints its log, `kvscout down` stops it.")

@@ -81,7 +81,11 @@ class HttpReplay:
 
         At most one request of each flow is under way.
         """
-        turns: dict[str, Turn] = {}
+        turns = {
+            f"{number}/{place}": turn
+            for number, flow in enumerate(workload.flows)
+            for place, turn in enumerate(flow.turns)
+        }
         apis = [self._api() for _ in workload.flows]
 
         def send(token_ids: array[int], max_tokens: int, request_id: str) -> AsyncIterator[GenerateChunk]:
@@ -95,7 +99,7 @@ class HttpReplay:
         async with aiohttp.ClientSession(connector=connector, timeout=self._timeout) as http:
             self._start_unix = time.time()
             driver = OpenLoop(send, Limits(max_outstanding=len(workload.flows)))
-            replay = await driver.run(_sessions(workload, turns))
+            replay = await driver.run(sessions_of(workload))
         records = [
             replace(
                 record, first_token=self._first_tokens.get(f"{record.session_id}/{record.turn}", record.first_token)
@@ -134,11 +138,10 @@ class HttpReplay:
         api.answered(came)
 
 
-def _sessions(workload: Workload, turns: dict[str, Turn]) -> Iterator[Session]:
-    """Make the sessions of a workload, and note its turns by request id."""
+def sessions_of(workload: Workload) -> Iterator[Session]:
+    """Yield the sessions of a workload with the tokens of their prompts; session n is flow n."""
     for number, flow in enumerate(workload.flows):
         prompts = [first_prompt(flow, number, workload.block_size), *new_tokens(flow, number)]
-        turns.update({f"{number}/{place}": turn for place, turn in enumerate(flow.turns)})
         yield Session(
             str(number),
             flow.start_seconds,

@@ -17,6 +17,9 @@ ANSWER_SECONDS = 0.05
 """Between the answer to a request for a fault and the fault: long enough for the answer to go out."""
 
 
+MAX_SLOWDOWN = 1_000.0
+
+
 class FaultRoutes:
     """`/mock/…`.
 
@@ -50,9 +53,12 @@ class FaultRoutes:
 
     async def faults(self, http: web.Request) -> web.StreamResponse:
         """Cause the faults that the body names, after the answer: `drop_events`, `duplicate_events`, `mute_requests`,
-        `fail_requests` (shares), `stall_seconds`, `crash`, `restart` and with it `replay` (false: no replay socket)."""
+        `fail_requests` (shares), `slowdown` (of each step, a factor), `stall_seconds`, `crash`, `restart` and with it
+        `replay` (false: no replay socket)."""
         wanted = _faults(await json_body(http))
         self._faults.set_shares(**{name: wanted[name] for name in SHARES if name in wanted})
+        for rank in self._ranks:
+            rank.slowdown = _slowdown(wanted.get("slowdown", rank.slowdown))
         loop = asyncio.get_running_loop()
         if wanted.get("crash"):
             loop.call_later(ANSWER_SECONDS, crash)
@@ -65,11 +71,18 @@ class FaultRoutes:
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(SHARES, (int, float)),
+    "slowdown": (int, float),
     "stall_seconds": (int, float),
     "crash": bool,
     "restart": bool,
     "replay": bool,
 }
+
+
+def _slowdown(factor: float) -> float:
+    if not 1 <= factor <= MAX_SLOWDOWN:
+        raise InvalidArgument(f"must be between 1 and {MAX_SLOWDOWN:g}", field="slowdown")
+    return factor
 
 
 def _faults(body: object) -> dict[str, Any]:

@@ -87,6 +87,8 @@ class Rank:
         self.hash_seed = hash_seed
         self.engine = engine
         self.publisher = publisher
+        self.slowdown = 1.0
+        """Fault: steps take as many times as long."""
         self._streams: dict[Request, tuple[TokenStream, int]] = {}
         self._sources: dict[Request, KvSource] = {}
         self._fetching: set[asyncio.Task[None]] = set()
@@ -158,7 +160,7 @@ class Rank:
                 await self._wake.wait()
                 step_end = loop.time()
                 continue
-            step_end = max(step_end, loop.time() - MAX_LAG_SECONDS) + step.duration_seconds
+            step_end = max(step_end, loop.time() - MAX_LAG_SECONDS) + self.slowdown * step.duration_seconds
             await asyncio.sleep(max(0.0, step_end - loop.time()))
             outputs = self.engine.finish_step(step)
             self.publisher.publish(self.engine.take_events())
