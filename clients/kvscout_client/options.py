@@ -92,6 +92,8 @@ class RouteOptions(TypedDict, total=False):
     required_labels: Mapping[str, str] | None
     override: RouterOverride | None
     priority: int
+    fairness_id: str
+    objective: str
     expected_output_tokens: int
     max_output_tokens: int
     output_class: str

@@ -130,6 +130,8 @@ class Router:
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
         priority: int = 0,
+        fairness_id: str = "",
+        objective: str = "",
         expected_output_tokens: int = 0,
         max_output_tokens: int = 0,
         output_class: str = "",
@@ -159,6 +161,8 @@ class Router:
             required_labels: Labels the worker must have.
             override: Changes of the scheduler's settings for this request.
             priority: In the queue, higher first.
+            fairness_id: Requests of one id share what the caller has of the queue.
+            objective: Name of an objective of the gateway: a priority and targets.
             expected_output_tokens: 0 = unknown; schedulers learn it, best by output_class.
             max_output_tokens: At which the output ends (`max_tokens`); 0 = no such bound is known.
             output_class: Requests of one class are expected to have outputs of similar lengths; at most 64 characters.
@@ -192,6 +196,8 @@ class Router:
                 required_labels=required_labels or {},
                 router_config_override=override.to_proto() if override else None,
                 priority=priority,
+                fairness_id=fairness_id,
+                objective=objective,
                 expected_output_tokens=expected_output_tokens,
                 max_output_tokens=max_output_tokens,
                 output_class=output_class,
@@ -227,6 +233,8 @@ class Router:
         required_labels: Mapping[str, str] | None = None,
         override: RouterOverride | None = None,
         priority: int = 0,
+        fairness_id: str = "",
+        objective: str = "",
         session: str = "",
         explain: bool = False,
         timeout_seconds: float | None = None,
@@ -244,7 +252,7 @@ class Router:
             engine_fields: Further fields of the engine's own request, passed on as JSON, such as the content of
                 `mm_items`, which need it. Those that the gateway sets are refused.
             lora_name, cache_salt, mm_items, pinned_worker_id, pinned_dp_rank, allowed_worker_ids, required_labels,
-                override, priority, session, explain: As for `route`.
+                override, priority, fairness_id, objective, session, explain: As for `route`.
             timeout_seconds: Deadline of the whole request; None = none.
             start_timeout_seconds: Longest wait for its first token; None = no limit.
 
@@ -273,6 +281,8 @@ class Router:
                 required_labels=required_labels or {},
                 router_config_override=override.to_proto() if override else None,
                 priority=priority,
+                fairness_id=fairness_id,
+                objective=objective,
                 session=session,
                 explain=explain,
             ),

@@ -161,6 +161,7 @@ FIRST = (
 @option(
     "--sign", type=click.Choice(SIGNS), default="none", show_default=True, help="Sign by which these are recognised."
 )
+@option("--sheddable", type=_SHARE, default=0.0, help="Share of the flows of a priority below 0, which may be shed.")
 @option("--classes", is_flag=True, help="Requests say an output class, one for each beginning of prompts.")
 @option("--adapters", type=click.IntRange(min=0), default=0, help="LoRA adapters, each on every other worker.")
 @option(

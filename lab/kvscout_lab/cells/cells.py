@@ -16,6 +16,7 @@ from kvscout_lab.simulation.simulation import Simulation
 from kvscout_lab.workloads.workload import Burst, Workload, at_rate, in_bursts, led
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.values.settings import SchedulerSettings
+from kvscout_scheduler.values.targets import NO_TARGETS
 
 SATURATED = 5.0
 """Mean time to first token of a saturated cluster, in multiples of its lower bound."""
@@ -32,7 +33,8 @@ class Contender:
 
     @classmethod
     def parse(cls, text: str, policies: PolicyRegistry) -> Contender:
-        """`NAME` or `NAME:setting=value,…`, where settings are those of the scheduler.
+        """`NAME` or `NAME:setting=value,…`, where settings are those of the scheduler, and `ttft_target_ms` and
+        `itl_target_ms`.
 
         Raises:
             ConfigError: A setting is unknown or out of range.
@@ -43,8 +45,14 @@ class Contender:
         defaults = {field.name: getattr(SchedulerSettings(), field.name) for field in fields(SchedulerSettings)}
         known = [name for name, default in defaults.items() if isinstance(default, int | float | bool | None)]
         changes: dict[str, Any] = {"policy": name}
+        targets = NO_TARGETS
         for assignment in filter(None, rest.split(",")):
             key, equals, value = assignment.partition("=")
+            if equals and key in ("ttft_target_ms", "itl_target_ms"):
+                seconds = _number(key, value, 0.0) / 1000
+                targets = targets._replace(**{key.replace("_target_ms", "_seconds"): seconds})
+                changes["targets"] = targets
+                continue
             if not equals or key not in known:
                 meant = nearest(key, known)
                 problem = f"{assignment!r} is no setting=number of a scheduler"

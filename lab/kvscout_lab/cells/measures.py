@@ -63,8 +63,10 @@ class Measures:
     goodput: float
     """Requests a second that met the objective."""
     well_served: float
-    """Share of the requests that met it: goodput without the time in which the last ones drain, which is chance in a
-    short run."""
+    """Share of the requests of priority 0 and above that met it: goodput without the time in which the last ones drain,
+    which is chance in a short run."""
+    sheddable_served: float
+    """Share of the requests of a priority below 0 that were served at all; 1 where there are none."""
     request_rate: float
     """Requests a second that were served."""
     hit_rate: float
@@ -116,6 +118,8 @@ def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective =
         if not record.error:
             work[record.worker] += record.prompt_tokens - record.cached_tokens
             work[record.decode_worker if record.decode_worker >= 0 else record.worker] += record.output_tokens
+    wanted = [record for record in counted if record.priority >= 0] or counted
+    sheddable = [record for record in counted if record.priority < 0]
     well = sum(_well(record, objective) for record in served)
     batches = [worker.batch_time for worker in run.workers]
     tokens = sum(run.gaps.counts.values())
@@ -130,7 +134,8 @@ def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective =
             *(run.gaps.percentile(percent) / PICOSECONDS for percent in (50, 90, 99)),
         ),
         goodput=well / span,
-        well_served=well / len(counted),
+        well_served=sum(_well(record, objective) for record in served if record.priority >= 0) / len(wanted),
+        sheddable_served=1.0 - sum(bool(record.error) for record in sheddable) / max(1, len(sheddable)),
         request_rate=len(served) / span,
         hit_rate=sum(record.cached_tokens for record in served) / prompt_tokens if prompt_tokens else 0.0,
         bound_hit_rate=sum(bound.cached_tokens[place] for place in places) / prompt_tokens if prompt_tokens else 0.0,

@@ -34,6 +34,7 @@ class Record:
     predicted_tokens: int = 0
     """Prompt tokens that the scheduler predicted to be cached."""
     error: str = ""
+    priority: int = 0
 
 
 class Gaps:

@@ -168,7 +168,7 @@ class Simulation(Engines):
 
     def _arrive(self, flow: int, turn: int) -> None:
         step = self._workload.flows[flow].turns[turn]
-        record = Record(flow, turn, self._now, step.prompt_tokens, step.output_tokens)
+        record = Record(flow, turn, self._now, step.prompt_tokens, step.output_tokens, priority=step.priority)
         self._run.records.append(record)
         self._send(record)
 

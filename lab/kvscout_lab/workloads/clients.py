@@ -43,6 +43,8 @@ class Clients:
     """Sign of long answers. With `prompt`, they are those of whole flows, else of single requests."""
     classes: bool = False
     """Requests whose prompts begin with the same block say that they are of one output class."""
+    sheddable: float = 0.0
+    """Share of the flows whose requests have a priority below 0: they may be shed."""
     adapters: int = 0
     """LoRA adapters that flows are spread over by a Zipf law; nothing is shared between two. 0 = none are used."""
     seed: int = 0
@@ -56,7 +58,7 @@ class Clients:
         for name in ("max_tokens", "adapters"):
             if getattr(self, name) < 0:
                 raise ConfigError("must not be negative", field=name)
-        for name in ("unstreamed", "long_answers"):
+        for name in ("unstreamed", "long_answers", "sheddable"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError("must be between 0 and 1", field=name)
         if self.max_tokens and self.usual_max_tokens:
@@ -91,6 +93,14 @@ def as_clients_ask(workload: Workload, clients: Clients) -> Workload:
     if clients.unstreamed:
         whole = random.Random(f"unstreamed {clients.seed}")
         flows = _each(flows, lambda turn: turn._replace(streamed=whole.random() >= clients.unstreamed))
+    if clients.sheddable:
+        batch = random.Random(f"sheddable {clients.seed}")
+        flows = tuple(
+            flow._replace(turns=tuple(turn._replace(priority=-1) for turn in flow.turns))
+            if batch.random() < clients.sheddable
+            else flow
+            for flow in flows
+        )
     return replace(workload, flows=flows)
 
 

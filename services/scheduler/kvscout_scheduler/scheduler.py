@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
+from typing import Final
 
 from kvscout_common.errors import (
     AlreadyExists,
@@ -22,6 +23,7 @@ from kvscout_common.errors import (
     ResourceExhausted,
 )
 from kvscout_common.identity.tenant_limits import TenantLimits
+from kvscout_common.observability.warnings import TenantWarning
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.bookings.booking import Booking
 from kvscout_scheduler.bookings.bookings import Bookings
@@ -66,6 +68,9 @@ from kvscout_scheduler.values.reservation import (
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.stats import SchedulerStats
 from kvscout_scheduler.values.thresholds import ThresholdTable
+
+SHED_SECONDS: Final = 60.0
+"""Seconds for which operators are warned that a request was shed."""
 
 
 class Scheduler:
@@ -121,6 +126,8 @@ class Scheduler:
         self.queues_requests = settings.queue_threshold is not None
         """True: requests wait while no worker has room."""
         self.decision_feed = DecisionFeed(wall_clock)
+        self._shed_at: dict[tuple[str, str], float] = {}
+        """When a request was last shed, by tenant and model; of models that have or had workers."""
         self.clock = clock
         self.wall_clock = wall_clock
 
@@ -569,8 +576,24 @@ class Scheduler:
         self._selector.check(request)
         _check_booking(request.request_id, request.attempt_id, lease_seconds)
 
+    def warnings(self) -> list[TenantWarning]:
+        """Return warnings for operators."""
+        now = self.clock()
+        shed = [
+            TenantWarning(
+                tenant,
+                f"model {model}: requests of a priority below 0 are shed, no worker keeps their targets "
+                "(--ttft-target-ms, --itl-target-ms, --model-target, objectives): add workers, or raise the targets",
+            )
+            for (tenant, model), at in self._shed_at.items()
+            if now - at < SHED_SECONDS
+        ]
+        return [*self.workers.warnings(), *shed]
+
     def _refused(self, request: SelectionRequest, error: KvscoutError) -> None:
         self.stats.refusals[type(error).__name__] += 1
+        if isinstance(error, Shed):
+            self._shed_at[request.tenant, request.model] = self.clock()
         self.decision_feed.record(request, error)
 
     def _require_open(self) -> None:

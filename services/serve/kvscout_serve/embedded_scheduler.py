@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
-from kvscout_common.errors import DeadlineExceeded, KvscoutError
+from kvscout_common.errors import KvscoutError
 from kvscout_common.observability import tracing
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.upstreams.interfaces import Answer, Rpc
@@ -20,7 +20,7 @@ from kvscout_gateway.upstreams.scheduler.queue_wait import QueueWait, WaitedTooL
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.overlaps import Overlaps, Rows
-from kvscout_gateway.values.request import Request
+from kvscout_gateway.values.request import DeadlinePassed, Request
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.rpc.operations import Operations
 from kvscout_scheduler.service import SchedulerService
@@ -124,7 +124,7 @@ class EmbeddedScheduler:
                 if outcome is not None:
                     return outcome, overlaps
                 wait.refreshed()
-        except (asyncio.CancelledError, WaitedTooLong, DeadlineExceeded):
+        except (asyncio.CancelledError, WaitedTooLong, DeadlinePassed):
             if booking is not None:
                 operations.carry_out(next(self._numbers), _free(booking))
             raise

@@ -32,6 +32,12 @@ from kvscout_gateway.values.session import UNKNOWN_SESSION, Session
 NO_FIELDS: Final[Mapping[str, Any]] = {}
 
 
+class DeadlinePassed(DeadlineExceeded):
+    """The deadline of a request passed: no peer is at fault."""
+
+    answered = True
+
+
 class EngineAdapter(Protocol):
     """One kind of engine."""
 
@@ -192,11 +198,11 @@ class Request:
         """Return the time until its deadline.
 
         Raises:
-            DeadlineExceeded: It has passed.
+            DeadlinePassed: It has passed.
         """
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise DeadlineExceeded("the request's deadline has passed")
+            raise DeadlinePassed("the request's deadline has passed")
         return left
 
     def settle(self) -> None:

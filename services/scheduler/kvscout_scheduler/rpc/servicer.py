@@ -293,7 +293,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             service=service_info(
                 self._started,
                 draining=self._scheduler.draining,
-                warnings=[*self._warnings(), *filter(None, [problem]), *self._scheduler.workers.warnings()],
+                warnings=[*self._warnings(), *filter(None, [problem]), *self._scheduler.warnings()],
                 nats=self._nats(),
             ),
             policy=settings.policy,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 
 from kvscout_common.errors import DeadlineExceeded
+from kvscout_gateway.upstreams.failover import is_member_fault
 from kvscout_gateway.upstreams.scheduler.queue_wait import QueueWait, WaitedTooLong
 
 
 def test_a_wait_that_ends_with_the_deadline_says_so() -> None:
     wait = QueueWait(3600.0, time.monotonic() + 1000.0)
     assert 0 < wait.seconds_left <= 1000.0
-    assert isinstance(wait.over(), DeadlineExceeded)
+    over = wait.over()
+    assert isinstance(over, DeadlineExceeded)
+    assert not is_member_fault(over), "no scheduler is at fault"
 
 
 def test_a_wait_that_is_shorter_than_the_deadline_is_to_be_tried_again() -> None:

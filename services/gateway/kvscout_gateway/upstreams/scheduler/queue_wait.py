@@ -6,8 +6,9 @@ import time
 from math import inf
 from typing import Final
 
-from kvscout_common.errors import DeadlineExceeded, KvscoutError, ResourceExhausted
+from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_gateway.upstreams.scheduler.link import RETRY_SECONDS
+from kvscout_gateway.values.request import DeadlinePassed
 
 REFRESH_SECONDS: Final = 1.0
 """Wait in the queue after which overlaps are refreshed; doubles each time, up to the next."""
@@ -45,7 +46,7 @@ class QueueWait:
     def over(self) -> KvscoutError:
         """Return the error of a request that stood in the queue until its time was over."""
         if self._has_deadline:
-            return DeadlineExceeded("no worker had room for the request before its deadline")
+            return DeadlinePassed("no worker had room for the request before its deadline")
         return WaitedTooLong("no worker had room for the request in time", retry_after_seconds=RETRY_SECONDS)
 
     def refreshed(self) -> None:

@@ -24,7 +24,6 @@ from prometheus_client.registry import Collector
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import (
-    DeadlineExceeded,
     Draining,
     KvscoutError,
     NotFound,
@@ -49,7 +48,7 @@ from kvscout_gateway.upstreams.scheduler.select_request import select_request
 from kvscout_gateway.values.booking import Booking, draw_attempt
 from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.overlaps import Overlaps
-from kvscout_gateway.values.request import Request
+from kvscout_gateway.values.request import DeadlinePassed, Request
 
 MAX_STREAMS = 4
 """Streams that may end under one request that does not wait in line."""
@@ -219,7 +218,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
 
         Raises:
             UpstreamDown: No scheduler answers.
-            WaitedTooLong, DeadlineExceeded: No worker had room in time.
+            WaitedTooLong, DeadlinePassed: No worker had room in time.
             KvscoutError: As a scheduler answers.
         """
         queue_wait = self._queue_wait if request.queue_wait_seconds is None else request.queue_wait_seconds
@@ -307,7 +306,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
                 pending.wait.refreshed()
             result = operation.answer.result()
             return _checked(result, stream).select if result is not None else None
-        except (asyncio.CancelledError, WaitedTooLong, DeadlineExceeded, UpstreamDown):
+        except (asyncio.CancelledError, WaitedTooLong, DeadlinePassed, UpstreamDown):
             stream.drop(operation)
             stream.free(ref)
             raise
