@@ -187,7 +187,7 @@ e2e-kubernetes: $(DEVELOP) chart-tools ## The chart and its services on a real k
 	sh tests/build_kubernetes.sh $(KUBERNETES)
 	KVSCOUT_KUBERNETES=$(KUBERNETES) $(PY) -m pytest -v tests/e2e_kubernetes.py
 
-real-vllm-tokens: $(DEVELOP) ## Conversations rendered by the vLLM installed in VENV (CPU; two minutes): the same tokens as here?
+real-vllm-tokens: $(DEVELOP) ## Conversations rendered by the vLLM in VENV (CPU; minutes; images if it has torchvision): the same tokens as here?
 	VENV=$(VENV) $(PY) tests/real_vllm_tokens.py
 
 audit: $(DEVELOP) ## Whether anything is known against the packages and crates that kvscout needs.

@@ -23,8 +23,19 @@ from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
 
 sys.path.insert(0, str(Path(__file__).parent))
-from support.conversations import conversations
-from support.vllm_renderer import DATA, MODEL, RECORDED, make_model, rendered, renderer
+from support.conversations import conversations, conversations_with_images
+from support.vllm_renderer import (
+    DATA,
+    IMAGES,
+    MODEL,
+    RECORDED,
+    VISION_TEMPLATE,
+    make_model,
+    make_vision_model,
+    rendered,
+    renderer,
+    sees_images,
+)
 
 CONTROL = ("im_start", "im_end", "header", "end_header", "turn", "vision_start", "vision_end", "image_pad", "video_pad")
 SPECIAL = ["<pad>", "<s>", "</s>", *(f"<|{name}|>" for name in CONTROL)]
@@ -45,17 +56,27 @@ def make_tokenizer() -> Tokenizer:
 
 
 def record(venv: Path) -> list[dict[str, Any]]:
-    """Return all conversations with what vLLM makes of them, by template."""
+    """Return the conversations of text with what vLLM makes of them, by template."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         for template in sorted(path.stem for path in DATA.glob("*.jinja")):
             folder = Path(scratch) / template
             make_model(folder, template)
             with renderer(venv, folder) as port:
-                for one in conversations(MODEL):
-                    rows.append({"template": template, **one._asdict(), **rendered(port, one)})
-            print(f"{template}: {len(rows)} so far", flush=True)
+                rows += [{"template": template, **one._asdict(), **rendered(port, one)} for one in conversations(MODEL)]
     return rows
+
+
+def record_images(venv: Path) -> list[dict[str, Any]]:
+    """Return the conversations with images, with what vLLM makes of them."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "vision"
+        make_vision_model(folder)
+        with renderer(venv, folder) as port:
+            return [
+                {"template": VISION_TEMPLATE, **one._asdict(), **rendered(port, one)}
+                for one in conversations_with_images(MODEL)
+            ]
 
 
 async def ours(rows: list[dict[str, Any]]) -> list[list[int]]:
@@ -82,8 +103,8 @@ def main() -> None:
     venv = Path(os.environ["VENV"])
     if not (DATA / "tokenizer.json").exists():
         make_tokenizer().save(str(DATA / "tokenizer.json"), pretty=False)
-    rows = record(venv)
-    refused = [row for row in rows if "refused" in row]
+    rows, images = record(venv), record_images(venv) if sees_images(venv) else []
+    refused = [row for row in (*rows, *images) if "refused" in row]
     for row in refused:
         print("refused:", row["template"], row["name"], row["says"])
     if refused:
@@ -92,9 +113,12 @@ def main() -> None:
     print(f"{len(rows)} rendered by vLLM, {len(rows) - len(differing)} of them the same here")
     for row in differing:
         print("differs:", row["template"], row["name"])
+    recorded = json.loads(IMAGES.read_text()) if IMAGES.exists() else []
+    print(f"{len(images)} with images; {sum(row in recorded for row in images)} of them as recorded")
     if options.record:
-        lines = ",\n".join(json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in rows)
-        RECORDED.write_text(f"[\n{lines}\n]\n")
+        for path, kept in ((RECORDED, rows), (IMAGES, images)):
+            lines = ",\n".join(json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in kept)
+            path.write_text(f"[\n{lines}\n]\n")
     raise SystemExit(bool(differing))
 
 

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvscout_common.errors import ConfigError
-from kvscout_gateway.config import addresses, indexer_shards, tokenizer_folders
+from kvscout_gateway.config import addresses, indexer_shards, renderer_urls, tokenizer_folders
 from kvscout_gateway.engines.engine_key import EngineKey
 from kvscout_gateway.main import main
 
@@ -36,6 +36,15 @@ def test_tokenizers_are_folders_of_models_or_of_all(tmp_path: Path) -> None:
     for wrong in (["nowhere"], ["m=nowhere"], ["m="], [f"m={tmp_path}", f"m={tmp_path}"], [str(tmp_path)] * 2):
         with pytest.raises(ConfigError, match=r"DIR|twice"):
             tokenizer_folders("tokenizer", wrong)
+
+
+def test_renderers_are_urls_of_models_or_of_all() -> None:
+    given = ["http://one:8100/", "org/model=https://two/base", "a=b=http://three:1/x=y"]
+    expected = {"": "http://one:8100", "org/model": "https://two/base", "a=b": "http://three:1/x=y"}
+    assert renderer_urls("renderer", given) == expected
+    for wrong in (["one:8100"], ["m="], ["ftp://one"], ["http://"], ["http://a?b=c"], ["http://a", "http://b"]):
+        with pytest.raises(ConfigError, match="renderer"):
+            renderer_urls("renderer", wrong)
 
 
 def test_an_engine_key_is_one_line_and_is_followed(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class Conversation(NamedTuple):
     request: dict[str, Any]
 
 
-def png(red: int, width: int = 8) -> bytes:
+def png(red: int, width: int = 56) -> bytes:
     """Return a square image of one colour."""
     rows = (b"\0" + bytes((red, 64, 128)) * width) * width
     parts = (

@@ -17,6 +17,10 @@ from support.free_ports import free_ports
 
 DATA: Final = Path(__file__).parents[1] / "data" / "vllm_tokens"
 RECORDED: Final = DATA / "recorded.json"
+"""Conversations of text."""
+IMAGES: Final = DATA / "images.json"
+"""Those with images."""
+VISION_TEMPLATE: Final = "parts"
 PATHS = {
     "chat": "/v1/chat/completions/render",
     "messages": "/v1/messages/render",
@@ -35,6 +39,38 @@ TEXT_MODEL = {
     "vocab_size": 1024,
     "max_position_embeddings": 8192,
 }
+
+
+def vision_model() -> dict[str, Any]:
+    """Return the configuration of a model that sees images, of 28 pixels and more a side."""
+    added = json.loads((DATA / "tokenizer.json").read_text())["added_tokens"]
+    ids = {token["content"]: token["id"] for token in added}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
+    return {
+        **TEXT_MODEL,
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "vision_config": {**vision, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_chans": 3},
+    }
+
+
+def make_vision_model(folder: Path) -> None:
+    """Write a model without weights that sees images."""
+    make_model(folder, VISION_TEMPLATE, vision_model())
+    sizes = {"min_pixels": 784, "max_pixels": 50_176, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+    kind = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**kind, **sizes}))
+
+
+def sees_images(venv: Path) -> bool:
+    """Tell whether a vLLM can process images: torchvision is not part of it."""
+    command = [str(venv / "bin" / "python"), "-c", "import torchvision"]
+    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def make_model(folder: Path, template: str, config: Mapping[str, Any] = TEXT_MODEL) -> None:
@@ -57,13 +93,13 @@ def make_model(folder: Path, template: str, config: Mapping[str, Any] = TEXT_MOD
 
 
 @contextlib.contextmanager
-def renderer(venv: Path, folder: Path, *more: str) -> Iterator[int]:
+def renderer(venv: Path, folder: Path) -> Iterator[int]:
     """Run `vllm launch render` for a model; yields its port."""
     [port] = free_ports(1)
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     where = ("--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL)
     vllm = str(venv / "bin" / "vllm")
-    command = [vllm, "launch", "render", str(folder), *where, *tools, "--max-model-len", "4096", *more]
+    command = [vllm, "launch", "render", str(folder), *where, *tools, "--max-model-len", "4096"]
     quiet = {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -71,7 +107,7 @@ def renderer(venv: Path, folder: Path, *more: str) -> Iterator[int]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "OMP_NUM_THREADS": "1",
     }
-    process = subprocess.Popen(command, env={**os.environ, **quiet})
+    process = subprocess.Popen(command, env={**os.environ, **quiet}, stdout=subprocess.DEVNULL)
     try:
         until = time.monotonic() + START_SECONDS
         while not _healthy(port):

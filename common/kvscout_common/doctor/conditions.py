@@ -236,7 +236,8 @@ GROUPS_UNJUDGED = _note(
 TOKENS_DIFFER = _error(
     "tokens-differ",
     "The gateway tokenizes a model's prompts differently from its engine: no cached prefix is found.",
-    "Point --tokenizer at the folder of exactly the model that the engine runs, including its chat template.",
+    "Point --tokenizer at the folder of exactly the model that the engine runs, including its chat template, or "
+    "--renderer at a vLLM renderer of the same release.",
 )
 HASHES_NEVER_MATCH = _error(
     "hashes-never-match",

@@ -223,7 +223,7 @@ def renderer_urls(flag: str, given: Sequence[str]) -> dict[str, str]:
     """
     urls: dict[str, str] = {}
     for one in given:
-        at = one.find("=", 0, max(0, one.find("://")))
+        at = one.rfind("=", 0, max(0, one.find("://")))
         model, url = ("", one) if at < 0 else (one[:at], one[at + 1 :])
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:

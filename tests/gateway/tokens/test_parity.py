@@ -17,7 +17,7 @@ M, N = (TokenClass("a", model, "messages", True, "tokenizer") for model in "mn")
 def test_parity_counts_what_it_compares_and_names_the_classes_that_differ() -> None:
     registry = CollectorRegistry()
     check = ParityCheck(registry, every=4)
-    assert [check.due() for _ in range(9)] == [True, False, False, False, True, False, False, False, True]
+    assert [check.due(M) for _ in range(9)] == [True, False, False, False, True, False, False, False, True]
 
     def counted(outcome: str) -> float | None:
         return registry.get_sample_value("kvscout_token_parity_total", {"outcome": outcome})
@@ -43,6 +43,33 @@ def test_one_match_makes_up_for_the_mismatches_before_it() -> None:
     check.lengths(M, 1, 2)
     assert not check.differs(M)
     assert not check.differs(N)
+
+
+def test_tokens_that_differ_one_by_one_need_no_second_look_and_equal_numbers_do_not_excuse_them() -> None:
+    now = [0.0]
+    check = ParityCheck(CollectorRegistry(), every=1 << 30, clock=lambda: now[0])
+    assert check.due(M)  # the first
+    check.tokens(M, b"1234", b"1235")
+    check.lengths(M, 1, 1)
+    assert check.differs(M)
+    assert check.differences()
+    now[0] += parity.AGAIN_SECONDS + 1
+    assert not check.differs(M)  # tried again
+    assert check.due(M)
+    check.tokens(M, b"1234", b"1234")
+    assert not check.differences()
+    assert not check.due(M)
+
+
+def test_a_class_of_which_engines_cache_more_than_their_events_say_is_looked_at_more_closely() -> None:
+    check = ParityCheck(CollectorRegistry(), every=1 << 30)
+    assert check.due(N)
+    for by_events in (False, False, True, *[False] * (parity.MAX_MISMATCHES - 1)):
+        check.confirmed(M, by_events)
+    assert not check.due(M)
+    check.confirmed(M, False)
+    assert not check.due(N)
+    assert [check.due(M), check.due(M)] == [True, False]
 
 
 def test_only_so_many_classes_are_remembered() -> None:

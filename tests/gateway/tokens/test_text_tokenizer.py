@@ -217,3 +217,29 @@ async def test_a_message_that_sglang_continues_has_its_tokens_behind_the_prompts
     continued = [token for token in BUILDS[build]().encode("one two").ids if token != 0]
     expected = BUILDS[build]().encode(prompt, add_special_tokens=False).ids + continued
     assert array("I", found.token_ids).tolist() == expected
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize("engine", [EngineKind.VLLM, EngineKind.SGLANG])
+async def test_of_a_conversation_with_images_the_tokens_before_the_first_are_known(
+    tmp_path: Path, engine: EngineKind
+) -> None:
+    tokenizer = loaded(tmp_path)
+    said = {"type": "text", "text": LINE * 3}
+    messages = [*turns(3), {"role": "user", "content": [IMAGE, said, IMAGE]}, *turns(2)]
+    found = await tokenizer.before_media({"messages": messages}, size=1, tenant="a", engine=engine, dialect="chat")
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in turns(3)) + "<|im_start|>user\n"
+    expected = byte_level().encode(text, add_special_tokens=False).ids
+    assert array("I", found.token_ids).tolist() == expected[:-1]  # the last may become another
+    assert found.further_tokens > 2 * 500
+
+
+async def test_what_is_before_an_image_is_not_known_where_the_template_does_not_show_it(tmp_path: Path) -> None:
+    tokenizer = loaded(tmp_path)
+    for messages in (turns(2), [{"role": "user", "content": [IMAGE, {"type": "odd"}]}], None):
+        with pytest.raises(NotText):
+            await tokenizer.before_media(
+                {"messages": messages}, size=1, tenant="a", engine=EngineKind.VLLM, dialect="chat"
+            )

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvscout_common.errors import KvscoutError
+from kvscout_common.http.dialect import Usage
+from kvscout_common.worker import Role
+from kvscout_gateway.engines.observation import predicted_cached_tokens
 from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.parity import ParityCheck
 from kvscout_gateway.tokens.remote_source import tokenize_call
 from kvscout_gateway.tokens.remote_tokens import Call, RemoteTokens, Server
 from kvscout_gateway.tokens.source import Wanted
+from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.prompt import Judge, Prompt, TokenClass
 
 log = logging.getLogger("kvscout.gateway")
@@ -65,22 +69,32 @@ class EngineComparison:
                 log.debug("tokens of %s not compared: %s", of.model, error)
         return Compared(of, len(prompt.token_ids) // 4, all_of_them, prompt.judge)
 
-    def end(self, compared: Compared, endpoint: str, prompt_tokens: object) -> None:
+    def end(self, compared: Compared, decision: Decision, usage: Usage | None) -> None:
         """Compare. Returns at once.
 
         Args:
             compared: What.
-            endpoint: The engine that ran it.
-            prompt_tokens: The engine's number of tokens; no number = it reported none.
+            decision: Where it ran.
+            usage: The engine's count of its tokens; None = it reported none.
         """
-        if isinstance(prompt_tokens, int):
-            self._parity.lengths(compared.of, compared.count, prompt_tokens)
+        if usage is not None:
+            self._parity.lengths(compared.of, compared.count, usage.prompt_tokens)
             if compared.judge is not None:
-                compared.judge(compared.count == prompt_tokens)
+                compared.judge(compared.count == usage.prompt_tokens)
+            self._by_events(compared, decision, usage)
         if compared.all_of_them is not None and self._running is None:
-            server = Server(endpoint, self._headers())
+            server = Server(decision.endpoint, self._headers())
             self._running = asyncio.create_task(self._all(compared.of, *compared.all_of_them, server))
             self._running.add_done_callback(self._ended)
+
+    def _by_events(self, compared: Compared, decision: Decision, usage: Usage) -> None:
+        """Compare what the engine had cached with what its events said, where it computed all of the prompt itself."""
+        alone = decision.spec is not None and decision.spec.role is Role.AGGREGATED
+        if not alone or decision.confirmed_blocks is None or usage.cached_tokens is None:
+            return
+        said = predicted_cached_tokens(decision.confirmed_blocks, compared.count, decision.block_size)
+        # One block may be stored while the request is on its way.
+        self._parity.confirmed(compared.of, usage.cached_tokens <= said + decision.block_size)
 
     async def close(self) -> None:
         """End a comparison that runs."""

@@ -39,6 +39,7 @@ class LocalSource:
         tokenizer = self._tokenizer_of(wanted.tenant, wanted.model)
         if tokenizer is None:
             return None
+        wanted.traits = tokenizer.traits
         async with asyncio.timeout(LOCAL_SECONDS):
             if wanted.dialect == COMPLETIONS:
                 special = wanted.request.get("add_special_tokens", True) is not False

@@ -2,6 +2,9 @@
 
 Each class of prompts (model, dialect, with or without tools) is compared for each source of tokens. A source whose
 tokens differ is asked after all others for a while: then the class is tried again.
+
+As many tokens are not the same tokens. An engine that finds more of a prompt in its cache than its events confirm makes
+a class suspect: the next of its prompts is compared token by token.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Parity(StrEnum):
 class _State:
     """What is known of a class."""
 
-    __slots__ = ("difference", "mismatches", "until")
+    __slots__ = ("certain", "difference", "mismatches", "suspect", "unconfirmed", "until")
 
     def __init__(self) -> None:
         self.difference = ""
@@ -53,6 +56,12 @@ class _State:
         """In a row."""
         self.until = 0.0
         """When it is tried again."""
+        self.certain = False
+        """Tokens were compared one by one, and differed: no equal number of them says otherwise."""
+        self.unconfirmed = 0
+        """Prompts in a row of which the engine had cached more than its events confirmed."""
+        self.suspect = False
+        """The next prompt is compared token by token."""
 
 
 class ParityCheck:
@@ -73,9 +82,14 @@ class ParityCheck:
         self._classes: OrderedDict[TokenClass, _State] = OrderedDict()
         self._warnings = RateLimitedLog(log, period_seconds=60.0)
 
-    def due(self) -> bool:
-        """Tell whether this request is compared token by token: the first is, then one in `every`."""
+    def due(self, of: TokenClass) -> bool:
+        """Tell whether a request is compared token by token: the first is, then one in `every`, and those of a class
+        that is suspect or tried again."""
         self._seen += 1
+        state = self._classes.get(of)
+        if state is not None and (state.suspect or state.certain):
+            state.suspect = False
+            return True
         return self._seen % self._every == 1 or self._every == 1
 
     def differs(self, of: TokenClass) -> bool:
@@ -87,15 +101,31 @@ class ParityCheck:
         """Compare the number of a prompt's tokens with the engine's usage."""
         matched = ours == theirs
         self._counter.labels(Parity.LENGTH_MATCH if matched else Parity.LENGTH_MISMATCH).inc()
-        self._note(of, "" if matched else f"{ours} tokens here, {theirs} in the engine")
+        state = self._state(of)
+        if not matched:
+            self._differs(of, state, f"{ours} tokens here, {theirs} in the engine")
+        elif not state.certain:
+            state.mismatches, state.difference = 0, ""
 
     def tokens(self, of: TokenClass, ours: bytes, theirs: bytes) -> None:
         """Compare a prompt's tokens, u32 each."""
-        matched = ours == theirs
-        self._counter.labels(Parity.MATCH if matched else Parity.MISMATCH).inc()
-        same = 0 if matched else _common_tokens(ours, theirs)
-        how = f"from token {same} of {len(ours) // 4} here, {len(theirs) // 4} in the engine"
-        self._note(of, "" if matched else how)
+        state = self._state(of)
+        state.certain = ours != theirs
+        if not state.certain:
+            self._counter.labels(Parity.MATCH).inc()
+            state.mismatches, state.difference = 0, ""
+            return
+        self._counter.labels(Parity.MISMATCH).inc()
+        same = _common_tokens(ours, theirs)
+        state.mismatches = MAX_MISMATCHES
+        self._differs(of, state, f"from token {same} of {len(ours) // 4} here, {len(theirs) // 4} in the engine")
+
+    def confirmed(self, of: TokenClass, by_events: bool) -> None:
+        """Note whether what an engine had cached of a prompt is what its events said."""
+        state = self._state(of)
+        state.unconfirmed = 0 if by_events else state.unconfirmed + 1
+        if state.unconfirmed >= MAX_MISMATCHES:
+            state.unconfirmed, state.suspect = 0, True
 
     def differences(self) -> dict[TokenClass, str]:
         """Return how the classes differed whose tokens did when they were last compared."""
@@ -112,19 +142,18 @@ class ParityCheck:
             for of, how in self.differences().items()
         ]
 
-    def _note(self, of: TokenClass, difference: str) -> None:
+    def _state(self, of: TokenClass) -> _State:
         state = self._classes.setdefault(of, _State())
         self._classes.move_to_end(of)
         if len(self._classes) > MAX_CLASSES:
             self._classes.popitem(last=False)
-        state.difference = difference
-        if not difference:
-            state.mismatches = 0
-            return
+        return state
+
+    def _differs(self, of: TokenClass, state: _State, how: str) -> None:
         state.mismatches += 1
-        state.until = self._clock() + AGAIN_SECONDS
+        state.difference, state.until = how, self._clock() + AGAIN_SECONDS
         model = printable(of.model)
-        self._warnings.warning(of, "tokens of model %s are not those of its engine: %s, %s", model, of, difference)
+        self._warnings.warning(of, "tokens of model %s are not those of its engine: %s, %s", model, of, how)
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:

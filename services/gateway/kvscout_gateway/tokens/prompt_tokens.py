@@ -97,7 +97,7 @@ class PromptTokenizer:
                 prompt = _prompt(found, further)
                 if not further:
                     prompt.token_class = of
-                    if not found.mm_items and source.name is not SourceName.ENGINE_TOKENIZE and self._parity.due():
+                    if not found.mm_items and source.name is not SourceName.ENGINE_TOKENIZE and self._parity.due(of):
                         prompt.wanted = wanted
                 return prompt
         beginning = await self._beginning(wanted) if media else None

@@ -136,7 +136,7 @@ def tokenize_call(wanted: Wanted) -> Call:
         special = wanted.request.get("add_special_tokens", True) is not False
         body = {"model": wanted.request.get("model"), "prompt": wanted.text, "add_special_tokens": special}
     else:
-        body = _chat_body(as_chat(wanted.dialect, wanted.request, engine=wanted.engine))
+        body = _chat_body(as_chat(wanted.dialect, wanted.request, engine=wanted.engine, traits=wanted.traits))
     return Call.of(TOKENIZE, _json(body), read_tokenized)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from kvscout_common.hashing import MmItem
 from kvscout_common.worker import EngineKind
+from kvscout_gateway.tokens.conversation import TemplateTraits
 from kvscout_gateway.values.prompt import Judge
 
 COMPLETIONS: Final = "completions"
@@ -59,6 +60,8 @@ class Wanted:
     """What renders it: SGLang, or any other, which does as vLLM."""
     text: str = ""
     """Prompt of a completion."""
+    traits: TemplateTraits | None = None
+    """Of the model's template, once a tokenizer has told them."""
     remote_seconds: float = 0.0
     """Time that is left for calls."""
 

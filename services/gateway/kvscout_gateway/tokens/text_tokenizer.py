@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.as_chat import CHAT, as_chat
 from kvscout_gateway.tokens.chunk_cache import ChunkCache
-from kvscout_gateway.tokens.conversation import MEDIA_MARK, NotText, without_media
+from kvscout_gateway.tokens.conversation import MEDIA_MARK, NotText, TemplateTraits, without_media
 from kvscout_gateway.tokens.sglang_conversation import SglangRelease
 from kvscout_gateway.tokens.source import Found
 from kvscout_gateway.tokens.threads import Threads
@@ -87,6 +87,11 @@ class TextTokenizer:
         from kvscout_gateway.tokens.chat_template import ChatTemplate
 
         return cls(tokenizer, ChatTemplate.load(folder, flag=flag), threads, cache_bytes=cache_bytes)
+
+    @property
+    def traits(self) -> TemplateTraits | None:
+        """Return those of its chat template; None = it has none."""
+        return None if self._template is None else self._template.traits
 
     async def of_conversation(
         self,

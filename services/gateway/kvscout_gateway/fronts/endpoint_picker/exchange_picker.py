@@ -341,8 +341,7 @@ class ExchangePick:
                 usage = self._attempt.request.api.answer.usage({"usage": account})
                 self._attempt.ended(usage)
                 if self._compared is not None:
-                    endpoint = self._attempt.decision.endpoint
-                    self._picker.comparison.end(self._compared, endpoint, usage and usage.prompt_tokens)
+                    self._picker.comparison.end(self._compared, self._attempt.decision, usage)
         finally:
             self.over()
 

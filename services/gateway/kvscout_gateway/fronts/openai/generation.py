@@ -218,5 +218,4 @@ class Generation:
                 if stores:
                     self._context.stored.learn(tenant, *client.stored())
         if compared is not None and client.decision is not None:
-            reported = client.usage.prompt_tokens if client.usage is not None else None
-            comparison.end(compared, client.decision.endpoint, reported)
+            comparison.end(compared, client.decision, client.usage)
