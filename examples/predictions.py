@@ -3,17 +3,20 @@
     python predictions.py --front grpc   [--gateway localhost:7050] [--metrics http://127.0.0.1:9093/metrics]
     python predictions.py --front openai [--url http://127.0.0.1:8000] …
     python predictions.py --front picker [--url http://127.0.0.1:8080] …     (an Envoy that asks the gateway)
+    python predictions.py --front messages|responses [--url http://127.0.0.1:8000] …     (agents with tools)
 
 Conversations of a few turns, one request after the other, so that each prediction can be held against what the engine
-says in the very next moment. Over HTTP every second one is a chat completion, every third one streams. Needs the
-package `openai`, engines that report cached tokens (vLLM: `--enable-prompt-tokens-details`, SGLang:
-`--enable-cache-report`), and the words of `tiny_model.py` as tokens.
+says in the very next moment. Over HTTP every second one is a chat completion, every third one streams; agents have
+tools, and every second turn of theirs is the result of one. Needs the packages `openai` and `anthropic`, engines that
+report cached tokens (vLLM: `--enable-prompt-tokens-details`, SGLang: `--enable-cache-report`), and the words of
+`tiny_model.py` as tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import re
 import time
@@ -28,7 +31,9 @@ SETTLE_SECONDS = 0.05
 TOKENS = {word: token for token, word in enumerate(WORDS)}
 OUTPUT_TOKENS = 8
 
-Turns = list[dict[str, str]]
+Turn = dict[str, Any]
+"""`role` and `content`, and `of_tool` if that is what a tool returned."""
+Turns = list[Turn]
 
 
 class Answer(NamedTuple):
@@ -74,6 +79,92 @@ def openai_front(url: str, model: str) -> Ask:
     return ask
 
 
+def said_and_done(turns: Turns, call: Callable[[int, str], Any], result: Callable[[int, str], Any]) -> list[Any]:
+    """A conversation in which the assistant's turns that end in a call are one, and what follows is its result."""
+    items: list[Any] = []
+    for place, turn in enumerate(turns):
+        answered = place + 1 < len(turns) and turns[place + 1].get("of_tool")
+        if turn["role"] == "assistant" and answered:
+            items.append(call(place, turn["content"]))
+        elif turn.get("of_tool"):
+            items.append(result(place - 1, turn["content"]))
+        else:
+            items.append({"role": turn["role"], "content": turn["content"]})
+    return items
+
+
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+TOOL = {"name": "w1000", "description": "w1001 w1002 w1003 w1004"}
+
+
+def messages_front(url: str, model: str) -> Ask:
+    """Anthropic's messages, by its client."""
+    from anthropic import AsyncAnthropic
+
+    client = AsyncAnthropic(base_url=url, api_key="unused", max_retries=0)
+
+    def call(place: int, words: str) -> Any:
+        block = {"type": "tool_use", "id": f"t{place}", "name": TOOL["name"], "input": {"path": words}}
+        return {"role": "assistant", "content": [block]}
+
+    def result(place: int, words: str) -> Any:
+        block = {"type": "tool_result", "tool_use_id": f"t{place}", "content": words}
+        return {"role": "user", "content": [block]}
+
+    async def ask(turns: Turns, number: int) -> Answer:
+        how: Any = {
+            "model": model,
+            "max_tokens": OUTPUT_TOKENS,
+            "extra_body": {"temperature": 0},
+            "system": [{"type": "text", "text": turns[0]["content"]}],
+            "messages": said_and_done(turns[1:], call, result),
+            "tools": [TOOL | {"input_schema": SCHEMA}],
+        }
+        if number % 3 == 0:
+            async with client.messages.stream(**how) as stream:
+                made = await stream.get_final_message()
+        else:
+            made = await client.messages.create(**how)
+        usage, text = made.usage, "".join(block.text for block in made.content if block.type == "text")
+        cached = usage.cache_read_input_tokens or 0
+        return Answer(text, usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0), cached)
+
+    return ask
+
+
+def responses_front(url: str, model: str) -> Ask:
+    """OpenAI's responses, by its client."""
+    from openai import AsyncOpenAI
+
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+
+    def call(place: int, words: str) -> Any:
+        arguments = json.dumps({"path": words})
+        return {"type": "function_call", "call_id": f"t{place}", "name": TOOL["name"], "arguments": arguments}
+
+    def result(place: int, words: str) -> Any:
+        return {"type": "function_call_output", "call_id": f"t{place}", "output": words}
+
+    async def ask(turns: Turns, number: int) -> Answer:
+        how: Any = {
+            "model": model,
+            "max_output_tokens": OUTPUT_TOKENS,
+            "temperature": 0,
+            "instructions": turns[0]["content"],
+            "input": said_and_done(turns[1:], call, result),
+            "tools": [TOOL | {"type": "function", "parameters": SCHEMA}],
+        }
+        if number % 3 == 0:
+            async with client.responses.stream(**how) as stream:
+                made: Any = await stream.get_final_response()
+        else:
+            made = await client.responses.create(**how)
+        usage = made.usage
+        return Answer(made.output_text, usage.input_tokens, usage.input_tokens_details.cached_tokens)
+
+    return ask
+
+
 def grpc_front(gateway: str, model: str) -> Ask:
     """`Generate`, with token ids in and out."""
     from kvscout_client import Router, SamplingOptions, StopConditions
@@ -94,6 +185,14 @@ def grpc_front(gateway: str, model: str) -> Ask:
     return ask
 
 
+HTTP_FRONTS = {
+    "openai": openai_front,
+    "picker": openai_front,
+    "messages": messages_front,
+    "responses": responses_front,
+}
+
+
 def counted(url: str) -> dict[str, float]:
     """The gateway's own account of its predictions, all workers together, and of its tokens."""
     with urllib.request.urlopen(url) as answer:
@@ -108,7 +207,7 @@ def counted(url: str) -> dict[str, float]:
     return found
 
 
-async def converse(ask: Ask, requests: int, longest: int, draw: random.Random) -> tuple[int, int]:
+async def converse(ask: Ask, requests: int, longest: int, draw: random.Random, *, with_tools: bool) -> tuple[int, int]:
     """Runs the requests; the tokens of their prompts, and how many of them the engines had cached."""
 
     def words(count: int) -> str:
@@ -121,7 +220,10 @@ async def converse(ask: Ask, requests: int, longest: int, draw: random.Random) -
         if not talks or (len(talks) < 6 and draw.random() < 0.4):
             talks.append([{"role": "system", "content": draw.choice(system)}])
         talk = draw.choice(talks)
-        talk.append({"role": "user", "content": words(draw.randrange(10, 90))})
+        turn: Turn = {"role": "user", "content": words(draw.randrange(10, 90))}
+        if with_tools and talk[-1]["role"] == "assistant" and draw.random() < 0.5:
+            turn["of_tool"] = True
+        talk.append(turn)
         answer = await ask(talk, number)
         prompt_tokens += answer.prompt_tokens
         cached_tokens += answer.cached_tokens
@@ -135,7 +237,7 @@ async def converse(ask: Ask, requests: int, longest: int, draw: random.Random) -
 def main() -> None:
     """Asks, and prints what came of it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--front", choices=["grpc", "openai", "picker"], required=True)
+    parser.add_argument("--front", choices=["grpc", *HTTP_FRONTS], required=True)
     parser.add_argument("--gateway", default="localhost:7050")
     parser.add_argument("--url", help="of the OpenAI API or of Envoy")
     parser.add_argument("--metrics", default="http://127.0.0.1:9093/metrics")
@@ -144,13 +246,15 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=600, help="prompt after which a conversation ends")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    http = options.url or f"http://127.0.0.1:{8000 if options.front == 'openai' else 8080}"
+    http = options.url or f"http://127.0.0.1:{8080 if options.front == 'picker' else 8000}"
 
     async def run() -> tuple[int, int]:
-        ask = (
-            grpc_front(options.gateway, options.model) if options.front == "grpc" else openai_front(http, options.model)
-        )
-        return await converse(ask, options.requests, options.longest, random.Random(options.seed))
+        if options.front == "grpc":
+            ask = grpc_front(options.gateway, options.model)
+        else:
+            ask = HTTP_FRONTS[options.front](http, options.model)
+        draw, with_tools = random.Random(options.seed), options.front in ("messages", "responses")
+        return await converse(ask, options.requests, options.longest, draw, with_tools=with_tools)
 
     before, started = counted(options.metrics), time.monotonic()
     prompt_tokens, cached_tokens = asyncio.run(run())

@@ -38,7 +38,11 @@ MODEL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
+    "{% for t in tools or [] %}<|system|> {{ t.function.name }} {{ t.function.description }} "
+    "{{ t.function.parameters | tojson }} <|end|> {% endfor %}"
+    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] or '' }} "
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }} {% endfor %}"
+    "<|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

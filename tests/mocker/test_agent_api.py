@@ -84,9 +84,19 @@ async def test_a_message_says_what_its_stream_says(mocker: MockerProcess) -> Non
         "message_stop",
     ]
     start, end = streamed[0][1]["message"], streamed[-2][1]
-    prompt = whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
-    assert start["usage"] == {"input_tokens": prompt, "output_tokens": 0}
-    assert end["usage"] == {"input_tokens": prompt - 32, "cache_read_input_tokens": 32, "output_tokens": 6}
+    assert whole["usage"] == {
+        "input_tokens": 43 - 32,
+        "output_tokens": 6,
+        "cache_creation_input_tokens": 32,
+        "cache_read_input_tokens": 0,
+    }
+    assert start["usage"] == {"input_tokens": 43, "output_tokens": 0}
+    assert end["usage"] == {
+        "input_tokens": 43 - 32,
+        "output_tokens": 6,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 32,
+    }
     assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     texts = [event["delta"]["text"] for name, event in streamed if name == "content_block_delta"]
     assert "".join(texts) == whole["content"][0]["text"]
@@ -252,6 +262,7 @@ async def test_a_response_in_the_background_is_cancelled(mocker: MockerProcess) 
 async def test_errors_are_in_each_dialects_shape_as_far_as_vllms_are(mocker: MockerProcess) -> None:
     for body, status, kind in (
         (ASKED[MESSAGES] | {"model": "gpt"}, 404, "NotFoundError"),
+        (ASKED[MESSAGES] | {"max_tokens": 40_000}, 400, "BadRequestError"),
         (ASKED[MESSAGES] | {"messages": [{"role": "user", "content": "w " * 40_000}]}, 400, "BadRequestError"),
     ):
         answered, answer = await mocker.post(MESSAGES, body)

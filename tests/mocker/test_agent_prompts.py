@@ -15,7 +15,7 @@ from kvscout_gateway.tokens.conversation import NotText
 from kvscout_mocker.chat import parse_chat
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.conversation import conversation_tokens
-from kvscout_mocker.generation import DEFAULT_CHAT_TOKENS, Generation, PromptTooLong
+from kvscout_mocker.generation import DEFAULT_CHAT_TOKENS, ContextExceeded, Generation
 from kvscout_mocker.messages import count_tokens, parse_messages
 from kvscout_mocker.responses import PreviousResponse, parse_response
 from kvscout_mocker.tokenizer import WordTokenizer
@@ -110,7 +110,7 @@ def test_a_response_continues_what_was_said_but_not_its_instructions_or_calls(co
 
 
 def test_an_answer_ends_by_itself_long_before_the_limit_that_agents_send(config: MockerConfig) -> None:
-    for asked in (message(config, HELLO), response(config, HELLO, max_output_tokens=32_000), response(config, HELLO)):
+    for asked in (message(config, HELLO), response(config, HELLO, max_output_tokens=1024), response(config, HELLO)):
         assert (asked.max_tokens, asked.ends_early) == (DEFAULT_CHAT_TOKENS, True)
     for asked in (message(config, HELLO, max_tokens=9), response(config, HELLO, max_output_tokens=9)):
         assert (asked.max_tokens, asked.ends_early) == (9, False)
@@ -204,5 +204,12 @@ def test_bad_responses_name_the_field(config: MockerConfig, body: dict[str, Any]
 def test_a_prompt_that_fills_the_context_leaves_no_room_for_an_answer(
     config: MockerConfig, ask: Callable[..., Generation]
 ) -> None:
-    with pytest.raises(PromptTooLong, match="maximum context length is 1024 tokens"):
+    with pytest.raises(ContextExceeded, match="maximum context length is 1024 tokens"):
         ask(config, {"role": "user", "content": "w9 " * 1024})
+
+
+def test_a_limit_beyond_the_context_is_refused(config: MockerConfig) -> None:
+    for ask, field in ((message, "max_completion_tokens"), (response, "max_output_tokens")):
+        with pytest.raises(ContextExceeded, match="cannot be greater than max_model_len=1024") as error:
+            ask(config, HELLO, **{"max_tokens" if ask is message else field: 1025})
+        assert error.value.field == field

@@ -45,6 +45,7 @@ def test_sampling_fields_are_accepted_without_effect(config: MockerConfig) -> No
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": [1] * 1024}, "input_tokens"),
         ({"prompt": [1], "max_tokens": 0}, "max_tokens"),
+        ({"prompt": [1], "max_tokens": 1025}, "max_tokens"),
         ({"prompt": [1], "priority": "high"}, "priority"),
         ({"prompt": [1], "max_tokens": "3"}, "max_tokens"),
         ({"prompt": [1], "max_tokens": True}, "max_tokens"),
@@ -97,5 +98,5 @@ def test_an_output_ends_by_itself_where_its_request_says_and_not_beyond_its_boun
 def test_a_limit_beyond_the_context_is_cut_to_what_the_prompt_leaves(
     config: MockerConfig, given: dict[str, Any]
 ) -> None:
-    asked = parse_completion({"prompt": [1] * 1000, "max_tokens": 32_000, **given}, config, TOKENIZER)
+    asked = parse_completion({"prompt": [1] * 1000, "max_tokens": 1024, **given}, config, TOKENIZER)
     assert (asked.max_tokens, asked.ends_early) == ((4, True) if given else (24, False))

@@ -44,7 +44,7 @@ async def test_a_completion_reports_tokens_and_what_was_cached(mocker: MockerPro
     assert choice["text"] == "".join(f" w{token}" for token in choice["token_ids"])
     assert choice["finish_reason"] == "length"
     usage = {"prompt_tokens": 50, "completion_tokens": 5, "total_tokens": 55}
-    assert first["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert first["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0, "created_cache_tokens": 48}}
     again = await mocker.complete(PROMPT, max_tokens=5, return_token_ids=True)
     assert again["choices"] == first["choices"]
     assert cached_tokens(again) == 48

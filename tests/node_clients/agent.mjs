@@ -23,8 +23,9 @@ async function messages() {
     const stream = client.messages.stream({ model, max_tokens: LIMIT, messages: conversation, tools });
     const answer = await stream.finalMessage();
     const [block] = answer.content;
-    const { input_tokens: fresh, cache_read_input_tokens: cached } = answer.usage;
-    say({ tool: block.name, arguments: Object.keys(block.input), prompt: fresh + cached, cached, counted: counted.input_tokens });
+    const { input_tokens: fresh, cache_read_input_tokens: cached, cache_creation_input_tokens: written } = answer.usage;
+    const prompt = fresh + cached + written;
+    say({ tool: block.name, arguments: Object.keys(block.input), prompt, cached, counted: counted.input_tokens });
     await toolRuns();
     const result = { type: "tool_result", tool_use_id: block.id, content: text(turn, 60) };
     conversation.push({ role: "assistant", content: answer.content }, { role: "user", content: [result] });

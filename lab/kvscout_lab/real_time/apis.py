@@ -128,7 +128,8 @@ class Messages(Conversation):
             return GenerateChunk(token_ids=tokens)
         usage = document["usage"]
         cached = usage.get("cache_read_input_tokens", 0)
-        return GenerateChunk(usage=Usage(usage["input_tokens"] + cached, usage["output_tokens"], cached))
+        prompt = usage["input_tokens"] + cached + usage.get("cache_creation_input_tokens", 0)
+        return GenerateChunk(usage=Usage(prompt, usage["output_tokens"], cached))
 
     def _fields(self, bound: int) -> dict[str, Any]:
         tools = [{"name": _TOOL, "description": _DESCRIPTION, "input_schema": _PARAMETERS}]

@@ -26,7 +26,7 @@ def generation_of(chat: Fields, limit: int | None, config: MockerConfig, tokeniz
 
     Raises:
         InvalidArgument: Naming the field at fault.
-        PromptTooLong: There is no room for an answer.
+        ContextExceeded: There is no room for an answer.
         NotFound: The model is not served here.
     """
     prompt = conversation_tokens(chat, tokenizer)

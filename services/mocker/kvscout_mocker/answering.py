@@ -9,7 +9,7 @@ from dataclasses import replace
 from aiohttp import web
 
 from kvscout_common.errors import InternalError, Unavailable
-from kvscout_mocker.answers import Answer
+from kvscout_mocker.answers import Answer, CacheUse
 from kvscout_mocker.event_stream import begin_stream, break_off, only_pings
 from kvscout_mocker.faults import Faults
 from kvscout_mocker.generation import Generation
@@ -77,7 +77,7 @@ async def whole(answer: Answer, admitted: Admitted) -> Document:
     besides = admitted.done()
     if generation.tells_first_token:
         besides = {**besides, "first_token_unix_seconds": admitted.stream.began_unix}
-    return answer.whole(deltas, admitted.cached_tokens) | besides
+    return answer.whole(deltas, _cache(admitted)) | besides
 
 
 async def streamed(answer: Answer, admitted: Admitted) -> AsyncIterator[bytes]:
@@ -104,7 +104,7 @@ async def streamed(answer: Answer, admitted: Admitted) -> AsyncIterator[bytes]:
         opened = True
         yield b"".join([*opening, *(event for delta in deltas for event in answer.delta(delta))])
     admitted.done()  # a stream has no place for what it gives
-    yield b"".join(answer.closing(admitted.cached_tokens))
+    yield b"".join(answer.closing(_cache(admitted)))
 
 
 def with_priority(generation: Generation, http: web.Request) -> Generation:
@@ -119,6 +119,10 @@ def with_priority(generation: Generation, http: web.Request) -> Generation:
 def request_id(http: web.Request) -> str:
     """Return the id that the client chose, or a new one."""
     return http.headers.get("X-Request-Id") or uuid.uuid4().hex
+
+
+def _cache(admitted: Admitted) -> CacheUse:
+    return CacheUse(admitted.cached_tokens, admitted.written_tokens)
 
 
 async def _all(generation: Generation, stream: TokenStream) -> list[ChoiceDelta]:

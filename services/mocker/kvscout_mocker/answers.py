@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import xxhash
 
@@ -14,6 +15,15 @@ from kvscout_mocker.generation import Generation
 from kvscout_mocker.request import ChoiceDelta
 from kvscout_mocker.server import Document
 from kvscout_mocker.tokenizer import WordTokenizer
+
+
+class CacheUse(NamedTuple):
+    """Tokens of a prompt in the engine's cache."""
+
+    read: int
+    """Found there."""
+    written: int
+    """Added to it."""
 
 
 class Answer(ABC):
@@ -31,7 +41,7 @@ class Answer(ABC):
         """Of each choice, so far."""
 
     @abstractmethod
-    def whole(self, deltas: Sequence[ChoiceDelta], cached_tokens: int) -> Document:
+    def whole(self, deltas: Sequence[ChoiceDelta], cache: CacheUse) -> Document:
         """Return the answer to a request that did not ask for a stream."""
 
     def greeting(self) -> list[bytes]:
@@ -47,7 +57,7 @@ class Answer(ABC):
         """Return the events that carry tokens."""
 
     @abstractmethod
-    def closing(self, cached_tokens: int) -> list[bytes]:
+    def closing(self, cache: CacheUse) -> list[bytes]:
         """Return the events after the last token."""
 
     @abstractmethod
@@ -67,10 +77,10 @@ class Answer(ABC):
         return (call.head() if first else "") + text + (call.tail() if finish_reason == "stop" else "")
 
 
-def reported(details: PromptTokensDetails, cached_tokens: int) -> int | None:
-    """Return the cached tokens as a usage reports them; None = it does not."""
+def reported(details: PromptTokensDetails, cache: CacheUse) -> CacheUse | None:
+    """Return what a usage reports of the cache; None = nothing."""
     always = details is PromptTokensDetails.ALWAYS
-    return cached_tokens if always or (details is PromptTokensDetails.NONZERO and cached_tokens > 0) else None
+    return cache if always or (details is PromptTokensDetails.NONZERO and cache.read > 0) else None
 
 
 def usage(prompt_tokens: int, output_tokens: int) -> Document:

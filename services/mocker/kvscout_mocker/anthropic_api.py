@@ -13,7 +13,7 @@ from aiohttp import web
 from kvscout_common.errors import InternalError, NotFound, ResourceExhausted, Unavailable
 from kvscout_mocker.answering import Answering, request_id
 from kvscout_mocker.config import MockerConfig
-from kvscout_mocker.generation import PromptTooLong
+from kvscout_mocker.generation import ContextExceeded
 from kvscout_mocker.message_answers import MessageAnswer, error_message
 from kvscout_mocker.messages import count_tokens, parse_messages
 from kvscout_mocker.server import json_body, retry_headers, status_of
@@ -61,7 +61,7 @@ def _anthropic_errors(handler: _Handler) -> _Handler:
     async def handle(http: web.Request) -> web.StreamResponse:
         try:
             return await handler(http)
-        except (PromptTooLong, NotFound, ResourceExhausted, Unavailable, InternalError) as error:
+        except (ContextExceeded, NotFound, ResourceExhausted, Unavailable, InternalError) as error:
             status, _ = status_of(error)
             return web.json_response(error_message(error), status=status, headers=retry_headers(error))
 

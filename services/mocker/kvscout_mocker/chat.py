@@ -8,7 +8,14 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.conversation import conversation_tokens
 from kvscout_mocker.fields import boolean, integer, json_object, optional_integer, token_ids
-from kvscout_mocker.generation import DEFAULT_CHAT_TOKENS, MAX_LOGPROBS, Generation, read_generation, served_model
+from kvscout_mocker.generation import (
+    DEFAULT_CHAT_TOKENS,
+    MAX_LOGPROBS,
+    Generation,
+    check_limit,
+    read_generation,
+    served_model,
+)
 from kvscout_mocker.tokenizer import WordTokenizer
 from kvscout_mocker.tool_calls import chosen_call
 
@@ -24,6 +31,7 @@ def parse_chat(body: object, config: MockerConfig, tokenizer: WordTokenizer) -> 
     prompt = conversation_tokens(fields, tokenizer)
     limit_field = "max_completion_tokens" if fields.get("max_completion_tokens") is not None else "max_tokens"
     limit = optional_integer(fields, limit_field, minimum=1)
+    check_limit(limit_field, limit, config)
     room = max(1, config.engine.max_model_len - len(prompt))
     alternatives = integer(fields, "top_logprobs", 0, minimum=0, maximum=MAX_LOGPROBS)
     wanted = boolean(fields, "logprobs")

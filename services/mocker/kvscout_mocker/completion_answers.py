@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from kvscout_common.errors import KvscoutError
-from kvscout_mocker.answers import Answer, logprob, reported, usage
+from kvscout_mocker.answers import Answer, CacheUse, logprob, reported, usage
 from kvscout_mocker.config import PromptTokensDetails
 from kvscout_mocker.event_stream import DONE, sse
 from kvscout_mocker.generation import Generation
@@ -59,28 +59,28 @@ class ChunkedAnswer(Answer):
         text = self.counted(delta)
         return [sse(self._chunk([self._chunk_choice(delta, text)], self.output_tokens[delta.choice]))]
 
-    def closing(self, cached_tokens: int) -> list[bytes]:
+    def closing(self, cache: CacheUse) -> list[bytes]:
         """Return the usage, if it was asked for, and the end."""
         if not self.generation.include_usage:
             return [DONE]
-        fields = {key: value for key, value in self._usage(cached_tokens).items() if value is not None}
+        fields = {key: value for key, value in self._usage(cache).items() if value is not None}
         return [sse(self._envelope | {"object": self.chunk_object, "choices": [], "usage": fields}), DONE]
 
     def failure(self, error: KvscoutError) -> list[bytes]:
         """Return the error, within a stream of status 200, and the end."""
         return [sse(error_document(error)), DONE]
 
-    def whole(self, deltas: Sequence[ChoiceDelta], cached_tokens: int) -> Document:
+    def whole(self, deltas: Sequence[ChoiceDelta], cache: CacheUse) -> Document:
         """Return the answer to a request that did not ask for a stream."""
         return self._envelope | {
             "object": self.whole_object,
             "choices": [self._choice(delta, self.counted(delta)) for delta in deltas],
-            "usage": self._usage(cached_tokens),
+            "usage": self._usage(cache),
         }
 
-    def _usage(self, cached_tokens: int) -> Document:
-        cached = reported(self._details, cached_tokens)
-        details = None if cached is None else {"cached_tokens": cached}
+    def _usage(self, cache: CacheUse) -> Document:
+        told = reported(self._details, cache)
+        details = None if told is None else {"cached_tokens": told.read, "created_cache_tokens": told.written}
         return usage(len(self.generation.prompt), sum(self.output_tokens)) | {"prompt_tokens_details": details}
 
     def _chunk(self, choices: list[Document], output_tokens: int) -> Document:
@@ -150,10 +150,10 @@ class ChatAnswer(ChunkedAnswer):
             chunks.append(sse(chunk | {"prompt_token_ids": prompt, "prompt_text": None}))
         return chunks
 
-    def whole(self, deltas: Sequence[ChoiceDelta], cached_tokens: int) -> Document:
+    def whole(self, deltas: Sequence[ChoiceDelta], cache: CacheUse) -> Document:
         """With the prompt's tokens beside the choices, where completions have them within."""
         prompt = self.generation.prompt.tolist() if self.generation.return_token_ids else None
-        return super().whole(deltas, cached_tokens) | {"prompt_token_ids": prompt}
+        return super().whole(deltas, cache) | {"prompt_token_ids": prompt}
 
     def _chunk_choice(self, delta: ChoiceDelta, text: str) -> Document:
         document: Document = {
@@ -182,10 +182,11 @@ class ChatAnswer(ChunkedAnswer):
         }
 
     def _choice(self, delta: ChoiceDelta, text: str) -> Document:
-        call, calls = self.generation.tool_call, []
+        call, calls = self.generation.tool_call, {}
         if call is not None:
             arguments = self.arguments(text, first=True, finish_reason=delta.finish_reason)
-            calls = [{"id": call_id(), "type": "function", "function": {"name": call.name, "arguments": arguments}}]
+            function = {"name": call.name, "arguments": arguments}
+            calls = {"tool_calls": [{"id": call_id(), "type": "function", "function": function}]}
         return {
             "index": delta.choice,
             "message": {
@@ -195,8 +196,8 @@ class ChatAnswer(ChunkedAnswer):
                 "annotations": None,
                 "audio": None,
                 "function_call": None,
-                "tool_calls": calls,
                 "reasoning": None,
+                **calls,  # left out where there are none
             },
             "logprobs": self._logprobs(delta),
             "finish_reason": self._finish_reason(delta),

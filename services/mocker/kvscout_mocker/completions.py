@@ -7,7 +7,7 @@ from array import array
 from kvscout_common.errors import InvalidArgument
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.fields import Fields, integer, json_object, optional_integer, token_ids
-from kvscout_mocker.generation import MAX_LOGPROBS, Generation, read_generation
+from kvscout_mocker.generation import MAX_LOGPROBS, Generation, check_limit, read_generation
 from kvscout_mocker.tokenizer import WordTokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -22,11 +22,13 @@ def parse_completion(body: object, config: MockerConfig, tokenizer: WordTokenize
         NotFound: The model is not served here.
     """
     fields = json_object(body)
+    max_tokens = integer(fields, "max_tokens", DEFAULT_MAX_TOKENS, minimum=1)
+    check_limit("max_tokens", max_tokens, config)
     return read_generation(
         fields,
         config,
         _prompt(fields, tokenizer),
-        max_tokens=integer(fields, "max_tokens", DEFAULT_MAX_TOKENS, minimum=1),
+        max_tokens=max_tokens,
         logprobs=optional_integer(fields, "logprobs", minimum=0, maximum=MAX_LOGPROBS),
     )
 

@@ -23,8 +23,8 @@ DEFAULT_CHAT_TOKENS = 64
 DEFAULT_BOOTSTRAP_PORT = 8998
 
 
-class PromptTooLong(InvalidArgument):
-    """A prompt leaves no room for an answer: found by the engine, not by the reader of the body."""
+class ContextExceeded(InvalidArgument):
+    """A prompt or a limit does not fit the context: found by the engine, not by the reader of the body."""
 
 
 class Bootstrap(NamedTuple):
@@ -86,7 +86,26 @@ def served_model(fields: Fields, config: MockerConfig) -> tuple[str, int]:
         return model, 0
     if model in config.lora_names:
         return model, 1 + config.lora_names.index(model)
-    raise NotFound(f"the model `{model}` does not exist", field="model")
+    raise NotFound(f"The model `{model}` does not exist. Valid aliases: {config.model}.", field="model")
+
+
+def check_limit(name: str, tokens: int | None, config: MockerConfig) -> None:
+    """Refuse a limit that no prompt could leave room for; a lower one is cut to what the prompt leaves.
+
+    Args:
+        name: Field of the body.
+        tokens: Its value; None = there is none.
+        config: Configuration of the engine.
+
+    Raises:
+        ContextExceeded: It is beyond the context.
+    """
+    longest = config.engine.max_model_len
+    if tokens is not None and tokens > longest:
+        raise ContextExceeded(
+            f"{name}={tokens} cannot be greater than max_model_len={longest}. Please request fewer output tokens.",
+            field=name,
+        )
 
 
 def read_generation(
@@ -103,7 +122,7 @@ def read_generation(
 
     Fields without an effect on an engine that samples nothing are accepted unread. Outputs end where a limit ends them,
     or by themselves where `vllm_xargs.output_tokens` says: no router reads that, as none knows how long an output will
-    be. `ignore_eos` has the engine go on. A limit beyond the context is cut to what is left of it, as vLLM does: agents
+    be. `ignore_eos` has the engine go on. A limit is cut to what the prompt leaves of the context, as vLLM does: agents
     send a constant.
 
     Args:
@@ -117,13 +136,13 @@ def read_generation(
 
     Raises:
         InvalidArgument: Naming the field at fault.
-        PromptTooLong: There is no room for an answer.
+        ContextExceeded: There is no room for an answer.
         NotFound: The model is not served here.
     """
     model, lora_id = served_model(fields, config)
     limit = config.engine.max_model_len
     if len(prompt) >= limit:
-        raise PromptTooLong(
+        raise ContextExceeded(
             f"This model's maximum context length is {limit} tokens. However, your prompt contains {len(prompt)} input "
             "tokens, which exceeds this limit even without any output tokens. Please reduce the length of the input "
             "prompt.",

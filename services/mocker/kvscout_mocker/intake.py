@@ -31,6 +31,13 @@ class Admitted:
         """Return the prompt tokens that no engine had to compute."""
         return self._transfer.cached_tokens(self.stream.requests[0])
 
+    @property
+    def written_tokens(self) -> int:
+        """Return the prompt tokens that were added to the cache: those of complete blocks."""
+        request = self.stream.requests[0]
+        complete = request.prompt_tokens - request.prompt_tokens % request.sequence.block_size
+        return max(0, complete - self.cached_tokens)
+
     def done(self) -> Document:
         """Take note that the last token was read; return the fields that the transfer adds to the answer."""
         self._done = True

@@ -1,7 +1,7 @@
 """The answer of `/v1/messages`, pure: shapes, events and their order are those of vLLM 0.32.
 
-A stream begins with the first token. Its `message_start` knows the tokens of the prompt but not those that were cached;
-`message_delta` reports both, and counts what was cached out of `input_tokens`. There are no pings.
+A stream begins with the first token. Its `message_start` knows the tokens of the prompt but nothing of the cache;
+`message_delta` counts what was read from it or written to it out of `input_tokens`. There are no pings.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 
 from kvscout_common.errors import KvscoutError
-from kvscout_mocker.answers import Answer, reported
+from kvscout_mocker.answers import Answer, CacheUse, reported
 from kvscout_mocker.config import PromptTokensDetails
 from kvscout_mocker.event_stream import named_sse
 from kvscout_mocker.generation import Generation
@@ -41,7 +41,7 @@ class MessageAnswer(Answer):
         self._details = details
         self._finish_reason: str | None = None
 
-    def whole(self, deltas: Sequence[ChoiceDelta], cached_tokens: int) -> Document:
+    def whole(self, deltas: Sequence[ChoiceDelta], cache: CacheUse) -> Document:
         """Return the message, without fields that are null."""
         [delta] = deltas
         self._finish_reason = delta.finish_reason
@@ -53,7 +53,7 @@ class MessageAnswer(Answer):
             block = {"type": "tool_use", "id": call_id(), "name": call.name, "input": json.loads(arguments)}
         return self._message([block]) | {
             "stop_reason": self._stop_reason(),
-            "usage": self._usage(reported(self._details, cached_tokens)),
+            "usage": self._usage(reported(self._details, cache)),
         }
 
     def opening(self) -> list[bytes]:
@@ -78,9 +78,9 @@ class MessageAnswer(Answer):
             document = {"type": "input_json_delta", "partial_json": partial}
         return [_event("content_block_delta", {"index": 0, "delta": document})]
 
-    def closing(self, cached_tokens: int) -> list[bytes]:
+    def closing(self, cache: CacheUse) -> list[bytes]:
         """Return the end of the block, the usage and the end."""
-        usage = self._usage(reported(self._details, cached_tokens))
+        usage = self._usage(reported(self._details, cache))
         return [
             _event("content_block_stop", {"index": 0}),
             _event(
@@ -108,10 +108,16 @@ class MessageAnswer(Answer):
             return "max_tokens"
         return "end_turn" if self.generation.tool_call is None else "tool_use"
 
-    def _usage(self, cached: int | None) -> Document:
-        prompt = len(self.generation.prompt)
-        document: Document = {"input_tokens": prompt - (cached or 0), "output_tokens": sum(self.output_tokens)}
-        return document if cached is None else document | {"cache_read_input_tokens": cached}
+    def _usage(self, cache: CacheUse | None) -> Document:
+        fresh, output = len(self.generation.prompt), sum(self.output_tokens)
+        if cache is None:
+            return {"input_tokens": fresh, "output_tokens": output}
+        return {
+            "input_tokens": fresh - cache.read - cache.written,
+            "output_tokens": output,
+            "cache_creation_input_tokens": cache.written,
+            "cache_read_input_tokens": cache.read,
+        }
 
 
 def error_message(error: KvscoutError) -> Document:

@@ -15,7 +15,7 @@ from kvscout_mocker.agent_chat import generation_of, text_of
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.conversation import conversation_tokens
 from kvscout_mocker.fields import Fields, boolean, json_object, json_objects, mapping, optional_integer, string
-from kvscout_mocker.generation import Generation, served_model
+from kvscout_mocker.generation import Generation, check_limit, served_model
 from kvscout_mocker.tokenizer import WordTokenizer
 
 _BILLING = "x-anthropic-billing-header"
@@ -31,7 +31,7 @@ def parse_messages(body: object, config: MockerConfig, tokenizer: WordTokenizer)
 
     Raises:
         InvalidArgument: Naming the field at fault.
-        PromptTooLong: There is no room for an answer.
+        ContextExceeded: There is no room for an answer.
         NotFound: The model is not served here.
     """
     fields = json_object(body)
@@ -40,6 +40,7 @@ def parse_messages(body: object, config: MockerConfig, tokenizer: WordTokenizer)
     limit = optional_integer(fields, "max_tokens", minimum=1)
     if limit is None:
         raise InvalidArgument("is required", field="max_tokens")
+    check_limit("max_completion_tokens", limit, config)
     chat = _chat(fields) | {name: fields[name] for name in _PASSED if name in fields}
     if boolean(fields, "stream"):
         chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}

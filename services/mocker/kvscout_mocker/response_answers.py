@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from kvscout_common.errors import KvscoutError
-from kvscout_mocker.answers import Answer
+from kvscout_mocker.answers import Answer, CacheUse
 from kvscout_mocker.event_stream import named_sse
 from kvscout_mocker.request import ChoiceDelta
 from kvscout_mocker.responses import ResponseRequest
@@ -93,11 +93,11 @@ class ResponseAnswer(Answer):
             **echoed,
         }
 
-    def whole(self, deltas: Sequence[ChoiceDelta], cached_tokens: int) -> Document:
+    def whole(self, deltas: Sequence[ChoiceDelta], cache: CacheUse) -> Document:
         """Return the response."""
         [delta] = deltas
         self._take(delta)
-        return self._finished(cached_tokens)
+        return self._finished(cache)
 
     def greeting(self) -> list[bytes]:
         """Return the start: it says nothing of the engine."""
@@ -128,9 +128,9 @@ class ResponseAnswer(Answer):
             return [self._event("response.function_call_arguments.delta", {"delta": text} | place)]
         return [self._event("response.output_text.delta", self._place(delta=text, logprobs=[]))]
 
-    def closing(self, cached_tokens: int) -> list[bytes]:
+    def closing(self, cache: CacheUse) -> list[bytes]:
         """Return the end of the item and the whole response."""
-        response = self._finished(cached_tokens)
+        response = self._finished(cache)
         [item] = response["output"]
         text, call = "".join(self._text), self.generation.tool_call
         if call is not None:
@@ -159,15 +159,15 @@ class ResponseAnswer(Answer):
         self._text.append(text)
         return text
 
-    def _finished(self, cached_tokens: int) -> Document:
+    def _finished(self, cache: CacheUse) -> Document:
         text, call = "".join(self._text), self.generation.tool_call
         output = self._message([_text_part(text)], "completed") if call is None else self._call(call, text, "completed")
         prompt, generated = len(self.generation.prompt), sum(self.output_tokens)
         usage = {
             "input_tokens": prompt,
             "input_tokens_details": {
-                "cached_tokens": cached_tokens,
-                "cache_write_tokens": 0,
+                "cached_tokens": cache.read,
+                "cache_write_tokens": cache.written,
                 "input_tokens_per_turn": [],
                 "cached_tokens_per_turn": [],
             },

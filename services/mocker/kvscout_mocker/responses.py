@@ -16,7 +16,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_mocker.agent_chat import generation_of, text_of
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.fields import Fields, boolean, json_object, json_objects, optional_integer, string
-from kvscout_mocker.generation import Generation
+from kvscout_mocker.generation import Generation, check_limit
 from kvscout_mocker.tokenizer import WordTokenizer
 
 _PASSED = (
@@ -86,7 +86,7 @@ def parse_response(
 
     Raises:
         InvalidArgument: Naming the field at fault.
-        PromptTooLong: There is no room for an answer.
+        ContextExceeded: There is no room for an answer.
         NotFound: The model is not served here.
     """
     fields = json_object(body)
@@ -96,6 +96,7 @@ def parse_response(
     if fields.get("prompt") is not None:
         raise InvalidArgument("prompt template is not supported", field="prompt")
     limit = optional_integer(fields, "max_output_tokens", minimum=1)
+    check_limit("max_output_tokens", limit, config)
     messages = _messages(fields, previous)
     chat = {"messages": messages, **_tools(fields), **_continuation(fields.get("input"))} | {
         name: fields[name] for name in _PASSED if name in fields
