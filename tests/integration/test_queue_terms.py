@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -41,9 +42,13 @@ TOKENS = """tokens:
 class World:
     """A gateway with a queue, one worker that computes one prompt at a time, and an Envoy whose picker it is."""
 
-    def __init__(self, services: Services, client: GatewayClient, engine: ScriptedEngine, envoy: str) -> None:
+    def __init__(
+        self, services: Services, client: GatewayClient, engine: ScriptedEngine, envoy: str, token_file: Path
+    ) -> None:
         self.client = client
         self.engine = engine
+        self.gateway = services.gateway.address
+        self.token_file = token_file
         self.http = aiohttp.ClientSession()
         self.urls = {"openai": f"http://127.0.0.1:{services.gateway.ready['http_port']}", "envoy": envoy}
         self.served: list[str] = []
@@ -75,6 +80,17 @@ class World:
 
     async def status(self) -> scheduler_pb2.SchedulerGetStatusResponse:
         return await self.client.scheduler.GetStatus(types_pb2.GetStatusRequest(), metadata=ADMIN)
+
+    async def shown(self) -> tuple[int, str]:
+        """Exit code and output of `kvscout status`."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvscout_cli.main", "status", "--gateway", self.gateway),
+            *("--token-file", str(self.token_file)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, out.decode()
 
     async def queued(self) -> int:
         return sum(pool.queued for pool in (await self.status()).pools)
@@ -127,6 +143,8 @@ async def world(each_mode: None, tmp_path_factory: pytest.TempPathFactory) -> As
     tokens = folder / "tokens.yaml"
     tokens.touch(mode=0o600)
     tokens.write_text(TOKENS)
+    token_file = folder / "token"
+    token_file.write_text("admin")
     async with AsyncExitStack() as entered:
         enter = entered.enter_async_context
         services = await enter(
@@ -145,7 +163,7 @@ async def world(each_mode: None, tmp_path_factory: pytest.TempPathFactory) -> As
             settings.ext_proc["message_timeout"] = f"{DEADLINE_SECONDS}s"
 
         envoy = await enter(running_envoy(folder, picker, [engine.url.removeprefix("http://")], patient))
-        made = World(services, client, engine, envoy.url)
+        made = World(services, client, engine, envoy.url, token_file)
         entered.push_async_callback(made.http.close)
 
         async def connected_to_scheduler() -> bool:
@@ -189,6 +207,8 @@ async def test_a_client_that_floods_does_not_take_the_share_of_another(world: Wo
             await world.wait_in_line("openai", f"flood-{number}", token="flood")
         for number in range(4):
             await world.wait_in_line("openai", f"quiet-{number}", token="quiet")
+        status, shown = await world.shown()
+        assert (status, "flood" in shown, "quiet" in shown) == (0, True, True), shown
         shares = {(one.caller, one.waiting) for pool in (await world.status()).pools for one in pool.queue}
         assert shares == {("flood", 12), ("quiet", 4)}
     assert await world.statuses() == [200] * 16

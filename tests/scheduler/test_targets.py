@@ -228,6 +228,8 @@ def test_random_rows_keep_the_targets_that_the_formula_says() -> None:
                 prefills=float(rng.randrange(3)),
                 decode_pace=rng.uniform(0.5, 2),
                 contexts_0=rng.uniform(0, 1e5),
+                used=rng.random(),
+                seen=rng.uniform(90, 100),
             )
             for _ in range(5)
         ]
@@ -244,7 +246,10 @@ def test_random_rows_keep_the_targets_that_the_formula_says() -> None:
                 ahead = row.behind + (left if left > 0 else min(-left, 5.0))
             own = row.pace * (0.01 + table.own_seconds * (isl - has)) if table.own_seconds else 0.0
             assert each.ttft == pytest.approx(ahead + own)
-            assert each.itl == pytest.approx(row.decode_pace * (steps.decode + 1e-8 * (row.contexts_0 + isl)))
+            step = row.decode_pace * (steps.decode + 1e-8 * (row.contexts_0 + isl))
+            horizons = 1 + (100.0 - row.seen) / 20
+            busy = (row.used + (horizons - 1 if row.prefills else 0.0)) / horizons
+            assert each.itl == pytest.approx(step * min(7.0, 1 / (1 - busy)))
 
 
 @pytest.mark.parametrize(

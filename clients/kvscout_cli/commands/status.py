@@ -9,7 +9,7 @@ from kvscout_cli.connection import Services, json_flag, services_flags
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import age, print_json
 from kvscout_cli.tables import columns, stderr, stdout
-from kvscout_common.doctor.overview import Overview, ServiceRow, SourceRow, overview
+from kvscout_common.doctor.overview import Overview, QueueRow, ServiceRow, SourceRow, overview
 from kvscout_common.settings.flags import SectionedCommand
 
 
@@ -46,6 +46,9 @@ def _print(shown: Overview) -> None:
     if shown.sources:
         console.print()
         console.print(_sources(shown.sources))
+    if shown.queue:
+        console.print()
+        console.print(_queue(shown.queue))
     for row in shown.services:
         for warning in row.warnings:
             stderr().print(Text(f"{_name(row)}: {warning}", style="yellow"), soft_wrap=True)
@@ -74,6 +77,15 @@ def _sources(rows: tuple[SourceRow, ...]) -> object:
             *(age(row.last_event_age_seconds), f"{row.blocks:,}", f"{row.requests:,}", error),
             *(row.endpoint or "–", row.reason),
         )
+    return table
+
+
+def _queue(rows: tuple[QueueRow, ...]) -> object:
+    numbers = ("priority", "waiting", "ahead")
+    table = columns("queue of", "caller", "fairness id", *numbers, right=numbers)
+    for row in rows:
+        cells = (row.model, row.caller or row.tenant, row.fairness_id or "–")
+        table.add_row(*map(Text, cells), str(row.priority), f"{row.waiting:,}", f"{row.ahead_seconds:.1f} s")
     return table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from kvscout.v1 import gateway_pb2, indexer_pb2, workers_pb2
+from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, workers_pb2
 from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot, WorkerName, observed_name, source_name
 from kvscout_common.worker import MAX_RANKS
 
@@ -67,11 +67,28 @@ class SourceRow:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueRow:
+    """Requests of one priority and fair share that wait at a scheduler."""
+
+    tenant: str
+    model: str
+    priority: int
+    caller: str
+    """"" = the tenant."""
+    fairness_id: str
+    waiting: int
+    ahead_seconds: float
+    """Estimated seconds by weight that the caller has had more than the one that goes next."""
+
+
+@dataclass(frozen=True, slots=True)
 class Overview:
-    """Both tables."""
+    """All tables."""
 
     services: tuple[ServiceRow, ...]
     sources: tuple[SourceRow, ...]
+    queue: tuple[QueueRow, ...] = ()
+    """As far as schedulers show it: to administrators."""
 
     @property
     def well(self) -> bool:
@@ -130,11 +147,17 @@ def seen_by_gateways(snapshot: Snapshot) -> dict[RankName, Seen]:
 
 
 def overview(snapshot: Snapshot) -> Overview:
-    """Both tables of a snapshot."""
+    """Tables of a snapshot."""
     reached = reached_by_gateways(snapshot)
     return Overview(
         services=tuple(_service_row(service, reached.get(service.address)) for service in snapshot.services),
         sources=tuple(_source_rows(snapshot)),
+        queue=tuple(
+            QueueRow(pool.tenant, pool.model, one.priority, one.caller, one.fairness_id, one.waiting, one.ahead_seconds)
+            for _, status in snapshot.statuses(scheduler_pb2.SchedulerGetStatusResponse)
+            for pool in status.pools
+            for one in pool.queue
+        ),
     )
 
 

@@ -3,9 +3,10 @@
 ::
 
     ttft(w) = ahead(w) + pace(w) · (seconds a step + seconds a token · uncached(w))
-    itl(w)  = decode pace(w) · (seconds a step + seconds a token of context · (contexts(w) + isl))
+    itl(w)  = decode pace(w) · (seconds a step + seconds a token of context · (contexts(w) + isl)) / (1 − busy(w))
 
     ahead(w)    = what is left of the prompts booked there before (`time_cost`)
+    busy(w)     = share of the last 20 s or so in which w had prompts to compute: decoding stood still meanwhile
     contexts(w) = tokens in the contexts of its requests, those in prefill included, each as far as it is expected to
                   go through the next stage of its output
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvscout_scheduler.costs.time_cost import TimeCostInputs, TimeRow, ahead_of
+from kvscout_scheduler.costs.time_cost import TimeCostInputs, TimeRow, ahead_of, slowdown_of
 from kvscout_scheduler.values.targets import Targets
 
 
@@ -57,7 +58,7 @@ def response_times(
     """
     rows = map(question.row, slots)
     return [
-        Times(ttft_of(row, question, steps, isl_tokens, cached), itl_of(row, steps, isl_tokens))
+        Times(ttft_of(row, question, steps, isl_tokens, cached), itl_of(row, question.now, steps, isl_tokens))
         for row, cached in zip(rows, cached_tokens, strict=True)
     ]
 
@@ -68,6 +69,7 @@ def ttft_of(row: TimeRow, question: TimeCostInputs, steps: StepTimes, isl_tokens
     return ahead_of(row, question.now) + row.pace * own
 
 
-def itl_of(row: TimeRow, steps: StepTimes, isl_tokens: int) -> float:
-    """Return seconds between two tokens."""
-    return row.decode_pace * (steps.decode + steps.context_token * (row.contexts_0 + isl_tokens))
+def itl_of(row: TimeRow, now: float, steps: StepTimes, isl_tokens: int) -> float:
+    """Return seconds between two tokens, on average."""
+    step = row.decode_pace * (steps.decode + steps.context_token * (row.contexts_0 + isl_tokens))
+    return slowdown_of(row, now) * step

@@ -159,9 +159,14 @@ def ahead_of(row: TimeRow, now: float) -> float:
 
 def crowding_of(row: TimeRow, now: float) -> float:
     """Return the weight of a prompt there: 1 / (1 − `used`) at a time, and those who decode."""
+    return slowdown_of(row, now) + DECODING_WEIGHT * row.decoding
+
+
+def slowdown_of(row: TimeRow, now: float) -> float:
+    """Return 1 / (1 − `used`) at a time: how many times as long as on an idle worker it takes beside its prompts."""
     passed = 1.0 + (now - row.seen) / HORIZON_SECONDS
-    crowding = passed / (1.0 - row.used if row.prefills else passed - row.used)
-    return (crowding if crowding < MOST_CROWDED else MOST_CROWDED) + DECODING_WEIGHT * row.decoding
+    times = passed / (1.0 - row.used if row.prefills else passed - row.used)
+    return times if times < MOST_CROWDED else MOST_CROWDED
 
 
 def own_of(row: TimeRow, question: TimeCostInputs, isl_tokens: int, cached: float) -> float:
