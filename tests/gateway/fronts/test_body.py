@@ -34,7 +34,7 @@ def test_token_ids_of_a_prompt_are_packed_and_stay_as_they_were_written() -> Non
     data = b'{"prompt" :[1, 2,\n300 ] ,"stop":[1, 2]}'
     body = JsonBody(data)
     assert body.fields == {"prompt": array("I", [1, 2, 300]).tobytes(), "stop": [1, 2]}
-    assert body.changed({"n": 1}) == b'{"prompt" :[1, 2,\n300 ],"stop":[1, 2],"n":1}'
+    assert body.changed({"n": 1}) == b'{"prompt" :[1, 2,\n300 ] ,"stop":[1, 2],"n":1}'
     assert JsonBody('{"a": "é", "prompt": [1]}'.encode()).fields["prompt"] == array("I", [1]).tobytes()
 
 

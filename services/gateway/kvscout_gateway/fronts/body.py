@@ -61,13 +61,19 @@ class JsonBody:
             return self._data
         # Made anew: a thousand streams would hold each prompt once more, for as long as they are answered.
         data, chunks = memoryview(self._data), list[bytes | memoryview]()
-        for name, place in self.fields.places.items():
+        places = self.fields.places
+        if places and changes.keys().isdisjoint(places):
+            # Only added to, as nearly all are: what is there is one piece.
+            *_, last = places.values()
+            added = memoryview(_encoder.encode(changes).encode())
+            return b"".join((data[: last.end], b",", added[1:]))
+        for name, place in places.items():
             if name not in changes:
                 chunks += (b",", data[place.begin : place.end])
             elif changes[name] is not None:
                 chunks += (b",", data[place.begin : place.value], _encoder.encode(changes[name]).encode())
         for name in changes:
-            if name not in self.fields.places:
+            if name not in places:
                 chunks += (b",", _encoder.encode({name: changes[name]})[1:-1].encode())
         return b"".join((b"{", *chunks[1:], b"}"))
 
