@@ -86,9 +86,10 @@ def _word(value: Any) -> str:
 
 
 def _copy(option: SectionedOption, section: str) -> SectionedOption:
-    names = "/".join([*option.opts, *option.secondary_opts])
+    first, *others = option.opts
+    names = ["/".join([first, *option.secondary_opts]), *others]
     return SectionedOption(
-        [option.human_readable_name, names],
+        [option.human_readable_name, *names],
         type=None if option.is_flag else option.type,
         is_flag=option.is_flag or None,
         multiple=option.multiple,

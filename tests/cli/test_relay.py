@@ -36,6 +36,11 @@ def test_one_process_has_the_flags_of_all_services_each_once() -> None:
     assert len(words("scheduler indexer gateway", *given)) == len(given)
 
 
+def test_a_flag_of_two_names_is_taken_under_each() -> None:
+    for name in ("--inference-objective", "--endpoint-picker-objective"):
+        assert words("gateway", name, "chat=1") == ("--inference-objective", "chat=1")
+
+
 def test_switches_are_passed_without_a_value() -> None:
     assert words("scheduler", "--no-track-active-blocks") == ("--no-track-active-blocks",)
 
