@@ -72,6 +72,10 @@ endif
 test-fast: $(DEVELOP) ## Run the tests that start no process and take no seconds: thousands, in a minute.
 	$(PY) -m pytest -n 2 --dist loadfile -m "not process and not slow" $(TESTS)
 
+coverage: $(DEVELOP) ## Run the same tests and say which share of the Python lines they run, by file; build/coverage has the lines.
+	COVERAGE_FILE=build/coverage.data $(PY) -m pytest -n 2 --dist loadfile -m "not process and not slow" \
+		--cov --cov-report=term:skip-covered --cov-report=html:build/coverage $(TESTS)
+
 # A conversation through the whole stack, keys and TLS, tokens, reflection and health, how servers stop, long streams.
 GRPCIO_TESTS := $(addprefix tests/, \
 	integration/test_gateway_openai.py::test_a_conversation_streams_and_its_next_turn_goes_where_the_last_one_was \

@@ -159,11 +159,11 @@ async def test_services_route_to_pods_of_which_they_were_told_a_selector_and_not
         await eventually(found)
         model = (await client.known())[names[0]].worker.model
 
-        async def heard() -> bool:
+        async def received() -> bool:
             sources = await client.sources()
             return sources.keys() == set(names)
 
-        await eventually(heard, what="the indexer reads the events of both")
+        await eventually(received, what="the indexer reads the events of both")
         answer = await client.generate(PROMPT, model=model)
         assert len(answer.token_ids) == 4
         await client.until_indexed(PROMPT, 4, model=model)

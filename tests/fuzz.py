@@ -1,12 +1,12 @@
 """`make fuzz`: random index operations, damaged bytes for every decoder, hostile calls of every rpc and HTTP path.
 
-Four lanes run side by side, as long as wanted. In this process: worlds of the index (`index_world`, longer than in the
+Four runs run side by side, as long as wanted. In this process: worlds of the index (`index_world`, longer than in the
 tests) and the decoders of both languages (`decoder_fuzz`), in turns, from fresh seeds. In two others: `rpc_fuzz` and
 `http_fuzz`, each with the services that it starts. In the fourth: the libFuzzer targets of `native/fuzz`, one after
 another, where cargo-fuzz is installed (`cargo install cargo-fuzz`).
 
 The first finding ends the run with a non-zero status: its seed, or the file with libFuzzer's input.
-`FUZZ_SECONDS` is how long each lane runs.
+`FUZZ_SECONDS` is how long each run runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LIMITS = ["-rss_limit_mb=2048", "-malloc_limit_mb=256", "-timeout=20"]
 REPORT_SECONDS = 60.0
 
 
-def start_native_lane() -> subprocess.Popen[bytes] | None:
+def start_native_run() -> subprocess.Popen[bytes] | None:
     """Starts all libFuzzer targets, one after another; None where that cannot be."""
     cargo = shutil.which("cargo")
     if cargo is None or shutil.which("cargo-fuzz") is None:
@@ -69,14 +69,14 @@ def start_native_lane() -> subprocess.Popen[bytes] | None:
         )
 
 
-def start_lane(module: str) -> subprocess.Popen[bytes]:
+def start_run(module: str) -> subprocess.Popen[bytes]:
     """Start a module of the tests that fuzzes running services."""
     environment = {**os.environ, "FUZZ_SECONDS": str(SECONDS), "FUZZ_SEED": str(SEED)}
     command = [sys.executable, "-m", f"support.{module}"]
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
-def run_python_lane(goes_on: Callable[[], bool]) -> str:
+def run_here(goes_on: Callable[[], bool]) -> str:
     """Fuzzes in this process for as long as it goes on; returns what it did."""
     factories: dict[str, IndexFactory] = {"reference": ReferenceIndex}
     if native_available():
@@ -103,22 +103,22 @@ def run_python_lane(goes_on: Callable[[], bool]) -> str:
 
 
 def main() -> int:
-    """Runs all lanes; 0 if none found anything."""
-    native = start_native_lane()
-    others = [start_lane("rpc_fuzz"), start_lane("http_fuzz"), *([native] if native is not None else [])]
+    """Runs all runs; 0 if none found anything."""
+    native = start_native_run()
+    others = [start_run("rpc_fuzz"), start_run("http_fuzz"), *([native] if native is not None else [])]
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     print(f"FUZZ_SEED={SEED} FUZZ_SECONDS={SECONDS:g}", flush=True)
     deadline = time.monotonic() + SECONDS
     try:
-        done = run_python_lane(lambda: time.monotonic() < deadline and not any(lane.poll() for lane in others))
+        done = run_here(lambda: time.monotonic() < deadline and not any(run.poll() for run in others))
         print("python:", done, flush=True)
-        status = next((lane.returncode for lane in others if lane.poll()), 0) or sum(lane.wait() for lane in others)
+        status = next((run.returncode for run in others if run.poll()), 0) or sum(run.wait() for run in others)
     finally:
-        for lane in others:
-            if lane.poll() is None:
+        for run in others:
+            if run.poll() is None:
                 # With all that it started, which has its process group.
-                os.killpg(lane.pid, signal.SIGTERM)
-                lane.wait()
+                os.killpg(run.pid, signal.SIGTERM)
+                run.wait()
     if native is not None:
         print(
             f"libFuzzer: {', '.join(TARGETS)}: {'no finding' if not native.returncode else 'see native/fuzz/fuzz.log'}"

@@ -270,6 +270,7 @@ async def run(seed: int) -> Counter[str]:
     return happened
 
 
+@pytest.mark.slow
 async def test_with_and_without_a_bypass_every_sequence_ends_the_same() -> None:
     seeds = [int(ONE_SEED)] if ONE_SEED else [random.randrange(2**32) for _ in range(SEQUENCES)]
     happened: Counter[str] = Counter()

@@ -203,6 +203,7 @@ def test_a_block_that_came_back_and_is_forgotten_is_no_ghost_again(index_factory
     index.check_invariants()
 
 
+@pytest.mark.slow
 def test_orphans_are_bounded_and_the_dropped_ones_are_counted(index_factory: IndexFactory) -> None:
     index = new(index_factory)
     for first in range(0, ORPHAN_LIMIT + 10, 1000):

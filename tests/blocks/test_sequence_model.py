@@ -1,7 +1,7 @@
 """Random loss, duplication, reconnects and restarts: in the end the index side equals the engine.
 
 The engine's truth is a set of blocks that its batches add to, remove from or clear. The channel loses and repeats
-batches, sockets reconnect, the engine restarts with and without epochs, replays are answered late, in pieces or not
+batches, sockets reconnect, the engine restarts with and without epochs, replays are answered late, in chunks or not
 at all; all but the first of their replies, and their end, may be lost. Sources with epochs may answer with their
 state, send it live, and have it asked for once more where history is incomplete; the state of a third party, of any
 age and maybe of a former life, may come before anything else. Once quiet, what the decisions applied must equal the

@@ -59,7 +59,7 @@ class World:
         self.index = make_index(4)
         self.index.add_worker(RANK, WorkerOptions())
         self.defects: list[BaseException] = []
-        self.heard: list[object] = []
+        self.received: list[object] = []
         self.feed = Feed(can_replay=can_replay)
         self.source = Source(
             SPEC,
@@ -77,16 +77,16 @@ class World:
         self.source.open()
 
     def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
-        self.heard.append(batch.event_id)
+        self.received.append(batch.event_id)
 
     def reset(self) -> None:
-        self.heard.append("reset")
+        self.received.append("reset")
 
     def demoted(self, missing: str) -> None:
-        self.heard.append("demoted")
+        self.received.append("demoted")
 
     def loaded(self) -> None:
-        self.heard.append("loaded")
+        self.received.append("loaded")
 
     async def turns_until_idle(self) -> int:
         """Turns that the loop gave to others meanwhile."""
@@ -131,10 +131,10 @@ async def test_what_comes_while_a_live_state_is_loaded_is_applied_after_it_in_or
     world.source.on_state(state(100, 7))
     for number in (8, 9, 10):
         world.source.on_batch(batch(number, number))
-    assert world.heard == [0], "nothing overtakes it"
+    assert world.received == [0], "nothing overtakes it"
     assert world.found(5, 6) == (2, 2), "what was known is answered with until then"
     assert await world.turns_until_idle() > 1
-    assert world.heard == [0, "loaded", 8, 9, 10]
+    assert world.received == [0, "loaded", 8, 9, 10]
     assert (world.found(5, 6), world.found(*many(100)[:3]), world.found(10)) == ((0, 0), (3, 3), (1, 1))
     assert world.source.cursor == (0, 10)
 
@@ -146,10 +146,10 @@ async def test_a_demotion_of_many_blocks_gives_the_loop_away_and_later_batches_w
     world.source.on_batch(batch(0, *many(1)))
     world.source.on_batch(batch(5, 7_000_000))
     world.source.on_batch(batch(6, 7_000_001))
-    assert world.heard == [0]
+    assert world.received == [0]
     assert world.source.incomplete
     assert await world.turns_until_idle() > 1
-    assert world.heard == [0, "demoted", 5, 6]
+    assert world.received == [0, "demoted", 5, 6]
     assert world.found(*many(1)) == (0, BLOCKS)
     assert (world.found(7_000_000), world.found(7_000_001)) == ((1, 1), (1, 1))
 
@@ -163,12 +163,12 @@ async def test_a_cut_of_many_blocks_is_of_its_beginning_and_later_batches_wait_f
     cutting = asyncio.ensure_future(world.source.cut())
     await asyncio.sleep(0)
     world.source.on_batch(batch(1, 7_000_000))
-    assert world.heard == [0]
+    assert world.received == [0]
     taken = await cutting
     assert taken is not None
     assert taken.last_digest == 1000
     assert await world.turns_until_idle() >= 0
-    assert (taken.cut.dump(), world.heard) == (expected, [0, 1])
+    assert (taken.cut.dump(), world.received) == (expected, [0, 1])
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ async def test_a_source_that_is_closed_amid_work_leaves_nothing_behind() -> None
         world.index.remove_rank(RANK)
         while world.index.maintain(now=0.0):
             pass
-        assert (world.heard, world.index.stats().blocks) == ([0], 0)
+        assert (world.received, world.index.stats().blocks) == ([0], 0)
         world.index.check_invariants()
 
 
@@ -203,7 +203,7 @@ async def test_more_than_may_wait_ends_a_load_and_history_is_requested() -> None
     async with asyncio.timeout(30):
         while not world.feed.asked:
             await asyncio.sleep(0)
-    assert (world.feed.asked[0], world.heard[:1], "loaded" in world.heard) == (0, [0], False)
+    assert (world.feed.asked[0], world.received[:1], "loaded" in world.received) == (0, [0], False)
     assert not world.defects
 
 
@@ -216,7 +216,7 @@ async def test_a_state_that_cannot_be_loaded_costs_itself() -> None:
     world.source.on_state(SourceState(0, 1, [*broken.messages, *more]))
     world.source.on_batch(batch(1, 7))
     await world.turns_until_idle()
-    assert (world.heard, world.source.malformed_frames) == ([0, 1], 1)
+    assert (world.received, world.source.malformed_frames) == ([0, 1], 1)
     assert world.found(5, 6) == (2, 2)
 
 
@@ -227,5 +227,5 @@ async def test_a_reset_by_hand_comes_after_the_work_that_is_under_way() -> None:
     world.source.on_state(state(100, 7))
     world.source.recover(any_epoch=True)
     await world.turns_until_idle()
-    assert world.heard[:3] == [0, "loaded", "reset"]
+    assert world.received[:3] == [0, "loaded", "reset"]
     assert world.found(*many(100)[:3]) == (0, 0)

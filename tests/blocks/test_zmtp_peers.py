@@ -60,14 +60,14 @@ async def peer(scene: Scene) -> AsyncIterator[str]:
 async def test_a_publisher_of_each_version_gets_a_subscription_it_understands(
     world: IntakeWorld, minor: int, subscription: bytes
 ) -> None:
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     async def scene(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(zmtp.greeting(minor=minor))
-        heard.append(await reader.readexactly(64))
-        heard.append(await reader.readexactly(len(zmtp.ready(b"SUB"))))
+        received.append(await reader.readexactly(64))
+        received.append(await reader.readexactly(len(zmtp.ready(b"SUB"))))
         writer.write(zmtp.ready(b"XPUB"))
-        heard.append(await reader.readexactly(len(subscription)))
+        received.append(await reader.readexactly(len(subscription)))
         writer.write(zmtp.batch(0) + zmtp.batch(1, topic=b"else") + zmtp.batch(2, b"x" * 300))
         await reader.read()
 
@@ -75,7 +75,7 @@ async def test_a_publisher_of_each_version_gets_a_subscription_it_understands(
         subscribed = world.subscribe(endpoint, topic="topic")
         await world.until_told(3)
         subscribed.close()
-    assert heard == [zmtp.greeting(), zmtp.ready(b"SUB"), subscription]
+    assert received == [zmtp.greeting(), zmtp.ready(b"SUB"), subscription]
     assert world.told == ["connected", 0, 2]
 
 
@@ -241,7 +241,7 @@ async def test_what_waits_for_a_busy_loop_is_not_read_and_keeps_its_order(world:
 
 @pytest.mark.parametrize("flood", [zmtp.message(b"") * 10_000, zmtp.command(b"JOIN") * 10_000, zmtp.batch(9) * 1_000])
 async def test_one_that_never_stops_talking_leaves_turns_to_others(world: IntakeWorld, flood: bytes) -> None:
-    heard: list[int] = []
+    received: list[int] = []
     talked = 0
 
     async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -255,22 +255,22 @@ async def test_one_that_never_stops_talking_leaves_turns_to_others(world: Intake
     async def publish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(OPENED)
         for seq in range(20):
-            await world.until(lambda: talked > len(heard))
+            await world.until(lambda: talked > len(received))
             writer.write(zmtp.batch(seq))
-            await world.until(lambda seq=seq: seq in heard)  # type: ignore[misc]  # its type is the list's
+            await world.until(lambda seq=seq: seq in received)  # type: ignore[misc]  # its type is the list's
         await reader.read()
 
     async with peer(talk) as talking, peer(publish) as publishing:
         flooding = world.subscribe(talking)
-        callbacks = replace(world.callbacks, on_message=lambda message: heard.append(message.seq))
+        callbacks = replace(world.callbacks, on_message=lambda message: received.append(message.seq))
         other = WorkerRank("other", 0)
         world.index.add_worker(other, WorkerOptions(total_kv_blocks=0))
         subscription = world.intake.subscribe(EventEndpoint(0, publishing), other, world.index, callbacks)
         assert subscription is not None
-        await world.until(lambda: len(heard) == 20)
+        await world.until(lambda: len(received) == 20)
         subscription.close()
         flooding.close()
-    assert heard == list(range(20))
+    assert received == list(range(20))
 
 
 async def test_no_socket_is_left_behind(world: IntakeWorld) -> None:

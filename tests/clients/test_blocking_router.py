@@ -1,4 +1,4 @@
-"""The blocking twin: the same methods, for any number of threads and none of them with an event loop."""
+"""The blocking counterpart: the same methods, for any number of threads and none of them with an event loop."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ def router(gateway: FakeGateway) -> Iterator[BlockingRouter]:
         yield router
 
 
-@pytest.mark.parametrize(("original", "twin"), [(Router, BlockingRouter), (Booking, BlockingBooking)])
-def test_every_method_is_there_with_its_parameters(original: type, twin: type) -> None:
+@pytest.mark.parametrize(("original", "blocking"), [(Router, BlockingRouter), (Booking, BlockingBooking)])
+def test_every_method_is_there_with_its_parameters(original: type, blocking: type) -> None:
     for name, method in inspect.getmembers(original, inspect.isfunction):
         if not name.startswith("_"):
-            theirs, ours = (list(inspect.signature(one).parameters.values()) for one in (method, getattr(twin, name)))
+            theirs, ours = (
+                list(inspect.signature(one).parameters.values()) for one in (method, getattr(blocking, name))
+            )
             assert [(p.name, p.kind, p.default) for p in theirs] == [(p.name, p.kind, p.default) for p in ours], name
 
 

@@ -46,6 +46,7 @@ def patterns() -> Iterator[tuple[str, re.Pattern[Any], bool]]:
 ALL: Final = tuple(patterns())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "pattern", "searched"), [pytest.param(*one, id=one[0]) for one in ALL])
 def test_four_times_the_text_costs_no_more_than_in_proportion(
     name: str, pattern: re.Pattern[Any], searched: bool

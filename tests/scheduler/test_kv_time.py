@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.load_twins import SideBySide
+from support.load_backends import SideBySide
 from support.scheduler_builders import MODEL, ManualClock, key, overlaps, scheduler, test_seed, worker
 
 from kvscout_common.errors import KvscoutError
@@ -30,7 +30,7 @@ BLOCKS = 64
 
 
 class World:
-    """A scheduler under `kv-time`, whose engines compute as fast as is said; both twins must give the same costs."""
+    """A scheduler under `kv-time`, whose engines compute as fast as is said; both backends must give the same costs."""
 
     def __init__(self, *workers: str, **fields: Any) -> None:
         self.clock = ManualClock()

@@ -1,6 +1,6 @@
 """Random lifecycles of requests: whatever happens to them, in the end every total is exactly 0.
 
-Both twins of active load go through them side by side. `KVSCOUT_LIFECYCLES` sets how many (default 100,000),
+Both backends of active load go through them side by side. `KVSCOUT_LIFECYCLES` sets how many (default 100,000),
 `KVSCOUT_TEST_SEED` repeats a run.
 """
 
@@ -10,7 +10,7 @@ import os
 from random import Random
 
 import pytest
-from support.load_twins import SideBySide
+from support.load_backends import SideBySide
 from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, reservation, scheduler, test_seed, worker
 from support.scheduler_invariants import check_scheduler
 

@@ -224,7 +224,7 @@ def check_state(message: bytes) -> None:
     native = NativeIndex(BLOCK_SIZE)
     found = loaded(native, lambda: native.load_messages([message]))
     if found is None and expected is not None:
-        # No writer sends a message within a message in pieces; only protobuf itself puts them together.
+        # No writer sends a message within a message in chunks; only protobuf itself puts them together.
         whole = events_pb2.KvEventBatch.FromString(message).SerializeToString()
         found = loaded(native, lambda: native.load_messages([whole]))
     assert found == expected, f"native {found}, reference {expected}"

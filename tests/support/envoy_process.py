@@ -211,5 +211,5 @@ def full_duplex(settings: Settings) -> None:
 
 
 def streamed(settings: Settings) -> None:
-    """Responses shown in pieces, each of which waits for its answer."""
+    """Responses shown in chunks, each of which waits for its answer."""
     settings.ext_proc["processing_mode"]["response_body_mode"] = "STREAMED"

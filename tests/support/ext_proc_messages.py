@@ -60,7 +60,7 @@ def request_headers(
 
 
 def request_body(body: bytes, *, end: bool = True) -> bytes:
-    """A piece of a request's body."""
+    """A chunk of a request's body."""
     return pb.ProcessingRequest(request_body=pb.HttpBody(body=body, end_of_stream=end)).SerializeToString()
 
 
@@ -92,7 +92,7 @@ def response_headers(
 
 
 def response_body(body: bytes, *, end: bool = False) -> bytes:
-    """A piece of a response's body."""
+    """A chunk of a response's body."""
     return pb.ProcessingRequest(response_body=pb.HttpBody(body=body, end_of_stream=end)).SerializeToString()
 
 
@@ -121,7 +121,7 @@ def destinations(answer: pb.ProcessingResponse) -> tuple[str, str]:
 
 
 def streamed(answers: Sequence[pb.ProcessingResponse], part: str) -> tuple[bytes, list[bool]]:
-    """The bytes of a body that goes back in pieces, and which of these say that it ends."""
+    """The bytes of a body that goes back in chunks, and which of these say that it ends."""
     chunks = [getattr(answer, part).response.body_mutation.streamed_response for answer in answers]
     assert all(len(chunk.body) <= 64 * 1024 - 1024 for chunk in chunks)
     return b"".join(chunk.body for chunk in chunks), [chunk.end_of_stream for chunk in chunks]

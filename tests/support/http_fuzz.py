@@ -1,9 +1,9 @@
 """Every HTTP path of a gateway, called by a hostile tenant with any method, framing and body, by every role.
 
-The twin of `rpc_fuzz`, and run where that is: whatever comes, the gateway must live, answer each well-framed request
-with a status of its own or its engine's, keep its log free of tracebacks and its memory bounded, and neither change nor
-show anything of another tenant. A client in a process of its own asks for `/health` all the time; how long it waited at
-most is printed, and that none of its requests failed is required.
+The counterpart of `rpc_fuzz`, and run where that is: whatever comes, the gateway must live, answer each well-framed
+request with a status of its own or its engine's, keep its log free of tracebacks and its memory bounded, and neither
+change nor show anything of another tenant. A client in a process of its own asks for `/health` all the time; how long
+it waited at most is printed, and that none of its requests failed is required.
 
 `FUZZ_SEED` makes the same requests again, each from its own number; how they interleave is not repeated.
 """
@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from support.fuzz_lanes import Lanes, seconds_and_seed
+from support.fuzz_callers import Callers, seconds_and_seed
 from support.hostile_messages import STRINGS
 from support.hostile_world import CALLERS, HOSTILE, NOBODY, SECRET, HostileWorld, hostile_world, token_of
 
-LANES = 6
+PARALLEL = 6
 """Requests at a time."""
 REQUEST_SECONDS = 20.0
 """A request that takes longer hangs."""
@@ -269,7 +269,7 @@ async def fuzz_http(seconds: float, seed: str) -> HttpFuzz:
     async with hostile_world() as world:
         fuzz = HttpFuzz(world)
         async with fuzz.probing():
-            await Lanes(world, seed, make_request, fuzz.send, count=LANES).run(seconds)
+            await Callers(world, seed, make_request, fuzz.send, count=PARALLEL).run(seconds)
     return fuzz
 
 

@@ -154,7 +154,7 @@ def says(body: bytes, status: int = 200, **headers: str) -> Script:
 
 
 def streams(*chunks: bytes, then: Callable[[web.Request], Awaitable[None]] | None = None) -> Script:
-    """Answers a stream of events in these pieces; `then` is awaited before its end."""
+    """Answers a stream of events in these chunks; `then` is awaited before its end."""
 
     async def script(request: web.Request, _: bytes) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -185,7 +185,7 @@ def event(document: Any) -> bytes:
 
 
 def delta(text: str, finish: str | None = None) -> bytes:
-    """A piece of a chat completion."""
+    """A chunk of a chat completion."""
     return event({"id": "1", "choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]})
 
 

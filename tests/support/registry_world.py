@@ -27,7 +27,7 @@ class Node:
         self.link = NatsLink(NatsConfig((url,), namespace), "test")
         self.skipped = 0.0
         self.registry = Registry(self.clock)
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.registry.listen(self)
         self.shared = NatsRegistry(self.link, self.registry, self.clock)
         self.bucket = WorkerBucket(self.link)
@@ -37,13 +37,13 @@ class Node:
         return time.monotonic() + self.skipped
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        self.heard.append(f"+{spec.worker_id}")
+        self.received.append(f"+{spec.worker_id}")
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        self.heard.append(f"~{new.worker_id}")
+        self.received.append(f"~{new.worker_id}")
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        self.heard.append(f"-{spec.worker_id}:{reason}")
+        self.received.append(f"-{spec.worker_id}:{reason}")
 
     @property
     def worker_ids(self) -> list[str]:

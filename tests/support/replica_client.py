@@ -228,7 +228,7 @@ class GatewayStream:
         return [self._results.pop(each.id) for each in made]
 
     async def beat(self, seconds: float) -> None:
-        """Is heard, and hears."""
+        """Is received, and hears."""
         async with asyncio.timeout(seconds):
             await self._call.write(scheduler_pb2.LifecycleRequest())
             await self._read()

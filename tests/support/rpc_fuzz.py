@@ -20,11 +20,11 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
-from support.fuzz_lanes import Lanes, seconds_and_seed
+from support.fuzz_callers import Callers, seconds_and_seed
 from support.hostile_messages import HostileMessages
 from support.hostile_world import CALLERS, HOSTILE, NOBODY, SECRET, SERVICES, HostileWorld, hostile_world, token_of
 
-LANES = 8
+PARALLEL = 8
 """Calls at a time."""
 UNARY_SECONDS = 20.0
 """A unary call that takes longer hangs."""
@@ -183,7 +183,7 @@ async def fuzz_rpcs(seconds: float, seed: str) -> Fuzz:
     """
     async with hostile_world() as world:
         fuzz = Fuzz(world)
-        await Lanes(world, seed, make_call, fuzz.send, count=LANES).run(seconds)
+        await Callers(world, seed, make_call, fuzz.send, count=PARALLEL).run(seconds)
     return fuzz
 
 

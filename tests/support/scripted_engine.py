@@ -63,7 +63,7 @@ async def send(response: web.StreamResponse, **document: Any) -> None:
 
 
 async def send_tokens(response: web.StreamResponse, *token_ids: int, finish: str | None = None) -> None:
-    """A piece of output."""
+    """A chunk of output."""
     await send(response, choices=[{"token_ids": list(token_ids), "text": "", "finish_reason": finish}])
 
 

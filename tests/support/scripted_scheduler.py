@@ -33,7 +33,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         """Operations of each message."""
         self.unknown_models = {"nobody"}
         """Models of which it knows no worker."""
-        self.heard: list[str] = []
+        self.received: list[str] = []
         """What was asked on streams, such as "free r"."""
         self.unary: list[str] = []
         self.statuses = 0
@@ -102,7 +102,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             await self._write(context, hello)
             self._contexts.append(context)
             if self.draining and not hello.draining:
-                # The owner has heard of us already, and the test after it.
+                # The owner knows us already, and the test after it.
                 await self._write(context, scheduler_pb2.LifecycleResponse(draining=True))
             async for message in request_iterator:
                 await self.goes_on.wait()
@@ -135,7 +135,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             self.ages_us.append(operation.age_us)
         name = getattr(asked, "request_id", "")
         if kind != "renew":
-            self.heard.append(f"{kind} {name}".strip())
+            self.received.append(f"{kind} {name}".strip())
         if kind == "select_and_reserve" and asked.model == FULL and name not in self.booked:
             if name in self._waiting:
                 response.results.add(id=self._waiting[name][0], code=1, message="a repeated call waits in its place")
@@ -181,9 +181,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         await self._unary("")
         return scheduler_pb2.SchedulerGetStatusResponse(service=types_pb2.ServiceInfo(draining=self.draining))
 
-    async def _unary(self, heard: str) -> None:
-        if heard:
-            self.unary.append(heard)
+    async def _unary(self, received: str) -> None:
+        if received:
+            self.unary.append(received)
         if self.refuses is not None:
             raise self.refuses
         await self.goes_on.wait()

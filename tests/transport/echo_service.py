@@ -46,42 +46,42 @@ class Echo:
 
     def synchronous(self, request: bytes) -> bytes:
         """The request comes back, unless it wants an error."""
-        _raise(_wish(request))
+        _raise(_orders(request))
         return request + current_identity().tenant.encode()
 
     async def unary(self, request: bytes, context: Any) -> bytes:
         """One answer."""
         async with self._noted():
-            wish = _wish(request)
-            await self._suffer(wish, context)
+            orders = _orders(request)
+            await self._suffer(orders, context)
             metadata = dict(context.invocation_metadata())
-            seen = {name: str(metadata[name]) for name in wish.get("show", ()) if name in metadata}
-            who = current_identity().tenant if wish.get("who") else ""
-            return json.dumps(seen).encode() + who.encode() + bytes(wish.get("bytes", 0))
+            seen = {name: str(metadata[name]) for name in orders.get("show", ()) if name in metadata}
+            who = current_identity().tenant if orders.get("who") else ""
+            return json.dumps(seen).encode() + who.encode() + bytes(orders.get("bytes", 0))
 
     async def download(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         """As many answers as were wished for."""
         async with self._noted():
-            wish = _wish(request)
-            for number in range(wish.get("count", 0)):
-                if number == wish.get("fail_at"):
-                    await self._suffer(wish, context)
-                yield str(number).encode() + b"\0" * wish.get("bytes", 0)
-            if wish.get("fail_at") is None:
-                await self._suffer(wish, context)
+            orders = _orders(request)
+            for number in range(orders.get("count", 0)):
+                if number == orders.get("fail_at"):
+                    await self._suffer(orders, context)
+                yield str(number).encode() + b"\0" * orders.get("bytes", 0)
+            if orders.get("fail_at") is None:
+                await self._suffer(orders, context)
 
     async def both(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         """Each request comes back, until one of them fails."""
         async with self._noted():
             async for request in requests:
-                wish = _wish(request)
-                await self._suffer(wish, context)
-                if not wish.get("swallow"):
+                orders = _orders(request)
+                await self._suffer(orders, context)
+                if not orders.get("swallow"):
                     yield request
 
-    async def _suffer(self, wish: dict[str, Any], context: Any) -> None:
-        _raise(wish)
-        match wish.get("fail"):
+    async def _suffer(self, orders: dict[str, Any], context: Any) -> None:
+        _raise(orders)
+        match orders.get("fail"):
             case "abort":
                 await context.abort(
                     grpc.StatusCode.ABORTED, "stop", trailing_metadata=(("why", "so"), ("raw-bin", b"\0\xff"))
@@ -101,19 +101,19 @@ class Echo:
             self.running -= 1
 
 
-def _raise(wish: dict[str, Any]) -> None:
-    match wish.get("fail"):
+def _raise(orders: dict[str, Any]) -> None:
+    match orders.get("fail"):
         case "invalid":
-            raise InvalidArgument("is wrong: 100 % naïve\n", field="wish")
+            raise InvalidArgument("is wrong: 100 % naïve\n", field="orders")
         case "exhausted":
             raise ResourceExhausted("too much", retry_after_seconds=1.5)
         case "defect":
             raise RuntimeError("a defect")
 
 
-def _wish(request: bytes) -> dict[str, Any]:
-    wish: dict[str, Any] = json.loads(request.rstrip(b"\0") or b"{}")
-    return wish
+def _orders(request: bytes) -> dict[str, Any]:
+    orders: dict[str, Any] = json.loads(request.rstrip(b"\0") or b"{}")
+    return orders
 
 
 class Served(NamedTuple):

@@ -1,4 +1,4 @@
-"""A stream of events on its way, in whatever pieces it arrives."""
+"""A stream of events on its way, in whatever chunks it arrives."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ def relay(form: Form = Form.MESSAGES, max_tokens: int | None = None, dialect: Di
 
 
 def fed(relay: EventRelay, data: bytes, size: int = 1 << 30) -> list[bytes]:
-    """What is passed on of a whole stream that comes in pieces of this size."""
+    """What is passed on of a whole stream that comes in chunks of this size."""
     passed = []
     for at in range(0, len(data), size):
         if not relay.over:

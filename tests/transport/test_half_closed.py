@@ -25,8 +25,8 @@ async def slowly(call: HttpCall) -> None:
     await asyncio.sleep(0.1)
     if call.path == "/stream":
         await call.start(200, [])
-        for piece in (b"a", b"b", b"c"):
-            await call.write(piece)
+        for chunk in (b"a", b"b", b"c"):
+            await call.write(chunk)
             await asyncio.sleep(0.02)
         await call.end()
     else:

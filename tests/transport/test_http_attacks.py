@@ -53,7 +53,7 @@ def rss() -> int:
 
 
 def floods(head: bytes, piece: bytes) -> Script:
-    """Sends a head, then a piece again and again until the other side has enough."""
+    """Sends a head, then a chunk again and again until the other side has enough."""
 
     async def script(engine: RawEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(head)

@@ -28,8 +28,8 @@ def post(body: bytes, *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
-def chunked(*pieces: bytes) -> bytes:
-    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (*pieces, b""))
+def chunked(*chunks: bytes) -> bytes:
+    return b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in (*chunks, b""))
 
 
 def status(answer: bytes) -> int:
@@ -232,15 +232,15 @@ async def test_a_body_that_comes_too_slowly_ends_and_one_that_comes_steadily_doe
         pytest.skip("aiohttp limits the time of the whole body alone")
     limits = HttpLimits(body_window_seconds=1.0, body_window_bytes=1000)
 
-    async def send(port: int, piece: bytes, times: int) -> tuple[int, int]:
-        """So many pieces, every 50 ms: the status, and how many were sent until then."""
+    async def send(port: int, chunk: bytes, times: int) -> tuple[int, int]:
+        """So many chunks, every 50 ms: the status, and how many were sent until then."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(post(b"", f"Content-Length: {len(piece) * times}"))
+        writer.write(post(b"", f"Content-Length: {len(chunk) * times}"))
         answering = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
         sent = 0
         with suppress(ConnectionError):
             while sent < times and not answering.done():
-                writer.write(piece)
+                writer.write(chunk)
                 await writer.drain()
                 sent += 1
                 await asyncio.sleep(0.05)
@@ -270,8 +270,8 @@ async def test_a_body_is_charged_as_it_comes_and_refused_where_there_is_no_room(
             body = b"x" * length
             request = post(body, f"Content-Length: {length}")
             if not with_length:
-                pieces = (body[at : at + 1000] for at in range(0, length, 1000))
-                request = post(chunked(*pieces), "Transfer-Encoding: chunked")
+                chunks = (body[at : at + 1000] for at in range(0, length, 1000))
+                request = post(chunked(*chunks), "Transfer-Encoding: chunked")
             answer = await exchange(port, request)
             assert status(answer) == expected
             assert expected != 200 or body_of(answer) == b"%d" % (2 * length)

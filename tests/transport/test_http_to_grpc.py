@@ -1,4 +1,4 @@
-"""An engine's stream as the pieces of a gRPC call: what comes of it, and what its caller does to the engine."""
+"""An engine's stream as the chunks of a gRPC call: what comes of it, and what its caller does to the engine."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator

@@ -40,7 +40,7 @@ BOTH = f"/{SERVICE}/Both"
 DOWNLOAD = f"/{SERVICE}/Download"
 
 
-def wish(**fields: Any) -> bytes:
+def orders(**fields: Any) -> bytes:
     return json.dumps(fields).encode()
 
 
@@ -77,13 +77,13 @@ async def raw(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.St
 )
 async def test_a_peer_that_talks_nonsense_is_cut_off_and_others_are_not(said: bytes) -> None:
     async with native() as served, native_channel(served.port) as channel, raw(served.port) as (reader, writer):
-        assert await channel.unary_unary(UNARY)(wish())
+        assert await channel.unary_unary(UNARY)(orders())
         writer.write(said)
         with suppress(ConnectionResetError):  # it closes what it has not read to the end
             async with asyncio.timeout(10):
                 while await reader.read(4096):
                     pass
-        assert await channel.unary_unary(UNARY)(wish())
+        assert await channel.unary_unary(UNARY)(orders())
 
 
 async def test_a_connection_that_never_says_anything_is_closed() -> None:
@@ -108,24 +108,24 @@ async def test_a_connection_that_never_says_anything_is_closed() -> None:
 
 async def test_headers_without_end_are_refused() -> None:
     async with native() as served, native_channel(served.port) as channel:
-        error = await refused(channel.unary_unary(UNARY)(wish(), metadata=[("long", "x" * 100_000)]))
+        error = await refused(channel.unary_unary(UNARY)(orders(), metadata=[("long", "x" * 100_000)]))
         assert error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN)
-        assert await channel.unary_unary(UNARY)(wish())
+        assert await channel.unary_unary(UNARY)(orders())
 
 
 async def test_metadata_that_no_header_can_carry_is_an_error_that_names_it() -> None:
     async with native() as served, native_channel(served.port) as channel:
         for name, value in (("grpc-status", "0"), ("bad name", "x"), ("line", "a\nb")):
-            error = await refused(channel.unary_unary(UNARY)(wish(), metadata=[(name, value)], timeout=10))
+            error = await refused(channel.unary_unary(UNARY)(orders(), metadata=[(name, value)], timeout=10))
             assert error.code() is grpc.StatusCode.INTERNAL
             assert name in str(error.details())
-        assert await channel.unary_unary(UNARY)(wish())
+        assert await channel.unary_unary(UNARY)(orders())
 
 
 async def test_a_flood_of_resets_costs_its_own_connection_only() -> None:
     async with native() as served, native_channel(served.port) as channel, attacking(served.port, UNARY, 3_000):
         for _ in range(50):
-            assert await channel.unary_unary(UNARY)(wish(), timeout=20)
+            assert await channel.unary_unary(UNARY)(orders(), timeout=20)
         await until(lambda: served.server.stats()["connections_refused"], "the flood is noticed")
         await until(lambda: served.echo.running == 0, "nothing of the flood is left")
 
@@ -148,7 +148,7 @@ async def test_a_caller_that_gives_a_hundred_calls_up_at_once_keeps_its_connecti
 
 async def test_a_caller_that_does_not_read_stops_the_handler_and_holds_no_more_than_its_window() -> None:
     async with native() as served, native_channel(served.port) as channel:
-        stream = channel.unary_stream(DOWNLOAD)(wish(count=2_000, bytes=100_000))
+        stream = channel.unary_stream(DOWNLOAD)(orders(count=2_000, bytes=100_000))
         assert (await stream.read()).startswith(b"0")
         produced = served.server.stats()["queued_bytes"]
         assert produced < MAX_MESSAGE_BYTES
@@ -160,7 +160,7 @@ async def test_a_caller_that_does_not_read_stops_the_handler_and_holds_no_more_t
 
 @pytest.mark.parametrize("method", [DOWNLOAD, UNARY])
 async def test_calls_that_last_leave_the_window_of_their_connection_to_others(method: str) -> None:
-    count, request = 100, wish(fail="hang") + bytes(100_000)  # more than a connection's window by far
+    count, request = 100, orders(fail="hang") + bytes(100_000)  # more than a connection's window by far
     async with native() as served, native_channel(served.port) as channel:
         open_call: Any = channel.unary_stream(method) if method == DOWNLOAD else channel.unary_unary(method)
         calls = [open_call(request) for _ in range(count)]
@@ -169,19 +169,19 @@ async def test_calls_that_last_leave_the_window_of_their_connection_to_others(me
         for one in calls:
             one.cancel()
         await until(lambda: served.echo.running == 0, "the handlers are cancelled")
-        assert await channel.unary_unary(UNARY)(wish(), timeout=10)
+        assert await channel.unary_unary(UNARY)(orders(), timeout=10)
 
 
 async def test_a_server_that_does_not_read_stops_the_writer() -> None:
     async with native() as served, native_channel(served.port) as channel:
         stream = channel.stream_stream(BOTH)()
-        await stream.write(wish(fail="hang"))
+        await stream.write(orders(fail="hang"))
         written = 0
 
         async def write() -> None:
             nonlocal written
             while True:
-                await stream.write(wish() + bytes(100_000))
+                await stream.write(orders() + bytes(100_000))
                 written += 1
 
         writing = asyncio.create_task(write())
@@ -200,30 +200,30 @@ async def test_a_lost_peer_is_noticed_on_both_sides() -> None:
     async with native() as served, tcp_relay(f"127.0.0.1:{served.port}") as relay:
         async with native_channel(int(relay.address.rpartition(":")[2])) as channel:
             stream = channel.stream_stream(BOTH)()
-            await stream.write(wish())
+            await stream.write(orders())
             assert await stream.read()
             relay.swallow()
             error = await refused(stream.read())
             assert error.code() is grpc.StatusCode.UNAVAILABLE
             await until(lambda: served.echo.running == 0, "the handler is cancelled")
             relay.heal()
-            assert await channel.unary_unary(UNARY)(wish(), timeout=10)
+            assert await channel.unary_unary(UNARY)(orders(), timeout=10)
 
 
 async def test_a_channel_comes_back_with_its_server_and_fails_at_once_without() -> None:
     async with native() as served:
         port = served.port
         channel = native_channel(port)
-        assert await channel.unary_unary(UNARY)(wish())
+        assert await channel.unary_unary(UNARY)(orders())
     for _ in range(3):
-        error = await refused(channel.unary_unary(UNARY)(wish(), timeout=10))
+        error = await refused(channel.unary_unary(UNARY)(orders(), timeout=10))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert f"127.0.0.1:{port}" in str(error.details())
     async with native(port=port) as served:
 
         async def answers() -> bool:
             try:
-                return bool(await channel.unary_unary(UNARY)(wish(), timeout=10))
+                return bool(await channel.unary_unary(UNARY)(orders(), timeout=10))
             except grpc.aio.AioRpcError:
                 return False
 
@@ -238,37 +238,37 @@ async def test_calls_that_wait_for_a_server_outlast_attempts_that_fail_but_not_t
         port = served.port
     async with connect(port) as channel:
         call = channel.unary_unary(UNARY)
-        late = await refused(call(wish(), timeout=0.3, wait_for_ready=True))
+        late = await refused(call(orders(), timeout=0.3, wait_for_ready=True))
         assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        patient = [asyncio.ensure_future(call(wish(), timeout=60, wait_for_ready=True)) for _ in range(3)]
+        patient = [asyncio.ensure_future(call(orders(), timeout=60, wait_for_ready=True)) for _ in range(3)]
         # While they wait, others are told at once.
-        assert (await refused(call(wish(), timeout=10))).code() is grpc.StatusCode.UNAVAILABLE
+        assert (await refused(call(orders(), timeout=10))).code() is grpc.StatusCode.UNAVAILABLE
         async with native(port=port):
             assert len(await asyncio.gather(*patient)) == 3
-            streamed = channel.unary_stream(DOWNLOAD)(wish(count=2), timeout=60, wait_for_ready=True)
+            streamed = channel.unary_stream(DOWNLOAD)(orders(count=2), timeout=60, wait_for_ready=True)
             assert [answer async for answer in streamed] == [b"0", b"1"]
 
 
 async def test_an_option_that_calls_do_not_have_is_refused() -> None:
     async with native() as served, native_channel(served.port) as channel:
         with pytest.raises(TypeError, match="compression"):
-            channel.unary_unary(UNARY)(wish(), compression=grpc.Compression.Gzip)
+            channel.unary_unary(UNARY)(orders(), compression=grpc.Compression.Gzip)
 
 
 @pytest.mark.parametrize("connect", [native_channel, grpcio_channel])
 async def test_a_server_that_stops_lets_running_calls_end_and_takes_no_new_ones(connect: Any) -> None:
     async with native() as served, connect(served.port) as channel:
         stream = channel.stream_stream(BOTH)()
-        await stream.write(wish())
+        await stream.write(orders())
         assert await stream.read()
         stopping = asyncio.create_task(served.server.stop(20))
         for number in range(5):
-            await stream.write(wish(number=number))
+            await stream.write(orders(number=number))
             assert json.loads(await stream.read()) == {"number": number}
 
         async def is_refused() -> bool:
             try:
-                await channel.unary_unary(UNARY)(wish(), timeout=5)
+                await channel.unary_unary(UNARY)(orders(), timeout=5)
             except grpc.aio.AioRpcError as error:
                 return error.code() is grpc.StatusCode.UNAVAILABLE
             return False
@@ -284,7 +284,7 @@ async def test_a_server_that_stops_lets_running_calls_end_and_takes_no_new_ones(
 
 async def test_what_runs_when_the_grace_is_over_is_cut_and_cancelled() -> None:
     async with native() as served, native_channel(served.port) as channel:
-        stream = channel.unary_stream(DOWNLOAD)(wish(count=1, fail="hang"))
+        stream = channel.unary_stream(DOWNLOAD)(orders(count=1, fail="hang"))
         assert await stream.read()
         await served.server.stop(0)
         assert served.echo.cancelled == 1
@@ -294,7 +294,7 @@ async def test_what_runs_when_the_grace_is_over_is_cut_and_cancelled() -> None:
 
 async def test_more_calls_than_a_connection_may_have_wait_for_one_another() -> None:
     async with native(max_streams=4) as served, native_channel(served.port) as channel:
-        answers = await asyncio.gather(*(channel.unary_unary(UNARY)(wish(), timeout=20) for _ in range(100)))
+        answers = await asyncio.gather(*(channel.unary_unary(UNARY)(orders(), timeout=20) for _ in range(100)))
         assert len(answers) == 100
         assert served.echo.running == 0
 
@@ -302,7 +302,7 @@ async def test_more_calls_than_a_connection_may_have_wait_for_one_another() -> N
 async def test_out_of_descriptors_connections_wait_and_nobody_ends() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with native() as served, native_channel(served.port) as channel:
-        assert await channel.unary_unary(UNARY)(wish())
+        assert await channel.unary_unary(UNARY)(orders())
         waiting = asyncio.open_connection("127.0.0.1", served.port)
         reader, writer = await waiting
         await until(lambda: served.server.stats()["connections"] >= 2, "both are there")
@@ -311,14 +311,14 @@ async def test_out_of_descriptors_connections_wait_and_nobody_ends() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(file.fileno() for file in taken) + 1, hard))
             with pytest.raises(OSError, match="Too many open files"):
                 open("/dev/null", "rb")  # noqa: SIM115, ASYNC230
-            assert await channel.unary_unary(UNARY)(wish())
+            assert await channel.unary_unary(UNARY)(orders())
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for file in taken:
                 file.close()
         writer.transport.abort()
         async with native_channel(served.port) as another:
-            assert await another.unary_unary(UNARY)(wish(), timeout=10)
+            assert await another.unary_unary(UNARY)(orders(), timeout=10)
         del reader
 
 
@@ -345,13 +345,13 @@ async def test_tls_and_client_certificates_are_checked_and_renewed_under_a_runni
 
     async with native(pem(first)) as served:
         async with channel(first) as trusted:
-            assert await trusted.unary_unary(UNARY)(wish(), timeout=10)
+            assert await trusted.unary_unary(UNARY)(orders(), timeout=10)
             served.server.renew(pem(second))
-            assert await trusted.unary_unary(UNARY)(wish(), timeout=10), "what is open stays"
+            assert await trusted.unary_unary(UNARY)(orders(), timeout=10), "what is open stays"
         async with channel(second) as renewed, channel(first) as outdated, channel(second, certificate=False) as nobody:
-            assert await renewed.unary_unary(UNARY)(wish(), timeout=10)
+            assert await renewed.unary_unary(UNARY)(orders(), timeout=10)
             for wrong in (outdated, nobody):
-                error = await refused(wrong.unary_unary(UNARY)(wish(), timeout=10))
+                error = await refused(wrong.unary_unary(UNARY)(orders(), timeout=10))
                 assert error.code() is grpc.StatusCode.UNAVAILABLE
         with pytest.raises(ssl.SSLError):
             await asyncio.open_connection("127.0.0.1", served.port, ssl=ssl.create_default_context())

@@ -37,8 +37,8 @@ async def test_the_field_at_fault_and_the_time_to_wait_are_told_over_both_transp
     async with served() as there, grpc.aio.insecure_channel(f"127.0.0.1:{there.port}") as channel:
         calls: Any = channel
 
-        async def refused(wish: str) -> tuple[grpc.aio.AioRpcError, bytes]:
-            request = json.dumps({"fail": wish}).encode()
+        async def refused(orders: str) -> tuple[grpc.aio.AioRpcError, bytes]:
+            request = json.dumps({"fail": orders}).encode()
             method = f"/{SERVICE}/{shape}"
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 match shape:
@@ -56,7 +56,7 @@ async def test_the_field_at_fault_and_the_time_to_wait_are_told_over_both_transp
         status, [bad] = read(details)
         assert (status.code, status.message) == (error.code().value[0], error.details())
         [violation] = bad.field_violations
-        assert (violation.field, violation.description) == ("wish", "is wrong: 100 % naïve\n")
+        assert (violation.field, violation.description) == ("orders", "is wrong: 100 % naïve\n")
 
         error, details = await refused("exhausted")
         status, [soon] = read(details)

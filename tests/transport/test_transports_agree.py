@@ -22,8 +22,8 @@ FAILS = (None, None, None, "invalid", "exhausted", "defect", "abort")
 SHOWN = ("kvscout-error", "retry-after", "why", "raw-bin")
 
 
-def padded(wish: dict[str, Any], size: int) -> bytes:
-    return json.dumps(wish).encode() + b"\0" * size
+def padded(orders: dict[str, Any], size: int) -> bytes:
+    return json.dumps(orders).encode() + b"\0" * size
 
 
 def size_of(rnd: random.Random) -> int:
@@ -36,14 +36,14 @@ def random_call(rnd: random.Random) -> dict[str, Any]:
     call: dict[str, Any] = {"kind": rnd.choice(KINDS)}
     match call["kind"]:
         case "Unary":
-            call["wish"] = {"fail": fail, "bytes": size_of(rnd), "show": ["a", "b-bin"]}
+            call["orders"] = {"fail": fail, "bytes": size_of(rnd), "show": ["a", "b-bin"]}
             call["metadata"] = [("a", "x y"), ("b-bin", bytes(rnd.randrange(256) for _ in range(9)))]
         case "Synchronous":
-            call["wish"] = {"fail": fail if fail != "abort" else None}
+            call["orders"] = {"fail": fail if fail != "abort" else None}
         case "Download":
             count = rnd.randrange(20)
             at = rnd.randrange(count + 1) if fail and count else None
-            call["wish"] = {"fail": fail, "count": count, "bytes": rnd.choice((0, 10, 70_000)), "fail_at": at}
+            call["orders"] = {"fail": fail, "count": count, "bytes": rnd.choice((0, 10, 70_000)), "fail_at": at}
         case "Both" | "SynchronousEach" as kind:
             call["sizes"] = [rnd.choice((0, 10, 70_000)) for _ in range(rnd.randrange(12))]
             call["fail"] = fail if kind == "Both" or fail != "abort" else None
@@ -78,9 +78,11 @@ async def make(channel: Any, call: dict[str, Any], answers: list[bytes]) -> None
         await channel.unary_unary(f"/{SERVICE}/None")(padded({}, call["pad"]))
     elif kind in ("Unary", "Synchronous"):
         method = channel.unary_unary(f"/{SERVICE}/{kind}")
-        answers.append(await method(padded(call["wish"], call["pad"]), timeout=30, metadata=call.get("metadata")))
+        answers.append(await method(padded(call["orders"], call["pad"]), timeout=30, metadata=call.get("metadata")))
     elif kind == "Download":
-        async for answer in channel.unary_stream(f"/{SERVICE}/Download")(padded(call["wish"], call["pad"]), timeout=30):
+        async for answer in channel.unary_stream(f"/{SERVICE}/Download")(
+            padded(call["orders"], call["pad"]), timeout=30
+        ):
             answers.append(answer)
     elif kind in ("Both", "SynchronousEach"):
         requests = [padded({}, size) for size in call["sizes"]]
@@ -119,15 +121,15 @@ async def exchange(stream: Any, requests: list[bytes], answers: list[bytes], loc
 
 
 async def hang(channel: Any, method: str) -> None:
-    wish = padded({"fail": "hang", "count": 1}, 0)
+    orders = padded({"fail": "hang", "count": 1}, 0)
     if method == "Unary":
-        await channel.unary_unary(f"/{SERVICE}/Unary")(wish, timeout=0.2)
+        await channel.unary_unary(f"/{SERVICE}/Unary")(orders, timeout=0.2)
     elif method == "Download":
-        async for _ in channel.unary_stream(f"/{SERVICE}/Download")(wish, timeout=0.2):
+        async for _ in channel.unary_stream(f"/{SERVICE}/Download")(orders, timeout=0.2):
             pass
     else:
         stream = channel.stream_stream(f"/{SERVICE}/Both")(timeout=0.2)
-        await stream.write(wish)
+        await stream.write(orders)
         await stream.read()
 
 

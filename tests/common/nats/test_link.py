@@ -34,9 +34,9 @@ async def running_link(link: NatsLink) -> AsyncIterator[NatsLink]:
         await link.close()
 
 
-def into(heard: asyncio.Queue[bytes]) -> Callable[[Msg], Awaitable[None]]:
+def into(received: asyncio.Queue[bytes]) -> Callable[[Msg], Awaitable[None]]:
     async def hear(message: Msg) -> None:
-        heard.put_nowait(message.data)
+        received.put_nowait(message.data)
 
     return hear
 
@@ -110,8 +110,8 @@ async def test_hooks_run_after_each_connection_and_subscriptions_live_on(monkeyp
         async with running_link(link):
             await until_usable(link)
             assert ran == ["first", "first", "second"]
-            heard: asyncio.Queue[bytes] = asyncio.Queue()
-            await (await link.require()).subscribe("s", cb=into(heard))
+            received: asyncio.Queue[bytes] = asyncio.Queue()
+            await (await link.require()).subscribe("s", cb=into(received))
             await server.kill()
             await until_lost(link)
             with pytest.raises(Unavailable, match="NATS"):
@@ -121,7 +121,7 @@ async def test_hooks_run_after_each_connection_and_subscriptions_live_on(monkeyp
             assert ran[3:] == ["first", "second"]
             await (await link.require()).publish("s", b"again")
             async with asyncio.timeout(5):
-                assert await heard.get() == b"again"
+                assert await received.get() == b"again"
 
 
 async def test_a_service_starts_before_its_nats() -> None:
@@ -175,14 +175,14 @@ async def test_what_was_published_is_sent_before_the_link_closes(tmp_path: Path)
         listener, speaker = NatsLink(config, "listener"), NatsLink(config, "speaker")
         async with running_link(listener):
             await until_usable(listener)
-            heard: asyncio.Queue[bytes] = asyncio.Queue()
-            await (await listener.require()).subscribe("s", cb=into(heard))
+            received: asyncio.Queue[bytes] = asyncio.Queue()
+            await (await listener.require()).subscribe("s", cb=into(received))
             await (await listener.require()).flush()
             async with running_link(speaker):
                 await until_usable(speaker)
                 await (await speaker.require()).publish("s", b"last words")
             async with asyncio.timeout(5):
-                assert await heard.get() == b"last words"
+                assert await received.get() == b"last words"
     finally:
         await server.kill()
 
@@ -209,10 +209,10 @@ async def test_a_callback_with_a_defect_ends_the_link_with_it(defect: BaseExcept
 
 
 async def test_a_callback_that_meets_trouble_of_the_connection_goes_on() -> None:
-    heard: asyncio.Queue[bytes] = asyncio.Queue()
+    received: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def answer(message: Msg) -> None:
-        heard.put_nowait(message.data)
+        received.put_nowait(message.data)
         if message.data == b"first":
             raise nats.errors.ConnectionClosedError
 
@@ -222,7 +222,7 @@ async def test_a_callback_that_meets_trouble_of_the_connection_goes_on() -> None
         for payload in (b"first", b"second"):
             await link.client.publish("trouble", payload)
         async with asyncio.timeout(10):
-            assert [await heard.get(), await heard.get()] == [b"first", b"second"]
+            assert [await received.get(), await received.get()] == [b"first", b"second"]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_no_page_takes_more_than_its_length(kind: str) -> None:
             best = min(best, time.process_time() - began)
         return best
 
-    piece = HOSTILE[kind] + b"\n"
-    whole = (piece * (MAX_PAGE_BYTES // len(piece) + 1))[:MAX_PAGE_BYTES]
+    chunk = HOSTILE[kind] + b"\n"
+    whole = (chunk * (MAX_PAGE_BYTES // len(chunk) + 1))[:MAX_PAGE_BYTES]
     # Below a millisecond it is noise.
     assert seconds(whole) <= 64 * max(seconds(whole[: MAX_PAGE_BYTES // 16]), 0.001)

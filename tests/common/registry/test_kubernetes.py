@@ -51,19 +51,19 @@ class World:
         self.api = api
         self.engines = Engines()
         self.registry = Registry(lambda: 0.0)
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.registry.listen(self)
         access = KubernetesAccess(api.url, "default")
         self.workers = KubernetesWorkers(selections, self.registry, access=access, query=self.engines)
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        self.heard.append(f"+{spec.worker_id}")
+        self.received.append(f"+{spec.worker_id}")
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        self.heard.append(f"~{new.worker_id}")
+        self.received.append(f"~{new.worker_id}")
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        self.heard.append(f"-{spec.worker_id}:{reason}")
+        self.received.append(f"-{spec.worker_id}:{reason}")
 
     @property
     def now(self) -> list[str]:
@@ -129,8 +129,8 @@ async def test_a_worker_drains_while_its_pod_is_not_ready_or_is_deleted_and_goes
         await made.until("a:8000", "(b:8000)")
         await made.api.delete(PODS, "b")
         await made.until("a:8000")
-        assert made.heard[-1] == "-default/b:8000:kubernetes"
-        assert made.heard.count("+default/a:8000") == 1, "its index was kept"
+        assert made.received[-1] == "-default/b:8000:kubernetes"
+        assert made.received.count("+default/a:8000") == 1, "its index was kept"
 
 
 async def test_an_ended_pod_is_no_worker_though_its_object_stays() -> None:
@@ -151,7 +151,7 @@ async def test_another_pod_of_the_same_name_is_another_worker() -> None:
         await made.api.expire()
         await made.api.start()
         await eventually(lambda: [e.spec.model for e in made.registry.entries()] == ["other"])
-        assert "-default/a-0:8000:kubernetes" in made.heard
+        assert "-default/a-0:8000:kubernetes" in made.received
 
 
 async def test_an_engine_is_asked_again_once_its_container_was_restarted() -> None:
@@ -312,7 +312,7 @@ async def test_what_many_pods_cost_is_in_proportion_and_holds_nobody_up(
         assert looks.most_at_once <= registry_kubernetes.PODS_A_SLICE
         await api.delete(PODS, "p0")
         await api.put(PODS, pod("p1", "10.0.0.1", ready=False))
-        await eventually(lambda: made.heard[-2:] == ["-default/p0:8000:kubernetes", "~default/p1:8000"])
+        await eventually(lambda: made.received[-2:] == ["-default/p0:8000:kubernetes", "~default/p1:8000"])
         assert looks.count == 2 * pods + 2, "what has not changed is not looked at"
         for task in tasks:
             task.cancel()

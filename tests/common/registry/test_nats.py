@@ -52,8 +52,8 @@ async def test_what_one_service_writes_every_service_shows(world: World) -> None
     await one.until(lambda: one.worker_ids == ["a"])
     late = await world.node()
     assert late.worker_ids == ["a"]
-    assert late.heard == ["+a"]
-    assert one.heard[-1] == "-b:1:nats"
+    assert late.received == ["+a"]
+    assert one.received[-1] == "-b:1:nats"
 
 
 async def test_namespaces_are_apart(world: World) -> None:
@@ -88,8 +88,8 @@ async def test_a_lease_ends_everywhere_unless_any_service_renews_it(world: World
         assert await other.shared.keep_alive("default", ["a"]) == []
     for node in (one, other):
         await until_listed(node, ["a"])
-        assert node.heard.count("-dead:lease") == 1
-        assert "-a:lease" not in node.heard
+        assert node.received.count("-dead:lease") == 1
+        assert "-a:lease" not in node.received
     assert await other.shared.keep_alive("default", ["dead"]) == ["dead"]
     assert await one.bucket.get(WorkerName("default", "dead")) is Renewal.LOST
 
@@ -102,7 +102,7 @@ async def test_followers_tell_a_worker_that_was_taken_out_from_one_whose_lease_s
         await until_listed(node, [name])
         await (node.bucket.end(stored) if name == "ended" else node.bucket.remove(stored.name))
         await until_listed(node, [])
-    assert [heard for heard in node.heard if heard.startswith("-")] == ["-ended:lease", "-removed:nats"]
+    assert [entry for entry in node.received if entry.startswith("-")] == ["-ended:lease", "-removed:nats"]
 
 
 async def test_renewals_neither_bring_back_what_was_removed_nor_undo_a_change(world: World) -> None:
@@ -137,7 +137,7 @@ async def test_the_last_of_two_writers_wins_and_everyone_agrees(world: World) ->
     assert isinstance(stored, Stored)
     for node in (one, other):
         await until_spec(node, stored.spec)
-        assert node.heard[0] == "+a" and set(node.heard[1:]) <= {"~a"}
+        assert node.received[0] == "+a" and set(node.received[1:]) <= {"~a"}
 
 
 async def test_concurrent_changes_of_one_worker_are_all_made(world: World) -> None:
@@ -169,9 +169,9 @@ async def test_nothing_is_lost_while_nats_is_away_and_the_dead_go_when_it_is_bac
     if await node.shared.keep_alive("default", ["alive"]):
         await node.shared.register(replace(A, worker_id="alive"), 60)
     node.skipped += 4
-    await node.until(lambda: node.worker_ids == ["alive", "lasting"] or node.heard[-1] == "-alive:lease")
-    assert "-dead:lease" in node.heard
-    assert not [heard for heard in node.heard if heard.startswith(("-alive", "-lasting"))]
+    await node.until(lambda: node.worker_ids == ["alive", "lasting"] or node.received[-1] == "-alive:lease")
+    assert "-dead:lease" in node.received
+    assert not [entry for entry in node.received if entry.startswith(("-alive", "-lasting"))]
 
 
 async def test_a_nats_that_lost_its_store_is_filled_again(world: World) -> None:
@@ -189,7 +189,7 @@ async def test_a_nats_that_lost_its_store_is_filled_again(world: World) -> None:
     await nodes[1].shared.register(replace(A, worker_id="leased"), 30)
     late = await world.node()
     assert late.worker_ids == ["lasting", "leased"]
-    assert all(node.heard == ["+lasting", "+leased"] for node in [*nodes, late])
+    assert all(node.received == ["+lasting", "+leased"] for node in [*nodes, late])
 
 
 async def test_a_bucket_that_is_deleted_is_made_again(world: World) -> None:
@@ -206,7 +206,7 @@ async def test_a_bucket_that_is_deleted_is_made_again(world: World) -> None:
     for node in nodes:
         await node.until_followed()
     # A bucket that is new may have been followed before the worker was in it.
-    await late.until(lambda: [node.heard for node in nodes] == [["+a"], ["+a"]])
+    await late.until(lambda: [node.received for node in nodes] == [["+a"], ["+a"]])
     assert not await nodes[1].shared.register(replace(A, total_kv_blocks=3), 0)
     await nodes[0].until(lambda: nodes[0].registry.get(*NAME).spec.total_kv_blocks == 3)
 
@@ -294,7 +294,7 @@ async def test_a_file_wins_and_what_it_hid_comes_back(world: World) -> None:
     one.registry.replace_source(Source.FILE, [])
     await one.until(lambda: one.worker_ids == ["a"])
     assert one.registry.get(*NAME).source is Source.NATS
-    assert one.heard == ["+a", "~a", "-a:file", "+a"]
+    assert one.received == ["+a", "~a", "-a:file", "+a"]
 
 
 async def test_where_the_server_keeps_no_time_followers_delete_what_ended(world: World) -> None:
@@ -323,7 +323,7 @@ async def test_where_the_server_keeps_no_time_followers_delete_what_ended(world:
                 return False
 
         await eventually(ended)
-        assert node.heard == ["+a", "+lasting", "-a:lease"]
+        assert node.received == ["+a", "+lasting", "-a:lease"]
         await node.shared.remove("default", "lasting")
         assert await node.bucket.get(WorkerName("default", "lasting")) is Renewal.REMOVED
     finally:
@@ -343,7 +343,7 @@ async def test_a_server_that_stands_still_ends_no_lease(world: World) -> None:
     finally:
         world.server.resume()
     await node.until(lambda: not node.shared.problem)
-    assert node.heard == ["+a"]
+    assert node.received == ["+a"]
 
 
 async def test_hundreds_of_workers_are_registered_renewed_and_read(world: World) -> None:

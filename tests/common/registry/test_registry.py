@@ -22,16 +22,16 @@ class Recorder:
     """Writes down what a registry tells."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.received: list[str] = []
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        self.heard.append(f"+{spec.worker_id}")
+        self.received.append(f"+{spec.worker_id}")
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        self.heard.append(f"~{new.worker_id}")
+        self.received.append(f"~{new.worker_id}")
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        self.heard.append(f"-{spec.worker_id}:{reason}")
+        self.received.append(f"-{spec.worker_id}:{reason}")
 
 
 def spec(worker_id: str, **fields: object) -> WorkerSpec:
@@ -56,8 +56,8 @@ def test_listeners_hear_of_changes_once_and_late_ones_of_what_is_there(registry:
     assert not registry.register(spec("a", total_kv_blocks=9))
     registry.listen(late)
     registry.remove("default", "a")
-    assert early.heard == ["+a", "~a", "-a:removed"]
-    assert late.heard == ["+a", "-a:removed"]
+    assert early.received == ["+a", "~a", "-a:removed"]
+    assert late.received == ["+a", "-a:removed"]
 
 
 def test_a_lease_ends_unless_it_is_kept_alive(registry: Registry, clock: Clock) -> None:
@@ -71,7 +71,7 @@ def test_a_lease_ends_unless_it_is_kept_alive(registry: Registry, clock: Clock) 
     assert registry.expire() == []
     clock.now += 1
     assert [ended.worker_id for ended in registry.expire()] == ["leased"]
-    assert recorder.heard == ["+leased", "+lasting", "-leased:lease"]
+    assert recorder.received == ["+leased", "+lasting", "-leased:lease"]
     assert registry.keep_alive("default", ["leased"]) == ["leased"]
 
 
@@ -107,7 +107,7 @@ def test_a_file_owns_its_workers(registry: Registry) -> None:
     assert registry.get("default", "file").spec.draining
     registry.replace_source(Source.FILE, [])
     assert [e.spec.worker_id for e in registry.entries()] == ["mine"]
-    assert recorder.heard == ["+mine", "+taken", "~taken", "+file", "~file", "-taken:file", "-file:file"]
+    assert recorder.received == ["+mine", "+taken", "~taken", "+file", "~file", "-taken:file", "-file:file"]
 
 
 def test_peers_never_replace_what_is_known_here(registry: Registry) -> None:
@@ -205,7 +205,7 @@ def test_what_an_engine_told_stays_while_its_worker_registers_again_and_changes(
     registry.remove("default", "a")
     registry.register(asked)
     assert registry.get("default", "a").spec == asked
-    assert recorder.heard == ["+a", "~a", "~a", "~a", "~a", "-a:removed", "+a"]
+    assert recorder.received == ["+a", "~a", "~a", "~a", "~a", "-a:removed", "+a"]
     with pytest.raises(NotFound):
         registry.complete("default", "ghost", facts)
 

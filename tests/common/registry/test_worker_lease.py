@@ -46,13 +46,13 @@ async def test_it_is_kept_while_the_process_lives_and_ends_with_it() -> None:
                 return (await stored(service)).revision >= first + 6
 
             await eventually(renewed_often)
-            assert service.heard == ["+a"]
-        await service.until(lambda: service.heard == ["+a", "-a:lease"])
+            assert service.received == ["+a"]
+        await service.until(lambda: service.received == ["+a", "-a:lease"])
         again = WorkerLease(bridge.link, A, lease_seconds=60)
         async with keeping(again):
             await service.until(lambda: service.worker_ids == ["a"])
         await again.remove()
-        await service.until(lambda: service.heard[-1] == "-a:nats")
+        await service.until(lambda: service.received[-1] == "-a:nats")
 
 
 async def test_changes_are_written_at_once_and_draining_is_kept() -> None:
@@ -98,7 +98,7 @@ async def test_it_survives_a_nats_that_lost_its_store() -> None:
                 return not lease.problem and isinstance(await node.bucket.get(NAME), Stored)
 
             await eventually(back)
-            assert node.heard == ["+a"]
+            assert node.received == ["+a"]
 
 
 async def test_a_value_that_cannot_be_read_is_replaced() -> None:

@@ -57,7 +57,7 @@ async def serving() -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def checking(
-    *workers: WorkerSpec, heard: bool = False, lost: list[str] | None = None, period_seconds: float = 0.02
+    *workers: WorkerSpec, received: bool = False, lost: list[str] | None = None, period_seconds: float = 0.02
 ) -> AsyncIterator[WorkerHealth]:
     """Checks these workers; appends to `lost` what it is told."""
     health, client = WorkerHealth(), connect()
@@ -66,7 +66,7 @@ async def checking(
         client,
         health,
         lambda: workers,
-        lambda spec, seconds: heard,
+        lambda spec, seconds: received,
         lambda spec, problem, asked_at: told.append(f"{spec.worker_id} {problem}"),
         period_seconds=period_seconds,
     )
@@ -131,7 +131,7 @@ async def test_an_engine_without_that_path_answers_and_one_of_another_kind_is_no
 
 async def test_who_puts_out_tokens_is_not_asked() -> None:
     async with serving() as busy, serving() as idle:
-        async with checking(busy.worker("busy"), heard=True), checking(idle.worker("idle")):
+        async with checking(busy.worker("busy"), received=True), checking(idle.worker("idle")):
             await eventually(lambda: idle.asked > 5)
         assert not busy.asked
 

@@ -1,4 +1,4 @@
-"""The cost formula, with the numbers of its worked example, in both twins, and both against each other."""
+"""The cost formula, with the numbers of its worked example, in both backends, and both against each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import chain
 from random import Random
 
 import pytest
-from support.load_twins import COLUMNS, MakeLoad, twins
+from support.load_backends import COLUMNS, MakeLoad, backends
 from support.scheduler_builders import test_seed
 
 from kvscout_common.hashing import native_available
@@ -18,11 +18,11 @@ from kvscout_scheduler.load.active_load import ActiveLoad, Allocation, Reference
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, Overlaps, TierWeights
 from kvscout_scheduler.values.request import pack_hashes
 
-LANE = BlockFormat(16, eagle=False)
+BLOCK_FORMAT = BlockFormat(16, eagle=False)
 IDS = ("a", "b", "c")
 
 
-@pytest.fixture(params=twins())
+@pytest.fixture(params=backends())
 def load(request: pytest.FixtureRequest) -> ActiveLoad:
     make: MakeLoad = request.param
     return arranged(make())
@@ -41,59 +41,63 @@ def device(*blocks: int) -> Overlaps:
 
 def test_s1_worked_example(load: ActiveLoad) -> None:
     for slot, (prefill, decode) in enumerate([(8, 10), (5, 5), (2, 9)]):
-        load.add(slot, LANE, b"", private_blocks=decode - 1, prefill_tokens=(prefill - 1) * 16)
-    asked = ScoreInputs(LANE, b"", 16)
+        load.add(slot, BLOCK_FORMAT, b"", private_blocks=decode - 1, prefill_tokens=(prefill - 1) * 16)
+    asked = ScoreInputs(BLOCK_FORMAT, b"", 16)
     assert list(load.score(asked, NO_OVERLAPS, None).costs) == [18, 10, 11]
     assert list(load.score(asked._replace(overlap_score_weight=2.0), NO_OVERLAPS, None).costs) == [26, 15, 13]
     assert list(load.score(asked._replace(scale=2.0), NO_OVERLAPS, 0b101).costs) == [36, 22]
 
 
 def test_s1_weight_zero_is_pure_decode_load(load: ActiveLoad) -> None:
-    load.add(0, LANE, b"", private_blocks=3, prefill_tokens=10**9)
-    scores = load.score(ScoreInputs(LANE, b"", 16, overlap_score_weight=0.0), device(1), 0b11)
+    load.add(0, BLOCK_FORMAT, b"", private_blocks=3, prefill_tokens=10**9)
+    scores = load.score(ScoreInputs(BLOCK_FORMAT, b"", 16, overlap_score_weight=0.0), device(1), 0b11)
     assert list(scores.costs) == [4, 1]
     assert scores.overlap(0) == (1, 0)
 
 
 def test_prefill_is_what_is_active_and_what_is_not_cached(load: ActiveLoad) -> None:
-    load.add(1, LANE, b"", prefill_tokens=40)
-    asked = ScoreInputs(LANE, b"", 100)
+    load.add(1, BLOCK_FORMAT, b"", prefill_tokens=40)
+    asked = ScoreInputs(BLOCK_FORMAT, b"", 100)
     assert list(load.score(asked, device(2, 0, 99), None).prefill_tokens) == [68, 140, 0]
     elsewhere = load.score(asked._replace(charge_prefill=False), device(2), None)
     assert list(elsewhere.prefill_tokens) == [0, 40, 0]
 
 
 def test_decode_counts_blocks_that_are_active_already_once(load: ActiveLoad) -> None:
-    load.add(0, LANE, pack_hashes([1, 2, 3]), private_blocks=1)
-    scores = load.score(ScoreInputs(LANE, pack_hashes([1, 2, 9]), 50), NO_OVERLAPS, 0b11)
+    load.add(0, BLOCK_FORMAT, pack_hashes([1, 2, 3]), private_blocks=1)
+    scores = load.score(ScoreInputs(BLOCK_FORMAT, pack_hashes([1, 2, 9]), 50), NO_OVERLAPS, 0b11)
     assert list(scores.decode_blocks) == [6, 4]
 
 
-@pytest.mark.parametrize("make", twins())
+@pytest.mark.parametrize("make", backends())
 def test_blocks_that_are_not_tracked_cost_nothing(make: MakeLoad) -> None:
     made = arranged(make(track_blocks=False))
-    made.add(0, LANE, pack_hashes([1, 2, 3]))
-    assert list(made.score(ScoreInputs(LANE, pack_hashes([1]), 50), NO_OVERLAPS, None).decode_blocks) == [0, 0, 0]
+    made.add(0, BLOCK_FORMAT, pack_hashes([1, 2, 3]))
+    assert list(made.score(ScoreInputs(BLOCK_FORMAT, pack_hashes([1]), 50), NO_OVERLAPS, None).decode_blocks) == [
+        0,
+        0,
+        0,
+    ]
 
 
 def test_slower_tiers_are_worth_less(load: ActiveLoad) -> None:
     overlaps = Overlaps(("a",), (), (2,), (4,), (5,), (9,))
     assert overlaps.effective(0.75, 0.25) == [2 + 0.75 * 2 + 0.25 * (1 + 4)]
-    assert load.score(ScoreInputs(LANE, b"", 160), overlaps, None).overlap(0) == (2, 4.75)
+    assert load.score(ScoreInputs(BLOCK_FORMAT, b"", 160), overlaps, None).overlap(0) == (2, 4.75)
 
 
 def test_a_prediction_counts_where_it_reaches_further_than_the_device(load: ActiveLoad) -> None:
     overlaps = Overlaps(("a", "b"), (), (2, 3), (4, 4), predicted_blocks=(5, 3))
     assert overlaps.device() == [5, 3]
     assert overlaps.effective(0.75, 0.25) == [5, 3.75]
-    scores = load.score(ScoreInputs(LANE, b"", 160), overlaps, None)
+    scores = load.score(ScoreInputs(BLOCK_FORMAT, b"", 160), overlaps, None)
     assert list(scores.device_blocks) == [5, 3, 0]
     assert list(scores.effective_blocks) == [5, 3.75, 0]
 
 
 def test_the_last_row_of_a_worker_holds_and_strangers_are_left_out(load: ActiveLoad) -> None:
     overlaps = Overlaps(("b", "nobody", "b", "a"), (0, 0, 0, 1), (1, 2, 3, 4))
-    assert list(load.score(ScoreInputs(LANE, b"", 160), overlaps, None).device_blocks) == [0, 3, 0]
+    assert list(load.score(ScoreInputs(BLOCK_FORMAT, b"", 160), overlaps, None).device_blocks) == [0, 3, 0]
 
 
 def test_seconds_follow_from_the_rows_of_workers_and_one_without_a_row_is_an_error(load: ActiveLoad) -> None:
@@ -102,24 +106,24 @@ def test_seconds_follow_from_the_rows_of_workers_and_one_without_a_row_is_an_err
     rows = (TimeRow(), busy)
     stages = (1e-4, 0.0, 0.0, 0.0, 1e-3)
     question = TimeCostInputs(array("d", chain(*rows)), array("I", [0, 1]), 2.0, 1.0, 0.001, 0.5, 0.0, 0.0, 0.2, stages)
-    scores = load.score(ScoreInputs(LANE, b"", 100), device(2, 1), 0b11)
+    scores = load.score(ScoreInputs(BLOCK_FORMAT, b"", 100), device(2, 1), 0b11)
     # 1.5 s are ahead; its own 84 ms, and half of the 40 that evict others, count twice for the pace, and 2.2 times for
     # the crowd and 0.2 times for the four that decode. The first stage of its output has 90 + 2 · 100 tokens of context
     # beside it, the last one 50 + 50.
     decode = 3 * (0.2 + 0.029 + 0.1)
     assert list(scores.seconds(question)) == pytest.approx([0.268, 1.5 + 2.4 * 2 * (0.084 + 0.020) + decode])
-    alone = load.score(ScoreInputs(LANE, b"", 100), device(2, 1), 0b10)
+    alone = load.score(ScoreInputs(BLOCK_FORMAT, b"", 100), device(2, 1), 0b10)
     # Two wait even where the fewest do: each of them waits for it three times.
     assert list(alone.seconds(question)) == pytest.approx([1.5 + (2.4 + 6) * 2 * (0.084 + 0.020) + decode])
     # Half of the 48 tokens that are popular and not there is paid by others.
     popular = question._replace(popular_tokens=80.0, popular_discount=0.5)
     assert next(iter(scores.seconds(popular))) == pytest.approx(0.268 - 0.024)
     with pytest.raises(IndexError):
-        load.score(ScoreInputs(LANE, b"", 100), device(2), None).seconds(question)
+        load.score(ScoreInputs(BLOCK_FORMAT, b"", 100), device(2), None).seconds(question)
 
 
 @pytest.mark.skipif(not native_available(), reason="the extension is not built: there is nothing to compare")
-def test_both_twins_give_equal_numbers_whatever_is_asked() -> None:
+def test_both_backends_give_equal_numbers_whatever_is_asked() -> None:
     from kvscout_scheduler.load.native import NativeLoad
 
     rng = Random(test_seed())

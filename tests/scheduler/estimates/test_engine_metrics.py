@@ -80,7 +80,7 @@ def test_ranks_of_any_length_are_nobodys() -> None:
 
 
 async def test_the_whole_page_is_read_however_it_comes() -> None:
-    """172 KB in pieces: what is asked for stands at the end."""
+    """172 KB in chunks: what is asked for stands at the end."""
     made = scheduler()
     registry = Registry(time.monotonic)
     registry.listen(made.workers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from support.load_twins import MakeLoad, twins
+from support.load_backends import MakeLoad, backends
 from support.scheduler_builders import test_seed
 from support.scheduler_invariants import check_load
 
@@ -15,11 +15,11 @@ from kvscout_scheduler.costs.cost import BlockFormat
 from kvscout_scheduler.load.active_load import ActiveLoad, Allocation, Limits
 from kvscout_scheduler.values.request import pack_hashes
 
-LANE = BlockFormat(16, eagle=False)
+BLOCK_FORMAT = BlockFormat(16, eagle=False)
 Load = Callable[..., ActiveLoad]
 
 
-@pytest.fixture(params=twins())
+@pytest.fixture(params=backends())
 def load(request: pytest.FixtureRequest) -> Load:
     make: MakeLoad = request.param
 
@@ -33,8 +33,8 @@ def load(request: pytest.FixtureRequest) -> Load:
 
 def test_s4_shared_blocks_count_once_and_end_at_zero(load: Load) -> None:
     active = load()
-    first = active.add(0, LANE, pack_hashes([10, 20, 30]))
-    second = active.add(0, LANE, pack_hashes([10, 20, 99]))
+    first = active.add(0, BLOCK_FORMAT, pack_hashes([10, 20, 30]))
+    second = active.add(0, BLOCK_FORMAT, pack_hashes([10, 20, 99]))
     assert active.decode_blocks == [4]
     active.remove(first)
     assert active.decode_blocks == [3]
@@ -44,15 +44,15 @@ def test_s4_shared_blocks_count_once_and_end_at_zero(load: Load) -> None:
 
 def test_s4_a_fully_shared_pair_counts_once(load: Load) -> None:
     active = load()
-    active.add(0, LANE, pack_hashes([1, 2]))
-    active.add(0, LANE, pack_hashes([1, 2]))
+    active.add(0, BLOCK_FORMAT, pack_hashes([1, 2]))
+    active.add(0, BLOCK_FORMAT, pack_hashes([1, 2]))
     assert active.decode_blocks == [2]
 
 
 def test_partial_tails_and_output_blocks_are_private(load: Load) -> None:
     active = load()
-    first = active.add(0, LANE, pack_hashes([1]), private_blocks=1)
-    second = active.add(0, LANE, pack_hashes([1]), private_blocks=1)
+    first = active.add(0, BLOCK_FORMAT, pack_hashes([1]), private_blocks=1)
+    second = active.add(0, BLOCK_FORMAT, pack_hashes([1]), private_blocks=1)
     assert active.decode_blocks == [3]
     active.add_private(first, 5)
     assert active.decode_blocks == [8]
@@ -64,7 +64,7 @@ def test_partial_tails_and_output_blocks_are_private(load: Load) -> None:
 
 def test_prefill_tokens_leave_once(load: Load) -> None:
     active = load()
-    allocation = active.add(0, LANE, b"", prefill_tokens=100)
+    allocation = active.add(0, BLOCK_FORMAT, b"", prefill_tokens=100)
     assert active.prefill_tokens == [100]
     active.complete_prefill(allocation)
     active.complete_prefill(allocation)
@@ -77,10 +77,10 @@ def test_limits_say_who_is_busy_and_who_has_room(load: Load) -> None:
     active = load(2)
     active.arrange({("a", 0): 1, ("b", 0): 0}, [1, 0])
     assert (active.busy(), active.full()) == (0, 0)
-    active.add(0, LANE, pack_hashes([1, 2]), private_blocks=1, prefill_tokens=50)
+    active.add(0, BLOCK_FORMAT, pack_hashes([1, 2]), private_blocks=1, prefill_tokens=50)
     active.limit(0, Limits(prefill_tokens=50, decode_blocks=3, queued_prefill_tokens=49))
     assert (active.busy(), active.full()) == (0, 0b01)
-    extra = active.add(0, LANE, pack_hashes([1, 3]))
+    extra = active.add(0, BLOCK_FORMAT, pack_hashes([1, 3]))
     assert (active.busy(), active.full()) == (0b01, 0b01)
     active.remove(extra)
     assert (active.busy(), active.full()) == (0, 0b01)
@@ -91,17 +91,17 @@ def test_limits_say_who_is_busy_and_who_has_room(load: Load) -> None:
 
 def test_untracked_blocks_are_never_counted(load: Load) -> None:
     active = load(track_blocks=False)
-    allocation = active.add(0, LANE, pack_hashes([1, 2]), private_blocks=1, prefill_tokens=7)
+    allocation = active.add(0, BLOCK_FORMAT, pack_hashes([1, 2]), private_blocks=1, prefill_tokens=7)
     active.add_private(allocation, 3)
     assert (active.decode_blocks, active.prefill_tokens) == ([0], [7])
-    assert active.shared(LANE, pack_hashes([1, 2])) == {}
+    assert active.shared(BLOCK_FORMAT, pack_hashes([1, 2])) == {}
     active.remove(allocation)
     assert (active.decode_blocks, active.prefill_tokens) == ([0], [0])
 
 
 def test_lanes_share_nothing(load: Load) -> None:
     active = load()
-    active.add(0, LANE, pack_hashes([1, 2]))
+    active.add(0, BLOCK_FORMAT, pack_hashes([1, 2]))
     active.add(0, BlockFormat(32, eagle=False), pack_hashes([1, 2]))
     assert active.decode_blocks == [4]
 
@@ -124,7 +124,9 @@ def test_random_operations_match_a_model_that_counts_anew(load: Load) -> None:
         if not model or operation < 0.45:
             hashes = tuple(rng.choices((1, 2), k=rng.randrange(8)))
             slot, private, prefill = rng.randrange(slots), rng.randrange(2), rng.randrange(100)
-            allocation = active.add(slot, LANE, pack_hashes(hashes), private_blocks=private, prefill_tokens=prefill)
+            allocation = active.add(
+                slot, BLOCK_FORMAT, pack_hashes(hashes), private_blocks=private, prefill_tokens=prefill
+            )
             model.append(Counted(allocation, slot, hashes, private, prefill))
         elif operation < 0.85:
             active.remove(model.pop(rng.randrange(len(model))).allocation)

@@ -308,7 +308,7 @@ class Events:
     def _request(self, request_id: str, isl: int, priority: int) -> SelectionRequest:
         rng = self._rng
         some = frozenset(rng.sample(self._names, 2))
-        wishes: list[dict[str, Any]] = [
+        constraints: list[dict[str, Any]] = [
             {"pinned_worker_id": rng.choice(self._names)},
             {"allowed_worker_ids": some},
             {"excluded_worker_ids": some},
@@ -318,7 +318,7 @@ class Events:
             {},
             {},
         ]
-        made = request(isl=isl, request_id=request_id, priority=priority, **rng.choice(wishes))
+        made = request(isl=isl, request_id=request_id, priority=priority, **rng.choice(constraints))
         self._requests[request_id] = made
         return made
 
@@ -340,6 +340,7 @@ class Events:
         return lambda side: side.made.workers.worker_updated(old, new)
 
 
+@pytest.mark.slow
 def test_random_events_give_the_same_turns_as_asking_everybody_each_time() -> None:
     rng, clock = Random(test_seed()), ManualClock()
     ours, brute = sides = Side(clock, brute=False), Side(clock, brute=True)

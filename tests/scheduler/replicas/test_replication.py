@@ -744,8 +744,8 @@ def test_messages_that_are_no_messages_are_counted_and_change_nothing() -> None:
         replication_pb2.ReplicaMessage(version=VERSION, replica_id="z", epoch=1, events=bad).SerializeToString()
     )
     assert node.refused == 4
-    twin = replication_pb2.ReplicaMessage(version=VERSION, replica_id="a", epoch=node.me.epoch + 1)
-    node.receive(twin.SerializeToString())
+    duplicate = replication_pb2.ReplicaMessage(version=VERSION, replica_id="a", epoch=node.me.epoch + 1)
+    node.receive(duplicate.SerializeToString())
     assert "'a'" in node.conflict
 
 

@@ -70,7 +70,7 @@ def test_random_workers_are_eligible_as_if_each_was_asked() -> None:
         happens(rng, made, here, number)
         if not here:
             continue
-        asked = request(isl=1, **wish(rng))
+        asked = request(isl=1, **draw_constraints(rng))
         (pool,) = made.workers
         pool.judge(made.thresholds.get("default", asked.model))
         expected, dropped = plainly(pool, asked, clock()), Exclusions()
@@ -119,9 +119,9 @@ def happens(rng: Random, made: Scheduler, here: dict[str, WorkerSpec], number: i
             made.select_and_reserve(request(isl=rng.randint(1, 900), request_id=f"r{number}"))
 
 
-def wish(rng: Random) -> dict[str, Any]:
+def draw_constraints(rng: Random) -> dict[str, Any]:
     """What a request may want."""
-    wishes: list[dict[str, Any]] = [
+    constraints: list[dict[str, Any]] = [
         {},
         {"pinned_worker_id": rng.choice(NAMES)},
         {"pinned_worker_id": rng.choice(NAMES), "pinned_dp_rank": rng.randrange(2)},
@@ -131,7 +131,7 @@ def wish(rng: Random) -> dict[str, Any]:
         {"lora_name": rng.choice("lmn")},
         {"lora_name": "l", "required_labels": {"zone": "a"}, "excluded_worker_ids": frozenset({"w0"})},
     ]
-    return rng.choice(wishes)
+    return rng.choice(constraints)
 
 
 def steps_of(operation: Callable[[], object]) -> int:

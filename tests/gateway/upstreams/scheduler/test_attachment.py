@@ -145,9 +145,9 @@ async def test_what_a_scheduler_does_not_know_is_booked_there_again_with_its_pha
     async with world(prepare=prepare) as made:
         [scheduler], [member] = made.scripted, made.schedulers.members
         await until(lambda: len(scheduler.booked) == 3)
-        await until(lambda: "prefill_complete unknown" in scheduler.heard)
+        await until(lambda: "prefill_complete unknown" in scheduler.received)
         assert sorted(scheduler.hellos[0]) == ["known", "never booked", "unknown"]
-        assert sorted(what for what in scheduler.heard if what.startswith("reserve")) == [
+        assert sorted(what for what in scheduler.received if what.startswith("reserve")) == [
             "reserve never booked",
             "reserve unknown",
         ]
@@ -158,11 +158,11 @@ async def test_what_a_scheduler_does_not_know_is_booked_there_again_with_its_pha
             "never booked": (True, False),
         }
         # What a scheduler knows of the first token is not known, whatever it was sent.
-        assert scheduler.heard.count("prefill_complete unknown") == 1
+        assert scheduler.received.count("prefill_complete unknown") == 1
         scheduler.cut()
         await until(lambda: len(scheduler.hellos) == 2)
-        # A replica may have had it meanwhile that had not heard of that.
-        await until(lambda: scheduler.heard.count("prefill_complete unknown") == 2)
+        # A replica may have had it meanwhile that did not know of that.
+        await until(lambda: scheduler.received.count("prefill_complete unknown") == 2)
         assert member.stub.rebooked == 2, "a connection that broke loses nothing"
 
 
@@ -171,12 +171,12 @@ async def test_a_booking_that_the_scheduler_cannot_take_yet_is_tried_again() -> 
         await until(lambda: made.attached == [True])
         booking = made.runs("r")
         booking.model = "nobody"  # its worker is not registered
-        await until(lambda: made.scripted[0].heard.count("reserve r") > 1)
+        await until(lambda: made.scripted[0].received.count("reserve r") > 1)
         booking.model = "m"
         await until(lambda: made.scripted[0].booked)
         made.remote.free(booking)
         await until(lambda: not made.scripted[0].booked)
-        assert made.scripted[0].heard.count("free r") == 1
+        assert made.scripted[0].received.count("free r") == 1
 
 
 @pytest.mark.parametrize("owned", [True, False])
@@ -230,7 +230,7 @@ async def test_it_moves_to_the_next_one_when_one_drains_and_back_when_that_is_st
         assert first.booked == {"r": "w"}
         made.remote.free(booking)
         await until(lambda: not first.booked)
-        assert (first.heard.count("free r"), second.heard.count("free r")) == (1, 0)
+        assert (first.received.count("free r"), second.received.count("free r")) == (1, 0)
         assert [len(scheduler.hellos) for scheduler in made.scripted] == [2, 1]
 
 
@@ -261,7 +261,7 @@ async def test_a_request_whose_stream_breaks_is_booked_over_the_next_one_as_anot
         assert decision.booking is not None
         assert (chosen(decision), bool(decision.booking.attempt_id)) == ("w", True)
         # What may have been booked all the same is freed before.
-        assert made.scripted[0].heard[-2:] == ["free r", "select_and_reserve r"]
+        assert made.scripted[0].received[-2:] == ["free r", "select_and_reserve r"]
 
 
 async def test_where_no_scheduler_is_left_requests_are_not_kept_waiting() -> None:
@@ -289,7 +289,7 @@ async def test_who_waits_in_line_gets_the_place_when_there_is_one() -> None:
         await until(lambda: made.attached == [True])
         asking = asyncio.create_task(ask(made, "r", model=FULL))
         # Asked for again, with fresh overlaps, after a second.
-        await until(lambda: made.scripted[0].heard.count("select_and_reserve r") == 2)
+        await until(lambda: made.scripted[0].received.count("select_and_reserve r") == 2)
         assert not asking.done()
         await made.scripted[0].make_room()
         assert (await asking).choice.worker.worker_id == "late"
@@ -300,7 +300,7 @@ async def test_who_waits_too_long_is_refused_and_freed() -> None:
         await until(lambda: made.attached == [True])
         with pytest.raises(WaitedTooLong):
             await ask(made, "r", model=FULL, wait=0.4)
-        await until(lambda: "free r" in made.scripted[0].heard)
+        await until(lambda: "free r" in made.scripted[0].received)
 
 
 async def test_who_waits_too_long_by_the_clock_of_the_scheduler_is_refused() -> None:
@@ -324,12 +324,12 @@ async def test_who_waits_at_a_scheduler_that_goes_waits_at_the_next_one(
         first, second = made.scripted
         await until(lambda: made.attached == [True, False])
         asking = asyncio.create_task(ask(made, "r", model=FULL, owned=owned))
-        await until(lambda: "select_and_reserve r" in first.heard + first.unary)
+        await until(lambda: "select_and_reserve r" in first.received + first.unary)
         first.refuses = errors.Unavailable("away")
         first.cut()
-        await until(lambda: "select_and_reserve r" in second.heard + second.unary)
+        await until(lambda: "select_and_reserve r" in second.received + second.unary)
         if owned:
-            await until(lambda: second.heard.count("select_and_reserve r") > 1)  # with fresh overlaps
+            await until(lambda: second.received.count("select_and_reserve r") > 1)  # with fresh overlaps
             await second.make_room()
             assert chosen(await asking) == "late"
         else:

@@ -36,7 +36,7 @@ def booking(member: SchedulerMember | None, request_id: str = "r") -> Booking:
 
 
 async def until_heard(scheduler: ScriptedScheduler, *what: str) -> None:
-    await eventually(lambda: scheduler.heard == list(what), what=f"{what}, heard {scheduler.heard}")
+    await eventually(lambda: scheduler.received == list(what), what=f"{what}, received {scheduler.received}")
 
 
 async def test_reports_come_once_and_in_order() -> None:

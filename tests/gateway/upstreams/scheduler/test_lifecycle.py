@@ -82,7 +82,7 @@ async def test_what_nobody_waits_for_goes_with_the_next_operation_which_acknowle
         assert (scheduler.messages, stream.unacknowledged_frees) == ([1], 1)
         await worker_of(book(stream, "b"))
         assert scheduler.messages == [1, 3]
-        assert scheduler.heard[1:] == ["prefill_complete a", "free a", "select_and_reserve b"]
+        assert scheduler.received[1:] == ["prefill_complete a", "free a", "select_and_reserve b"]
         assert stream.unacknowledged_frees == 0
         assert scheduler.ages_us[0] >= 10_000
 
@@ -106,7 +106,7 @@ async def test_reports_do_not_linger_where_requests_wait_for_room(monkeypatch: p
     async with streaming(queues=True) as (stream, scheduler):
         await stream.hello
         stream.free(ref("a"))
-        await until(lambda: scheduler.heard == ["free a"])
+        await until(lambda: scheduler.received == ["free a"])
 
 
 async def test_a_scheduler_that_answers_every_operation_is_understood() -> None:
@@ -217,7 +217,7 @@ async def test_a_stream_that_breaks_says_why() -> None:
     async with streaming() as (stream, scheduler):
         await stream.hello
         waiting = book(stream, "r", FULL)
-        await until(lambda: scheduler.heard)
+        await until(lambda: scheduler.received)
         scheduler.cut()
         assert await waiting.answer is None
         assert stream.changed.is_set()
@@ -263,7 +263,7 @@ async def test_a_scheduler_that_drains_says_so_and_is_served_to_the_end() -> Non
         assert (stream.draining, stream.ended) == (True, False)
         stream.free(ref("r"))
         await stream.close(lifecycle.CLOSE_SECONDS)
-        assert scheduler.heard == ["free r"]
+        assert scheduler.received == ["free r"]
         assert stream.ended
 
 
@@ -271,4 +271,4 @@ async def test_what_nobody_waits_for_any_more_is_not_sent() -> None:
     async with streaming() as (stream, scheduler):
         stream.drop(book(stream, "dropped"))
         await worker_of(book(stream, "kept"))
-        assert scheduler.heard == ["select_and_reserve kept"]
+        assert scheduler.received == ["select_and_reserve kept"]

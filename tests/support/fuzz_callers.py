@@ -23,7 +23,7 @@ REMEMBERED = 40
 C = TypeVar("C")
 
 
-class Lanes(Generic[C]):
+class Callers(Generic[C]):
     """Makes calls of one seed until the time is over.
 
     Args:
@@ -61,7 +61,7 @@ class Lanes(Generic[C]):
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._count):
-                    group.create_task(self._lane(deadline))
+                    group.create_task(self._call_until(deadline))
                 group.create_task(self._watch(deadline))
             await self._world.check()
         except (AssertionError, grpc.aio.AioRpcError, ExceptionGroup) as error:
@@ -74,7 +74,7 @@ class Lanes(Generic[C]):
             await self._world.check()
             await asyncio.sleep(CHECK_SECONDS)
 
-    async def _lane(self, deadline: float) -> None:
+    async def _call_until(self, deadline: float) -> None:
         while time.monotonic() < deadline:
             call = self._make(self._seed, next(self._numbers))
             self._last.append(call)

@@ -1,4 +1,4 @@
-"""The twins of active load, for tests that hold for both."""
+"""The backends of active load, for tests that hold for both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MakeLoad = Callable[..., ActiveLoad]
 T = TypeVar("T")
 
 
-def twins() -> list[Any]:
+def backends() -> list[Any]:
     """Both classes, the native one where it is there."""
     made = [pytest.param(ReferenceLoad, id="reference")]
     if native_available():
@@ -31,76 +31,76 @@ def twins() -> list[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """One request's allocations, in each twin."""
+    """One request's allocations, in each backend."""
 
     slot: int
     each: list[Any]
 
 
 class SideBySide:
-    """All twins as one: told the same, and asserted to say the same."""
+    """All backends as one: told the same, and asserted to say the same."""
 
     def __init__(self, *, track_blocks: bool = True) -> None:
         self.track_blocks = track_blocks
-        self._twins: list[ActiveLoad] = [make.values[0](track_blocks=track_blocks) for make in twins()]
+        self._backends: list[ActiveLoad] = [make.values[0](track_blocks=track_blocks) for make in backends()]
 
     @property
     def requests(self) -> Sequence[int]:
-        return self._same(lambda twin: list(twin.requests))
+        return self._same(lambda backend: list(backend.requests))
 
     @property
     def prefill_tokens(self) -> Sequence[int]:
-        return self._same(lambda twin: list(twin.prefill_tokens))
+        return self._same(lambda backend: list(backend.prefill_tokens))
 
     @property
     def decode_blocks(self) -> Sequence[int]:
-        return self._same(lambda twin: list(twin.decode_blocks))
+        return self._same(lambda backend: list(backend.decode_blocks))
 
     def at(self, slot: int) -> SlotLoad:
-        return self._same(lambda twin: twin.at(slot))
+        return self._same(lambda backend: backend.at(slot))
 
     def ensure_slot(self, slot: int) -> None:
-        for twin in self._twins:
-            twin.ensure_slot(slot)
+        for backend in self._backends:
+            backend.ensure_slot(slot)
 
     def limit(self, slot: int, limits: Limits) -> None:
-        for twin in self._twins:
-            twin.limit(slot, limits)
+        for backend in self._backends:
+            backend.limit(slot, limits)
 
     def busy(self) -> int:
-        return self._same(lambda twin: twin.busy())
+        return self._same(lambda backend: backend.busy())
 
     def full(self) -> int:
-        return self._same(lambda twin: twin.full())
+        return self._same(lambda backend: backend.full())
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
-        for twin in self._twins:
-            twin.arrange(slot_of, order)
+        for backend in self._backends:
+            backend.arrange(slot_of, order)
 
     def add(
         self, slot: int, block_format: BlockFormat, hashes: bytes, *, private_blocks: int = 0, prefill_tokens: int = 0
     ) -> Pair:
         more = {"private_blocks": private_blocks, "prefill_tokens": prefill_tokens}
-        return Pair(slot, [twin.add(slot, block_format, hashes, **more) for twin in self._twins])
+        return Pair(slot, [backend.add(slot, block_format, hashes, **more) for backend in self._backends])
 
     def complete_prefill(self, allocation: Pair) -> None:
-        for twin, each in zip(self._twins, allocation.each, strict=True):
-            twin.complete_prefill(each)
+        for backend, each in zip(self._backends, allocation.each, strict=True):
+            backend.complete_prefill(each)
 
     def add_private(self, allocation: Pair, blocks: int) -> None:
-        for twin, each in zip(self._twins, allocation.each, strict=True):
-            twin.add_private(each, blocks)
+        for backend, each in zip(self._backends, allocation.each, strict=True):
+            backend.add_private(each, blocks)
 
     def remove(self, allocation: Pair) -> None:
-        for twin, each in zip(self._twins, allocation.each, strict=True):
-            twin.remove(each)
+        for backend, each in zip(self._backends, allocation.each, strict=True):
+            backend.remove(each)
         self.at(allocation.slot)
 
     def shared(self, block_format: BlockFormat, hashes: bytes) -> dict[int, int]:
-        return self._same(lambda twin: twin.shared(block_format, hashes))
+        return self._same(lambda backend: backend.shared(block_format, hashes))
 
     def score(self, question: ScoreInputs, overlaps: AnyOverlaps, slots: int | None) -> Scores:
-        scores = [twin.score(question, overlaps, slots) for twin in self._twins]
+        scores = [backend.score(question, overlaps, slots) for backend in self._backends]
         for column in COLUMNS:
             assert_same([list(getattr(each, column)) for each in scores])
         return SameScores(scores)
@@ -121,21 +121,21 @@ class SideBySide:
                 drawn.append(draw(ties))
             return drawn[0]
 
-        return self._same(lambda twin: twin.cheapest(question, overlaps, slots, times, home, once))
+        return self._same(lambda backend: backend.cheapest(question, overlaps, slots, times, home, once))
 
     def check_invariants(self, allocations: Iterable[Pair]) -> None:
         pairs = list(allocations)
-        for number, twin in enumerate(self._twins):
-            check_load(twin, [pair.each[number] for pair in pairs])
+        for number, backend in enumerate(self._backends):
+            check_load(backend, [pair.each[number] for pair in pairs])
         for column in (self.requests, self.prefill_tokens, self.decode_blocks):
             assert min(column, default=0) >= 0
 
     def _same(self, ask: Callable[[ActiveLoad], T]) -> T:
-        return assert_same([ask(twin) for twin in self._twins])
+        return assert_same([ask(backend) for backend in self._backends])
 
 
 class SameScores:
-    """Scores of all twins, whose columns are equal."""
+    """Scores of all backends, whose columns are equal."""
 
     def __init__(self, scores: list[Scores]) -> None:
         self._scores = scores

@@ -1,4 +1,4 @@
-"""`kv` and `kv-time` over both twins of the load, and as a policy that is asked for its costs: equal ones, bit for bit,
+"""`kv` and `kv-time` over both backends of the load, and as a policy that returns its costs: equal ones, bit for bit,
 so equal decisions, bookings and state, whatever is asked."""
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def state_of(made: Scheduler) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("policy", ["kv", "kv-time"])
-def test_both_twins_and_a_policy_that_is_asked_decide_and_book_the_same(policy: str) -> None:
+def test_both_backends_and_a_policy_that_is_asked_decide_and_book_the_same(policy: str) -> None:
     three = Three(test_seed(), policy)
     acts = [three.ask, three.go_on, three.come_or_go]
     for _ in range(1_500):
