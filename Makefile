@@ -194,6 +194,9 @@ e2e-kubernetes: $(DEVELOP) chart-tools ## The chart and its services on a real k
 real-vllm-tokens: $(DEVELOP) ## Conversations rendered by the vLLM in VENV (CPU; minutes; images if it has torchvision): the same tokens as here?
 	VENV=$(VENV) $(PY) tests/real_vllm_tokens.py
 
+real-vllm-agents: $(DEVELOP) ## Agents' requests through the vLLM in VENV (CPU; five minutes): does it report the cached tokens that are predicted?
+	VENV=$(VENV) $(PY) tests/real_vllm_agents.py
+
 audit: $(DEVELOP) ## Whether anything is known against the packages and crates that kvscout needs.
 	$(PY) deploy/audit.py
 
