@@ -185,9 +185,8 @@ def gateway_flags() -> Callable[[F], F]:
         flag(
             "--renderer",
             multiple=True,
-            metavar="[MODEL=]URL",
-            help="Base URL of `vllm launch render` for prompts that no --tokenizer can tokenize, such as those with "
-            "images; repeat for further models.",
+            help="[MODEL=]URL of `vllm launch render`, for prompts that no --tokenizer can tokenize, such as those "
+            "with images; repeat for further models.",
         ),
         flag(
             "--tokenizer-cache-mib",
