@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
@@ -248,3 +249,42 @@ async def test_a_stream_that_a_client_leaves_is_booked_no_longer(
             if event.type == "response.output_text.delta":
                 break
     await stack.client.until_idle()
+
+
+@contextlib.asynccontextmanager
+async def failing(stack: Stack) -> AsyncIterator[None]:
+    """Every request fails in its engine, before its first token or after a few."""
+    for mocker in stack.mockers:
+        assert (await mocker.post("/mock/faults", {"fail_requests": 1}))[0] == 200
+    try:
+        yield
+    finally:
+        for mocker in stack.mockers:
+            await mocker.post("/mock/faults", {"fail_requests": 0})
+
+
+async def test_what_fails_in_every_engine_is_tried_again_by_the_clients_and_then_said(
+    stack: Stack, claude: anthropic.AsyncAnthropic, client: openai.AsyncOpenAI
+) -> None:
+    import anthropic
+    import openai
+
+    messages: list[Any] = [{"role": "user", "content": words(60)}]
+    before = sum(counts[0] for counts in (await _counts(stack)).values())
+    async with failing(stack):
+        with pytest.raises(anthropic.InternalServerError):
+            await claude.with_options(max_retries=1).messages.create(model=MODEL, max_tokens=20, messages=messages)
+        with pytest.raises(openai.InternalServerError):
+            await client.with_options(max_retries=1).responses.create(model=MODEL, input=words(60))
+        await stack.client.until_idle()
+        assert sum(counts[0] for counts in (await _counts(stack)).values()) >= before + 4
+        with pytest.raises(anthropic.APIError):
+            async with claude.messages.stream(model=MODEL, max_tokens=20, messages=messages) as stream:
+                await stream.get_final_message()
+        with pytest.raises(openai.APIError):
+            async for _ in await client.responses.create(model=MODEL, input=words(60), stream=True):
+                pass
+        await stack.client.until_idle()
+    patient = claude.with_options(max_retries=5)  # a worker may be cooling down
+    answer = await patient.messages.create(model=MODEL, max_tokens=20, messages=messages)
+    assert answer.usage.output_tokens == 20
