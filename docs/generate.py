@@ -72,7 +72,7 @@ def programs() -> dict[str, click.Command]:
 def flags(command: click.Command) -> dict[str, click.Option]:
     """Return its flags by name, except those that every program has."""
     found = {parameter.name or "": parameter for parameter in command.params if isinstance(parameter, click.Option)}
-    return {name: option for name, option in found.items() if name not in ("help", "version")}
+    return {name: option for name, option in found.items() if name not in ("help", "help_all", "version")}
 
 
 def unit_of(name: str, option: click.Option) -> str:

@@ -86,8 +86,8 @@ def test_decisions_are_shown_with_their_worker_or_why_there_is_none() -> None:
     )
     failed = scheduler_pb2.WatchDecisionsResponse(code=14, message="no worker\x1b[2J", isl_tokens=8)
     lines = shown(moment(1.0, 1, 0), None, made, failed).splitlines()
-    assert lines[-2].split() == ["w/1", "████████", "100", "%", "64", "4", "1.2", "r"]
-    assert lines[-1].split() == ["no", "worker\\x1b[2J", "–", "8", "–", "–", "query"]
+    assert lines[-2].split() == ["w/1", "████████", "100", "%", "64", "4", "1.2", "–", "r"]
+    assert lines[-1].split() == ["no", "worker\\x1b[2J", "–", "8", "–", "–", "–", "query"]
 
 
 LONG = "vllm-llama-3-8b-deployment-7d9f8b6c5d-x2x4z"
