@@ -65,8 +65,12 @@ def test_s3_a_pin_outside_the_allow_list_is_an_invalid_argument() -> None:
     [
         ({"allowed_worker_ids": frozenset({"w9"})}, Unavailable, "none of the 1 allowed"),
         ({"excluded_worker_ids": frozenset({"w0", "w1"})}, Unavailable, "excluded"),
-        ({"pinned_worker_id": "w9"}, NotFound, "'w9'"),
-        ({"pinned_worker_id": "w0", "pinned_dp_rank": 5}, NotFound, "rank 5"),
+        ({"pinned_worker_id": "w9"}, NotFound, "'w9' is not registered .*; known: w0, w1"),
+        (
+            {"pinned_worker_id": "w0", "pinned_dp_rank": 5},
+            NotFound,
+            "rank 5, is not registered for this model and role$",
+        ),
         ({"required_labels": {"zone": "b"}}, FailedPrecondition, "labels"),
         ({"lora_name": "tuned"}, FailedPrecondition, "adapter 'tuned'"),
     ],

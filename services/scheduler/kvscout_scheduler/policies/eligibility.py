@@ -19,6 +19,7 @@ from kvscout_common.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from kvscout_common.known_names import or_known
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.values.request import UNCONSTRAINED, SelectionRequest, WorkerConstraints
 from kvscout_scheduler.values.slot_sets import slots_in
@@ -37,8 +38,8 @@ class Constraint(NamedTuple):
     fits: Fits
     kept: Callable[[Pool, int], int]
     """Returns the slots of a set that fit."""
-    refusal: Callable[[int], KvscoutError]
-    """Returns the error when no worker of a number has it."""
+    refusal: Callable[[Pool, int], KvscoutError]
+    """Returns the error when no worker of a pool, of a number, has it."""
 
 
 class Exclusions:
@@ -84,7 +85,7 @@ def eligible(pool: Pool, request: SelectionRequest, now: float, dropped: Exclusi
             if dropped is not None:
                 dropped.note(label, slots & ~kept)
             if not kept:
-                raise refusal(slots.bit_count())
+                raise refusal(pool, slots.bit_count())
             slots = kept
     if not (pool.draining or pool.cooldown_until or pool.judged):
         return slots
@@ -123,14 +124,16 @@ def constraints_of(constraints: WorkerConstraints) -> Iterator[Constraint]:
             "not allowed",
             lambda rank, _: rank.worker_id in allowed,
             lambda pool, slots: slots & pool.named(allowed),
-            lambda _: Unavailable(f"none of the {len(allowed)} allowed workers is registered for this model and role"),
+            lambda _pool, _: Unavailable(
+                f"none of the {len(allowed)} allowed workers is registered for this model and role"
+            ),
         )
     if excluded:
         yield Constraint(
             "excluded",
             lambda rank, _: rank.worker_id not in excluded,
             lambda pool, slots: slots & ~pool.named(excluded),
-            lambda workers: Unavailable(f"all {workers} workers are excluded"),
+            lambda _pool, workers: Unavailable(f"all {workers} workers are excluded"),
         )
     if pin:
         which = f"{pin!r}" if dp_rank is None else f"{pin!r}, rank {dp_rank},"
@@ -138,21 +141,26 @@ def constraints_of(constraints: WorkerConstraints) -> Iterator[Constraint]:
             "not pinned",
             lambda rank, _: rank.worker_id == pin and dp_rank in (None, rank.dp_rank),
             lambda pool, slots: slots & pool.named((pin,), dp_rank),
-            lambda _: NotFound(f"pinned worker {which} is not registered for this model and role"),
+            lambda pool, _: NotFound(
+                f"pinned worker {which} is not registered for this model and role"
+                + ("" if pin in pool.slots_of else or_known(pin, pool.slots_of))
+            ),
         )
     if labels:
         yield Constraint(
             "labels",
             lambda _, spec: labels <= spec.labels.items(),
             lambda pool, slots: slots & pool.with_labels(labels),
-            lambda workers: FailedPrecondition(f"none of {workers} workers has the labels {dict(sorted(labels))}"),
+            lambda _pool, workers: FailedPrecondition(
+                f"none of {workers} workers has the labels {dict(sorted(labels))}"
+            ),
         )
     if lora:
         yield Constraint(
             "adapter",
             lambda _, spec: any(adapter.name == lora for adapter in spec.adapters),
             lambda pool, slots: slots & pool.with_adapter(lora),
-            lambda workers: FailedPrecondition(f"none of {workers} workers has the adapter {lora!r} loaded"),
+            lambda _pool, workers: FailedPrecondition(f"none of {workers} workers has the adapter {lora!r} loaded"),
         )
 
 
