@@ -116,7 +116,7 @@ class Fields(Mapping[str, Any]):
                 f" at most {_most_bytes(name)} and {MAX_FIELD_VALUES} are read",
                 field=name,
             )
-        return self._value(begin, end)
+        return load_value(self._data, begin, end)
 
     def _prompt(self) -> Any:
         token_ids, first, count = self._packed
@@ -125,11 +125,8 @@ class Fields(Mapping[str, Any]):
         begin, end = first
         made: str | bytes | None = token_ids
         if self._data.startswith(b'"', begin) and end - begin <= MAX_FIELD_BYTES:
-            made = self._value(begin, end)
+            made = load_value(self._data, begin, end)
         return Prompts(made, count, self.places[_PROMPT].characters - len(made or ""))
-
-    def _value(self, begin: int, end: int) -> Any:
-        return load_value(self._data, begin, end)
 
 
 def _most_bytes(name: str) -> int:

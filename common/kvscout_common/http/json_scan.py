@@ -51,6 +51,9 @@ class Packed(NamedTuple):
     """Number of such, other values in the list counted as well."""
 
 
+load_value: Final = _backend.load_value
+"""Takes a text that was scanned, and where a value of it begins and ends, in bytes; returns the value as Python
+objects. Other threads run while a long one is made."""
 _made: Final = tuple.__new__
 """Makes a named tuple of a tuple without a call in Python."""
 
@@ -99,17 +102,6 @@ def load_json(data: bytes, *, max_values: int) -> Any:
     """
     scan_object(b'{"":' + data + b"}", strict=False, max_values=max_values)
     return load_value(data, 0, len(data))
-
-
-def load_value(data: bytes, begin: int, end: int) -> Any:
-    """Return a value of a text that was scanned as Python objects; other threads run while a long one is made.
-
-    Args:
-        data: The text.
-        begin: Where the value begins, in bytes.
-        end: Where it ends.
-    """
-    return _backend.load_value(data, begin, end)
 
 
 def write_tokens(token_ids: bytes) -> bytes:
