@@ -313,3 +313,14 @@ async def test_a_priority_comes_from_the_body_or_the_header_which_wins(mocker: M
             assert status == 200, answer
     status, answer = await mocker.post(RESPONSES, ASKED[RESPONSES] | {"priority": "high"})
     assert (status, answer["error"]["param"]) == (400, "priority")
+
+
+async def test_a_rank_is_chosen_for_messages_but_not_for_responses() -> None:
+    async with running_mocker("--dp-size", "2") as mocker:
+        named = {"X-data-parallel-rank": "1"}
+        for path, body in ASKED.items():
+            for _ in range(4):
+                assert (await mocker.post(path, body, named))[0] == 200
+        metrics = await mocker.metrics()
+        served = [metrics[f'vllm:prompt_tokens_total{{engine="{rank}",model_name="mock"}}'] for rank in (0, 1)]
+        assert served == [2 * 43, 6 * 43]

@@ -46,6 +46,10 @@ def test_a_cell_is_what_its_name_says() -> None:
     long = [turn.output_tokens > 45 for turn in turns("long-answers")]
     assert 0.2 < sum(long) / len(long) < 0.4
     assert CELLS["slow-decoder"].decode_speed == pytest.approx(1 / 3)
+    for name, api in (("agents-messages", "messages"), ("agents-responses", "responses")):
+        cell = CELLS[name]
+        assert (cell.engines, cell.api().path) == (8, api)
+        assert {4, 12} <= {len(flow.turns) for flow in cell.workload(200.0, 3).flows} <= set(range(4, 13))
     starts = [flow.start_seconds % 15.0 for flow in CELLS["bursts"].workload(60.0, 3).flows]
     assert sum(start < 3.0 for start in starts) / len(starts) > 0.95
 
