@@ -387,6 +387,11 @@ class Scores:
     def seconds(self, times: _Times) -> Costs:
         """Return the costs in seconds."""
 
+    def response_times(
+        self, times: _Times, prefill: float, decode: float, context_token: float
+    ) -> list[tuple[float, float]]:
+        """Return seconds to the first token and between tokens; see `kvscout_scheduler.costs.targets`."""
+
 class _Times(Protocol):
     """`kvscout_scheduler.costs.time_cost.TimeCostInputs`, which is read by name."""
 

@@ -8,11 +8,12 @@ from random import Random
 from typing import Any
 
 import pytest
+from support.load_backends import SideBySide
 from support.scheduler_builders import ManualClock, key, request, reserve, scheduler, test_seed, worker
 from support.scheduler_invariants import check_scheduler
 
 from kvscout_common.errors import ConfigError, DeadlineExceeded, InvalidArgument, KvscoutError, ResourceExhausted
-from kvscout_scheduler.costs.targets import StepTimes, Times, response_times
+from kvscout_scheduler.costs.targets import StepTimes, keeps, response_times
 from kvscout_scheduler.costs.time_cost import ROW, TimeCostInputs, TimeRow
 from kvscout_scheduler.policies.headroom import Shed
 from kvscout_scheduler.scheduler import Scheduler
@@ -26,7 +27,7 @@ LONG = 20_000
 
 def made(*names: str, clock: ManualClock | None = None, **settings: Any) -> Scheduler:
     specs = [worker(name, max_num_batched_tokens=8192) for name in names]
-    return scheduler(*specs, clock=clock, policy="kv-time", **settings)
+    return scheduler(*specs, clock=clock, policy="kv-time", make_load=SideBySide, **settings)
 
 
 def reasons(core: Scheduler, **fields: Any) -> dict[str, str]:
@@ -245,19 +246,47 @@ def test_random_rows_keep_the_targets_that_the_formula_says() -> None:
                 left = row.due_at - 100.0
                 ahead = row.behind + (left if left > 0 else min(-left, 5.0))
             own = row.pace * (0.01 + table.own_seconds * (isl - has)) if table.own_seconds else 0.0
-            assert each.ttft == pytest.approx(ahead + own)
+            ttft, itl = each
+            assert ttft == pytest.approx(ahead + own)
             step = row.decode_pace * (steps.decode + 1e-8 * (row.contexts_0 + isl))
             horizons = 1 + (100.0 - row.seen) / 20
             busy = (row.used + (horizons - 1 if row.prefills else 0.0)) / horizons
-            assert each.itl == pytest.approx(step * min(7.0, 1 / (1 - busy)))
+            assert itl == pytest.approx(step * min(7.0, 1 / (1 - busy)))
+
+
+def test_random_loads_have_the_same_response_times_in_both_backends() -> None:
+    """`SideBySide` compares them at each selection."""
+    rng, clock = Random(test_seed()), ManualClock()
+    core = made("a", "b", "c", "d", clock=clock)
+    active: list[str] = []
+    for number in range(600):
+        clock.advance(rng.random() / 2)
+        targets = Targets(rng.choice((inf, rng.random())), rng.choice((inf, rng.random() / 20)))
+        asked = request(
+            isl=rng.randrange(1, 20_000), request_id=f"r{number}", targets=targets, priority=rng.randrange(-1, 2)
+        )
+        try:
+            core.select_and_reserve(asked)
+            active.append(f"r{number}")
+        except Shed as shed:
+            refused = shed
+            assert refused.retry_after_seconds is not None
+        for name in rng.sample(active, min(len(active), rng.randrange(3))):
+            if rng.random() < 0.5:
+                core.mark_prefill_complete(key(name))
+            else:
+                core.free(key(name), output_tokens=rng.randrange(1, 500))
+                active.remove(name)
+    assert core.stats.refusals["Shed"] > 10
+    assert core.stats.decisions["kv-time"] > 100
 
 
 @pytest.mark.parametrize(
-    ("targets", "keeps"),
+    ("targets", "kept"),
     [(NO_TARGETS, True), (Targets(1.0, inf), True), (Targets(0.9, inf), False), (Targets(1.0, 0.01), False)],
 )
-def test_times_keep_targets_up_to_the_last_moment(targets: Targets, keeps: bool) -> None:
-    assert Times(1.0, 0.02).keeps(targets) is keeps
+def test_times_keep_targets_up_to_the_last_moment(targets: Targets, kept: bool) -> None:
+    assert keeps((1.0, 0.02), targets) is kept
 
 
 def test_a_full_queue_still_says_when_to_try_again() -> None:

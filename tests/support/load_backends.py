@@ -10,6 +10,7 @@ import pytest
 
 from kvscout_common.hashing import native_available
 from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs
+from kvscout_scheduler.costs.targets import StepTimes, Times
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.load.active_load import ActiveLoad, Cheapest, Draw, Limits, ReferenceLoad, Scores, SlotLoad
 from kvscout_scheduler.values.overlaps import AnyOverlaps
@@ -147,6 +148,9 @@ class SameScores:
         costs = [each.seconds(question) for each in self._scores]
         assert_same([list(each) for each in costs])
         return costs[-1]
+
+    def response_times(self, question: TimeCostInputs, steps: StepTimes) -> Sequence[Times]:
+        return assert_same([list(each.response_times(question, steps)) for each in self._scores])
 
 
 COLUMNS = ("device_blocks", "effective_blocks", "cached_tokens", "prefill_tokens", "decode_blocks", "costs")

@@ -9,6 +9,7 @@ mod names;
 mod overlaps;
 mod score;
 mod slot_set;
+mod targets;
 mod time_cost;
 mod tree;
 
@@ -16,6 +17,7 @@ use names::Names;
 pub use overlaps::{Columns, Overlaps, Row};
 pub use score::{Costs, Question, Scores};
 pub use slot_set::SlotSet;
+pub use targets::StepTimes;
 pub use time_cost::{Row as TimeRow, TimeCostInputs};
 use tree::PrefixTree;
 

@@ -57,7 +57,7 @@ row! { behind due_at pace used seen prefills room decode_pace decoding; contexts
 
 impl Row {
     /// Seconds of prefill that are left of what is booked.
-    fn ahead(&self, now: f64) -> f64 {
+    pub(super) fn ahead(&self, now: f64) -> f64 {
         if self.prefills == 0.0 {
             return 0.0;
         }
@@ -67,9 +67,14 @@ impl Row {
 
     /// How many times a prompt counts there: 1 / (1 − `used`) at a time, and those who decode.
     fn crowding(&self, now: f64) -> f64 {
+        self.slowdown(now) + DECODING_WEIGHT * self.decoding
+    }
+
+    /// 1 / (1 − `used`) at a time: how many times as long as on an idle worker it takes beside its prompts.
+    pub(super) fn slowdown(&self, now: f64) -> f64 {
         let passed = 1.0 + (now - self.seen) / HORIZON;
         let idle = if self.prefills == 0.0 { passed - self.used } else { 1.0 - self.used };
-        (passed / idle).min(MOST_CROWDED) + DECODING_WEIGHT * self.decoding
+        (passed / idle).min(MOST_CROWDED)
     }
 
     /// Seconds of prefill of the uncached tokens of a prompt, and of those that they evict, as much as they count.

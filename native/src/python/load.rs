@@ -1,6 +1,6 @@
 //! Python binding of `load`.
 
-use pyo3::buffer::PyBuffer;
+use pyo3::buffer::{PyBuffer, ReadOnlyCell};
 use pyo3::exceptions::{PyAssertionError, PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -8,7 +8,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use crate::hashing::hashes_from_bytes;
 use crate::load::messages::{self, Name, Operation, Select, Selected};
-use crate::load::{self, Columns, Limits, PoolKey, Question, SlotSet, TimeCostInputs, TimeRow};
+use crate::load::{self, Columns, Limits, PoolKey, Question, SlotSet, StepTimes, TimeCostInputs, TimeRow};
 
 /// Messages above this many bytes may take longer than about 50 µs, so they release the GIL.
 const DETACH_ABOVE_BYTES: usize = 128 * 1024;
@@ -254,6 +254,31 @@ struct Times {
 
 impl Times {
     fn costs(&self, py: Python<'_>, scores: &load::Scores) -> PyResult<load::Costs> {
+        self.with_rows(py, scores, |question, rows| {
+            let rows = rows.iter().map(|numbers| TimeRow::new(numbers.each_ref().map(|number| number.get())));
+            scores.seconds(question, rows)
+        })
+    }
+
+    fn response_times(
+        &self,
+        py: Python<'_>,
+        scores: &load::Scores,
+        steps: &StepTimes,
+    ) -> PyResult<Vec<(f64, f64)>> {
+        self.with_rows(py, scores, |question, rows| {
+            let rows = rows.iter().map(|numbers| TimeRow::new(numbers.each_ref().map(|number| number.get())));
+            scores.response_times(question, steps, rows)
+        })
+    }
+
+    /// Calls with what is known, and the row of each candidate.
+    fn with_rows<T>(
+        &self,
+        py: Python<'_>,
+        scores: &load::Scores,
+        call: impl FnOnce(&TimeCostInputs, &[&[ReadOnlyCell<f64>; TimeRow::LENGTH]]) -> T,
+    ) -> PyResult<T> {
         let &Self { now, weight, own_seconds, empty, popular_tokens, popular_discount, step_seconds, .. } =
             self;
         let (Some(table), Some(row_of)) = (self.table.as_slice(py), self.row_of.as_slice(py)) else {
@@ -265,7 +290,6 @@ impl Times {
         let found: Option<Vec<_>> =
             slots.map(|&slot| rows.get(row_of.get(slot as usize)?.get() as usize)).collect();
         let found = found.ok_or_else(|| PyIndexError::new_err("a slot without a row"))?;
-        let rows = found.iter().map(|numbers| TimeRow::new(numbers.each_ref().map(|number| number.get())));
         let question = TimeCostInputs {
             now,
             weight,
@@ -276,7 +300,7 @@ impl Times {
             step_seconds,
             stage_seconds: self.stage_seconds,
         };
-        Ok(scores.seconds(&question, rows))
+        Ok(call(&question, &found))
     }
 }
 
@@ -330,6 +354,18 @@ impl Scores {
 
     fn seconds(&self, py: Python<'_>, times: Times) -> PyResult<Costs> {
         Ok(Costs { costs: times.costs(py, &self.scores)? })
+    }
+
+    /// (seconds to the first token, between tokens) of each candidate
+    fn response_times(
+        &self,
+        py: Python<'_>,
+        times: Times,
+        prefill: f64,
+        decode: f64,
+        context_token: f64,
+    ) -> PyResult<Vec<(f64, f64)>> {
+        times.response_times(py, &self.scores, &StepTimes { prefill, decode, context_token })
     }
 
     fn overlap(&self, index: usize) -> PyResult<(u32, f64)> {

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
+from kvscout_scheduler.costs.targets import StepTimes, Times, response_times
 from kvscout_scheduler.costs.time_cost import TimeCostInputs, time_costs
 from kvscout_scheduler.values.overlaps import DEFAULT_TIER_WEIGHTS, Overlaps, TierWeights
 
@@ -138,6 +139,10 @@ class ReferenceScores:
     def seconds(self, question: TimeCostInputs) -> Sequence[float]:
         """Return the cost of each worker in seconds, `time_cost`."""
         return time_costs(question, self._question.isl_tokens, self._slots, self.cached_tokens)
+
+    def response_times(self, question: TimeCostInputs, steps: StepTimes) -> Sequence[Times]:
+        """Return the response times to expect on each worker, `targets`."""
+        return response_times(question, steps, self._question.isl_tokens, self._slots, self.cached_tokens)
 
     def overlap(self, index: int) -> tuple[int, float]:
         """Return `device_blocks` and `effective_blocks` of one worker."""

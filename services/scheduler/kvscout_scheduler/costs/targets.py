@@ -10,12 +10,13 @@
     contexts(w) = tokens in the contexts of its requests, those in prefill included, each as far as it is expected to
                   go through the next stage of its output
 
-Rows and rates are those of `time_cost`. There is one implementation: nothing is computed unless there is a target.
+Rows and rates are those of `time_cost`. The native backend is `native/src/load/targets.rs`; both compute every number
+in the same order. Nothing is computed unless there is a target or a deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvscout_scheduler.costs.time_cost import TimeCostInputs, TimeRow, ahead_of, slowdown_of
@@ -33,19 +34,18 @@ class StepTimes(NamedTuple):
     """A token of context in a decode step."""
 
 
-class Times(NamedTuple):
-    """Response times to expect on one worker, in seconds."""
+Times = tuple[float, float]
+"""Seconds to the first token, and between tokens, to expect on one worker."""
 
-    ttft: float
-    itl: float
 
-    def keeps(self, targets: Targets) -> bool:
-        """Return whether they are within targets."""
-        return self.ttft <= targets.ttft_seconds and self.itl <= targets.itl_seconds
+def keeps(times: Times, targets: Targets) -> bool:
+    """Return whether response times are within targets."""
+    ttft, itl = times
+    return ttft <= targets.ttft_seconds and itl <= targets.itl_seconds
 
 
 def response_times(
-    question: TimeCostInputs, steps: StepTimes, isl_tokens: int, slots: Iterable[int], cached_tokens: Sequence[float]
+    question: TimeCostInputs, steps: StepTimes, isl_tokens: int, slots: Iterable[int], cached_tokens: Iterable[float]
 ) -> list[Times]:
     """Return the times to expect on each of some slots.
 
@@ -58,7 +58,7 @@ def response_times(
     """
     rows = map(question.row, slots)
     return [
-        Times(ttft_of(row, question, steps, isl_tokens, cached), itl_of(row, question.now, steps, isl_tokens))
+        (ttft_of(row, question, steps, isl_tokens, cached), itl_of(row, question.now, steps, isl_tokens))
         for row, cached in zip(rows, cached_tokens, strict=True)
     ]
 

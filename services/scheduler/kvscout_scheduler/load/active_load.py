@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from kvscout_scheduler.costs.choose import least_of
 from kvscout_scheduler.costs.cost import BlockFormat, ReferenceScores, ScoreInputs
+from kvscout_scheduler.costs.targets import StepTimes, Times
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.load.prefix_tree import Node, PrefixTree
 from kvscout_scheduler.values.overlaps import AnyOverlaps
@@ -76,6 +77,8 @@ class Scores(Protocol):
     def costs(self) -> Sequence[float]: ...
 
     def seconds(self, question: TimeCostInputs) -> Sequence[float]: ...
+
+    def response_times(self, question: TimeCostInputs, steps: StepTimes) -> Sequence[Times]: ...
 
     def overlap(self, index: int) -> tuple[int, float]: ...
 

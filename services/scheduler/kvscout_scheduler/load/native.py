@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from kvscout_common.hashing import native_available
 from kvscout_scheduler.costs.choose import RankedCosts
 from kvscout_scheduler.costs.cost import ScoreInputs
+from kvscout_scheduler.costs.targets import StepTimes, Times
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.load.active_load import ActiveLoad, Cheapest, Draw, ReferenceLoad, SlotLoad
 from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, PackedOverlaps
@@ -162,6 +163,9 @@ class NativeScores:
 
     def seconds(self, question: TimeCostInputs) -> NativeCosts:
         return NativeCosts(self._core.seconds(question))
+
+    def response_times(self, question: TimeCostInputs, steps: StepTimes) -> Sequence[Times]:
+        return self._core.response_times(question, *steps)
 
 
 class NativeCosts(RankedCosts):

@@ -7,6 +7,7 @@ from math import inf
 from typing import Final, NamedTuple
 
 from kvscout_common.errors import DeadlineExceeded, ResourceExhausted
+from kvscout_scheduler.costs.targets import keeps
 from kvscout_scheduler.policies.eligibility import Exclusions
 from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.values.slot_sets import slot_set
@@ -44,11 +45,11 @@ def headroom_of(candidates: Candidates, targets: Targets, dropped: Exclusions | 
     request = candidates.request
     left = targets._replace(ttft_seconds=targets.ttft_seconds - request.waited_seconds)
     times = candidates.response_times()
-    keeping = slot_set(slot for slot, each in zip(candidates.slots, times, strict=True) if each.keeps(left))
+    keeping = slot_set(slot for slot, each in zip(candidates.slots, times, strict=True) if keeps(each, left))
     if not keeping:
         note = f"none of {len(times)} workers keeps {_words(targets)}"
         if candidates.books and request.priority < 0:
-            late = min(each.ttft for each in times) - left.ttft_seconds
+            late = min(ttft for ttft, _ in times) - left.ttft_seconds
             raise Shed(note, retry_after_seconds=max(0.0, late))
         return Headroom(candidates, note, missed=True)
     note = f"{keeping.bit_count()} of {len(times)} workers keep {_words(targets)}"
@@ -69,9 +70,9 @@ def require_time(candidates: Candidates, slot: int) -> None:
     Raises:
         DeadlineExceeded: It would.
     """
-    left, (times,) = candidates.request.deadline_seconds, candidates.of(1 << slot).response_times()
-    if times.ttft > left:
-        raise DeadlineExceeded(f"its first token would come in {times.ttft:.3g} s, its deadline is in {left:.3g} s")
+    left, ((ttft, _),) = candidates.request.deadline_seconds, candidates.of(1 << slot).response_times()
+    if ttft > left:
+        raise DeadlineExceeded(f"its first token would come in {ttft:.3g} s, its deadline is in {left:.3g} s")
 
 
 def _words(targets: Targets) -> str:

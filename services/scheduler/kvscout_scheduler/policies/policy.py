@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.costs.choose import choose, probabilities
 from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs, spread
-from kvscout_scheduler.costs.targets import Times, response_times
+from kvscout_scheduler.costs.targets import Times
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
 from kvscout_scheduler.values.request import Prompt, SelectionRequest
@@ -195,12 +195,10 @@ class Candidates:
             return scored[0][1].seconds(question)
         return self._column(lambda scores: scores.seconds(question))
 
-    def response_times(self) -> list[Times]:
+    def response_times(self) -> Sequence[Times]:
         """Return the response times to expect on each, by `kvscout_scheduler.costs.targets`."""
-        times = self._pool.times
-        return response_times(
-            self.time_cost_inputs(), times.steps, self.request.isl_tokens, self.slots, self.cached_tokens
-        )
+        question, steps = self.time_cost_inputs(), self._pool.times.steps
+        return self._column(lambda scores: scores.response_times(question, steps))
 
     def overlap(self, index: int) -> tuple[int, float]:
         """Return `device_blocks` and `effective_blocks` of one candidate."""
