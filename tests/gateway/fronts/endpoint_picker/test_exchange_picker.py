@@ -217,3 +217,49 @@ async def test_the_end_of_a_prefill_leg_is_its_first_token_unless_nobody_tells_o
         }
         pick.aborted()
         assert not scheduler_of(gateway).bookings.in_flight()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/v1/responses/input_tokens"])
+async def test_what_counts_tokens_goes_to_any_worker_of_the_model_that_answers_and_is_not_booked(path: str) -> None:
+    workers = (worker(1, role=Role.PREFILL), worker(2), worker(3), worker(4, model="other"))
+    async with picker(*workers) as (one, gateway):
+        seen = set()
+        for _ in range(PICKS):
+            pick = await one.pick(PickRequest(MODEL, path, size=100, method="POST"))
+            seen.add(pick.headers[wire.DESTINATION].split(",")[0])
+            assert not scheduler_of(gateway).bookings.in_flight()
+            pick.ended({})
+        assert seen == {address(2), address(3)}
+
+
+def continuing(response_id: str, subset: tuple[str, ...] | None = None) -> PickRequest:
+    """A request for a response that continues another one."""
+    body = {"model": MODEL, "input": "hello", "previous_response_id": response_id}
+    return PickRequest(MODEL, "/v1/responses", Fields.scanned(json.dumps(body).encode()), size=100, subset=subset)
+
+
+async def test_a_response_is_continued_and_read_where_it_was_seen_to_be_made() -> None:
+    async with picker(worker(1), worker(2), worker(3)) as (one, gateway):
+        for number in range(6):
+            body = Fields.scanned(json.dumps({"model": MODEL, "input": "hello", "stream": True}).encode())
+            pick = await one.pick(PickRequest(MODEL, "/v1/responses", body, size=100))
+            made_at = pick.headers[wire.DESTINATION].split(",")[0]
+            pick.answering(200, made_at, True)
+            name = f"resp_{number}"
+            pick.first_output(b'event: response.created\ndata: {"response": {"id": "%s"}}\n\n' % name.encode())
+            pick.ended({})
+            again = await one.pick(continuing(name))
+            assert again.headers[wire.DESTINATION] == made_at
+            again.ended({})
+            for method, below in (("GET", ""), ("GET", "/input_items"), ("DELETE", ""), ("POST", "/cancel")):
+                read = await one.pick(PickRequest("", f"/v1/responses/{name}{below}", method=method))
+                assert read.headers == {wire.DESTINATION: made_at}
+        assert not scheduler_of(gateway).bookings.in_flight()
+
+
+async def test_a_response_is_nowhere_else_whatever_the_proxy_allows() -> None:
+    async with picker(worker(1), worker(2)) as (one, gateway):
+        gateway.front_context.stored.learn(DEFAULT_TENANT, "resp_1", "w1")
+        with pytest.raises(Unavailable, match="the proxy does not allow"):
+            await one.pick(continuing("resp_1", (address(2),)))
+        assert not scheduler_of(gateway).bookings.in_flight()
