@@ -86,6 +86,35 @@ def test_calls_and_results_of_both_dialects_are_those_of_a_chat_completion(confi
     assert of_responses.prompt == expected
 
 
+def test_a_result_names_deferred_tools_in_a_message_of_their_own(config: MockerConfig) -> None:
+    references = [{"type": "tool_reference", "tool_name": "read"}]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": references}
+    assert message(config, HELLO, {"role": "user", "content": [result]}).prompt == prompt_of_chat(
+        config,
+        HELLO,
+        {"role": "tool", "content": "", "tool_call_id": "t1"},
+        {"role": "tool", "content": [{"type": "tool_reference", "name": "read"}], "tool_call_id": "t1"},
+    )
+
+
+def test_tools_are_those_at_the_end_of_the_conversation(config: MockerConfig) -> None:
+    def change(kind: str, **tool: Any) -> dict[str, Any]:
+        return {"role": "system", "content": [{"type": kind, "tool": tool}]}
+
+    deferred = [TOOLS[0] | {"defer_loading": True}]
+    write = {"name": "write", "input_schema": {}}
+    plain, both = message(config, HELLO, tools=TOOLS).prompt, message(config, HELLO, tools=[*TOOLS, write]).prompt
+    by_name = {"type": "tool_reference", "name": "read"}
+    assert message(config, HELLO, tools=deferred).prompt != plain
+    assert message(config, HELLO, change("tool_addition", **by_name), tools=deferred).prompt == plain
+    defined = change("tool_addition", type="tool_definition", definition=write)
+    assert message(config, HELLO, defined, tools=TOOLS).prompt == both
+    removed = change("tool_removal", type="tool_reference", name="write")
+    assert message(config, HELLO, defined, removed, tools=TOOLS).prompt == plain
+    with pytest.raises(InvalidArgument, match="not declared"):
+        message(config, HELLO, removed, tools=TOOLS)
+
+
 def test_a_token_count_is_that_of_the_prompt(config: MockerConfig) -> None:
     body = {"model": "mock", "messages": [HELLO], "system": "be brief", "tools": TOOLS}
     assert count_tokens(body, config, TOKENIZER) == len(message(config, HELLO, system="be brief", tools=TOOLS).prompt)

@@ -78,6 +78,8 @@ def _calls(calls: Sequence[Fields], where: str) -> list[str]:
 
 def _part(part: object, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and kind == "tool_reference":
+        return str(part.get("name"))
     key = {"input_image": "image_url"}.get(str(kind), "text" if kind in _TEXTS else kind)
     if not isinstance(part, dict) or not isinstance(key, str) or key not in part:
         raise InvalidArgument("must be a string or a list of parts with a type and a value of its name", field=where)

@@ -141,6 +141,10 @@ def _result(messages: _Messages, role: str, block: Fields, where: str) -> _Messa
     images = [_image(item.get("source"), where) for item in items if item.get("type") == "image"]
     if images:
         messages.append({"role": "user", "content": images})
+    named = [item.get("tool_name") or item.get("name") for item in items if item.get("type") == "tool_reference"]
+    references = [{"type": "tool_reference", "name": name} for name in named if name]
+    if references:
+        messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": references})
     return []
 
 
@@ -153,9 +157,37 @@ def _image(source: object, where: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def _changed_tools(fields: Fields) -> list[Fields] | None:
+    """Apply the changes of the conversation to its tools: a template sees one list, as it is at the end."""
+    given = fields.get("tools")
+    messages = json_objects(fields["messages"], "messages")
+    blocks = [block for message in messages if isinstance(message.get("content"), list) for block in message["content"]]
+    changes = [block for block in blocks if block.get("type") in ("tool_addition", "tool_removal")]
+    if not changes:
+        return None if given is None else json_objects(given, "tools")
+    tools = {tool.get("name"): tool for tool in json_objects(given, "tools")}
+    removed = set()
+    for block in changes:
+        change = json_object(block.get("tool"), "messages.content.tool")
+        name = change.get("name")
+        if change.get("type") == "tool_definition":
+            defined = json_object(change.get("definition"), "messages.content.tool.definition")
+            name = defined.get("name")
+            tools[name] = defined
+        elif name not in tools:
+            raise InvalidArgument(f"{block['type']} references a tool that is not declared", field="messages")
+        elif block["type"] == "tool_addition":
+            tools[name] = {key: value for key, value in tools[name].items() if key != "defer_loading"}
+        if block["type"] == "tool_removal":
+            removed.add(name)
+        else:
+            removed.discard(name)
+    return [tool for name, tool in tools.items() if name not in removed]
+
+
 def _tools(fields: Fields) -> dict[str, Any]:
     converted: dict[str, Any] = {}
-    tools = fields.get("tools")
+    tools = _changed_tools(fields)
     if tools is not None:
         converted["tools"] = [
             {
@@ -168,7 +200,7 @@ def _tools(fields: Fields) -> dict[str, Any]:
                     "defer_loading": tool.get("defer_loading"),
                 },
             }
-            for index, tool in enumerate(json_objects(tools, "tools"))
+            for index, tool in enumerate(tools)
         ]
     choice = mapping(fields, "tool_choice")
     kind = choice.get("type")
