@@ -120,11 +120,6 @@ pub const FAULT_LIMIT: usize = 1024;
 const KEPT: usize = 1 << 15;
 
 impl Batch {
-    /// An empty batch with room for one event with a number of hashes.
-    pub fn with_hashes(hashes: usize) -> Self {
-        Self { events: Vec::with_capacity(1), hashes: Vec::with_capacity(hashes), ..Self::default() }
-    }
-
     pub fn hashes(&self, span: Span) -> &[u64] {
         span.of(&self.hashes)
     }

@@ -52,7 +52,7 @@ from kvscout_common.registry.worker_proto import spec_from_proto
 from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 
-AT_ONCE = 32
+CONCURRENT_CALLS = 32
 MAX_ASKED = 1000
 """Largest number of services, and of engines, that are queried; more are left out."""
 
@@ -109,7 +109,7 @@ class Collection:
         self._tenant = tenant
         self._timeout = timeout_seconds
         self._clock = wall_clock
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._places = asyncio.Semaphore(CONCURRENT_CALLS)
 
     async def snapshot(
         self,

@@ -45,7 +45,7 @@ READ_SECONDS = 30.0
 """Longest wait for all of the bucket."""
 IDLE_SECONDS = 60.0
 """The server forgets the watch of a process that is gone after so long."""
-CALLS_AT_ONCE = 32
+CONCURRENT_CALLS = 32
 SHOWN = 3
 """Unreadable values named in a warning; the others are counted."""
 
@@ -308,8 +308,8 @@ class NatsRegistry:
         """See `Registrar.keep_alive`."""
         names = [WorkerName(tenant, worker_id) for worker_id in dict.fromkeys(worker_ids)]
         unknown: list[str] = []
-        for start in range(0, len(names), CALLS_AT_ONCE):
-            several = names[start : start + CALLS_AT_ONCE]
+        for start in range(0, len(names), CONCURRENT_CALLS):
+            several = names[start : start + CONCURRENT_CALLS]
             kept = await asyncio.gather(*map(self._renew, several))
             unknown += [name.worker_id for name, known in zip(several, kept, strict=True) if not known]
         return unknown

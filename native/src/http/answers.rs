@@ -38,7 +38,7 @@ impl Http {
             client.ask(answer, method);
             wire.out().extend_from_slice(request);
         }
-        self.ring(key);
+        self.mark_due(key);
         Ok(Some(answer))
     }
 
@@ -75,7 +75,7 @@ impl Http {
                 side: Side::Client(Box::new(client)),
                 peer: peer.address.to_string(),
                 ahead: 0,
-                rung: false,
+                is_due: false,
             }
         });
         if let Err(error) = registered {
@@ -107,7 +107,7 @@ impl Http {
                 Step::Over => return self.close(key, ""),
             }
         }
-        self.ring(key);
+        self.mark_due(key);
     }
 
     /// Gives some of an answer to whom it goes to.
@@ -203,7 +203,7 @@ impl Http {
         } else if is_idle {
             self.idle.entry(origin).or_default().push(key);
         } else {
-            self.ring(key);
+            self.mark_due(key);
         }
     }
 
@@ -273,7 +273,7 @@ impl Http {
         client.write_limit = write;
         client.first = first;
         client.report_mut().listening_since = clock;
-        self.ring(key);
+        self.mark_due(key);
     }
 
     /// The target of an answer takes more.
@@ -282,7 +282,7 @@ impl Http {
         let Some((key, client)) = self.answer(answer) else { return };
         client.paused = None;
         client.report_mut().listening_since = clock;
-        self.ring(key);
+        self.mark_due(key);
     }
 
     /// What was noticed of an answer until now.

@@ -109,11 +109,11 @@ impl Http {
                     side: Side::Server { server, call: None, feeder: None },
                     peer: peer.to_string(),
                     ahead: 0,
-                    rung: false,
+                    is_due: false,
                 }
             });
             match registered {
-                Ok(()) => self.ring(connection),
+                Ok(()) => self.mark_due(connection),
                 Err(error) => {
                     self.close(connection, "it cannot be watched");
                     return self.news.push(Event::AcceptFailed(error.raw_os_error().unwrap_or(0)));
@@ -188,7 +188,7 @@ impl Http {
                         client.paused = None;
                         client.report_mut().listening_since =
                             self.clock + now.duration_since(self.began).as_secs_f64();
-                        self.ring(feeder);
+                        self.mark_due(feeder);
                     }
                 }
                 (None, Some(call)) => news.push(Event::Writable(call)),
@@ -197,7 +197,7 @@ impl Http {
         }
         if crowded {
             self.refused += 1;
-            self.ring(key);
+            self.mark_due(key);
         }
         if !open {
             self.close(key, "the client has gone");
@@ -223,7 +223,7 @@ impl Http {
         server.want_body(wire, charge, Instant::now(), &mut |said| {
             record(said, key, listener, peer, of, calls, news);
         });
-        self.ring(key);
+        self.mark_due(key);
     }
 
     /// Begins an answer; nothing is sent before some of its body, or its end.
@@ -262,7 +262,7 @@ impl Http {
             *feeder = None;
             self.close(key, "an answer was longer than it said");
         } else {
-            self.ring(key);
+            self.mark_due(key);
         }
         room
     }
@@ -273,7 +273,7 @@ impl Http {
             return;
         };
         if server.end(wire) {
-            self.ring(key);
+            self.mark_due(key);
         } else {
             self.close(key, "an answer was shorter than it said");
         }

@@ -123,7 +123,7 @@ struct Connection {
     /// Bytes that it has of `Http::ahead`.
     ahead: usize,
     /// It is among those that are due.
-    rung: bool,
+    is_due: bool,
 }
 
 /// What there is now, and was until now.
@@ -237,7 +237,7 @@ impl Http {
                 self.accept((key & !LISTENER) as u64);
             } else if let Some(connection) = self.connections.get(key as u64) {
                 connection.wire.set_ready(event);
-                self.ring(key as u64);
+                self.mark_due(key as u64);
             }
         }
         self.events = events;
@@ -247,7 +247,7 @@ impl Http {
         for key in std::mem::take(&mut self.next_poll) {
             if let Some(connection) = self.connections.get_mut(key) {
                 connection.wire.begin_poll();
-                self.ring(key);
+                self.mark_due(key);
             }
         }
         Ok(self.flush(messages))
@@ -258,7 +258,7 @@ impl Http {
         let budget = PollBudget::begin();
         while let Some(key) = self.due.pop_front() {
             let Some(connection) = self.connections.get_mut(key) else { continue };
-            connection.rung = false;
+            connection.is_due = false;
             connection.wire.begin_slice();
             match connection.side {
                 Side::Server { .. } => self.drive_server(key),
@@ -277,11 +277,11 @@ impl Http {
         (std::mem::take(&mut self.news), more)
     }
 
-    fn ring(&mut self, key: u64) {
+    fn mark_due(&mut self, key: u64) {
         if let Some(connection) = self.connections.get_mut(key)
-            && !connection.rung
+            && !connection.is_due
         {
-            connection.rung = true;
+            connection.is_due = true;
             self.due.push_back(key);
         }
     }
@@ -350,7 +350,7 @@ impl Http {
                     }
                     under_way |= !server.rests();
                     if wire.unsent() > 0 {
-                        self.ring(key);
+                        self.mark_due(key);
                     }
                 }
                 Side::Client(client) => match client.tick(now) {
