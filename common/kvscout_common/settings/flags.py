@@ -133,7 +133,7 @@ class SectionedCommand(_Described):
         with formatter.section("Flags to know first"):
             formatter.write_dl([record for one in shown if (record := one.get_help_record(ctx)) is not None])
         formatter.write_paragraph()
-        more = sum(isinstance(one, SectionedOption) and one not in shown for one in options.values())
+        more = sum(isinstance(one, SectionedOption) and one not in shown for one in {*options.values()})
         example = next(one for one in shown if isinstance(one, SectionedOption))
         formatter.write_text(f"{more} more flags: {ctx.command_path} --help-all")
         if example.envvar:
