@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2
 from kvscout_common.doctor.moment import Moment
-from kvscout_common.doctor.overview import Seen, SourceRow, overview, seen_by_gateways
+from kvscout_common.doctor.overview import Overview, Seen, SourceRow, seen_by_gateways
 from kvscout_common.doctor.snapshot import RankName, observed_name
+
+MAX_CHARACTERS: Final = 300
+"""Of a name or a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,10 @@ class WorkerRow:
     """None = no event came."""
 
 
-def totals(now: Moment, before: Moment | None) -> Totals:
-    """Return the sums of all services."""
-    rows = worker_rows(now, before)
+def totals(now: Moment, before: Moment | None, shown: Overview, rows: Sequence[WorkerRow]) -> Totals:
+    """Return the sums of all services, from their overview and rows."""
     seen, seen_before = _sum(now), _sum(before)
     elapsed = now.at - before.at if before is not None else 0.0
-    shown = overview(now.snapshot)
     return Totals(
         requests=now.requests,
         requests_per_second=now.requests_per_second(before),
@@ -81,8 +84,8 @@ def totals(now: Moment, before: Moment | None) -> Totals:
     )
 
 
-def worker_rows(now: Moment, before: Moment | None) -> list[WorkerRow]:
-    """Return a row of each worker rank, by name."""
+def worker_rows(now: Moment, before: Moment | None, shown: Overview) -> list[WorkerRow]:
+    """Return a row of each worker rank, by name; texts that are too long for a person are cut."""
     seen = seen_by_gateways(now.snapshot)
     earlier = seen_by_gateways(before.snapshot) if before is not None else {}
     elapsed = now.at - before.at if before is not None else 0.0
@@ -93,7 +96,7 @@ def worker_rows(now: Moment, before: Moment | None) -> list[WorkerRow]:
         if one.problem
     }
     sources: dict[RankName, SourceRow] = {}
-    for row in overview(now.snapshot).sources:
+    for row in shown.sources:
         # Of several indexers, one that has trouble, else the one with the most.
         name = RankName(row.tenant, row.worker_id, row.dp_rank)
         sources[name] = min(row, sources.get(name, row), key=lambda one: (one.well, -one.blocks))
@@ -103,10 +106,10 @@ def worker_rows(now: Moment, before: Moment | None) -> list[WorkerRow]:
         past = earlier.get(name, Seen())
         found.append(
             WorkerRow(
-                name=name,
-                model=source.model,
+                name=RankName(name.tenant[:MAX_CHARACTERS], name.worker_id[:MAX_CHARACTERS], name.dp_rank),
+                model=source.model[:MAX_CHARACTERS],
                 state="no requests" if problem else source.state if not source.well or load is None else _load(load),
-                reason=problem or source.reason,
+                reason=(problem or source.reason)[:MAX_CHARACTERS],
                 well=source.well and not problem,
                 requests=one.requests,
                 requests_per_second=max(0, one.requests - past.requests) / elapsed if elapsed > 0 else None,

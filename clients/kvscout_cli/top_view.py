@@ -15,8 +15,9 @@ from kvscout.v1 import scheduler_pb2
 from kvscout_cli.output import age
 from kvscout_cli.tables import columns, session_name
 from kvscout_cli.top_keys import View
-from kvscout_cli.top_rows import Totals, WorkerRow, totals, worker_rows
+from kvscout_cli.top_rows import MAX_CHARACTERS, Totals, WorkerRow, totals, worker_rows
 from kvscout_common.doctor.moment import Moment
+from kvscout_common.doctor.overview import overview
 from kvscout_common.plain_text import printable
 
 DECISION_LINES: Final = 10
@@ -78,8 +79,10 @@ def frame(
         width: Columns of the terminal.
         height: Its lines; None = as many as there are.
     """
-    rows = shown_rows(now, before, view)
-    head = _totals(totals(now, before), width)
+    services = overview(now.snapshot)
+    every = worker_rows(now, before, services)
+    rows = _shown(every, view)
+    head = _totals(totals(now, before, services, every), width)
     if view.is_help:
         return Group(*head, Text(), Text(HELP))
     room = height - len(head) - 2 if height is not None else None
@@ -99,8 +102,12 @@ def frame(
 
 def shown_rows(now: Moment, before: Moment | None, view: View) -> list[WorkerRow]:
     """Return the worker ranks that pass the filter, sorted."""
-    rows = [row for row in worker_rows(now, before) if view.shows(row.name, row.model)]
-    return sorted(rows, key=lambda row: (_ORDER[view.sort](row), row.name))
+    return _shown(worker_rows(now, before, overview(now.snapshot)), view)
+
+
+def _shown(rows: Iterable[WorkerRow], view: View) -> list[WorkerRow]:
+    passing = (row for row in rows if view.shows(row.name, row.model))
+    return sorted(passing, key=lambda row: (_ORDER[view.sort](row), row.name))
 
 
 def _totals(found: Totals, width: int) -> list[Text]:
@@ -173,7 +180,7 @@ def _decisions(decisions: Sequence[scheduler_pb2.WatchDecisionsResponse], width:
         return columns("no decisions yet")
 
     def each(text: Callable[[scheduler_pb2.WatchDecisionsResponse], str]) -> list[Text]:
-        return [Text(text(one), style="red" if one.code else "") for one in decisions]
+        return [Text(text(one)[:MAX_CHARACTERS], style="red" if one.code else "") for one in decisions]
 
     def of_winner(text: Callable[[scheduler_pb2.SelectResponse], str]) -> list[Text]:
         return each(lambda one: "–" if one.code else text(one.decision))
@@ -231,7 +238,7 @@ def _worker(one: scheduler_pb2.WatchDecisionsResponse) -> tuple[str, int]:
 
 def _where(one: scheduler_pb2.WatchDecisionsResponse) -> str:
     if one.code:
-        return printable(one.message)
+        return printable(one.message, MAX_CHARACTERS)
     return f"{one.decision.worker.worker_id}/{one.decision.worker.dp_rank}"
 
 

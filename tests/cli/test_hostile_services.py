@@ -141,7 +141,7 @@ COMMANDS = {
     "generate": ("1", "2", "--model", "m", "--gateway"),
     "dump": ("--gateway",),
 }
-AS_JSON = ("status", "route", "requests")
+AS_JSON = ("status", "route", "requests", "top")
 
 
 def harmless(text: str) -> bool:

@@ -23,6 +23,7 @@ from kvscout_cli.top_rows import totals, worker_rows
 from kvscout_cli.top_view import frame, shown_rows
 from kvscout_common.doctor.gathering import Decisions
 from kvscout_common.doctor.moment import Moment
+from kvscout_common.doctor.overview import overview
 from kvscout_common.settings.flags import SectionedCommand
 
 KEPT_DECISIONS = 200
@@ -104,9 +105,11 @@ def _documents(*, once: bool) -> Look:
 
 
 def _document(now: Moment, before: Moment, decisions: Iterable[scheduler_pb2.WatchDecisionsResponse]) -> dict[str, Any]:
-    rows = [{**plain(row), "name": str(row.name), "tenant": row.name.tenant} for row in worker_rows(now, before)]
+    shown = overview(now.snapshot)
+    rows = worker_rows(now, before, shown)
+    workers = [{**plain(row), "name": str(row.name), "tenant": row.name.tenant} for row in rows]
     made = [MessageToDict(one, preserving_proto_field_name=True) for one in decisions]
-    return {"totals": plain(totals(now, before)), "workers": rows, "decisions": made}
+    return {"totals": plain(totals(now, before, shown, rows)), "workers": workers, "decisions": made}
 
 
 class _Screen:
