@@ -14,11 +14,17 @@ import os
 import sys
 import tempfile
 from array import array
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kvscout_common.errors import KvscoutError
+from kvscout_common.http.factory import connect
+from kvscout_gateway.tokens.remote_source import render_call, tokenize_call
+from kvscout_gateway.tokens.remote_tokens import RemoteTokens, Server
+from kvscout_gateway.tokens.source import Wanted
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
 
@@ -29,6 +35,7 @@ from support.vllm_renderer import (
     IMAGES,
     MODEL,
     RECORDED,
+    START_SECONDS,
     VISION_TEMPLATE,
     make_model,
     make_vision_model,
@@ -63,8 +70,29 @@ def record(venv: Path) -> list[dict[str, Any]]:
             folder = Path(scratch) / template
             make_model(folder, template)
             with renderer(venv, folder) as port:
-                rows += [{"template": template, **one._asdict(), **rendered(port, one)} for one in conversations(MODEL)]
+                new = [{"template": template, **one._asdict(), **rendered(port, one)} for one in conversations(MODEL)]
+                for call, result in asyncio.run(asked(port, new)).items():
+                    print(f"{template}, asked at {call}: {dict(result)}")
+            rows += new
     return rows
+
+
+async def asked(port: int, rows: list[dict[str, Any]]) -> dict[str, Counter[str]]:
+    """Return how many of them have the same tokens where a gateway asks for these, by what it asks."""
+    http, server = connect(), Server(f"http://127.0.0.1:{port}")
+    remote = RemoteTokens(http, connect_seconds=START_SECONDS, cache_bytes=1)
+    results: dict[str, Counter[str]] = {}
+    for name, call_of in (("the render endpoints", render_call), ("/tokenize", tokenize_call)):
+        results[name] = Counter()
+        for row in rows:
+            wanted = Wanted(row["request"], row["dialect"], MODEL, "a", 1)
+            try:
+                tokens = array("I", (await remote.fetch(server, call_of(wanted))).token_ids).tolist()
+                results[name]["same" if tokens == row.get("token_ids") else "different"] += 1
+            except KvscoutError:
+                results[name]["refused"] += 1
+    await http.close()
+    return results
 
 
 def record_images(venv: Path) -> list[dict[str, Any]]:
@@ -95,6 +123,11 @@ async def ours(rows: list[dict[str, Any]]) -> list[list[int]]:
     return found
 
 
+def _places(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what of a row with images is the same in each run: their hashes have the model's folder in them."""
+    return row["name"], row["token_ids"], row["features"]["mm_placeholders"]
+
+
 def main() -> None:
     """Record or compare."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -113,8 +146,8 @@ def main() -> None:
     print(f"{len(rows)} rendered by vLLM, {len(rows) - len(differing)} of them the same here")
     for row in differing:
         print("differs:", row["template"], row["name"])
-    recorded = json.loads(IMAGES.read_text()) if IMAGES.exists() else []
-    print(f"{len(images)} with images; {sum(row in recorded for row in images)} of them as recorded")
+    recorded = [_places(row) for row in json.loads(IMAGES.read_text())] if IMAGES.exists() else []
+    print(f"{len(images)} with images, {sum(_places(row) in recorded for row in images)} of them as recorded")
     if options.record:
         for path, kept in ((RECORDED, rows), (IMAGES, images)):
             lines = ",\n".join(json.dumps(row, separators=(",", ":"), ensure_ascii=False) for row in kept)

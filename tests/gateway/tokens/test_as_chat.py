@@ -191,6 +191,12 @@ def test_items_in_a_row_are_one_message_of_the_assistant_until_one_comes_twice()
     ]
 
 
+def test_texts_of_items_are_named_as_in_chat_completions() -> None:
+    parts = [{"type": "input_text", "text": "a", "more": 1}, {"type": "input_image", "image_url": "data:"}]
+    [message] = responses({"type": "message", "role": "user", "content": parts})["messages"]
+    assert message["content"] == [{"type": "text", "text": "a"}, parts[1]]
+
+
 def test_an_unfinished_item_is_continued() -> None:
     said = {"type": "message", "role": "assistant", "content": "Once", "status": "in_progress"}
     chat = responses(HELLO, said)

@@ -94,6 +94,17 @@ async def test_all_tokens_are_compared_with_the_engine_that_ran_the_prompt(token
     await compares.close()
 
 
+async def test_responses_are_compared_with_what_renders_them_not_with_chat_completions() -> None:
+    engine = Tokenizes()
+    compares, _ = comparison(engine)
+    wanted = Wanted({"input": "hi"}, "responses", "m", "a", 1)
+    compared = compares.begin(prompt(wanted=wanted, token_class=OF._replace(dialect="responses")))
+    assert compared is not None
+    compares.end(compared, decision(), Usage(100, None))
+    await ended(compares)
+    assert engine.asked == ["http://x/v1/responses/render"]
+
+
 @pytest.mark.parametrize(
     ("cached", "where", "suspect"),
     [

@@ -12,9 +12,10 @@ from kvscout_common.errors import KvscoutError
 from kvscout_common.http.dialect import Usage
 from kvscout_common.worker import Role
 from kvscout_gateway.engines.observation import predicted_cached_tokens
+from kvscout_gateway.tokens.as_chat import RESPONSES
 from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.parity import ParityCheck
-from kvscout_gateway.tokens.remote_source import tokenize_call
+from kvscout_gateway.tokens.remote_source import render_call, tokenize_call
 from kvscout_gateway.tokens.remote_tokens import Call, RemoteTokens, Server
 from kvscout_gateway.tokens.source import Wanted
 from kvscout_gateway.values.decision import Decision
@@ -64,7 +65,9 @@ class EngineComparison:
         all_of_them = None
         if isinstance(prompt.wanted, Wanted) and self._running is None:
             try:
-                all_of_them = prompt.token_ids, tokenize_call(prompt.wanted)
+                # What an engine makes of responses is no chat completion in all its details.
+                call_of = render_call if of.dialect == RESPONSES else tokenize_call
+                all_of_them = prompt.token_ids, call_of(prompt.wanted)
             except (NotText, KvscoutError) as error:
                 log.debug("tokens of %s not compared: %s", of.model, error)
         return Compared(of, len(prompt.token_ids) // 4, all_of_them, prompt.judge)

@@ -109,7 +109,7 @@ class PromptTokenizer:
 
     def _ordered(self, wanted: Wanted) -> Iterator[tuple[TokenClass, TokenSource]]:
         """Yield the sources, each with the class that it makes of a request: last those that had other tokens."""
-        tools, differing = _has(wanted.request, "tools"), []
+        tools, differing = "tools" in wanted.request, []
         for source in self._sources:
             of = TokenClass(wanted.tenant, wanted.model, wanted.dialect, tools, source.name)
             if self._parity.differs(of):

@@ -141,11 +141,11 @@ def _first_text(content: Any) -> str:
 
 
 def _content(content: Any) -> Any:
-    """Return the content of a message, its parts without fields that vLLM does not know."""
+    """Return the content of a message: texts as chat completions name them, without fields that vLLM does not know."""
     if not isinstance(content, list):
         return content
     return [
-        {"type": part["type"], "text": part.get("text")} if isinstance(part, dict) and _is_text(part) else part
+        {"type": "text", "text": part.get("text")} if isinstance(part, dict) and _is_text(part) else part
         for part in content
     ]
 
