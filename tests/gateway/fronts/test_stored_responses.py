@@ -193,6 +193,42 @@ async def test_searches_have_an_end_and_a_bound(monkeypatch: pytest.MonkeyPatch)
             assert (await served.request("GET", f"{PATH}/resp_b"))[0] == 503
 
 
+async def test_many_that_name_the_same_response_at_once_share_a_search() -> None:
+    async with engine(Store("a").answer) as one, engine(Store("b").answer) as two:
+        async with front(*workers(one, two), **QUIET) as served:
+            response_id = await made_by(served)
+        one.received.clear()
+        two.received.clear()
+        async with front(*workers(one, two), **QUIET) as served:
+            body = SAMPLE.body | {"previous_response_id": response_id}
+            answers = await asyncio.gather(*(served.post(PATH, body) for _ in range(2 * stored_responses.MAX_SEARCHES)))
+            assert {status for status, _, _ in answers} == {200}
+            assert searches(one, two) == 2
+
+
+async def test_a_client_that_leaves_a_search_ends_it_for_nobody() -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    store = Store("a")
+    store.kept["resp_x"] = SAMPLE.whole
+
+    async def slow(request: web.Request, body: bytes) -> web.StreamResponse:
+        begun.set()
+        await go_on.wait()
+        return await store.answer(request, body)
+
+    async with engine(slow) as one, engine(Store("b").answer) as two:
+        async with front(*workers(one, two), **QUIET) as served:
+            stored = served.gateway.front_context.stored
+            named = named_by("default", "GET", f"{PATH}/resp_x")
+            assert named is not None
+            leaves, stays = (asyncio.create_task(stored.worker_of(named)) for _ in range(2))
+            await asyncio.wait_for(begun.wait(), 20)
+            leaves.cancel()
+            go_on.set()
+            assert (await stays).worker_id == "w0"
+            assert searches(one) == 1
+
+
 async def test_what_is_remembered_is_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_responses, "MAX_RESPONSES", 2)
     now = 0.0

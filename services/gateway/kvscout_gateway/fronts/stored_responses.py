@@ -95,7 +95,8 @@ class StoredResponses:
         self._clock = clock
         self._workers: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
         """Worker id, and until when it is remembered, by tenant and response; the last one named is last."""
-        self._searches = 0
+        self._searches: dict[tuple[str, str], asyncio.Task[WorkerSpec]] = {}
+        """That run, by tenant and response."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -152,13 +153,20 @@ class StoredResponses:
         specs = [spec for spec in self._specs(named) if spec.http_endpoint and spec.role is not Role.PREFILL]
         if len(specs) == 1:
             return specs[0]  # it says itself that it has none
-        if self._searches >= MAX_SEARCHES:
-            raise ResourceExhausted("too many responses are searched for", retry_after_seconds=1.0)
-        self._searches += 1
-        try:
-            return await self._search(named, specs, headers)
-        finally:
-            self._searches -= 1
+        key = named.tenant, named.response_id
+        search = self._searches.get(key)
+        if search is None:
+            if len(self._searches) >= MAX_SEARCHES:
+                raise ResourceExhausted("too many responses are searched for", retry_after_seconds=1.0)
+            search = self._searches[key] = asyncio.create_task(self._search(named, specs, headers))
+            search.add_done_callback(lambda ended: self._ended(key, ended))
+        # Branches of a conversation come at once, and wait for the same answer; one that leaves ends it for nobody.
+        return await asyncio.shield(search)
+
+    def _ended(self, key: tuple[str, str], search: asyncio.Task[WorkerSpec]) -> None:
+        del self._searches[key]
+        if not search.cancelled():
+            search.exception()  # seen, also where nobody waits any more
 
     def _known(self, named: Named) -> WorkerSpec | None:
         key = named.tenant, named.response_id
