@@ -19,7 +19,14 @@ from kvscout_scheduler.estimates.output_lengths import BELIEVED, WIDTHS
 from kvscout_scheduler.estimates.worker_times import NONE
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
-from kvscout_scheduler.values.request import ConfigOverride, Prompt, SelectionRequest, WorkerConstraints, pack_hashes
+from kvscout_scheduler.values.request import (
+    EMPTY_PROMPT,
+    ConfigOverride,
+    Prompt,
+    SelectionRequest,
+    WorkerConstraints,
+    pack_hashes,
+)
 from kvscout_scheduler.values.reservation import RequestKey
 from kvscout_scheduler.values.settings import SchedulerSettings
 
@@ -157,10 +164,10 @@ def test_a_worker_that_is_busy_all_the_time_counts_a_prompt_many_times_but_not_w
 def test_what_is_evicted_counts_while_other_caches_have_room() -> None:
     world = World("a", "b", total_kv_blocks=2 * BLOCKS)
     world.ask()
-    world.core.free(world.book(blocks=BLOCKS, pinned_worker_id="a"), 1)
+    world.core.free(world.book(blocks=BLOCKS, pinned_worker_id="a", by_lineage=False), 1)
     half = world.costs()
     assert half["a"] == pytest.approx(half["b"]), "there is room for one more"
-    world.core.free(world.book(first=1_000, blocks=BLOCKS + 32, pinned_worker_id="a"), 1)
+    world.core.free(world.book(first=1_000, blocks=BLOCKS + 32, pinned_worker_id="a", by_lineage=False), 1)
     # All 128 blocks of a are taken, none of b: half of all is free. A prompt of 64 of which a has 8 evicts 56.
     costs = world.costs(on={"a": 8})
     assert costs["b"] - DECODE == pytest.approx(1_024 * 50e-6)
@@ -176,11 +183,48 @@ def test_where_all_caches_are_full_or_of_unknown_size_nothing_counts_that_is_evi
     for blocks in (2 * BLOCKS, 0):
         world = World("a", "b", total_kv_blocks=blocks)
         for name in ("a", "b"):
-            world.core.free(world.book(blocks=2 * BLOCKS, pinned_worker_id=name), 1)
-        world.core.free(world.book(first=1_000, blocks=2 * BLOCKS, pinned_worker_id="a"), 1)
+            world.core.free(world.book(blocks=2 * BLOCKS, pinned_worker_id=name, by_lineage=False), 1)
+        world.core.free(world.book(first=1_000, blocks=2 * BLOCKS, pinned_worker_id="a", by_lineage=False), 1)
         costs = world.costs(on={"b": 8})
         prompts = {name: cost - DECODE for name, cost in costs.items()}
         assert prompts == pytest.approx({"a": 1_024 * 50e-6, "b": (1_024 - 128) * 50e-6})
+
+
+def test_what_evicts_a_session_that_is_about_to_come_back_costs_more() -> None:
+    world = World("a", "b", total_kv_blocks=2 * BLOCKS)
+    for _ in range(40):  # turns of a session that comes back within a second
+        world.core.free(world.book(blocks=2 * BLOCKS, pinned_worker_id="a", session=1), 1)
+        world.clock.advance(0.5)
+    for number in range(40):  # of sessions that do not
+        world.core.free(world.book(first=1_000, blocks=2 * BLOCKS, pinned_worker_id="b", session=100 + number), 1)
+        world.clock.advance(300.0)
+    world.core.free(world.book(blocks=2 * BLOCKS, pinned_worker_id="a", session=1), 1)
+    world.clock.advance(0.5)
+    world.ask(), world.ask()  # each looks at one worker
+    slot = {rank.worker_id: number for number, rank in enumerate(world.times._registered().places)}
+    question = world.times.question(
+        world._request(5_000, BLOCKS, None), EMPTY_PROMPT, 16, now=world.clock.now, weight=1.0, books=False
+    )
+    paused, dead = question.row(slot["a"]), question.row(slot["b"])
+    assert paused.room == dead.room == question.empty == 0.0
+    assert paused.reuse > 0.4
+    assert dead.reuse < 0.1
+    costs = world.costs(first=5_000)
+    tokens = {"a": 1_024 * (1 + paused.reuse), "b": 1_024 * (1 + dead.reuse)}
+    assert costs["a"] - costs["b"] == pytest.approx((tokens["a"] - tokens["b"]) * 50e-6, rel=0.01)
+    explanation = world.ask(first=5_000, explain=True).explanation
+    assert explanation is not None
+    assert "of what it evicts" in explanation.reason
+    begun = world.book(blocks=2 * BLOCKS, pinned_worker_id="a", session=1)
+    assert (
+        world.times.question(
+            world._request(5_000, BLOCKS, None), EMPTY_PROMPT, 16, now=world.clock.now, weight=1.0, books=False
+        )
+        .row(slot["a"])
+        .reuse
+        == 0.0
+    ), "nothing that is in use is evicted"
+    world.core.free(begun, 1)
 
 
 def test_what_was_generated_takes_room_and_a_worker_that_comes_back_has_all_of_it() -> None:

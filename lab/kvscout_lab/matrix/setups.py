@@ -21,7 +21,7 @@ from kvscout_lab.workloads.clients import Clients
 from kvscout_lab.workloads.generators import GENERATED
 from kvscout_lab.workloads.workload import Burst
 
-CONVERSATIONS, AGENTS, LONG_AGENTS, SHARED, DOCUMENTS, EMBEDDINGS = GENERATED
+CONVERSATIONS, AGENTS, LONG_AGENTS, SHARED, DOCUMENTS, EMBEDDINGS, CODING_AGENTS = GENERATED
 TRACE: Final = "trace"
 """The workload of a file in Mooncake's format, which is not part of this repository."""
 CHATS: Final = (CONVERSATIONS, AGENTS)

@@ -4,6 +4,7 @@
 * `agents`: tools and instructions of thousands of tokens, shared by all sessions of an agent; few agents are popular.
 * `shared_prompt`: one system prompt before everything, short questions, long answers.
 * `long_agents`: the same with contexts of 20,000 to 120,000 tokens, and more turns.
+* `coding_agents`: instructions of 20,000 tokens, dozens of turns, pauses while tools run, and subagents.
 * `embeddings`: short texts, many a second, and no output.
 * `documents`: questions about documents, several about each, behind one short system prompt; with few requests a
   second and caches that hold a part of the documents each, it shows whether idle workers share them out.
@@ -212,7 +213,62 @@ def long_agents(sessions: int, seed: int = 0, block_size: int = 64) -> Workload:
     return replace(made, name="long-agents")
 
 
-GENERATED: Final = ("conversations", "agents", "long-agents", "shared-prompt", "documents", "embeddings")
+@dataclass(frozen=True, slots=True)
+class CodingAgents:
+    """Parameters of `coding_agents`."""
+
+    sessions: int = 100
+    seed: int = 0
+    block_size: int = 64
+    instructions: int = 20_000
+    """Tokens that all sessions begin with: tools and instructions."""
+    project: LogNormal = LogNormal(median=4_000, sigma=0.8, low=500, high=20_000)
+    """New tokens of the first turn: what is known of the project, and the task."""
+    observation: LogNormal = LogNormal(median=800, sigma=1.2, low=32, high=16_000)
+    """New tokens of each later turn: what tools said."""
+    turns: Range = Range(8, 40)
+    output: LogNormal = LogNormal(median=160, sigma=0.8, low=16, high=2_000)
+    pauses: tuple[tuple[float, float], ...] = ((0.75, 2.0), (0.17, 15.0), (0.08, 90.0))
+    """Kinds of pauses between turns, their share and mean seconds: a file is read, tests run, somebody is asked."""
+    subagents: float = 1.0
+    """Mean number of subagents of a session, of the same instructions without a third of them, and fewer turns."""
+    subagent_turns: Range = Range(3, 12)
+
+
+def coding_agents(parameters: CodingAgents = CodingAgents()) -> Workload:
+    """Sessions of coding agents and of their subagents, one flow each."""
+    rng, nodes, size = random.Random(parameters.seed), Nodes(), parameters.block_size
+    flows: list[Flow] = []
+
+    def flow(start: float, kind: str, instructions: int, turns: int) -> Flow:
+        chain = nodes.chain([kind] * (instructions // size))
+        tokens, made = instructions, []
+        for number in range(turns):
+            prompt = tokens + (parameters.observation if number else parameters.project).draw(rng)
+            output = parameters.output.draw(rng)
+            tokens = prompt + output
+            chain = nodes.extend(chain, tokens // size)
+            made.append(Turn(chain, prompt, output, _pause(rng, parameters) if number else 0.0))
+        return Flow(start, tuple(made))
+
+    start = 0.0
+    for _ in range(parameters.sessions):
+        start += rng.expovariate(1.0)
+        flows.append(flow(start, "main", parameters.instructions, parameters.turns.draw(rng)))
+        for _ in range(round(rng.expovariate(1 / parameters.subagents)) if parameters.subagents else 0):
+            begins, turns = start + rng.expovariate(1.0), parameters.subagent_turns.draw(rng)
+            flows.append(flow(begins, "subagent", parameters.instructions * 2 // 3, turns))
+    return Workload("coding-agents", size, tuple(sorted(flows, key=lambda each: each.start_seconds)))
+
+
+def _pause(rng: random.Random, parameters: CodingAgents) -> float:
+    ((_, mean),) = rng.choices(parameters.pauses, [share for share, _ in parameters.pauses])
+    return rng.expovariate(1 / mean)
+
+
+GENERATED: Final = (
+    "conversations", "agents", "long-agents", "shared-prompt", "documents", "embeddings", "coding-agents"
+)  # fmt: skip
 """Names of what `generate` makes."""
 
 
@@ -234,6 +290,8 @@ def generate(name: str, requests: int, seed: int = 0, shared_tokens: int = 8_192
         return agents(Agents(sessions=max(1, round(requests / 1.5)), seed=seed))
     if name == "long-agents":
         return long_agents(max(1, round(requests / 3.5)), seed)
+    if name == "coding-agents":
+        return coding_agents(CodingAgents(sessions=max(1, round(requests / 31.5)), seed=seed))
     if name == "documents":
         return documents(Documents(requests=requests, seed=seed))
     if name == "embeddings":

@@ -53,7 +53,7 @@ macro_rules! row {
     };
 }
 
-row! { behind due_at pace used seen prefills room decode_pace decoding; contexts requests }
+row! { behind due_at pace used seen prefills room reuse decode_pace decoding; contexts requests }
 
 impl Row {
     /// Seconds of prefill that are left of what is booked.
@@ -82,8 +82,8 @@ impl Row {
         let uncached = isl_tokens - cached;
         let copied = (inputs.popular_tokens - cached).max(0.0);
         let evicted = (uncached - self.room).max(0.0);
-        let tokens = uncached - inputs.popular_discount * copied + inputs.empty * evicted;
-        self.pace * inputs.own_seconds * tokens
+        let lost = (inputs.empty + self.reuse) * evicted;
+        self.pace * inputs.own_seconds * (uncached - inputs.popular_discount * copied + lost)
     }
 
     /// Seconds that count for decoding.
@@ -139,6 +139,7 @@ mod tests {
         seen: 0.0,
         prefills: 0.0,
         room: f64::INFINITY,
+        reuse: 0.0,
         decode_pace: 1.0,
         decoding: 0.0,
         contexts: [0.0; STAGES],
@@ -170,6 +171,8 @@ mod tests {
             [0.02, 0.06, 0.12]
         );
         assert_eq!(IDLE.own(&INPUTS, 60.0, 10.0), 0.05);
+        // What it evicts would be used again as likely as not.
+        assert_eq!(Row { reuse: 0.5, ..row }.own(&INPUTS, 60.0, 10.0), 0.14);
     }
 
     #[test]

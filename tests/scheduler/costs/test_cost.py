@@ -115,6 +115,9 @@ def test_seconds_follow_from_the_rows_of_workers_and_one_without_a_row_is_an_err
     alone = load.score(ScoreInputs(BLOCK_FORMAT, b"", 100), device(2, 1), 0b10)
     # Two wait even where the fewest do: each of them waits for it three times.
     assert list(alone.seconds(question)) == pytest.approx([1.5 + (2.4 + 6) * 2 * (0.084 + 0.020) + decode])
+    # What would be used again counts for the 40 that evict it, beside the half for the room that others have.
+    again = question._replace(table=array("d", chain(TimeRow(), busy._replace(reuse=0.25))))
+    assert list(scores.seconds(again))[1] == pytest.approx(1.5 + 2.4 * 2 * (0.084 + 0.030) + decode)
     # Half of the 48 tokens that are popular and not there is paid by others.
     popular = question._replace(popular_tokens=80.0, popular_discount=0.5)
     assert next(iter(scores.seconds(popular))) == pytest.approx(0.268 - 0.024)

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from support.scheduler_builders import test_seed
 
+from kvscout_scheduler.estimates import output_lengths
 from kvscout_scheduler.estimates.output_lengths import (
     BELIEVED,
     LAST,
@@ -36,6 +37,28 @@ def test_stages_cover_every_length_once() -> None:
     assert sum(WIDTHS) == LAST
     assert all(believed <= width for believed, width in zip(BELIEVED, WIDTHS, strict=True))
     assert OutputLengths().expected("any", 7, 0, 0) == BELIEVED
+
+
+def test_a_session_has_outputs_of_its_own_and_begins_with_those_of_its_class() -> None:
+    outputs = OutputLengths()
+    for _ in range(50):
+        outputs.add("tools", 7, 8_192, 0, 40, session=1)
+        outputs.add("tools", 7, 8_192, 0, 2_000, session=2)
+    short, long, new, none = (sum(outputs.expected("tools", 7, 8_192, 0, session)) for session in (1, 2, 3, 0))
+    assert short < 200
+    assert long > 1_500
+    assert short < new == none < long
+
+
+def test_sessions_take_no_room_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_lengths, "MAX_CLASSES", 4)
+    outputs = OutputLengths()
+    outputs.add("tools", 7, 0, 0, 2_000)
+    known = outputs.expected("tools", 7, 0, 0)
+    for session in range(1, 100):
+        outputs.expected("tools", 7, 0, 0, session)
+    assert outputs.expected("tools", 7, 0, 0) == known != BELIEVED
+    assert len(outputs) == 2 + 4
 
 
 @pytest.mark.parametrize(

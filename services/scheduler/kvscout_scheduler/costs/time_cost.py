@@ -5,10 +5,11 @@
     cost(w)     = overlap_score_weight · (ahead(w) + crowding(w) · own(w)) + decode(w)
 
     ahead(w)    = what is left of the prompts booked there before
-    own(w)      = pace(w) · seconds a token · (uncached(w) − discount · copied(w) + empty · evicted(w))
+    own(w)      = pace(w) · seconds a token · (uncached(w) − discount · copied(w) + (empty + reuse(w)) · evicted(w))
     copied(w)   = tokens of uncached(w) that are in a popular prefix; discount: what those pay who come later
     evicted(w)  = tokens of uncached(w) for which there is no room in the cache of w
     empty       = share of all caches that is empty
+    reuse(w)    = chance that what w evicts next would soon be used again
     crowding(w) = 1 / (1 − busy(w)) + 3 · waiting + 0.05 · decoding(w)
     busy(w)     = share of the last 20 s or so in which w had prompts to compute
     waiting     = prompts that wait where the fewest do
@@ -69,6 +70,8 @@ class TimeRow(NamedTuple):
     """Requests without a first token."""
     room: float = inf
     """Tokens that its cache could take without evicting any."""
+    reuse: float = 0.0
+    """Chance that a token which it evicts next would soon be used again."""
     decode_pace: float = 1.0
     """Time of a decode step here, divided by its time in the pool."""
     decoding: float = 0.0
@@ -174,12 +177,13 @@ def own_of(row: TimeRow, question: TimeCostInputs, isl_tokens: int, cached: floa
     uncached = isl_tokens - cached
     copied = max(0.0, question.popular_tokens - cached)
     evicted = max(0.0, uncached - row.room)
-    return row.pace * question.own_seconds * (uncached - question.popular_discount * copied + question.empty * evicted)
+    lost = (question.empty + row.reuse) * evicted
+    return row.pace * question.own_seconds * (uncached - question.popular_discount * copied + lost)
 
 
 def decode_of(row: TimeRow, question: TimeCostInputs, isl_tokens: int) -> float:
     """Return seconds that count for decoding, the request's own and those of others."""
     seconds = question.step_seconds
-    for stage, contexts, requests in zip(question.stage_seconds, row[9:14], row[14:], strict=True):
+    for stage, contexts, requests in zip(question.stage_seconds, row[10:15], row[15:], strict=True):
         seconds += stage * (contexts + requests * isl_tokens)
     return row.decode_pace * seconds

@@ -31,6 +31,7 @@ from kvscout_scheduler.estimates.first_rates import UNKNOWN, Rates
 from kvscout_scheduler.estimates.output_lengths import STAGES, OutputLengths, reaching
 from kvscout_scheduler.estimates.popular_prefixes import PopularPrefixes
 from kvscout_scheduler.estimates.rates import FittedLine, within
+from kvscout_scheduler.estimates.sessions import Sessions
 from kvscout_scheduler.estimates.worker_times import LEAST_PACE, MOST_PACE, STEP_TOKENS, ActiveTimes, WorkerTimes
 from kvscout_scheduler.values.request import Prompt, SelectionRequest
 from kvscout_scheduler.values.reservation import End, RequestKey, Reservation
@@ -67,11 +68,15 @@ class LearnedTimes:
     Args:
         registered: Answers which workers there are.
         believed: Answers how fast they are, as far as their registrations say.
+        sessions: Sessions of the requests; they observe each booking before this does.
     """
 
-    def __init__(self, registered: Callable[[], RegisteredWorkers], believed: Callable[[], Rates]) -> None:
+    def __init__(
+        self, registered: Callable[[], RegisteredWorkers], believed: Callable[[], Rates], sessions: Sessions
+    ) -> None:
         self._registered = registered
         self._believed = believed
+        self._sessions = sessions
         self._reported = False
         """True: engines reported their speed."""
         self._arranged = False
@@ -83,6 +88,8 @@ class LearnedTimes:
         self.outputs = OutputLengths()
         self.prefixes = PopularPrefixes()
         self._workers: dict[WorkerRank, WorkerTimes] = {}
+        self._turns: deque[WorkerRank] = deque()
+        """Them, the next one to be looked at first."""
         self._requests: dict[RequestKey, ActiveTimes] = {}
         self._table = array("d", IDLE)
         """A `TimeRow` a worker."""
@@ -141,6 +148,7 @@ class LearnedTimes:
         now: float,
         weight: float,
         books: bool,
+        session: int = 0,
     ) -> TimeCostInputs:
         """Return the estimates for the cost of a request.
 
@@ -151,6 +159,7 @@ class LearnedTimes:
             now: On the scheduler's clock, in seconds.
             weight: Of prompts against decoding.
             books: Whether it is going to be booked.
+            session: Conversation of it; 0 = unknown.
         """
         if not self._arranged:
             self._arrange()
@@ -160,11 +169,18 @@ class LearnedTimes:
             due = heappop(self._stages)[2]
             if not due.ended:
                 self._advance(due, now)
+        if self._turns:
+            # What sessions have left gets older; so many looks are about as many as there is to see.
+            rank = self._turns[0]
+            self._turns.rotate(-1)
+            self._look(self._workers[rank], rank, now)
+            self._workers[rank].write(self._table)
         first, second, third, fourth, last = self.outputs.expected(
             request.output_class,
             prompt.lineage(block_size),
             request.max_output_tokens,
             request.expected_output_tokens,
+            session,
         )
         workers = max(1, len(self._slot_of))
         popular = self.prefixes.of(prompt.block_hashes, block_size, now, workers, counts=books)
@@ -235,13 +251,15 @@ class LearnedTimes:
             reservation.lineage,
             reservation.max_output_tokens,
             reservation.expected_output_tokens,
+            reservation.session,
         )
         request = ActiveTimes(worker, reservation, now, expected, reaching(expected), reservation.isl_tokens)
         self._requests[reservation.key] = request
         worker.requests += 1
         worker.prompt_tokens += reservation.isl_tokens
         worker.add(request)
-        self._hold(worker, reservation.uncached_tokens)
+        self._hold(worker, reservation, reservation.uncached_tokens)
+        self._look(worker, reservation.rank, now)
         if reservation.prefilled:
             self._decodes(request, now)
         else:
@@ -293,8 +311,10 @@ class LearnedTimes:
                 reservation.max_output_tokens,
                 reservation.expected_output_tokens,
                 tokens,
+                reservation.session,
             )
-            self._hold(worker, tokens)
+            self._hold(worker, reservation, tokens)
+        self._look(worker, reservation.rank, now)
         request.ended = True
         worker.requests -= 1
         worker.prompt_tokens -= reservation.isl_tokens
@@ -457,12 +477,20 @@ class LearnedTimes:
         """Return tokens in all contexts of a worker."""
         return worker.prompt_tokens + worker.generated(now, self._step(worker))
 
-    def _hold(self, worker: WorkerTimes, tokens: int) -> None:
-        """Add tokens to the cache of a worker."""
+    def _hold(self, worker: WorkerTimes, reservation: Reservation, tokens: int) -> None:
+        """Add tokens of a request to the cache of a worker."""
+        if not worker.capacity:
+            return
+        worker.sessions.add(reservation.session, tokens, worker.capacity)
         room = worker.capacity - worker.held
         more = tokens if tokens < room else room
         worker.held += more
         self._held += more
+
+    def _look(self, worker: WorkerTimes, rank: WorkerRank, now: float) -> None:
+        """Look what a worker evicts next, where its cache is full."""
+        if worker.capacity and worker.held == worker.capacity:
+            worker.reuse = worker.sessions.reuse(rank, self._sessions, now)
 
     def _add(self, rank: WorkerRank, now: float) -> WorkerTimes:
         """Add a worker, with a row of the table."""
@@ -471,6 +499,7 @@ class LearnedTimes:
         else:
             self._table.extend(IDLE)
             row = len(self._table) // len(IDLE) - 1
+        self._turns.append(rank)
         made = self._workers[rank] = WorkerTimes(row, now, now, now, capacity=self._cache_tokens.get(rank, 0))
         self._point(rank, row)
         return made
@@ -478,6 +507,7 @@ class LearnedTimes:
     def _forget(self, rank: WorkerRank) -> None:
         """Forget a worker on which nothing is under way."""
         worker = self._workers.pop(rank)
+        self._turns.remove(rank)
         self._held -= worker.held
         self._unused.append(worker.row)
         self._point(rank, 0)

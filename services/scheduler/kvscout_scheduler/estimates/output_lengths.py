@@ -4,10 +4,11 @@ A length is described by how many of its tokens fall into each *stage* of an out
 1,024..4,096 and beyond. The mean of that over requests that resemble each other says how long an output is expected to
 be, how many outputs go through a stage, and what is to be expected of one that has come so far.
 
-Requests resemble each other by class (`Reservation.output_class`), by the bounds that their callers give, and by
-lineage. The fewer outputs of a class are known, the more the class that contains it counts:
+Requests resemble each other by class (`Reservation.output_class`), by the bounds that their callers give, by lineage,
+and by session: agents set `max_tokens` to a constant, whatever they expect. The fewer outputs of a class are known, the
+more the class that contains it counts:
 
-    every request ──▶ class and bounds ──▶ the same, and lineage
+    every request ──▶ class and bounds ──▶ the same, and lineage ──▶ the same, and session
 
 What a caller says is a bound: neither a class that is not known nor what it learned makes an output longer than that.
 """
@@ -30,7 +31,7 @@ KEPT: Final = 0.98
 PARENT_WEIGHT: Final = 4.0
 """Outputs that the containing class counts for."""
 MAX_CLASSES: Final = 4_096
-"""Those that were not used for longest are forgotten."""
+"""And sessions; those that were not used for longest are forgotten."""
 
 Stages = tuple[float, float, float, float, float]
 """A number for each stage."""
@@ -42,14 +43,15 @@ class OutputLengths:
     def __init__(self) -> None:
         self._everyone = _Class(None)
         self._classes: OrderedDict[object, _Class] = OrderedDict()
-        self._key: tuple[str, int, int, int] | None = None
+        self._sessions: OrderedDict[object, _Class] = OrderedDict()
+        self._key: tuple[str, int, int, int, int] | None = None
         """Arguments of `_answer`, since the last output: a booking follows a selection with the same ones."""
         self._answer: Stages = BELIEVED
 
     def __len__(self) -> int:
-        return len(self._classes)
+        return len(self._classes) + len(self._sessions)
 
-    def expected(self, output_class: str, lineage: int, most: int, expected: int) -> Stages:
+    def expected(self, output_class: str, lineage: int, most: int, expected: int, session: int = 0) -> Stages:
         """Return the tokens that are expected in each stage of an output.
 
         Args:
@@ -57,14 +59,15 @@ class OutputLengths:
             lineage: Of its prompt; 0 = unknown.
             most: Tokens at which it ends; 0 = unknown.
             expected: Tokens that its caller expects; 0 = unknown.
+            session: Conversation of it; 0 = unknown.
         """
-        key = (output_class, lineage, most, expected)
+        key = (output_class, lineage, most, expected, session)
         if key != self._key:
-            mean = self._class(output_class, lineage, most, expected).mean()
+            mean = self._class(output_class, lineage, most, expected, session).mean()
             self._key, self._answer = key, _bounded(mean, min(most or LAST, expected or LAST))
         return self._answer
 
-    def add(self, output_class: str, lineage: int, most: int, expected: int, tokens: int) -> None:
+    def add(self, output_class: str, lineage: int, most: int, expected: int, tokens: int, session: int = 0) -> None:
         """Learn from an output that has ended.
 
         Args:
@@ -73,25 +76,19 @@ class OutputLengths:
             most: Tokens at which it would have ended; 0 = unknown.
             expected: Tokens that its caller expected; 0 = unknown.
             tokens: That it had.
+            session: Conversation of it; 0 = unknown.
         """
         self._key = None
-        self._class(output_class, lineage, most, expected).add(_bounded(WIDTHS, tokens))
+        self._class(output_class, lineage, most, expected, session).add(_bounded(WIDTHS, tokens))
 
-    def _class(self, output_class: str, lineage: int, most: int, expected: int) -> _Class:
+    def _class(self, output_class: str, lineage: int, most: int, expected: int, session: int) -> _Class:
         # Bounds that differ by less than a factor of two are one class.
         bounds = (output_class, most.bit_length(), expected.bit_length())
-        found = self._find(bounds, self._everyone)
-        return self._find((bounds, lineage), found) if lineage else found
-
-    def _find(self, key: object, parent: _Class) -> _Class:
-        found = self._classes.get(key)
-        if found is None:
-            if len(self._classes) >= MAX_CLASSES:
-                self._classes.popitem(last=False)
-            found = self._classes[key] = _Class(parent)
-        else:
-            self._classes.move_to_end(key)
-        return found
+        found = _found(self._classes, bounds, self._everyone)
+        if lineage:
+            found = _found(self._classes, (bounds, lineage), found)
+        # Apart from the classes: one that comes once takes no room of theirs.
+        return _found(self._sessions, (bounds, session), found) if session else found
 
 
 class _Class:
@@ -131,6 +128,17 @@ class _Class:
         kept, (a, b, c, d, e), (first, second, third, fourth, last) = KEPT, self._sums, stages
         self._weight = kept * self._weight + 1.0
         self._sums = (kept * a + first, kept * b + second, kept * c + third, kept * d + fourth, kept * e + last)
+
+
+def _found(classes: OrderedDict[object, _Class], key: object, parent: _Class) -> _Class:
+    found = classes.get(key)
+    if found is None:
+        if len(classes) >= MAX_CLASSES:
+            classes.popitem(last=False)
+        found = classes[key] = _Class(parent)
+    else:
+        classes.move_to_end(key)
+    return found
 
 
 def _bounded(mean: Stages, bound: float) -> Stages:

@@ -15,14 +15,17 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress, islice
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from xxhash import xxh3_64_intdigest
 
 from kvscout_common.worker import WorkerRank
-from kvscout_scheduler.costs.cost import BlockFormat
+from kvscout_scheduler.estimates.pauses import ENDS, STAGES, PauseClass, Pauses
 from kvscout_scheduler.values.request import Prompt, SelectionRequest
 from kvscout_scheduler.values.reservation import HASH_BYTES, NOWHERE, End, Reservation
+
+if TYPE_CHECKING:
+    from kvscout_scheduler.costs.cost import BlockFormat
 
 MAX_SESSIONS: Final = 16_384
 """Sessions of one pool."""
@@ -47,6 +50,12 @@ class Session:
     """Of its last prompt, and of the output if that has ended: what the next prompt begins with, at most."""
     active: int = 0
     """Requests under way."""
+    pauses: PauseClass | None = None
+    """Its own, with those of its class."""
+    away_since: float = 0.0
+    """When it had its last answer, if nothing of it is under way."""
+    stage: int = 0
+    """Of its pause, as of the last look."""
     lineage: int = 0
     """Of the prompt in which it ends; with `last_block`, where it stands among the ends."""
     last_block: int = 0
@@ -63,6 +72,9 @@ class Sessions:
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, Session] = OrderedDict()
         """By id, those that were not used for longest first."""
+        self.pauses = Pauses()
+        self._away: tuple[OrderedDict[int, Session], ...] = tuple(OrderedDict() for _ in STAGES)
+        """Sessions that pause, by id, in each stage of a pause; those that do so for longest first."""
         self._ends: dict[int, dict[int, list[Session]]] = {}
         """Sessions by the last block of their last prompt, by its lineage; of those that end alike the last few."""
 
@@ -123,6 +135,11 @@ class Sessions:
             session = self._touch(reservation.session, now)
             session.rank, session.tokens = reservation.rank, reservation.isl_tokens
             session.active += 1
+            if session.pauses is None:
+                session.pauses = PauseClass(self.pauses.of(reservation.output_class))
+            self._pass(now)
+            if self._away[session.stage].pop(session.session_id, None) is not None:
+                session.pauses.add(session.stage, came=True)
 
     def prefill_completed(self, reservation: Reservation, ttft_seconds: float, now: float) -> None:
         """See `reservation.Observer`."""
@@ -134,11 +151,29 @@ class Sessions:
             return
         session.active -= 1
         session.seen = now
+        if not session.active:
+            session.away_since, session.stage = now, 0
+            self._away[0][session.session_id] = session
         self._sessions.move_to_end(session.session_id)
         session.tokens = max(session.tokens, reservation.isl_tokens + end.output_tokens)
 
+    def soon(self, session_id: int, rank: WorkerRank, now: float) -> float | None:
+        """Return the chance that a session soon uses what it has left on a worker (`PauseClass.soon`); None = it is
+        using it, and nothing of it is evicted.
+
+        Args:
+            session_id: The session; 0 = unknown.
+            rank: The worker.
+            now: On the scheduler's clock.
+        """
+        session = self._sessions.get(session_id)
+        if session is None or session.pauses is None or session.rank != rank:
+            return 0.0
+        return None if session.active else session.pauses.soon(now - session.away_since)
+
     def forget_old(self, now: float) -> None:
         """Forget sessions that were not heard of for long."""
+        self._pass(now)
         while self._sessions and next(iter(self._sessions.values())).seen < now - TTL_SECONDS:
             self._forget()
 
@@ -183,9 +218,21 @@ class Sessions:
             self._sessions.move_to_end(session_id)
         return session
 
+    def _pass(self, now: float) -> None:
+        """Let pauses come to the stage that they have reached; those that are through all of them teach no more."""
+        for stage, away in enumerate(self._away):
+            while away and (session := next(iter(away.values()))).away_since <= now - ENDS[stage]:
+                del away[session.session_id]
+                if session.pauses is not None:
+                    session.pauses.add(stage, came=False)
+                if stage + 1 < len(STAGES):
+                    session.stage = stage + 1
+                    self._away[stage + 1][session.session_id] = session
+
     def _forget(self) -> None:
         """Forget the session that was not used for longest."""
-        _, session = self._sessions.popitem(last=False)
+        session_id, session = self._sessions.popitem(last=False)
+        self._away[session.stage].pop(session_id, None)
         self._drop_end(session)
 
     def _drop_end(self, session: Session) -> None:

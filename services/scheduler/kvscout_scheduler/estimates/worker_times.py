@@ -8,6 +8,7 @@ from math import inf
 from typing import Final
 
 from kvscout_scheduler.costs.time_cost import HORIZON_SECONDS, ROW
+from kvscout_scheduler.estimates.held_sessions import HeldSessions
 from kvscout_scheduler.estimates.output_lengths import Stages
 from kvscout_scheduler.estimates.rates import DecayingMean, within
 from kvscout_scheduler.values.reservation import Reservation
@@ -86,6 +87,10 @@ class WorkerTimes:
     """Tokens that its cache holds; 0 = unknown, or it is not registered now."""
     held: int = 0
     """Tokens of the cache in use, as booked since then: an engine evicts nothing until there is no room."""
+    sessions: HeldSessions = field(default_factory=HeldSessions)
+    """Whose tokens these are."""
+    reuse: float = 0.0
+    """`TimeRow.reuse`, as of the last look."""
     step_ended: float = 0.0
     """When the last prefill step ended of which is known, and what it computed, until that is learned from."""
     step_tokens: int = 0
@@ -185,6 +190,7 @@ class WorkerTimes:
             self.seen,
             len(self.prefills),
             self.capacity - self.held if self.capacity else inf,
+            self.reuse,
             self.decode_pace,
             self.decoding,
             *self.stages,

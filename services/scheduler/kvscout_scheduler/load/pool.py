@@ -93,10 +93,10 @@ class Pool:
         self.leaving: dict[int, LeavingRank] = {}
         """Slots of ranks that are not registered any more."""
         self.hits: list[HitCounts] = []
-        self.times = LearnedTimes(self._registered_ranks, self._first_rates)
-        """Speed and work of its workers."""
         self.sessions = Sessions()
         """Conversations that its requests belong to."""
+        self.times = LearnedTimes(self._registered_ranks, self._first_rates, self.sessions)
+        """Speed and work of its workers."""
         self.observers: list[Observer] = [self.sessions, self.times]
         """Observers of every booking here."""
         self.decisions = 0

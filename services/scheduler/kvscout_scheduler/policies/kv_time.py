@@ -21,7 +21,7 @@ class KvTime(Policy):
         rows = [question.row(slot) for slot in candidates.slots]
         row = rows[index]
         cached = candidates.cached_tokens[index]
-        evicts = " and of what it evicts" if isl - cached > row.room and question.empty else ""
+        evicts = " and of what it evicts" if isl - cached > row.room and question.empty + row.reuse else ""
         ahead, own = ahead_of(row, now), own_of(row, question, isl, cached)
         times = crowding_of(row, now) + fewest_waiting(rows)
         return (

@@ -51,6 +51,7 @@ class Candidates:
         now: On the scheduler's clock.
         books: Whether the choice is booked; queries must not change what bookings see.
         home: Slot where the request's session was last; -1 = unknown.
+        session: The session; 0 = unknown.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Candidates:
         now: float,
         books: bool = False,
         home: int = -1,
+        session: int = 0,
     ) -> None:
         self.request = request
         self.members = members
@@ -71,6 +73,7 @@ class Candidates:
         self.now = now
         self.books = books
         self.home = home
+        self.session = session
         self._pool = pool
         self._prompts = prompts
         self._slots: list[int] | None = None
@@ -182,6 +185,7 @@ class Candidates:
             now=self.now,
             weight=self.settings.overlap_score_weight,
             books=self.books,
+            session=self.session,
         )
 
     def seconds(self, question: TimeCostInputs) -> Sequence[float]:
@@ -222,6 +226,7 @@ class Candidates:
             now=self.now,
             books=self.books,
             home=self.home,
+            session=self.session,
         )
 
     def tiers(self) -> Sequence[TierOverlap]:

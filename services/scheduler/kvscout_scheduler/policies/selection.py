@@ -113,10 +113,22 @@ class Selector:
         if usual and policy.formula is not None and not settings.router_temperature:
             # The usual case, and what the other one comes to: all that the policy would do is one call.
             slot, overlap_blocks, effective_overlap_blocks, cost = _cheapest(
-                policy.formula, pool, request, members, prompts, settings, now=now, books=books, home=home, rng=rng
+                policy.formula,
+                pool,
+                request,
+                members,
+                prompts,
+                settings,
+                now=now,
+                books=books,
+                home=home,
+                session=session,
+                rng=rng,
             )
         else:
-            candidates = Candidates(pool, request, members, prompts, settings, now=now, books=books, home=home)
+            candidates = Candidates(
+                pool, request, members, prompts, settings, now=now, books=books, home=home, session=session
+            )
             if has_targets:
                 targets = settings.targets_of(request.model, request.targets)
                 candidates, note, over_target = headroom_of(candidates, targets, dropped)
@@ -188,13 +200,16 @@ def _cheapest(
     now: float,
     books: bool,
     home: int,
+    session: int,
     rng: Random,
 ) -> Cheapest:
     """Return the candidate of least cost, where all have one block format."""
     ((block_format, prompt),) = prompts.items()
     weight, times = settings.overlap_score_weight, None
     if formula is Formula.SECONDS:
-        times = pool.times.question(request, prompt, block_format.block_size, now=now, weight=weight, books=books)
+        times = pool.times.question(
+            request, prompt, block_format.block_size, now=now, weight=weight, books=books, session=session
+        )
     question = ScoreInputs(
         block_format, prompt.block_hashes, request.isl_tokens, weight, settings.tier_weights, request.charge_prefill
     )
