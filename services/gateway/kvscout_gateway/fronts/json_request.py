@@ -49,7 +49,7 @@ async def request_of(
     if isinstance(salt, str):
         prompt.cache_salt = text_of(salt, "cache_salt")
     if not prompt.token_ids:
-        prompt.unknown = prompt.unknown or "tokenizer: the prompt is empty"
+        prompt.unknown = prompt.unknown or prompt.partial or "tokenizer: the prompt is empty"
         prompt.further_tokens = 0  # the estimate is of all prompts
         longest = context.catalog.tenant(tenant).serving(model).longest_prompt
         prompt.isl_tokens = max(1, min(fields.characters // CHARACTERS_A_TOKEN, limit, longest or limit))
