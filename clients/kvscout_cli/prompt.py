@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
-import aiohttp
 import click
 
 from kvscout_cli.connection import option
@@ -51,6 +50,8 @@ class Prompt:
 
 
 async def _tokenize(url: str, model: str, text: str) -> list[int]:
+    import aiohttp  # only for a text: commands start without it
+
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TOKENIZE_SECONDS)) as http,
