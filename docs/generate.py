@@ -50,6 +50,7 @@ UNITS = {
     "nats_replicas": "copies",
     "max_concurrent_streams": "calls",
     "kv_overlap_score_weight": "factor",
+    "session_reuse_weight": "factor",
     "router_temperature": "temperature",
     "cpu_to_gpu_ratio": "factor",
     "router_queue_threshold": "factor",

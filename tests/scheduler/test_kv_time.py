@@ -39,13 +39,14 @@ BLOCKS = 64
 class World:
     """A scheduler under `kv-time`, whose engines compute as fast as is said; both backends must give the same costs."""
 
-    def __init__(self, *workers: str, **fields: Any) -> None:
+    def __init__(self, *workers: str, reuse_weight: float = 0.0, **fields: Any) -> None:
         self.clock = ManualClock()
         self.core: Scheduler = scheduler(
             *(worker(name, **fields) for name in workers),
             clock=self.clock,
             policy="kv-time",
             make_load=SideBySide,
+            session_reuse_weight=reuse_weight,
         )
         (self._pool,) = self.core.workers
         self.placed: list[str] = []
@@ -191,7 +192,7 @@ def test_where_all_caches_are_full_or_of_unknown_size_nothing_counts_that_is_evi
 
 
 def test_what_evicts_a_session_that_is_about_to_come_back_costs_more() -> None:
-    world = World("a", "b", total_kv_blocks=2 * BLOCKS)
+    world = World("a", "b", reuse_weight=1.0, total_kv_blocks=2 * BLOCKS)
     for _ in range(40):  # turns of a session that comes back within a second
         world.core.free(world.book(blocks=2 * BLOCKS, pinned_worker_id="a", session=1), 1)
         world.clock.advance(0.5)

@@ -48,6 +48,7 @@ class SchedulerConfig:
             settings=SchedulerSettings(
                 policy=values["router_mode"],
                 overlap_score_weight=values["kv_overlap_score_weight"],
+                session_reuse_weight=values["session_reuse_weight"],
                 router_temperature=values["router_temperature"],
                 cpu_to_gpu_ratio=values["cpu_to_gpu_ratio"],
                 track_active_blocks=not values["no_track_active_blocks"],

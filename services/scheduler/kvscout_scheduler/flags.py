@@ -42,6 +42,11 @@ def scheduler_flags() -> Callable[[F], F]:
             help="Weight of prefill relative to decode load; 0 ignores prefix caches.",
         ),
         flag(
+            "--session-reuse-weight",
+            default=0.0,
+            help="Policy kv-time: weight of evicted blocks whose sessions are likely to come back soon; 0 = off.",
+        ),
+        flag(
             "--router-temperature",
             default=0.0,
             help="0 = always the cheapest worker; above 0 = softmax over the costs.",

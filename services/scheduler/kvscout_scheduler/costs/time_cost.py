@@ -9,7 +9,7 @@
     copied(w)   = tokens of uncached(w) that are in a popular prefix; discount: what those pay who come later
     evicted(w)  = tokens of uncached(w) for which there is no room in the cache of w
     empty       = share of all caches that is empty
-    reuse(w)    = chance that what w evicts next would soon be used again
+    reuse(w)    = chance that what w evicts next would soon be used again, weighted (session_reuse_weight, 0 by default)
     crowding(w) = 1 / (1 − busy(w)) + 3 · waiting + 0.05 · decoding(w)
     busy(w)     = share of the last 20 s or so in which w had prompts to compute
     waiting     = prompts that wait where the fewest do
@@ -71,7 +71,7 @@ class TimeRow(NamedTuple):
     room: float = inf
     """Tokens that its cache could take without evicting any."""
     reuse: float = 0.0
-    """Chance that a token which it evicts next would soon be used again."""
+    """Chance that a token which it evicts next would soon be used again, weighted."""
     decode_pace: float = 1.0
     """Time of a decode step here, divided by its time in the pool."""
     decoding: float = 0.0

@@ -69,14 +69,21 @@ class LearnedTimes:
         registered: Answers which workers there are.
         believed: Answers how fast they are, as far as their registrations say.
         sessions: Sessions of the requests; they observe each booking before this does.
+        reuse_weight: See `SchedulerSettings.session_reuse_weight`.
     """
 
     def __init__(
-        self, registered: Callable[[], RegisteredWorkers], believed: Callable[[], Rates], sessions: Sessions
+        self,
+        registered: Callable[[], RegisteredWorkers],
+        believed: Callable[[], Rates],
+        sessions: Sessions,
+        *,
+        reuse_weight: float = 0.0,
     ) -> None:
         self._registered = registered
         self._believed = believed
         self._sessions = sessions
+        self._reuse_weight = reuse_weight
         self._reported = False
         """True: engines reported their speed."""
         self._arranged = False
@@ -169,7 +176,7 @@ class LearnedTimes:
             due = heappop(self._stages)[2]
             if not due.ended:
                 self._advance(due, now)
-        if self._turns:
+        if self._turns and self._reuse_weight:
             # What sessions have left gets older; so many looks are about as many as there is to see.
             rank = self._turns[0]
             self._turns.rotate(-1)
@@ -481,7 +488,8 @@ class LearnedTimes:
         """Add tokens of a request to the cache of a worker."""
         if not worker.capacity:
             return
-        worker.sessions.add(reservation.session, tokens, worker.capacity)
+        if self._reuse_weight:
+            worker.sessions.add(reservation.session, tokens, worker.capacity)
         room = worker.capacity - worker.held
         more = tokens if tokens < room else room
         worker.held += more
@@ -489,8 +497,8 @@ class LearnedTimes:
 
     def _look(self, worker: WorkerTimes, rank: WorkerRank, now: float) -> None:
         """Look what a worker evicts next, where its cache is full."""
-        if worker.capacity and worker.held == worker.capacity:
-            worker.reuse = worker.sessions.reuse(rank, self._sessions, now)
+        if self._reuse_weight and worker.capacity and worker.held == worker.capacity:
+            worker.reuse = self._reuse_weight * worker.sessions.reuse(rank, self._sessions, now)
 
     def _add(self, rank: WorkerRank, now: float) -> WorkerTimes:
         """Add a worker, with a row of the table."""

@@ -95,7 +95,9 @@ class Pool:
         self.hits: list[HitCounts] = []
         self.sessions = Sessions()
         """Conversations that its requests belong to."""
-        self.times = LearnedTimes(self._registered_ranks, self._first_rates, self.sessions)
+        self.times = LearnedTimes(
+            self._registered_ranks, self._first_rates, self.sessions, reuse_weight=settings.session_reuse_weight
+        )
         """Speed and work of its workers."""
         self.observers: list[Observer] = [self.sessions, self.times]
         """Observers of every booking here."""

@@ -53,6 +53,8 @@ class SchedulerSettings:
 
     policy: str = "kv-time"
     """Policy where a request names none."""
+    session_reuse_weight: float = 0.0
+    """Of what `kv-time` evicts and would soon be used again; 0 = what caches hold of sessions is not followed."""
     overlap_score_weight: float = 1.0
     """0 = prefix caches are ignored."""
     router_temperature: float = 0.0
@@ -121,6 +123,7 @@ class SchedulerSettings:
         """
         for name in (
             "overlap_score_weight",
+            "session_reuse_weight",
             "router_temperature",
             "owner_grace_seconds",
             "cooldown_seconds",
