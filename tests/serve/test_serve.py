@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -20,6 +21,7 @@ from support.mocker_process import running_mocker
 from support.processes import eventually, running
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
+from kvscout_common.errors import InvalidArgument
 from kvscout_common.rpc.channel import call
 from kvscout_serve.config import ServeConfig
 from kvscout_serve.main import main
@@ -96,6 +98,25 @@ async def test_without_events_routed_prompts_are_predicted() -> None:
                 return (await client.route(prompt)).overlap_blocks == 4
 
             await eventually(predicted, what="the prompt is predicted")
+
+
+async def test_requests_of_one_conversation_have_one_session() -> None:
+    async with running(SERVE) as served, running_mocker() as mocker, connected(served, served, served) as client:
+        await client.register(mocker_worker("w0", mocker))
+        prompt = fresh_prompt(512)
+
+        async def booked(request_id: str, tokens: Sequence[int], session: str = "") -> int:
+            await client.route(tokens, request_id=request_id, session=session)
+            return {one.request.request_id: one.session for one in await client.active()}[request_id]
+
+        first = await booked("r1", prompt)
+        assert first == await booked("r2", [*prompt, *fresh_prompt(64)]) != 0
+        assert first != await booked("r3", fresh_prompt(512))
+        named = await booked("r4", prompt, session="mine")
+        assert named == await booked("r5", fresh_prompt(64), session="mine")
+        assert named not in (0, first, await booked("r6", prompt, session="other"))
+        with pytest.raises(InvalidArgument, match="session"):
+            await client.route(prompt, session="x" * 1025)
 
 
 async def test_busy_thresholds_loads_and_dumps_come_from_the_same_process() -> None:

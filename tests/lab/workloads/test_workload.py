@@ -16,9 +16,11 @@ from kvscout_lab.simulation.index import LateIndex
 from kvscout_lab.simulation.worker import EngineSettings
 from kvscout_lab.workloads.generators import (
     Agents,
+    CodingAgents,
     Documents,
     SharedPrompt,
     agents,
+    coding_agents,
     conversations,
     documents,
     shared_prompt,
@@ -88,6 +90,20 @@ def test_questions_about_one_document_share_it_and_all_share_the_system_prompt()
     assert len({tuple(chain[:4]) for chain in chains}) == 1
     assert len({tuple(chain[:14]) for chain in chains}) == 3
     assert len({chain[14] for chain in chains}) == 60, "questions and answers are nobody else's"
+
+
+def test_coding_agents_share_instructions_and_send_each_conversation_again_with_every_turn() -> None:
+    made = coding_agents(CodingAgents(sessions=60))
+    assert [flow.start_seconds for flow in made.flows] == sorted(flow.start_seconds for flow in made.flows)
+    whole = 20_000 // made.block_size
+    for flow in made.flows:
+        for before, turn in pairwise(flow.turns):
+            assert turn.prompt_tokens > before.prompt_tokens + before.output_tokens
+            assert turn.nodes[: len(before.nodes)] == before.nodes
+            assert turn.think_seconds > 0
+        assert flow.turns[0].think_seconds == 0
+    beginnings = {flow.turns[0].nodes[: whole * 2 // 3].tobytes() for flow in made.flows}
+    assert len(beginnings) == 2, "of sessions and of subagents"
 
 
 @pytest.mark.parametrize("make", [lambda seed: conversations(5, seed), lambda seed: agents(Agents(5, seed))])
