@@ -169,6 +169,10 @@ def _old() -> Iterator[Setup]:
         requests=2_000,
     )
     yield Setup("long-agents/8w", LONG_AGENTS, (0.5, 0.85), requests=1_000)
+    # Sessions last for minutes: with fewer requests, the flows that overlap would be over before caches are full.
+    yield Setup("coding-agents/8w", CODING_AGENTS, rates=(0.5, 0.8), requests=5_000)
+    small = Cluster(workers=8, engine=with_kv(300_000))
+    yield Setup("coding-agents/8w-300k", CODING_AGENTS, rates=(0.4,), cluster=small, requests=5_000)
 
 
 def _clients() -> Iterator[Setup]:
