@@ -497,8 +497,8 @@ _Select = tuple[
 ]
 """2 (select) or 3 (select_and_reserve), operation id, name, packed hashes, isl_tokens, block_size, overlaps, priority,
 lease_seconds, prefill_elsewhere, traceparent, (output, session)"""
-_Decision = tuple[str, int, str, int, float, float, int, int]
-"""Worker id, rank, HTTP endpoint, overlap blocks, effective overlap blocks, cost, uncached tokens, block size."""
+_Decision = tuple[str, int, str, int, float, float, int, int, int]
+"""Worker id, rank, HTTP endpoint, overlap blocks, effective overlap blocks, cost, uncached tokens, block size, session."""
 
 def lifecycle_operations(message: bytes, caller_tenant: str) -> list[tuple[Any, ...]] | None:
     """Return the operations of a `LifecycleRequest`; None if the plain path must read it.

@@ -119,6 +119,42 @@ async def test_requests_of_one_conversation_have_one_session() -> None:
             await client.route(prompt, session="x" * 1025)
 
 
+async def test_turns_that_name_the_response_before_are_of_the_session_of_the_first() -> None:
+    serve, engine = ("--tokenize-timeout-ms", "20000"), ("--store-responses", "--render", "all")
+    async with running(SERVE, *serve) as served, running_mocker(*engine) as mocker:
+        async with connected(served, served, served) as client:
+            await client.register(mocker_worker("w0", mocker))
+            await _continue_responses(client, f"http://127.0.0.1:{served.ready['http_port']}/v1/responses")
+
+
+async def _continue_responses(client: GatewayClient, url: str) -> None:
+    watching = client.scheduler.WatchDecisions(scheduler_pb2.WatchDecisionsRequest())
+    await watching.initial_metadata()
+    decisions: list[scheduler_pb2.WatchDecisionsResponse] = []
+    async with aiohttp.ClientSession() as http:
+
+        async def made(text: str, **fields: str) -> str:
+            body = {"model": MODEL, "input": text * 600, "max_output_tokens": 4, **fields}
+            async with http.post(url, json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                response_id: str = (await answer.json())["id"]
+            decision = await watching.read()
+            assert isinstance(decision, scheduler_pb2.WatchDecisionsResponse)
+            decisions.append(decision)
+            return response_id
+
+        response_id = await made("word ")
+        for _ in range(2):
+            response_id = await made("more ", previous_response_id=response_id)
+        await made("another ")
+    watching.cancel()
+    first, *turns, other = (decision.session for decision in decisions)
+    assert turns == [first, first]
+    assert first != other
+    assert 0 not in (first, other)
+    assert [decision.decision.session for decision in decisions] == [first, *turns, other]
+
+
 async def test_busy_thresholds_loads_and_dumps_come_from_the_same_process() -> None:
     async with running(SERVE) as served, running_mocker() as mocker, connected(served, served, served) as client:
         await client.register(mocker_worker("w0", mocker))

@@ -204,6 +204,7 @@ pub struct Selected<'a> {
     pub cost: f64,
     pub uncached_tokens: u32,
     pub block_size: u32,
+    pub session: u64,
 }
 
 impl Selected<'_> {
@@ -219,6 +220,7 @@ impl Selected<'_> {
         response.double(5, self.cost);
         response.varint(6, u64::from(self.uncached_tokens));
         response.varint(8, u64::from(self.block_size));
+        response.fixed64(9, self.session);
         response
     }
 }

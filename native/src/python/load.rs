@@ -547,11 +547,20 @@ fn select_request<'py>(message: &Bound<'py, PyBytes>) -> PyResult<Option<Bound<'
 }
 
 /// The fields of a decision; see `Selected`.
-type Decision = (PyBackedStr, u32, PyBackedStr, u32, f64, f64, u32, u32);
+type Decision = (PyBackedStr, u32, PyBackedStr, u32, f64, f64, u32, u32, u64);
 
 fn selected(decision: &Decision) -> Selected<'_> {
-    let (worker_id, dp_rank, http_endpoint, overlap_blocks, effective, cost, uncached_tokens, block_size) =
-        decision;
+    let (
+        worker_id,
+        dp_rank,
+        http_endpoint,
+        overlap_blocks,
+        effective,
+        cost,
+        uncached_tokens,
+        block_size,
+        session,
+    ) = decision;
     Selected {
         worker_id,
         dp_rank: *dp_rank,
@@ -561,6 +570,7 @@ fn selected(decision: &Decision) -> Selected<'_> {
         cost: *cost,
         uncached_tokens: *uncached_tokens,
         block_size: *block_size,
+        session: *session,
     }
 }
 

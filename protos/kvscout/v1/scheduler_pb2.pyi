@@ -397,6 +397,7 @@ class SelectResponse(_message.Message):
     UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     http_endpoint: _builtins.str
     """Its HTTP endpoint as registered; empty = none."""
     overlap_blocks: _builtins.int
@@ -409,6 +410,8 @@ class SelectResponse(_message.Message):
     """Prompt tokens charged as uncached."""
     block_size: _builtins.int
     """Tokens a block of the chosen worker."""
+    session: _builtins.int
+    """Session of the request, as its caller said or by lineage; unset = unknown."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -428,10 +431,11 @@ class SelectResponse(_message.Message):
         uncached_tokens: _builtins.int = ...,
         explanation: Global___Explanation | None = ...,
         block_size: _builtins.int = ...,
+        session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cost", b"cost", "effective_overlap_blocks", b"effective_overlap_blocks", "explanation", b"explanation", "http_endpoint", b"http_endpoint", "overlap_blocks", b"overlap_blocks", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cost", b"cost", "effective_overlap_blocks", b"effective_overlap_blocks", "explanation", b"explanation", "http_endpoint", b"http_endpoint", "overlap_blocks", b"overlap_blocks", "session", b"session", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

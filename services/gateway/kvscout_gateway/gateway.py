@@ -191,14 +191,15 @@ class Gateway:
             timeout_seconds=config.tokenize_timeout_seconds,
             connect_seconds=config.timeouts.connect_seconds,
         )
+        sessions = Sessions(without=config.no_session_sources, affinity=config.session_affinity)
         self.front_context = FrontContext(
             self.catalog,
             self.tokens,
             self.exchanges,
             config.max_prompt_tokens,
             config.client_paths,
-            Sessions(without=config.no_session_sources, affinity=config.session_affinity),
-            StoredResponses(self.catalog, self.engines),
+            sessions,
+            StoredResponses(self.catalog, self.engines, sessions),
             Terms(self.catalog, config.objectives),
             self.charge,
         )

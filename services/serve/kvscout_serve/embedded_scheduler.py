@@ -315,6 +315,7 @@ def _choice(decision: Decision) -> Choice:
         decision.uncached_tokens,
         decision.cost,
         None if explanation is None else translate.explanation_to_proto(explanation),
+        decision.session,
     )
 
 

@@ -35,7 +35,7 @@ def session(
 
 
 def test_each_source_names_a_session_of_its_own() -> None:
-    assert {*SAYS, "lineage"} == set(SOURCE_NAMES)
+    assert {*SAYS, "previous-response", "lineage"} == set(SOURCE_NAMES)
     found = {session(*said).session_id for said in SAYS.values()}
     assert len(found) == len(SAYS)
     assert 0 not in found
@@ -53,6 +53,21 @@ def test_lineage_is_switched_off_for_schedulers() -> None:
     assert session().by_lineage
     assert not session(sessions=Sessions(without=("lineage",))).by_lineage
     assert not Sessions(without=("lineage",)).named("t", "").by_lineage
+
+
+def test_a_request_that_continues_a_response_is_of_the_session_of_that_one() -> None:
+    sessions, named = Sessions(), session(*SAYS["user"])
+    assert sessions.continued("t", UNKNOWN_SESSION, "resp_1", 5) == Session(5)
+    assert sessions.continued("t", named, "resp_1", 5) == named, "what the client says comes first"
+    off = Sessions(without=("previous-response",))
+    assert off.continued("t", UNKNOWN_SESSION, "resp_1", 5) == UNKNOWN_SESSION
+
+
+def test_the_name_of_a_response_whose_session_is_unknown_stands_for_it() -> None:
+    branches = [Sessions().continued("t", UNKNOWN_SESSION, "resp_1", 0) for _ in range(2)]
+    assert branches[0] == branches[1] != UNKNOWN_SESSION
+    for tenant, response_id in (("t", "resp_2"), ("other", "resp_1")):
+        assert Sessions().continued(tenant, UNKNOWN_SESSION, response_id, 0) != branches[0]
 
 
 def test_a_conversation_counts_before_a_person() -> None:

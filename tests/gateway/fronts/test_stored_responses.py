@@ -14,6 +14,8 @@ from support.openai_stack import Engine, Front, Script, engine, front, hangs, sp
 from kvscout_common.worker import Role, WorkerSpec
 from kvscout_gateway.fronts import stored_responses
 from kvscout_gateway.fronts.stored_responses import named_by
+from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.request import Request
 
 PATH, SAMPLE = "/v1/responses", BY_NAME["responses"]
 QUIET: dict[str, Any] = {"tokenize_timeout_seconds": 0.0}
@@ -73,6 +75,41 @@ async def test_a_response_is_continued_where_it_is_stored_without_asking_anybody
                     continued = await made_by(served, stream=stream, previous_response_id=response_id)
                     assert continued[:6] == response_id[:6]
             assert (one.received != [], two.received != [], searches(one, two)) == (True, True, 0)
+
+
+def session_of(served: Front) -> list[int]:
+    """Return a list to which the session of each request comes that is placed."""
+    sessions: list[int] = []
+    place = served.gateway.routing.place
+
+    async def noted(request: Request) -> Decision:
+        sessions.append(request.session.session_id)
+        return await place(request)
+
+    served.gateway.routing.place = noted  # type: ignore[method-assign]
+    return sessions
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_what_continues_a_response_is_of_its_session(stream: bool) -> None:
+    async with engine(Store("a").answer) as one, engine(Store("b").answer) as two:
+        async with front(*workers(one, two), **QUIET) as served:
+            sessions = session_of(served)
+            response_id = await made_by(served, stream=stream, user="u")
+            for _ in range(2):
+                response_id = await made_by(served, stream=stream, previous_response_id=response_id)
+            await made_by(served, stream=stream, previous_response_id=response_id, user="v")
+            assert sessions[0] == sessions[1] == sessions[2] != 0
+            assert sessions[3] not in (0, sessions[0])
+        async with front(*workers(one, two), **QUIET) as served:  # a gateway that did not see how it began
+            sessions = session_of(served)
+            for _ in range(2):
+                response_id = await made_by(served, stream=stream, previous_response_id=response_id)
+            assert sessions[0] == sessions[1] != 0
+        async with front(*workers(one, two), **QUIET, no_session_sources=("previous-response",)) as served:
+            sessions = session_of(served)
+            await made_by(served, stream=stream, previous_response_id=response_id)
+            assert sessions == [0]
 
 
 async def test_what_another_gateway_had_stored_is_found_by_asking_once() -> None:

@@ -5,8 +5,9 @@
     headers, body ──SOURCES, the first that says something──▶ keyed hash of (source, name, part) ──▶ Session
 
 A name is a client's claim, and correlates requests, no more: it is hashed with the tenant as the key, so that it means
-nothing in another tenant, and is neither kept nor logged as it came. Where no source says anything, schedulers find the
-session by the prompt (`lineage`, see `kvscout_scheduler.estimates.sessions`).
+nothing in another tenant, and is neither kept nor logged as it came. Where no source says anything, a request that
+continues a stored response is of that one's session (`StoredResponses`); of the others schedulers find the session by
+the prompt (`lineage`, see `kvscout_scheduler.estimates.sessions`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ MAX_NAME_CHARACTERS: Final = 1024
 """Of what a client says, as much counts as has room here."""
 MAX_FIELD_BYTES: Final = 8 * MAX_NAME_CHARACTERS
 """A longer field of a body names no session."""
+PREVIOUS_RESPONSE: Final = "previous-response"
 LINEAGE: Final = "lineage"
 _HEADER: Final = "header:"
 _HASH_BYTES: Final = 8
@@ -52,7 +54,7 @@ SOURCES: Final = (
     SessionSource("user", field=("user",)),
 )
 """Those that name a conversation before those that may name a person or an application."""
-SOURCE_NAMES: Final = (*(source.name for source in SOURCES), LINEAGE)
+SOURCE_NAMES: Final = (*(source.name for source in SOURCES), PREVIOUS_RESPONSE, LINEAGE)
 _STATED: Final = "session-id"
 """The source of what a gRPC message says: the same name over HTTP is the same session."""
 
@@ -75,6 +77,7 @@ class Sessions:
             raise ConfigError(f"there is no {unknown[0]!r}: {', '.join(SOURCE_NAMES)}", field="no_session_source")
         self._sources = tuple(source for source in SOURCES if source.name not in without)
         self._headers = {name for source in SOURCES for name in (*source.headers, source.part) if name}
+        self._by_previous = PREVIOUS_RESPONSE not in without
         self._by_lineage = LINEAGE not in without
         self._affinity = next((source for source in SOURCES if source.name == affinity), None)
         if affinity.startswith(_HEADER) and len(affinity) > len(_HEADER):
@@ -104,6 +107,19 @@ class Sessions:
         session_id = next((found for source in self._sources if (found := _found(source, tenant, said, fields))), 0)
         affinity = _found(self._affinity, tenant, said, fields) if self._affinity is not None else 0
         return Session(session_id, self._by_lineage, affinity)
+
+    def continued(self, tenant: str, session: Session, response_id: str, session_id: int) -> Session:
+        """Return the session of a request that continues a response: what its client says comes first.
+
+        Args:
+            tenant: Whose.
+            session: As its client says.
+            response_id: The response.
+            session_id: That of the request that made the response; 0 = unknown, and the response's name stands for it.
+        """
+        if session.session_id or not self._by_previous:
+            return session
+        return session._replace(session_id=session_id or _hashed(tenant, PREVIOUS_RESPONSE, response_id))
 
     def named(self, tenant: str, name: str) -> Session:
         """Return the session that a message names; "" = it names none.

@@ -2,7 +2,8 @@
 
 An engine keeps what it stores for itself. Which worker has a response is known from the worker's own answer: the one
 that it gave when it made the response, through this gateway, or the one to the question whether it has it. So that
-several gateways need to share nothing, and a restart loses nothing.
+several gateways need to share nothing, and a restart loses nothing. Beside the worker stands the session of the request
+that made the response, so that a request which continues it is of the same session.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvscout_gateway.values.dialects import COUNT_PATHS, RESPONSES
 
 if TYPE_CHECKING:
     from kvscout_gateway.engines.engine_call import Engines
+    from kvscout_gateway.fronts.sessions import Sessions
     from kvscout_gateway.members.catalog import Catalog
     from kvscout_gateway.values.request import Request
 
@@ -79,46 +81,70 @@ def name_in(head: bytes) -> str:
     return found[1].decode() if found is not None else ""
 
 
-class StoredResponses:
-    """Finds the worker of a response."""
+class _Stored(NamedTuple):
+    """What is remembered of a response."""
 
-    def __init__(self, catalog: Catalog, engines: Engines, *, clock: Callable[[], float] = time.monotonic) -> None:
+    worker_id: str
+    until: float
+    """By the clock."""
+    session_id: int
+    """0 = unknown."""
+
+
+_UNKNOWN: Final = _Stored("", 0.0, 0)
+
+
+class StoredResponses:
+    """Finds the worker and the session of a response."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        engines: Engines,
+        sessions: Sessions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Know of none.
 
         Args:
             catalog: The registered workers.
             engines: Asks them.
+            sessions: Knows whether a response names its session.
             clock: Seconds.
         """
         self._catalog = catalog
         self._engines = engines
+        self._sessions = sessions
         self._clock = clock
-        self._workers: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
-        """Worker id, and until when it is remembered, by tenant and response; the last one named is last."""
+        self._stored: OrderedDict[tuple[str, str], _Stored] = OrderedDict()
+        """By tenant and response; the last one named is last."""
         self._searches: dict[tuple[str, str], asyncio.Task[WorkerSpec]] = {}
         """That run, by tenant and response."""
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self._stored)
 
-    def learn(self, tenant: str, response_id: str, worker_id: str) -> None:
-        """Remember where a response is.
+    def learn(self, tenant: str, response_id: str, worker_id: str, session_id: int = 0) -> None:
+        """Remember where a response is, and whose turn made it.
 
         Args:
             tenant: Whose it is.
             response_id: As the engine names it; "" = it has no name.
             worker_id: The worker that says that it has it.
+            session_id: Session of the request that made it; 0 = unknown.
         """
         if not _ID.fullmatch(response_id):
             return
         key = tenant, response_id
-        self._workers[key] = worker_id, self._clock() + KEPT_SECONDS
-        self._workers.move_to_end(key)
-        if len(self._workers) > MAX_RESPONSES:
-            self._workers.popitem(last=False)
+        self._stored[key] = _Stored(worker_id, self._clock() + KEPT_SECONDS, session_id)
+        self._stored.move_to_end(key)
+        if len(self._stored) > MAX_RESPONSES:
+            self._stored.popitem(last=False)
 
     async def pinned(self, request: Request, fields: Fields, headers: Headers = ()) -> Request:
-        """Return a request for output that runs where the response is that it continues, if it continues one.
+        """Return a request for output that runs where the response is that it continues, if it continues one, as a turn
+        of the same session.
 
         Args:
             request: The request.
@@ -133,7 +159,9 @@ class StoredResponses:
             return request  # what is no name is the engine's to refuse
         spec = await self.worker_of(Named(request.tenant, response_id, request.model, PREVIOUS), headers)
         reason = f"only worker {spec.worker_id!r} has the previous response"
-        return replace(request, pinned=spec.worker_id, undivided=reason)
+        known = self._stored.get((request.tenant, response_id), _UNKNOWN).session_id
+        session = self._sessions.continued(request.tenant, request.session, response_id, known)
+        return replace(request, pinned=spec.worker_id, undivided=reason, session=session)
 
     async def worker_of(self, named: Named, headers: Headers = ()) -> WorkerSpec:
         """Return the worker that has a response; workers are asked where it is not known here.
@@ -170,12 +198,12 @@ class StoredResponses:
 
     def _known(self, named: Named) -> WorkerSpec | None:
         key = named.tenant, named.response_id
-        worker_id, until = self._workers.get(key, ("", 0.0))
-        spec = self._catalog.tenant(named.tenant).specs.get(worker_id)
-        if spec is None or self._clock() >= until:
-            self._workers.pop(key, None)
+        stored = self._stored.get(key, _UNKNOWN)
+        spec = self._catalog.tenant(named.tenant).specs.get(stored.worker_id)
+        if spec is None or self._clock() >= stored.until:
+            self._stored.pop(key, None)
             return None
-        self.learn(*key, worker_id)
+        self.learn(*key, stored.worker_id, stored.session_id)
         return spec
 
     def _specs(self, named: Named) -> Iterable[WorkerSpec]:

@@ -213,6 +213,8 @@ class RoutingFlow:
         decision.uncached_tokens = choice.uncached_tokens
         if booking is not None and request.owned:
             booking.cached_tokens = request.prompt.isl_tokens - choice.uncached_tokens
+            booking.session_id = choice.session_id or booking.session_id
+        decision.session_id = choice.session_id or decision.session_id
         decision.cost = choice.cost
         decision.explanation = choice.explanation
         return decision
@@ -262,6 +264,7 @@ class RoutingFlow:
             pool,
             hashes,
             lora_name=request.lora_name,
+            session_id=request.session.session_id,
             degraded=(*((unknown,) if unknown else ()), *overlaps.problems.values()),
             booking=booking,
             withdrawn=not (hashes and cached),
@@ -302,5 +305,5 @@ def _record(span: tracing.Span, request: Request, decision: Decision) -> None:
         cost=decision.cost,
         degraded=bool(decision.degraded),
     )
-    if request.session.session_id:
-        span.record(session=f"{request.session.session_id:016x}")
+    if decision.session_id:
+        span.record(session=f"{decision.session_id:016x}")

@@ -43,7 +43,7 @@ class Booking:
     cached_tokens: int = 0
     output: Output = UNKNOWN
     session_id: int = 0
-    """0 = its client did not say."""
+    """Named or found by lineage; 0 = unknown."""
     prefilled: bool = False
     """Its first token is out."""
     output_tokens: int = 0

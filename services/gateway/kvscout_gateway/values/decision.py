@@ -25,6 +25,8 @@ class Choice(NamedTuple):
     cost: float
     explanation: scheduler_pb2.Explanation | None
     """None unless the request wanted one."""
+    session_id: int = 0
+    """Session of the request, named or found by lineage; 0 = the scheduler does not say."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +55,8 @@ class Decision:
     uncached_tokens: int = 0
     """Tokens of the prompt that the worker has to compute, as far as is known."""
     cost: float = 0.0
+    session_id: int = 0
+    """Session of the request, named or found by lineage; 0 = unknown."""
     degraded: tuple[str, ...] = ()
     """Why less was known than usual, with the addresses of upstreams."""
     explanation: scheduler_pb2.Explanation | None = None

@@ -170,7 +170,7 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
     return Select(request, kind == _SELECT_AND_RESERVE, lease, traceparent)
 
 
-def columns_of(decision: Decision) -> tuple[str, int, str, int, float, float, int, int]:
+def columns_of(decision: Decision) -> tuple[str, int, str, int, float, float, int, int, int]:
     """Return a decision without its explanation, as the extension writes it."""
     rank, spec = decision.rank, decision.spec
     return (
@@ -182,4 +182,5 @@ def columns_of(decision: Decision) -> tuple[str, int, str, int, float, float, in
         decision.cost,
         decision.uncached_tokens,
         spec.block_size,
+        decision.session,
     )

@@ -158,6 +158,7 @@ def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
         uncached_tokens=decision.uncached_tokens,
         explanation=None if decision.explanation is None else explanation_to_proto(decision.explanation),
         block_size=decision.spec.block_size,
+        session=decision.session,
     )
 
 

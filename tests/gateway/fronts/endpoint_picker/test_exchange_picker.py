@@ -257,6 +257,18 @@ async def test_a_response_is_continued_and_read_where_it_was_seen_to_be_made() -
         assert not scheduler_of(gateway).bookings.in_flight()
 
 
+async def test_what_continues_a_response_that_a_picker_saw_is_of_its_session() -> None:
+    async with picker(worker(1), worker(2)) as (one, gateway):
+        body = Fields.scanned(json.dumps({"model": MODEL, "input": "hello", "stream": True, "user": "u"}).encode())
+        first = await one.pick(PickRequest(MODEL, "/v1/responses", body, size=100))
+        first.first_output(b'event: response.created\ndata: {"response": {"id": "resp_1"}}\n\n')
+        first.ended({})
+        again = await one.pick(continuing("resp_1"))
+        sessions = [booking.session_id for booking in scheduler_of(gateway).bookings.in_flight()]
+        assert sessions == [gateway.front_context.sessions.of(DEFAULT_TENANT, (), body).session_id]
+        again.ended({})
+
+
 async def test_a_response_is_nowhere_else_whatever_the_proxy_allows() -> None:
     async with picker(worker(1), worker(2)) as (one, gateway):
         gateway.front_context.stored.learn(DEFAULT_TENANT, "resp_1", "w1")

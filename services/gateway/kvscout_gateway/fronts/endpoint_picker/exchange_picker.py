@@ -328,7 +328,8 @@ class ExchangePick:
             return
         self._begins(self._attempt)
         if self._attempt.request.api.stores:
-            self._picker.stored.learn(self.tenant, name_in(head), self._attempt.decision.worker.worker_id)
+            decision = self._attempt.decision
+            self._picker.stored.learn(self.tenant, name_in(head), decision.worker.worker_id, decision.session_id)
 
     def ended(self, account: Mapping[str, Any] | None) -> None:
         """See `Pick`."""

@@ -129,11 +129,13 @@ class Client:
             self.usage = self._answer.report.usage
             await self._call.end()
 
-    def stored(self) -> tuple[str, str]:
-        """Return the name of the answer, as far as it has come, and its worker; "" = unknown."""
+    def stored(self) -> tuple[str, str, int]:
+        """Return the name of the answer, as far as it has come, its worker and its session; "" and 0 = unknown."""
         streamed = self._answer is not None and not self._whole_answer
         name = self._answer.report.answer_id if streamed and self._answer is not None else self.answer_id
-        return name, self.decision.worker.worker_id if self.decision is not None else ""
+        if self.decision is None:
+            return name, "", 0
+        return name, self.decision.worker.worker_id, self.decision.session_id
 
     async def fail(self, error: Exception) -> None:
         """Tell the client that there will be no (further) answer."""

@@ -418,4 +418,5 @@ def _choice(response: scheduler_pb2.SelectResponse) -> Choice:
         response.uncached_tokens,
         response.cost,
         response.explanation if response.HasField("explanation") else None,
+        response.session,
     )
