@@ -47,7 +47,14 @@ $(STAMPS)/develop: $(STAMPS)/runtime deploy/install-chromium.sh | $(RUNTIME)
 	@sh deploy/install-chromium.sh
 	@touch $@
 
-setup: $(DEVELOP) ## Install everything to develop kvscout; every other target installs what it needs by itself.
+# Agents' clients of Node, for the tests that run them; without npm these say why they skip.
+NODE_CLIENTS := $(if $(shell command -v npm 2>/dev/null),$(STAMPS)/node-clients)
+
+$(STAMPS)/node-clients: tests/node_clients/package-lock.json | $(DEVELOP)
+	@$(PROGRESS) "installing agents' clients of Node, for tests" sh -c 'cd tests/node_clients && npm ci --no-audit --no-fund'
+	@touch $@
+
+setup: $(DEVELOP) $(NODE_CLIENTS) ## Install everything to develop kvscout; every other target installs what it needs by itself.
 	@$(PY) -c "from kvscout_common.hashing import backend_name; print('kvscout is ready, hashing backend:', backend_name())"
 
 demo: $(RUNTIME) ## Start the whole system with simulated engines and compare kv-aware routing with round-robin; flags in DEMO.
@@ -60,7 +67,7 @@ up: $(RUNTIME) ## Start the whole system with simulated engines on the default p
 down: $(RUNTIME) ## Stop what `make up` started.
 	@$(PY) -m kvscout_cli.main down
 
-test: $(DEVELOP) ## Run every test (pytest, and cargo test where cargo is), or those of pytest in TESTS.
+test: $(DEVELOP) $(NODE_CLIENTS) ## Run every test (pytest, and cargo test where cargo is), or those of pytest in TESTS.
 ifneq ($(CARGO),)
 ifndef TESTS
 	@$(PROGRESS) "building the tests in Rust, a minute or two" $(CARGO_TEST) --no-run
@@ -147,9 +154,9 @@ protos-check: $(DEVELOP) ## Fail if the generated code is not what the .proto fi
 protos-release: $(DEVELOP) ## Make the API as it is the one that later changes must not break.
 	$(PY) protos/compatibility.py --release
 
-clients: ## Generate and build the clients in Go and TypeScript, where go and node are, and install the agents' clients of Node; needs buf.
+clients: ## Generate and build the clients in Go and TypeScript, where go and node are; needs buf.
 	@if command -v go >/dev/null; then cd clients/go && go mod download && buf generate && go build -o /dev/null ./example; else echo "no go: the client in Go is left out"; fi
-	@if command -v npm >/dev/null; then (cd tests/node_clients && npm ci --no-audit --no-fund) && cd clients/typescript && npm ci --no-audit --no-fund && buf generate && npm run build; else echo "no node: the client in TypeScript is left out"; fi
+	@if command -v npm >/dev/null; then cd clients/typescript && npm ci --no-audit --no-fund && buf generate && npm run build; else echo "no node: the client in TypeScript is left out"; fi
 
 native: $(STAMPS)/native ## Build the Rust extension in place; fails without cargo.
 	KVSCOUT_REQUIRE_NATIVE=1 $(PY) -c "from kvscout_common.hashing import backend_name; print('backend:', backend_name())"

@@ -14,7 +14,7 @@ import pytest_asyncio
 from support.gateway_stack import MODEL, Stack, running_stack
 
 FOLDER = Path(__file__).resolve().parents[1] / "node_clients"
-MISSING = "node is not installed" if shutil.which("node") is None else "its packages are not installed: make clients"
+MISSING = "node is not installed" if shutil.which("node") is None else "its packages are not installed: make setup"
 
 pytestmark = [
     pytest.mark.usefixtures("each_mode"),
