@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -12,7 +13,7 @@ from kvscout_blocks.bytes.codec import encode_dump
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import DecodedBatch, EventBatch, Stored
 from kvscout_blocks.index.backend import make_index
-from kvscout_blocks.index.block_index import SLICE, WorkerOptions
+from kvscout_blocks.index.block_index import SLICE, Loading, WorkerOptions
 from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import SourceInput, SourceState
 from kvscout_blocks.source.held import HELD_BYTES
@@ -193,16 +194,27 @@ async def test_a_source_that_is_closed_amid_work_leaves_nothing_behind() -> None
         world.index.check_invariants()
 
 
-async def test_more_than_may_wait_ends_a_load_and_history_is_requested() -> None:
+async def test_more_than_may_wait_ends_a_load_and_history_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(can_replay=True)
     world.source.on_batch(batch(0, 5, 6))
-    world.source.on_state(state(100, 7))
-    await asyncio.sleep(0)
-    world.source.on_batch(batch(8, 8, size_bytes=HELD_BYTES))
-    world.source.on_batch(batch(9, 9, size_bytes=HELD_BYTES))
-    async with asyncio.timeout(30):
-        while not world.feed.asked:
-            await asyncio.sleep(0)
+    # The load runs in another thread, which may be through before this one goes on: its first step is held.
+    may_step, step = threading.Event(), Loading.step
+
+    def held_step(loading: Loading) -> bool:
+        may_step.wait()
+        return step(loading)
+
+    monkeypatch.setattr(Loading, "step", held_step)
+    try:
+        world.source.on_state(state(100, 7))
+        await asyncio.sleep(0)
+        world.source.on_batch(batch(8, 8, size_bytes=HELD_BYTES))
+        world.source.on_batch(batch(9, 9, size_bytes=HELD_BYTES))
+        async with asyncio.timeout(30):
+            while not world.feed.asked:
+                await asyncio.sleep(0)
+    finally:
+        may_step.set()
     assert (world.feed.asked[0], world.received[:1], "loaded" in world.received) == (0, [0], False)
     assert not world.defects
 
