@@ -17,7 +17,7 @@ from aiohttp import web
 from support.envoy_process import running_envoy
 from support.gateway_stack import GatewayClient, Services, connected, running_services
 from support.processes import DEADLINE_SECONDS, eventually
-from support.scripted_engine import ScriptedEngine, answer, hang, scripted_engine
+from support.scripted_engine import ScriptedEngine, answer, drop, hang, scripted_engine
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
 
@@ -239,6 +239,34 @@ async def test_a_request_whose_deadline_passes_in_the_queue_gets_504_and_leaves_
         assert await world.active() == 1
     await world.until_idle()
     assert world.served == []
+
+
+async def test_a_retry_does_not_begin_after_the_deadline(world: World) -> None:
+    model, seconds = "fails-late", 1.5
+    called: list[str] = []
+
+    async def fail_the_first(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        called.append(body["user"])
+        if called.count(body["user"]) > 1:
+            return await answer(request, body)
+        # The gateway counts from before the engine gets the request: the deadline is over by then.
+        await asyncio.sleep(seconds)
+        return await drop(request, body)
+
+    async with AsyncExitStack() as entered:
+        for number in range(2):
+            engine = await entered.enter_async_context(scripted_engine(fail_the_first))
+            worker = workers_pb2.Worker(
+                worker_id=f"late-{number}", model=model, http_endpoint=engine.url, block_size=16,
+                engine=workers_pb2.ENGINE_KIND_VLLM, transport=workers_pb2.EVENT_TRANSPORT_NONE,
+            )  # fmt: skip
+            await world.client.stub.RegisterWorker(workers_pb2.RegisterWorkerRequest(worker=worker), metadata=ADMIN)
+        headers = {"x-kvscout-deadline-ms": str(int(1000 * seconds))}
+        assert (await world.post("openai", "in-a-hurry", model=model, headers=headers))[0] == 504
+        await world.until_idle()
+        assert (await world.post("openai", "patient", model=model))[0] == 200
+        await world.until_idle()
+    assert called == ["in-a-hurry", "patient", "patient"]
 
 
 async def test_the_deadline_of_a_grpc_call_ends_its_wait(world: World) -> None:

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 from kvscout_common.errors import (
+    DeadlineExceeded,
     Draining,
     FailedPrecondition,
     InternalError,
@@ -272,6 +273,10 @@ class Exchange:
             except KvscoutError as error:
                 if not tried:
                     raise
+                if isinstance(error, DeadlineExceeded):
+                    # The client's time is over, and another try by the client would be in vain, too.
+                    self._judge(request, tried, ran=False)
+                    raise error from tried[-1][1]
                 raise self._given_up(request, tried, f"; not tried elsewhere: {error}") from tried[-1][1]
             with attempt:
                 try:
