@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,11 +18,14 @@ from kvscout_cli.tables import columns, session_name
 from kvscout_cli.top_keys import View
 from kvscout_cli.top_rows import MAX_CHARACTERS, Totals, WorkerRow, totals, worker_rows
 from kvscout_common.doctor.moment import Moment
-from kvscout_common.doctor.overview import overview
+from kvscout_common.doctor.overview import QueueRow, overview
 from kvscout_common.plain_text import printable
 
 DECISION_LINES: Final = 10
 """Decisions below the workers; a worker's own page has as many as fit."""
+SHOWN_CALLERS: Final = 3
+"""Callers, with their fairness ids, whose requests wait."""
+CALLER_CHARACTERS: Final = 40
 HELP: Final = """\
 q        quit
 s        sort by the next column
@@ -82,7 +86,7 @@ def frame(
     services = overview(now.snapshot)
     every = worker_rows(now, before, services)
     rows = _shown(every, view)
-    head = _totals(totals(now, before, services, every), width)
+    head = _totals(totals(now, before, services, every), services.queue, width)
     if view.is_help:
         return Group(*head, Text(), Text(HELP))
     room = height - len(head) - 2 if height is not None else None
@@ -110,14 +114,14 @@ def _shown(rows: Iterable[WorkerRow], view: View) -> list[WorkerRow]:
     return sorted(passing, key=lambda row: (_ORDER[view.sort](row), row.name))
 
 
-def _totals(found: Totals, width: int) -> list[Text]:
+def _totals(found: Totals, queue: Sequence[QueueRow], width: int) -> list[Text]:
     """Return them in one line, or two where they do not fit; then whether all is well."""
     parts = [
         f"{_rate(found.requests_per_second)} req/s",
         f"TTFT {_time(found.ttft_seconds)}",
         f"hit rate {_percent(found.hit_rate)} now, {_percent(found.hit_rate_since_start)} in all",
         f"in flight {found.in_flight:,}",
-        f"queued {found.queued:,}",
+        f"queued {found.queued:,}{_callers(queue)}",
         f"requests {found.requests:,}",
         f"failed {found.failures:,} ({_rate(found.failures_per_second)}/s)",
     ]
@@ -131,6 +135,17 @@ def _totals(found: Totals, width: int) -> list[Text]:
     ill = found.in_trouble
     verdict = Text(f"{ill} in trouble: see kvscout doctor" if ill else "all well", style="red" if ill else "green")
     return [*(Text(line, style="bold") for line in lines), verdict]
+
+
+def _callers(queue: Sequence[QueueRow]) -> str:
+    """Return whose requests wait, the largest shares only."""
+    waiting: Counter[str] = Counter()
+    for row in queue:
+        name = row.caller or row.tenant
+        waiting[f"{name}/{row.fairness_id}" if row.fairness_id else name] += row.waiting
+    most = waiting.most_common(SHOWN_CALLERS)
+    named = ", ".join(f"{printable(name, CALLER_CHARACTERS)} {count:,}" for name, count in most)
+    return f" ({named}{', …' if len(waiting) > len(most) else ''})" if named else ""
 
 
 def _workers(rows: Sequence[WorkerRow], view: View, width: int) -> Table:

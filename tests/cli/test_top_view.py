@@ -57,6 +57,16 @@ def test_rates_are_those_since_the_frame_before() -> None:
     assert "– req/s · TTFT – · hit rate 30 % now, 30 % in all" in shown(moment(12.0, 30, 900), None)
 
 
+def test_the_callers_whose_requests_wait_are_named_the_largest_first() -> None:
+    waiting = (("flood", "a", 3), ("flood", "", 9), ("quiet", "", 2), ("", "b\n", 4), ("one", "", 1))
+    queue = [scheduler_pb2.QueueShare(caller=name, fairness_id=fid, waiting=count) for name, fid, count in waiting]
+    pools = [scheduler_pb2.PoolLoad(tenant="t", model="m", queued=19, queue=queue)]
+    status = scheduler_pb2.SchedulerGetStatusResponse(pools=pools)
+    service = Service("s:1", Kind.SCHEDULER, serving=True, status=status)
+    text = shown(Moment(1.0, Snapshot((service,)), {}), None)
+    assert "queued 19 (flood 9, t/b\\n 4, flood/a 3, …)" in text
+
+
 def test_a_worker_of_several_indexers_is_one_line_that_shows_trouble_first() -> None:
     def status(state: indexer_pb2.SourceState.ValueType) -> indexer_pb2.IndexerGetStatusResponse:
         source = indexer_pb2.SourceStatus(worker=types_pb2.WorkerRank(worker_id="w"), model="m", state=state)

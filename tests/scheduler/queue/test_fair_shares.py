@@ -312,3 +312,15 @@ def test_names_are_of_bounded_length(field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         Floor(busy()).ask("r", isl=1, **{field: "x" * 257})
     assert refused.value.field == field
+
+
+def test_the_largest_lead_of_a_caller_is_that_of_those_who_wait() -> None:
+    shares = FairShares({})
+    assert shares.ahead_seconds == 0.0
+    for caller in ("a", "a", "b"):
+        shares.enter(Flow(caller), 1.0)
+    shares.leave(Flow("a"), 1.0)
+    shares.charge(Flow("a"), 3.0)
+    assert shares.ahead_seconds == 3.0 == max(share.ahead_seconds for share in shares.report())
+    shares.leave(Flow("b"), 1.0)
+    assert shares.ahead_seconds == 0.0, "nobody else waits"

@@ -152,6 +152,12 @@ class FairShares:
         """Return the fairness id of a caller that goes next; of several equal ones the first."""
         return min(fairness_ids, key=self._ids[caller].had.__getitem__)
 
+    @property
+    def ahead_seconds(self) -> float:
+        """Return the seconds by weight that a caller who waits has had more than the one that goes next: the most."""
+        had = [self._callers.had[name] for name in self._callers.waiting]
+        return max(had) - min(had) if had else 0.0
+
     def report(self) -> list[Share]:
         """Return the flows that wait."""
         had = self._callers.had

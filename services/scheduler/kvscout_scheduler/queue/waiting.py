@@ -179,6 +179,11 @@ class PoolQueue:
                 if group.fits(rank, spec):
                     yield group
 
+    @property
+    def ahead_seconds(self) -> float:
+        """Return by how much the shares of callers that wait differ, at the priority where they differ most."""
+        return max((shares.ahead_seconds for shares in self.shares.values()), default=0.0)
+
     def seconds(self, priority: int) -> float:
         """Return the estimated seconds of those that wait and have at least a priority."""
         return sum(shares.seconds for level, shares in self.shares.items() if level >= priority)

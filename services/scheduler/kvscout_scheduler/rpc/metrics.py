@@ -42,11 +42,18 @@ class SchedulerCollector(Collector):
         classes = GaugeMetricFamily(
             "kvscout_queue_requests", "Requests that wait for a worker, by priority", labels=[*_POOL, "priority"]
         )
+        ahead = GaugeMetricFamily(
+            "kvscout_queue_ahead_seconds",
+            "Fair share that a caller who waits has had more than the one that goes next: the largest",
+            labels=_POOL,
+        )
         for pool in list(self._scheduler.workers):
             for priorities, count in self._scheduler.waiting.by_sign(pool.id).items():
                 classes.add_metric([pool.id.tenant, pool.id.model, pool.id.role, priorities], count)
             queued.add_metric([pool.id.tenant, pool.id.model, pool.id.role], self._scheduler.waiting.length(pool.id))
             names = [pool.id.tenant, pool.id.model, pool.id.role]
+            queue = self._scheduler.waiting.queue(pool.id)
+            ahead.add_metric(names, queue.ahead_seconds if queue is not None else 0.0)
             balance.add_metric(names, balance_score(pool))
             labels = dict(zip(_POOL, names, strict=True))
             ranks, hits = [pool.ranks[slot] for slot in pool.order], [pool.hits[slot] for slot in pool.order]
@@ -58,7 +65,7 @@ class SchedulerCollector(Collector):
                 family.columns.append(RankColumn(labels, ranks, [column[slot] for slot in pool.order]))
             expected_prompt.columns.append(RankColumn(labels, ranks, [each.isl_tokens for each in hits]))
             expected_cached.columns.append(RankColumn(labels, ranks, [each.cached_tokens for each in hits]))
-        yield from (requests, prefill, decode, expected_prompt, expected_cached, balance, queued, classes)
+        yield from (requests, prefill, decode, expected_prompt, expected_cached, balance, queued, classes, ahead)
         stats = self._scheduler.stats
         decisions = CounterMetricFamily("kvscout_decisions", "Workers picked, by policy", labels=["policy"])
         yield _counted(decisions, stats.decisions)
