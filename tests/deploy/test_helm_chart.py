@@ -230,9 +230,13 @@ def test_rights_are_to_read_pods_and_pools_where_they_are_selected_and_no_others
     read = ["get", "list", "watch"]
     pods = {"apiGroups": [""], "resources": ["pods"], "verbs": read}
     pools = {"apiGroups": ["inference.networking.k8s.io"], "resources": ["inferencepools"], "verbs": read}
+    groups = ["llm-d.ai", "inference.networking.x-k8s.io"]
+    objectives = {"apiGroups": groups, "resources": ["inferenceobjectives"], "verbs": read}
     assert rules(LEAST) == {}
     assert rules(LEAST | {"workers": {"selections": ["app=vllm"]}}) == {"llm/kvscout-workers": [pods]}
-    assert rules(EVERYTHING) == {"llm/kvscout-workers": [pods, pools], "prod/kvscout-workers": [pods, pools]}
+    assert rules(EVERYTHING) == {
+        f"{namespace}/kvscout-workers": [pods, pools, objectives] for namespace in ("llm", "prod")
+    }
     for values, mounted in ((LEAST, False), (EVERYTHING, True)):
         deployment = objects(values)["Deployment", "llm/kvscout-indexer"]
         assert deployment["spec"]["template"]["spec"]["automountServiceAccountToken"] is mounted

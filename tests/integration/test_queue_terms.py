@@ -13,9 +13,11 @@ import aiohttp
 import grpc
 import pytest
 import pytest_asyncio
+import yaml
 from aiohttp import web
 from support.envoy_process import running_envoy
 from support.gateway_stack import GatewayClient, Services, connected, running_services
+from support.kubernetes_api import OBJECTIVES, fake_api, objective
 from support.processes import DEADLINE_SECONDS, eventually
 from support.scripted_engine import ScriptedEngine, answer, drop, hang, scripted_engine
 
@@ -147,8 +149,16 @@ async def world(each_mode: None, tmp_path_factory: pytest.TempPathFactory) -> As
     token_file.write_text("admin")
     async with AsyncExitStack() as entered:
         enter = entered.enter_async_context
+        api = await enter(fake_api())
+        api.define(OBJECTIVES)
+        await api.put(OBJECTIVES, objective("of-cluster", "llama", 5), objective("urgent", "llama", -5))
+        kubeconfig = folder / "kubeconfig"
+        context = {"name": "c", "context": {"cluster": "c"}}
+        cluster = {"name": "c", "cluster": {"server": api.url}}
+        kubeconfig.write_text(yaml.safe_dump({"current-context": "c", "contexts": [context], "clusters": [cluster]}))
+        flags = (*FLAGS, "--workers-k8s", "pool/llama", "--kubeconfig", str(kubeconfig))
         services = await enter(
-            running_services(*FLAGS, "--auth-tokens", str(tokens), scheduler_flags=("--router-queue-threshold", "0.5"))
+            running_services(*flags, "--auth-tokens", str(tokens), scheduler_flags=("--router-queue-threshold", "0.5"))
         )
         client = await enter(connected(services.gateway, services.scheduler, services.indexer))
         engine = await enter(scripted_engine(answer))
@@ -172,6 +182,11 @@ async def world(each_mode: None, tmp_path_factory: pytest.TempPathFactory) -> As
             return services.scheduler is services.gateway or any(one.stream_connected for one in streams)
 
         await eventually(connected_to_scheduler, what="a stream to the scheduler")
+
+        async def objectives_listed() -> bool:
+            return any(path == OBJECTIVES and "watch" in query for path, query in api.asked)
+
+        await eventually(objectives_listed, what="a watch of the cluster's objectives")
         yield made
         await made.until_idle()
 
@@ -190,6 +205,15 @@ async def test_higher_priorities_go_first_whatever_says_them(world: World, front
         "x-kvscout-priority",
         "x-gateway-inference-objective",
     }
+
+
+async def test_objectives_of_the_cluster_count_and_those_of_flags_before_them(world: World) -> None:
+    async with world.occupied():
+        await world.wait_in_line("openai", "plain")
+        await world.wait_in_line("openai", "by-cluster", headers={"x-gateway-inference-objective": "of-cluster"})
+        await world.wait_in_line("openai", "by-flag", headers={"x-llm-d-inference-objective": "urgent"})
+    assert await world.statuses() == [200] * 3
+    assert world.served == ["by-flag", "by-cluster", "plain"]
 
 
 async def test_a_token_bounds_the_priority_that_its_client_may_have(world: World) -> None:

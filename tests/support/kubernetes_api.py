@@ -22,6 +22,8 @@ from support.free_ports import free_ports
 from support.web_servers import stop_accepting
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools"
+OBJECTIVES = "/apis/llm-d.ai/v1alpha2/namespaces/default/inferenceobjectives"
+OLD_OBJECTIVES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/default/inferenceobjectives"
 PODS = "/api/v1/namespaces/default/pods"
 
 Object = dict[str, Any]
@@ -72,6 +74,14 @@ def pool(name: str, labels: dict[str, str], *ports: int) -> Object:
         "metadata": {"name": name, "namespace": "default", "uid": f"uid-{name}"},
         "spec": {"selector": {"matchLabels": labels}, "targetPorts": [{"number": port} for port in ports]},
     }
+
+
+def objective(name: str, pool_name: str, priority: Any = None) -> Object:
+    """An InferenceObjective as the API shows it."""
+    spec: Object = {"poolRef": {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": pool_name}}
+    if priority is not None:
+        spec["priority"] = priority
+    return {"metadata": {"name": name, "namespace": "default", "uid": f"uid-{name}"}, "spec": spec}
 
 
 class FakeApi:
@@ -126,6 +136,14 @@ class FakeApi:
                 connection.transport.abort()
         await self._runner.cleanup()
         self._runner = None
+
+    def define(self, path: str) -> None:
+        """Knows a kind of objects from now on, as when its CRD is installed."""
+        self._objects[path] = {}
+
+    def undefine(self, path: str) -> None:
+        """Does not know a kind of objects any more."""
+        del self._objects[path]
 
     async def put(self, path: str, *objects: Object) -> None:
         """Stores objects."""

@@ -6,9 +6,12 @@
       ▲                              │
       └────── pause, longer each time, or as Retry-After says ◀── any failure
 
-While nothing can be had, everything that was known stays. Nothing that the API sends is trusted to be small, to end, or
-to be of the right type: pages, lines, objects and pages of a list are counted, and every wait has an end. A watch is
-requested anew each minute, so that a connection that is dead without having ended is noticed by then.
+An optional collection, of a kind that an API need not have, is empty while the API answers 404, and requested again
+after minutes.
+
+While nothing else can be had, everything that was known stays. Nothing that the API sends is trusted to be small, to
+end, or to be of the right type: pages, lines, objects and pages of a list are counted, and every wait has an end. A
+watch is requested anew each minute, so that a connection that is dead without having ended is noticed by then.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ CONNECT_SECONDS: Final = 5.0
 FIRST_PAUSE_SECONDS: Final = 0.25
 LAST_PAUSE_SECONDS: Final = 15.0
 MAX_RETRY_AFTER_SECONDS: Final = 60.0
+ABSENT_SECONDS: Final = 300.0
+"""Longest time until a kind of objects that the API did not have is requested again."""
 GOOD_WATCH_SECONDS: Final = 1.0
 """A watch that ended sooner counts as a failure: what ends each immediately is not tried again without pause."""
 
@@ -91,6 +96,7 @@ class ListWatch(Generic[T]):
         query: What selects of it, such as `{"labelSelector": "app=vllm"}`.
         read: Reads one object; raises `ObjectProblem`.
         changed: Called after every change of what is public here, with the keys of the objects that changed.
+        optional: The API need not know this kind of objects; there are none then.
     """
 
     def __init__(
@@ -100,12 +106,15 @@ class ListWatch(Generic[T]):
         query: Mapping[str, str],
         read: Callable[[Any], T],
         changed: Callable[[Collection[str]], None],
+        *,
+        optional: bool = False,
     ) -> None:
         self._access = access
         self._url = access.server + path
         self._query = dict(query)
         self._read = read
         self._changed = changed
+        self._optional = optional
         self._page_objects = PAGE_OBJECTS
         self._version = ""
         """Version of what is known, as the API calls it; "" = nothing."""
@@ -132,6 +141,10 @@ class ListWatch(Generic[T]):
             except Expired:
                 self._version = ""
             except Unavailable as error:
+                if self._optional and isinstance(error, Refused) and error.status == 404:
+                    self._absent()
+                    await asyncio.sleep(ABSENT_SECONDS * random.uniform(0.5, 1.0))
+                    continue
                 wait = min(error.retry_after_seconds or 0.0, MAX_RETRY_AFTER_SECONDS)
                 self._failed(str(error))
             if wait is None and clock() - began >= GOOD_WATCH_SECONDS:
@@ -271,6 +284,13 @@ class ListWatch(Generic[T]):
                     _cut(response)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise Unavailable(f"{self._access.server} does not answer: {_why(error)}") from error
+
+    def _absent(self) -> None:
+        """Note that the API does not know this kind of objects."""
+        gone, self.objects = self.objects, {}
+        self._version, self.listed = "", True
+        self.problem = self.unreadable = ""
+        self._changed(gone)
 
     def _failed(self, problem: str) -> None:
         if not self.problem:

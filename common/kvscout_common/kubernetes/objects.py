@@ -1,4 +1,4 @@
-"""Pods and InferencePools, as far as kvscout reads them; the rest of an object is dropped immediately.
+"""Pods, InferencePools and InferenceObjectives, as far as kvscout reads them; the rest is dropped immediately.
 
 Whoever may write a pod writes what stands here: of everything there is a bound.
 """
@@ -16,6 +16,8 @@ from kvscout_common.plain_text import text_problem
 MAX_PORTS: Final = 64
 """Largest number of ports of one pod, or one pool."""
 MAX_SELECTOR_LABELS: Final = 64
+MAX_PRIORITY: Final = 2**31 - 1
+"""Highest priority of an objective."""
 MAX_NOTES: Final = 64
 """Labels and annotations of one pod that are kept."""
 TERMINAL_PHASES: Final = ("Succeeded", "Failed")
@@ -120,6 +122,39 @@ class InferencePool:
             raise ObjectProblem("spec.targetPorts names no port, or something else")
         selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
         return cls(_name(meta, "namespace"), _name(meta, "name"), selector, tuple(ports))
+
+    @property
+    def key(self) -> str:
+        """Key that is unique among the objects that exist."""
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceObjective:
+    """Name of a priority for the requests to one InferencePool of its namespace."""
+
+    namespace: str
+    name: str
+    priority: int
+    """Higher first."""
+    pool: str
+    """Name of the pool."""
+
+    @classmethod
+    def read(cls, document: Any) -> InferenceObjective:
+        """Read an object of the API, `v1alpha2` of `llm-d.ai` or `inference.networking.x-k8s.io`.
+
+        Raises:
+            ObjectProblem: It is no objective.
+        """
+        meta, spec = _mapping(document, "metadata"), _mapping(document, "spec")
+        priority = spec.get("priority") if spec.get("priority") is not None else 0
+        if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
+            raise ObjectProblem(f"spec.priority is no whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        pool = _mapping(spec, "poolRef").get("name")
+        if not isinstance(pool, str) or not pool or text_problem(pool):
+            raise ObjectProblem("spec.poolRef.name is no name")
+        return cls(_name(meta, "namespace"), _name(meta, "name"), priority, pool)
 
     @property
     def key(self) -> str:

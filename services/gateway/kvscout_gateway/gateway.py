@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -19,6 +20,7 @@ from kvscout_common.identity.pem import MAX_PEM_BYTES
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.process.followed_file import read_file
 from kvscout_common.registry.backends import Backends
+from kvscout_common.registry.pod_selection import POOL
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.rpc.service_info import service_info
 from kvscout_common.worker import ALL_TENANTS, EngineKind, WorkerSpec
@@ -51,6 +53,9 @@ from kvscout_gateway.upstreams.scheduler.remote import RemoteScheduler
 from kvscout_gateway.values.booking import draw_attempt
 from kvscout_gateway.values.decision import Decision
 
+if TYPE_CHECKING:
+    from kvscout_gateway.fronts.kubernetes_objectives import KubernetesObjectives
+
 log = logging.getLogger("kvscout.gateway")
 
 CLOSE_SECONDS = 2.0
@@ -69,6 +74,21 @@ class LocalScheduler(Scheduler, Protocol):
 
     def status(self) -> gateway_pb2.HelperStatus:
         """Return its state."""
+
+
+def cluster_objectives(config: GatewayConfig) -> KubernetesObjectives | None:
+    """Return what follows the objectives of the selected InferencePools; None = no pool is selected.
+
+    Raises:
+        ConfigError: A selection is wrong, or there is no way to the Kubernetes API.
+    """
+    pools = [text for text in config.server.workers_k8s if text.strip().startswith(POOL)]
+    if not pools:
+        return None
+    # Imported where it is used, as the sources of workers are.
+    from kvscout_gateway.fronts.kubernetes_objectives import KubernetesObjectives
+
+    return KubernetesObjectives(pools, config.server.kubeconfig)
 
 
 class Gateway:
@@ -192,6 +212,8 @@ class Gateway:
             connect_seconds=config.timeouts.connect_seconds,
         )
         sessions = Sessions(without=config.no_session_sources, affinity=config.session_affinity)
+        self.cluster_objectives = cluster_objectives(config)
+        followed = self.cluster_objectives.objectives if self.cluster_objectives is not None else {}
         self.front_context = FrontContext(
             self.catalog,
             self.tokens,
@@ -200,7 +222,7 @@ class Gateway:
             config.client_paths,
             sessions,
             StoredResponses(self.catalog, self.engines, sessions),
-            Terms(self.catalog, config.objectives),
+            Terms(self.catalog, ChainMap(dict(config.objectives), followed)),
             self.charge,
         )
         metrics.register(self.observations)
@@ -233,6 +255,7 @@ class Gateway:
             "membership": self.membership.run,
             **({"health-checks": self.health_checks.run} if self.config.health_check_seconds else {}),
             **{name: task for upstream in self._remote for name, task in upstream.tasks().items()},
+            **({"objectives": self.cluster_objectives.run} if self.cluster_objectives is not None else {}),
             **({"engine-key": self.engine_key.file.watch} if self.engine_key.file is not None else {}),
         }
 
@@ -292,6 +315,7 @@ class Gateway:
                 *self.health.warnings(),
                 *self.backends.warnings(),
                 *self.tokens.warnings(),
+                *(self.cluster_objectives.warnings() if self.cluster_objectives is not None else ()),
             ],
             nats=self.backends.nats(),
         )
