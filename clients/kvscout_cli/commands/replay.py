@@ -24,6 +24,7 @@ from kvscout_common.errors import ConfigError
 from kvscout_common.settings.flags import SectionedCommand
 from kvscout_lab.cells import report
 from kvscout_lab.cells.cells import Cell, Contender, Experiment, cells_by_seed
+from kvscout_lab.cells.lab_policies import lab_policies
 from kvscout_lab.cells.measures import Objective
 from kvscout_lab.matrix import report as matrix_report
 from kvscout_lab.matrix.run import MatrixPlan, run_matrix
@@ -109,7 +110,7 @@ FIRST = (
     "policies",
     multiple=True,
     shell_complete=completion.policies,
-    help="NAME or NAME:setting=value,…; may be repeated.",
+    help="NAME or NAME:setting=value,…; session-sticky is the laboratory's own. May be repeated.",
 )
 @option("--workers", "workers", type=_COUNT, multiple=True, default=(16,), help="May be repeated.  [default: 16]")
 @option("--prefill-workers", type=click.IntRange(min=0), default=0, help="Apart from the --workers, which then decode.")
@@ -245,7 +246,8 @@ def command(**options: Any) -> None:
     """
     mode = _matrix if options["matrix"] else _cross_check if options["cross_check"] else _replay
     policies = options["policies"] or DEFAULT_POLICIES[mode.__name__]
-    registry = installed_policies()
+    # Real processes have the policies of schedulers only.
+    registry = installed_policies() if mode is _cross_check else lab_policies()
     mode([Contender.parse(text, registry) for text in policies], options)
 
 

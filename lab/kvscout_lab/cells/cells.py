@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 from kvscout_common.errors import ConfigError
 from kvscout_common.known_names import nearest
 from kvscout_lab.cells.bound import Bound, lower_bound
+from kvscout_lab.cells.lab_policies import lab_policies
 from kvscout_lab.cells.measures import Measures, Objective, measure
 from kvscout_lab.simulation.cluster import Cluster
 from kvscout_lab.simulation.simulation import Simulation
 from kvscout_lab.workloads.workload import Burst, Workload, at_rate, in_bursts, led
-from kvscout_scheduler.policies import PolicyRegistry, installed_policies
+from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.targets import NO_TARGETS
 
@@ -120,7 +121,7 @@ class Experiment:
         self._on_done = on_done
         self._turns = [len(flow.turns) for flow in workload.flows]
         self._bound: Bound = lower_bound(workload, cluster)
-        self._policies = installed_policies()
+        self._policies = lab_policies()
 
     def run(self, settings: SchedulerSettings, rate: float) -> Measures:
         """One policy at one rate.

@@ -87,6 +87,10 @@ class Measures:
     preemptions: int
     queued: int
     """Requests that waited at the scheduler."""
+    later_ttft: Spread
+    """Of turns that are not the first of their flow; all 0 where there are none."""
+    later_hit_rate: float
+    """Of their prompt tokens."""
 
     def as_json(self) -> dict[str, Any]:
         """Return its fields, for JSON."""
@@ -108,7 +112,7 @@ def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective =
         first.append(first[-1] + count)
     counted = run.records[int(len(run.records) * objective.warm_up) :]
     served = [record for record in counted if not record.error]
-    ttfts = sorted((record.first_token - record.arrived) / PICOSECONDS for record in served)
+    later = [record for record in served if record.turn]
     places = [first[record.flow] + record.turn for record in served]
     prompt_tokens = sum(record.prompt_tokens for record in served)
     begun, ended = counted[0].arrived, max(record.finished for record in served) if served else counted[0].arrived + 1
@@ -127,7 +131,7 @@ def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective =
     return Measures(
         requests=len(run.records),
         errors=sum(bool(record.error) for record in run.records),
-        ttft=_spread(ttfts),
+        ttft=_ttft(served),
         bound_ttft_mean=fmean(bound.ttft_seconds[place] for place in places) if places else 0.0,
         itl=Spread(
             run.gaps.total / tokens / PICOSECONDS if tokens else 0.0,
@@ -137,7 +141,7 @@ def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective =
         well_served=sum(_well(record, objective) for record in served if record.priority >= 0) / len(wanted),
         sheddable_served=1.0 - sum(bool(record.error) for record in sheddable) / max(1, len(sheddable)),
         request_rate=len(served) / span,
-        hit_rate=sum(record.cached_tokens for record in served) / prompt_tokens if prompt_tokens else 0.0,
+        hit_rate=_hit_rate(served),
         bound_hit_rate=sum(bound.cached_tokens[place] for place in places) / prompt_tokens if prompt_tokens else 0.0,
         predicted_hit_rate=sum(record.predicted_tokens for record in served) / prompt_tokens if prompt_tokens else 0.0,
         balance=variation(work) or 0.0,
@@ -147,10 +151,17 @@ def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective =
         busy=fmean(worker.busy for worker in run.workers) / run.ended if run.ended else 0.0,
         preemptions=sum(worker.preemptions for worker in run.workers),
         queued=run.queued,
+        later_ttft=_ttft(later),
+        later_hit_rate=_hit_rate(later),
     )
 
 
-def _spread(ordered: Sequence[float]) -> Spread:
+def _hit_rate(records: Sequence[Record]) -> float:
+    return sum(record.cached_tokens for record in records) / max(1, sum(record.prompt_tokens for record in records))
+
+
+def _ttft(records: Sequence[Record]) -> Spread:
+    ordered = sorted((record.first_token - record.arrived) / PICOSECONDS for record in records)
     if not ordered:
         return Spread(0.0, 0.0, 0.0, 0.0)
     return Spread(fmean(ordered), *(percentile(ordered, percent) or 0.0 for percent in (50, 90, 99)))

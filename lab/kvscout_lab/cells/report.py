@@ -26,6 +26,8 @@ _COLUMNS = (
     "batch",
     "errors",
 )
+_LATER = ("later turns: TTFT", "p99", "hit rate")
+"""Columns of workloads whose flows have several turns."""
 
 
 def title(cell: Cell) -> str:
@@ -46,10 +48,12 @@ def title(cell: Cell) -> str:
 def table(cell: Cell) -> Table:
     """Return the policies of a cell side by side."""
     shown = Table(box=None, pad_edge=False, header_style="bold", title=title(cell), title_justify="left")
-    for column in _COLUMNS:
+    has_later = any(measures.later_ttft.mean for _, measures in cell.results)
+    for column in (*_COLUMNS, *(_LATER if has_later else ())):
         shown.add_column(column, justify="left" if column == "policy" else "right")
     for label, measures in cell.results:
-        shown.add_row(label, *row(measures))
+        later = (_ms(measures.later_ttft.mean), _ms(measures.later_ttft.p99), f"{measures.later_hit_rate:.1%}")
+        shown.add_row(label, *row(measures), *(later if has_later else ()))
     if cell.results:
         first = cell.results[0].measures
         shown.add_row("bound", _ms(first.bound_ttft_mean), *[""] * 6, f"{first.bound_hit_rate:.1%}", style="dim")
@@ -115,6 +119,10 @@ class _Over(NamedTuple):
     ttft_p99: Estimate
     hottest: Estimate
     """Mean batch of the fullest worker, in those of the mean worker."""
+    later_ttft: Estimate
+    """Mean TTFT of turns that are not the first of their flow, in seconds; 0 where there are none."""
+    later_ttft_p99: Estimate
+    later_hit_rate: Estimate
 
 
 def _over(group: Sequence[Cell]) -> list[_Over]:
@@ -136,6 +144,9 @@ def _over(group: Sequence[Cell]) -> list[_Over]:
             estimate([each.hit_rate for each in found]),
             estimate([each.ttft.p99 for each in found]),
             estimate([each.hottest for each in found]),
+            estimate([each.later_ttft.mean for each in found]),
+            estimate([each.later_ttft.p99 for each in found]),
+            estimate([each.later_hit_rate for each in found]),
         )
         for label, found in runs.items()
     ]
@@ -147,9 +158,16 @@ def seeds_table(group: Sequence[Cell]) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold", title=heading, title_justify="left")
     columns = ("policy", "TTFT mean", "above the least", "p99", "ITL mean", "well served", "above the most", "hit rate",
                "hottest")  # fmt: skip
-    for column in columns:
+    rows = _over(group)
+    has_later = any(each.later_ttft.mean for each in rows)
+    for column in (*columns, *(_LATER if has_later else ())):
         shown.add_column(column, justify="left" if column == "policy" else "right")
-    for each in _over(group):
+    for each in rows:
+        later = (
+            _plus_minus(each.later_ttft, 1e3, " ms"),
+            _plus_minus(each.later_ttft_p99, 1e3, " ms"),
+            _plus_minus(each.later_hit_rate, 100.0, " %"),
+        )
         shown.add_row(
             each.label,
             _plus_minus(each.ttft, 1e3, " ms"),
@@ -160,6 +178,7 @@ def seeds_table(group: Sequence[Cell]) -> Table:
             _plus_minus(each.goodput_percent, 1.0, " %"),
             _plus_minus(each.hit_rate, 100.0, " %"),
             f"{each.hottest.mean:.2f}×",
+            *(later if has_later else ()),
         )
     return shown
 

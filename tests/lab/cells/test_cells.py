@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import pytest
 from click.testing import CliRunner
@@ -12,12 +13,20 @@ from support.laboratory_worlds import ENGINE, mixed
 from kvscout_cli.main import main
 from kvscout_common.errors import ConfigError, InvalidArgument
 from kvscout_lab.cells.cells import Cell, Contender, Experiment
+from kvscout_lab.cells.lab_policies import SessionSticky, lab_policies
 from kvscout_lab.cells.measures import Objective
-from kvscout_lab.cells.report import as_json, markdown
+from kvscout_lab.cells.report import as_json, markdown, seeds_table, table
 from kvscout_lab.simulation.cluster import Cluster
 from kvscout_lab.simulation.worker import EngineSettings
-from kvscout_lab.workloads.generators import SharedPrompt, documents, shared_prompt
-from kvscout_scheduler.policies import installed_policies
+from kvscout_lab.workloads.generators import (
+    CodingAgents,
+    Documents,
+    SharedPrompt,
+    coding_agents,
+    documents,
+    shared_prompt,
+)
+from kvscout_scheduler.policies import Candidates, installed_policies
 
 SMALL = ["replay", "--requests", "80", "--workers", "2", "--policy", "kv", "--policy", "round-robin"]
 
@@ -70,6 +79,38 @@ def test_measures_of_a_cell_agree_with_each_other() -> None:
     assert f"| {kv.ttft.mean:.3f} / {kv.ttft.p99:.2f} /" in row
 
 
+def test_turns_after_the_first_are_told_of_apart_where_there_are_any() -> None:
+    agents = coding_agents(CodingAgents(sessions=8, seed=3))
+    cell = Experiment(agents, Cluster(workers=3)).cell(
+        [Contender.parse(name, lab_policies()) for name in ("session-sticky", "least-loaded")], 0.2
+    )
+    sticky, least_loaded = (measures for _, measures in cell.results)
+    for measures in (sticky, least_loaded):
+        # First turns find the instructions at most, and no answer of their own.
+        assert measures.later_hit_rate > measures.hit_rate
+        assert 0 < measures.later_ttft.mean < measures.ttft.mean
+    assert sticky.later_hit_rate > least_loaded.later_hit_rate
+    single = Experiment(documents(Documents(requests=60)), Cluster(workers=2, engine=EngineSettings(block_size=16)))
+    without = single.cell([contender("kv")], 2.0)
+    assert without.results[0].measures.later_ttft.mean == without.results[0].measures.later_hit_rate == 0
+    for made, has_later in ((cell, True), (without, False)):
+        for table_of in (table(made), seeds_table([made, made])):
+            headers = [str(column.header) for column in table_of.columns]
+            assert ("later turns: TTFT" in headers) == has_later
+
+
+def test_a_session_sticks_to_its_worker_and_a_new_one_goes_where_the_fewest_are() -> None:
+    class Sessions(NamedTuple):
+        slots: list[int]
+        active_requests: list[int]
+        home: int
+
+    policy = SessionSticky()
+    for home, least in ((1, 1), (-1, 2)):
+        costs = policy.costs(cast(Candidates, Sessions([0, 1, 2], [2, 9, 0], home)))
+        assert costs.index(min(costs)) == least
+
+
 def test_where_kv_saturates_is_between_what_it_carries_and_what_it_does_not() -> None:
     experiment = Experiment(mixed(5, 150), Cluster(workers=2, engine=ENGINE))
     rate = experiment.saturation()
@@ -108,6 +149,14 @@ def test_the_command_prints_the_same_table_each_time() -> None:
     assert outputs[0].stdout == outputs[1].stdout
     assert "round-robin" in outputs[0].stdout
     assert "bound" in outputs[0].stdout
+
+
+def test_real_processes_are_not_asked_for_a_policy_of_the_laboratory() -> None:
+    asked = ["--policy", "session-sticky", "--rate", "3"]
+    assert CliRunner().invoke(main, [*SMALL, *asked]).exit_code == 0
+    result = CliRunner().invoke(main, ["replay", "--cross-check", *asked])
+    assert result.exit_code == 2
+    assert "unknown policy 'session-sticky'" in result.output
 
 
 def test_the_command_makes_a_cell_of_each_combination() -> None:

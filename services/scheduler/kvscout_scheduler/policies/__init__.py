@@ -10,7 +10,9 @@ In another package::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import entry_points
+from types import MappingProxyType
 
 from kvscout_scheduler.policies.builtin import BUILTIN
 from kvscout_scheduler.policies.kv_time import KvTime
@@ -30,6 +32,10 @@ __all__ = [
 ]
 
 
-def installed_policies() -> PolicyRegistry:
-    """Return the registry of this package's policies and those of every installed package."""
-    return PolicyRegistry({**BUILTIN, "kv-time": KvTime}, entry_points(group=ENTRY_POINT_GROUP))
+def installed_policies(more: Mapping[str, PolicyFactory] = MappingProxyType({})) -> PolicyRegistry:
+    """Return the registry of this package's policies and those of every installed package.
+
+    Args:
+        more: Further ones of the caller's own, by name.
+    """
+    return PolicyRegistry({**BUILTIN, "kv-time": KvTime, **more}, entry_points(group=ENTRY_POINT_GROUP))
