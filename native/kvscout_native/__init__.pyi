@@ -490,8 +490,8 @@ _RequestName = tuple[str, str, int, str, int]
 """Model, tenant ("" = that of the stream), role, request id, attempt id."""
 _Output = tuple[int, int, str, bool]
 """expected_output_tokens, max_output_tokens, output_class, estimate_prefill_complete"""
-_Session = tuple[int, bool, bool]
-"""session, no_lineage, overlaps_unknown"""
+_Session = tuple[int, bool, bool, int]
+"""session, no_lineage, overlaps_unknown, parent_session"""
 _Select = tuple[
     int, int, _RequestName, bytes, int, int, Overlaps | None, int, int, bool, str, tuple[_Output, _Session]
 ]

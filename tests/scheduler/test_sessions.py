@@ -66,6 +66,20 @@ def test_a_session_whose_worker_is_gone_goes_anywhere() -> None:
     assert turn(made, "second", isl=1_700, session=5, overlaps_unknown=True) in {"a", "b"} - {home}
 
 
+@pytest.mark.parametrize("policy", ["kv", "least-loaded", "lmetric"])
+def test_of_equal_workers_a_subagent_begins_where_its_parent_is_and_then_goes_its_own_way(policy: str) -> None:
+    made = scheduler(*WORKERS, policy=policy)
+    parents = {parent: turn(made, f"{parent}/0", isl=40, session=parent) for parent in range(1, 13)}
+    assert len(set(parents.values())) > 1
+    for parent, home in parents.items():
+        assert turn(made, f"{parent}/sub/0", isl=40, session=100 + parent, parent_session=parent) == home
+        (other, *_) = set(WORKERS) - {home}
+        fields: dict[str, Any] = {"isl": 90, "session": 100 + parent, "parent_session": parent}
+        assert turn(made, f"{parent}/sub/1", pinned_worker_id=other, **fields) == other
+        assert turn(made, f"{parent}/sub/2", **fields) == other
+    assert turn(made, "orphan", isl=40, session=200, parent_session=99) in WORKERS
+
+
 def test_caches_count_before_the_session() -> None:
     made = scheduler("a", "b")
     home = turn(made, "first", [*SYSTEM, 100], session=5)

@@ -56,6 +56,8 @@ pub struct Select<'a> {
     /// 0: that of the scheduler.
     pub ttft_target_us: u32,
     pub itl_target_us: u32,
+    /// 0: there is none.
+    pub parent_session: u64,
 }
 
 /// One operation; `Plain` is left to the plain path.
@@ -158,6 +160,7 @@ pub fn select(bytes: &[u8]) -> Option<Select<'_>> {
             (32, Field::Varint(value)) => select.deadline_ms = value as u32,
             (33, Field::Varint(value)) => select.ttft_target_us = value as u32,
             (34, Field::Varint(value)) => select.itl_target_us = value as u32,
+            (35, Field::Fixed64(value)) => select.parent_session = value,
             (1..=34, _) => return None,
             _ => {} // of a later version
         }

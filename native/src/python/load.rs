@@ -497,7 +497,7 @@ fn select_parts<'py>(
                 select.output_class,
                 select.estimates_prefill,
             ),
-            (select.session, select.no_lineage, select.overlaps_unknown),
+            (select.session, select.no_lineage, select.overlaps_unknown, select.parent_session),
             (
                 select.caller,
                 select.fairness_id,

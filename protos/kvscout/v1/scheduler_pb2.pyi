@@ -200,6 +200,7 @@ class SelectRequest(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     TTFT_TARGET_US_FIELD_NUMBER: _builtins.int
     ITL_TARGET_US_FIELD_NUMBER: _builtins.int
+    PARENT_SESSION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -269,6 +270,10 @@ class SelectRequest(_message.Message):
     """Target of the time to the first token, in microseconds, for policy kv-time; unset = the scheduler's."""
     itl_target_us: _builtins.int
     """Target of the time between two tokens, in microseconds, for policy kv-time; unset = the scheduler's."""
+    parent_session: _builtins.int
+    """Session of the agent whose subagent this one is, as `session`: of workers with equal cost, the first request of a
+    session goes where that one was. Unset = none.
+    """
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Local hashes of the prompt's complete blocks for workers of `block_size`."""
@@ -334,10 +339,11 @@ class SelectRequest(_message.Message):
         deadline_ms: _builtins.int = ...,
         ttft_target_us: _builtins.int = ...,
         itl_target_us: _builtins.int = ...,
+        parent_session: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "overlaps", b"overlaps", "pinned_dp_rank", b"pinned_dp_rank", "router_config_override", b"router_config_override"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "caller", b"caller", "deadline_ms", b"deadline_ms", "estimate_prefill_complete", b"estimate_prefill_complete", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "isl_tokens", b"isl_tokens", "itl_target_us", b"itl_target_us", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "model", b"model", "no_lineage", b"no_lineage", "other_pools", b"other_pools", "output_class", b"output_class", "overlaps", b"overlaps", "overlaps_unknown", b"overlaps_unknown", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_target_us", b"ttft_target_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank", "allowed_worker_ids", b"allowed_worker_ids", "attempt_id", b"attempt_id", "block_hashes", b"block_hashes", "block_size", b"block_size", "caller", b"caller", "deadline_ms", b"deadline_ms", "estimate_prefill_complete", b"estimate_prefill_complete", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "isl_tokens", b"isl_tokens", "itl_target_us", b"itl_target_us", "lease_seconds", b"lease_seconds", "lora_name", b"lora_name", "max_output_tokens", b"max_output_tokens", "model", b"model", "no_lineage", b"no_lineage", "other_pools", b"other_pools", "output_class", b"output_class", "overlaps", b"overlaps", "overlaps_unknown", b"overlaps_unknown", "parent_session", b"parent_session", "pinned_dp_rank", b"pinned_dp_rank", "pinned_worker_id", b"pinned_worker_id", "prefill_elsewhere", b"prefill_elsewhere", "priority", b"priority", "request_id", b"request_id", "required_labels", b"required_labels", "role", b"role", "router_config_override", b"router_config_override", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_target_us", b"ttft_target_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pinned_dp_rank: _TypeAlias = _typing.Literal["pinned_dp_rank"]  # noqa: Y015
     _WhichOneofArgType__pinned_dp_rank: _TypeAlias = _typing.Literal["_pinned_dp_rank", b"_pinned_dp_rank"]  # noqa: Y015

@@ -280,6 +280,7 @@ def _select(request: Request, overlaps: Overlaps, booking: Booking | None) -> Se
         session=request.session.session_id,
         by_lineage=request.session.by_lineage,
         overlaps_unknown=overlaps.unknown,
+        parent_session=request.session.parent_id,
     )
     return Select(selection, booking is not None, request.lease_seconds, tracing.traceparent())
 

@@ -82,6 +82,18 @@ def test_agents_within_a_session_are_apart() -> None:
     assert len({main, *agents}) == 3
 
 
+def test_a_subagent_says_whose_it_is() -> None:
+    main, named = {"x-claude-code-session-id": "s"}, {"x-claude-code-agent-id": "a"}
+    assert session(main).parent_id == session(named).parent_id == 0
+    assert session({**main, **named}).parent_id == session(main).session_id
+    parent = {"x-parent-session-id": "s"}
+    assert session({"x-opencode-session": "sub", **parent}).parent_id == session({"x-opencode-session": "s"}).session_id
+    assert session({"x-opencode-session": "s"}).parent_id == 0
+    assert session(parent) == UNKNOWN_SESSION, "a parent alone is no session"
+    off = Sessions(without=("opencode",))
+    assert session({"x-opencode-session": "sub", **parent}, sessions=off) == UNKNOWN_SESSION
+
+
 def test_a_name_means_nothing_in_another_tenant() -> None:
     assert session(*SAYS["codex"], tenant="a") != session(*SAYS["codex"], tenant="b")
     assert Sessions().named("a", "s") != Sessions().named("b", "s")

@@ -118,6 +118,7 @@ def random_select(rng: Random, request_id: str, attempt_id: int) -> scheduler_pb
         session=rng.choice((0, 0, 7, 2**64 - 1)),
         no_lineage=rng.random() < 0.2,
         overlaps_unknown=rng.random() < 0.2,
+        parent_session=rng.choice((0, 0, 9, 2**64 - 1)),
     )
     if rng.random() < 0.7:
         rows = rng.randrange(5)

@@ -39,14 +39,17 @@ class SessionSource(NamedTuple):
     headers: tuple[str, ...] = ()
     """In lower case; the first that is there counts."""
     part: str = ""
-    """Header that distinguishes agents within a session, each with a conversation of its own."""
+    """Header that distinguishes agents within a session, each with a conversation of its own; the parent of each is the
+    session without it."""
+    parent: str = ""
+    """Header that names the session of which this one is a subagent."""
     field: tuple[str, ...] = ()
     """Path of the field in the body."""
 
 
 SOURCES: Final = (
     SessionSource("claude-code", headers=("x-claude-code-session-id",), part="x-claude-code-agent-id"),
-    SessionSource("opencode", headers=("x-opencode-session", "x-session-affinity")),
+    SessionSource("opencode", headers=("x-opencode-session", "x-session-affinity"), parent="x-parent-session-id"),
     SessionSource("session-id", headers=("x-session-id",)),
     SessionSource("codex", headers=("session_id", "session-id")),
     SessionSource("prompt-cache-key", field=("prompt_cache_key",)),
@@ -76,7 +79,7 @@ class Sessions:
         if unknown:
             raise ConfigError(f"there is no {unknown[0]!r}: {', '.join(SOURCE_NAMES)}", field="no_session_source")
         self._sources = tuple(source for source in SOURCES if source.name not in without)
-        self._headers = {name for source in SOURCES for name in (*source.headers, source.part) if name}
+        self._headers = {name for source in SOURCES for name in (*source.headers, source.part, source.parent) if name}
         self._by_previous = PREVIOUS_RESPONSE not in without
         self._by_lineage = LINEAGE not in without
         self._affinity = next((source for source in SOURCES if source.name == affinity), None)
@@ -104,9 +107,14 @@ class Sessions:
                 said.setdefault(lower, value)
         if not said and self._fields.isdisjoint(fields.places):
             return Session(0, self._by_lineage, 0)  # as nearly all clients: nothing to look for
-        session_id = next((found for source in self._sources if (found := _found(source, tenant, said, fields))), 0)
+        session_id = parent_id = 0
+        for source in self._sources:
+            session_id = _found(source, tenant, said, fields)
+            if session_id:
+                parent_id = _parent(source, tenant, said)
+                break
         affinity = _found(self._affinity, tenant, said, fields) if self._affinity is not None else 0
-        return Session(session_id, self._by_lineage, affinity)
+        return Session(session_id, self._by_lineage, affinity, parent_id)
 
     def continued(self, tenant: str, session: Session, response_id: str, session_id: int) -> Session:
         """Return the session of a request that continues a response: what its client says comes first.
@@ -141,6 +149,15 @@ def _found(source: SessionSource, tenant: str, said: Mapping[str, str], fields: 
         if header in said:
             part = said.get(source.part, "")
             return _hashed(tenant, source.name, said[header], *([part] if part else []))
+    return 0
+
+
+def _parent(source: SessionSource, tenant: str, said: Mapping[str, str]) -> int:
+    """Return the hash of the parent of what a source says; 0 = it names none."""
+    if source.parent in said:
+        return _hashed(tenant, source.name, said[source.parent])
+    if source.part in said:
+        return next(_hashed(tenant, source.name, said[header]) for header in source.headers if header in said)
     return 0
 
 

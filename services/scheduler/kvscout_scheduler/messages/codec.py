@@ -140,7 +140,7 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
         lease,
         prefilled_elsewhere,
         traceparent,
-        (output, (session, no_lineage, overlaps_unknown), terms),
+        (output, (session, no_lineage, overlaps_unknown, parent), terms),
     ) = read
     model, tenant, role, request_id, attempt_id = name
     expected, bound, output_class, estimates = output
@@ -166,6 +166,7 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
         session=session,
         by_lineage=not no_lineage,
         overlaps_unknown=overlaps_unknown,
+        parent_session=parent,
     )
     return Select(request, kind == _SELECT_AND_RESERVE, lease, traceparent)
 

@@ -113,6 +113,7 @@ def selection_from_proto(message: scheduler_pb2.SelectRequest, outer_tenant: str
         session=message.session,
         by_lineage=not message.no_lineage,
         overlaps_unknown=message.overlaps_unknown,
+        parent_session=message.parent_session,
     )
 
 

@@ -50,7 +50,7 @@ class Candidates:
         settings: Settings in effect, the request's overrides applied.
         now: On the scheduler's clock.
         books: Whether the choice is booked; queries must not change what bookings see.
-        home: Slot where the request's session was last; -1 = unknown.
+        home: Slot where the request's session was last, or the parent of a new one; -1 = unknown.
         session: The session; 0 = unknown.
     """
 

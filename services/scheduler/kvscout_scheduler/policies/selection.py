@@ -94,7 +94,9 @@ class Selector:
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
         session = pool.sessions.of(request, prompts)
         known = pool.sessions.get(session)
-        home = pool.slot_of.get(known.rank, -1) if known is not None else -1
+        # A subagent begins with its parent's tools and instructions.
+        before = known or (pool.sessions.get(request.parent_session) if request.parent_session else None)
+        home = pool.slot_of.get(before.rank, -1) if before is not None else -1
         if request.overlaps_unknown and known is not None and home >= 0:
             prompts = _expecting(prompts, known, request.isl_tokens)
         dropped = Exclusions() if request.explain or explains else None

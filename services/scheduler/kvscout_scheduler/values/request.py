@@ -191,6 +191,8 @@ class SelectionRequest:
     """Else the session is not looked for where its caller says none."""
     overlaps_unknown: bool = False
     """Nobody could be asked where the prompt is cached."""
+    parent_session: int = 0
+    """Session of the agent whose subagent its session is; 0 = none."""
 
     @property
     def pool(self) -> PoolId:

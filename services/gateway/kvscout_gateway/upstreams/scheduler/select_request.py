@@ -58,6 +58,7 @@ def select_request(request: Request, overlaps: Overlaps, booking: Booking | None
         session=session.session_id,
         no_lineage=not session.by_lineage,
         overlaps_unknown=overlaps.unknown,
+        parent_session=session.parent_id,
     )
     if request.deadline < inf:
         message.deadline_ms = min(max(1, int(request.seconds_left() * 1000)), MOST)
