@@ -236,7 +236,7 @@ async def test_a_killed_api_server_takes_no_worker_with_it(cluster: Cluster, acc
         await eventually(lambda: not followed.workers.warnings())
 
 
-async def test_the_charts_rights_are_to_read_pods_and_pools_of_its_namespace_and_nothing_else(
+async def test_the_charts_rights_are_to_read_pods_pools_and_objectives_of_its_namespace_and_nothing_else(
     cluster: Cluster, account: Path
 ) -> None:
     token = (account / "token").read_text()
@@ -256,5 +256,9 @@ async def test_the_charts_rights_are_to_read_pods_and_pools_of_its_namespace_and
         with pytest.raises(Refused) as error:
             cluster.call(method, path, token=token)
         assert error.value.status == 403, (method, path)
+    for group in ("llm-d.ai", "inference.networking.x-k8s.io"):
+        with pytest.raises(Refused) as error:
+            cluster.call("GET", f"/apis/{group}/v1alpha2/namespaces/{NAMESPACE}/inferenceobjectives", token=token)
+        assert error.value.status == 404, "allowed, but this cluster has no such kind"
     async with following(cluster, account, "app=vllm?namespace=default") as followed:
         await followed.warned('403, pods is forbidden: User "system:serviceaccount:llm:kvscout"')
