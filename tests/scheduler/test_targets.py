@@ -12,7 +12,14 @@ from support.load_backends import SideBySide
 from support.scheduler_builders import ManualClock, key, request, reserve, scheduler, test_seed, worker
 from support.scheduler_invariants import check_scheduler
 
-from kvscout_common.errors import ConfigError, DeadlineExceeded, InvalidArgument, KvscoutError, ResourceExhausted
+from kvscout_common.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidArgument,
+    KvscoutError,
+    ResourceExhausted,
+    Unavailable,
+)
 from kvscout_scheduler.costs.targets import StepTimes, keeps, response_times
 from kvscout_scheduler.costs.time_cost import ROW, TimeCostInputs, TimeRow
 from kvscout_scheduler.policies.headroom import Shed
@@ -134,6 +141,19 @@ def test_a_sheddable_request_waits_no_longer_than_its_target() -> None:
     assert (shed.retry_after_seconds or 0) >= 1
     assert chat.told == []
     assert core.stats.refusals["Shed"] == 1
+
+
+def test_a_sheddable_request_whose_time_ends_as_its_last_worker_leaves_is_answered() -> None:
+    clock = ManualClock()
+    core = made("a", clock=clock, queue_threshold=0.5, targets=Targets(ttft_seconds=2.0))
+    reserve(core, "long", "a", isl=LONG)
+    batch, chat = Caller(core, "batch", isl=500, priority=-1), Caller(core, "chat", isl=500)
+    clock.advance(2.1)
+    core.workers.worker_removed(worker("a", max_num_batched_tokens=8192), "removed")
+    core.expire()
+    assert isinstance(batch.told[0], Shed)
+    assert isinstance(chat.told[0], Unavailable)
+    assert len(core.waiting) == 0
 
 
 def test_a_sheddable_request_is_shed_at_once_where_those_before_it_take_longer_than_its_target() -> None:

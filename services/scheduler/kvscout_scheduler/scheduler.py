@@ -530,11 +530,9 @@ class Scheduler:
         return waiter
 
     def _queued(self, request: SelectionRequest) -> float:
-        """Return the estimated seconds that each worker needs for those that wait before a request."""
-        queue = self.waiting.queue(request.pool)
-        return (
-            queue.seconds(request.priority) / len(self.workers.pool(request.pool).order) if queue is not None else 0.0
-        )
+        """Return the estimated seconds that each worker needs for those before a request; 0 = no worker is left."""
+        queue, ranks = self.waiting.queue(request.pool), self.workers.ranks(request.pool)
+        return queue.seconds(request.priority) / ranks if queue is not None and ranks else 0.0
 
     def _refuse_late(self, waiter: Waiter, now: float) -> None:
         """Refuse a request whose time in the queue is over."""

@@ -146,6 +146,11 @@ class Workers:
             raise Unavailable(f"model {pool_id.model!r} has no {pool_id.role} worker now{but}")
         return pool
 
+    def ranks(self, pool_id: PoolId) -> int:
+        """Return how many ranks a pool has; 0 = none, or there is no such pool."""
+        pool = self._pools.get(pool_id)
+        return len(pool.order) if pool is not None else 0
+
     def require_model(self, tenant: str, model: str) -> None:
         """Refuse a model that no worker ever served; tenant "*" is any.
 
