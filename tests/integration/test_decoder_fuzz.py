@@ -33,3 +33,9 @@ def test_every_text_of_a_query_is_checked_also_what_only_python_reads() -> None:
         request = indexer_pb2.FindMatchesRequest()
         setattr(request, field.name, "x")
         queries.check(request.SerializeToString()[:-1] + b"\xff")
+
+
+@pytest.mark.skipif(not native_available(), reason="the extension is not built: it is what is tested")
+def test_an_early_exit_may_end_below_what_the_reference_finds() -> None:
+    request = indexer_pb2.FindMatchesRequest(model="m", token_ids=[*range(19), 2013265939], early_exit=True)
+    Queries().check(request.SerializeToString())

@@ -682,8 +682,10 @@ async def test_pickers_that_are_restarted_one_after_the_other_cost_no_request(wo
             assert answered.status != 200 or answered.body.endswith(b"data: [DONE]\n\n")
 
     async with AsyncExitStack() as entered:
-        pickers = [(await entered.enter_async_context(world.gateway(*flags)))[0] for _ in range(2)]
-        ports = [str(picker.ready["endpoint_picker_port"]) for picker in pickers]
+        # Outside the kernel's range: nobody takes one while its picker is being restarted.
+        ports = [str(port) for port in free_ports(2)]
+        starts = [world.gateway("--endpoint-picker-port", port, *flags) for port in ports]
+        pickers = [(await entered.enter_async_context(start))[0] for start in starts]
 
         def both(settings: Settings) -> None:
             mode(settings)

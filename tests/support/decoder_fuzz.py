@@ -262,7 +262,14 @@ class Queries:
         )
         found = indexer_pb2.FindMatchesResponse.FromString(answer)
         expected = self.reference.find_matches(hashes, now=0, early_exit=asked.early_exit)
-        assert tuple(found.overlaps.device_blocks) == expected.device
+        device = tuple(found.overlaps.device_blocks)
+        if asked.early_exit:
+            # Each backend may stop where it likes: what it says then is a lower bound.
+            assert found.lower_bound
+            assert len(device) == len(expected.device)
+            assert all(low <= exact for low, exact in zip(device, expected.device, strict=True))
+        else:
+            assert device == expected.device
         assert found.num_blocks == len(hashes)
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
+import os
 import random
 import socket
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
 
 RANGE = range(20_000, 32_000)
 """Below those that the kernel gives away by itself: nobody takes one while its process is being restarted."""
@@ -29,14 +35,22 @@ def free_ports(number: int) -> list[int]:
 
 
 def _claimed(port: int) -> bool:
-    """Notes, where all processes of this machine see it, that a port is given away: whoever has it may not listen there
-    yet, or not at the moment."""
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        # An abstract name: it goes with the process.
-        claim.bind(f"\0kvscout-test-port-{port}")
-    except OSError:
-        claim.close()
+    """Lock the port where all processes of this machine see it, until this process ends: whoever has it may not listen
+    there yet, or not at the moment."""
+    if port in _own:
         return False
-    claim.detach()
+    try:
+        fcntl.lockf(_claims(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    _own.add(port)
     return True
+
+
+_own: set[int] = set()
+
+
+@functools.cache
+def _claims() -> BinaryIO:
+    """Open the file whose bytes are locked, one a port; closing it would give all of them back."""
+    return (Path(tempfile.gettempdir()) / f"kvscout-test-ports-{os.getuid()}").open("wb")

@@ -23,6 +23,7 @@ from kvscout.v1 import (
     workers_pb2,
 )
 from kvscout_common.rpc.channel import call, open_channel
+from support.free_ports import free_ports
 from support.grpc_relay import Relay, relaying
 from support.mocker_process import MockerProcess, running_mocker
 from support.processes import Running, eventually, running
@@ -251,8 +252,14 @@ async def running_services(
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         names = [f"{index}/{shards}" for index in range(shards)]
-        processes = [running("kvscout_indexer.main", "--shard", name, *indexer_flags) for name in names]
-        scheduler, *indexers = await enter(together(running("kvscout_scheduler.main", *scheduler_flags), *processes))
+        # Some tests restart them where they were.
+        place, *places = (("--port", str(port)) for port in free_ports(1 + shards))
+        processes = [
+            running("kvscout_indexer.main", "--shard", name, *port, *indexer_flags)
+            for name, port in zip(names, places, strict=True)
+        ]
+        starts = together(running("kvscout_scheduler.main", *place, *scheduler_flags), *processes)
+        scheduler, *indexers = await enter(starts)
         between = await enter(relaying(scheduler.address)) if relay else None
         helpers = ["--scheduler", between.address if between else scheduler.address]
         for name, one in zip(names, indexers, strict=True):
