@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
-from typing import Final
 
 from kvscout_common.errors import (
     AlreadyExists,
@@ -36,10 +35,11 @@ from kvscout_scheduler.load.pool import Pool
 from kvscout_scheduler.load.workers import MAX_ENDS, Workers
 from kvscout_scheduler.policies import PolicyRegistry, installed_policies
 from kvscout_scheduler.policies.decision_feed import DecisionFeed
-from kvscout_scheduler.policies.headroom import KV_TIME, Shed
+from kvscout_scheduler.policies.headroom import Shed
 from kvscout_scheduler.policies.selection import Selection, Selector
 from kvscout_scheduler.queue.admission import Admission
 from kvscout_scheduler.queue.remote_queues import RemoteQueues
+from kvscout_scheduler.queue.shedding import Shedding
 from kvscout_scheduler.queue.waiting import RETRY_SECONDS, Answer, Waiter, WaitingQueues
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import (
@@ -68,9 +68,6 @@ from kvscout_scheduler.values.reservation import (
 from kvscout_scheduler.values.settings import SchedulerSettings
 from kvscout_scheduler.values.stats import SchedulerStats
 from kvscout_scheduler.values.thresholds import ThresholdTable
-
-SHED_SECONDS: Final = 60.0
-"""Seconds for which operators are warned that a request was shed."""
 
 
 class Scheduler:
@@ -118,6 +115,7 @@ class Scheduler:
         self.workers = Workers(settings, self.bookings, clock, self._make_pool)
         """A registry listener."""
         self.remote_queues = RemoteQueues()
+        self._shedding = Shedding(settings, self.waiting, self.workers, clock)
         self._admission = Admission(
             self.workers, self.thresholds, self.waiting, self._book_waiter, self.remote_queues, self._refuse_late
         )
@@ -126,8 +124,6 @@ class Scheduler:
         self.queues_requests = settings.queue_threshold is not None
         """True: requests wait while no worker has room."""
         self.decision_feed = DecisionFeed(wall_clock)
-        self._shed_at: dict[tuple[str, str], float] = {}
-        """When a request was last shed, by tenant and model; of models that have or had workers."""
         self.clock = clock
         self.wall_clock = wall_clock
 
@@ -159,7 +155,7 @@ class Scheduler:
             return error
 
     def select(self, request: SelectionRequest) -> Decision:
-        """Pick a worker and books nothing.
+        """Pick a worker and book nothing.
 
         Raises:
             InvalidArgument: A field of the request is wrong; it is named.
@@ -174,7 +170,7 @@ class Scheduler:
     def select_and_reserve(
         self, request: SelectionRequest, *, owner: OwnerName | None = None, lease_seconds: float = 0.0
     ) -> Decision:
-        """Pick a worker and books the request on it, in one step.
+        """Pick a worker and book the request on it, in one step.
 
         The same attempt called again gets its first answer, without the explanation, and nothing more is booked.
 
@@ -367,7 +363,7 @@ class Scheduler:
     def begin_takeover(
         self, owner: OwnerName, in_flight: Iterable[tuple[RequestKey, int]], opened_at: int = 0
     ) -> Takeover:
-        """Open an owner's stream, and begins to look at what it lists; see `Takeover`.
+        """Open an owner's stream, and begin to look at what it lists; see `Takeover`.
 
         Raises:
             FailedPrecondition: A stream that it opened later is open.
@@ -461,9 +457,7 @@ class Scheduler:
             selected = self._selector.select(pool, request, now, books=books, explains=watched)
         except KvscoutError as error:
             if isinstance(error, Shed):
-                error.retry_after_seconds = max(
-                    RETRY_SECONDS, (error.retry_after_seconds or 0.0) + self._queued(request)
-                )
+                self._shedding.delay_retry(request, error)
             self._refused(request, error)
             raise
         self.decision_feed.record(request, selected.decision)
@@ -515,32 +509,16 @@ class Scheduler:
         )
         seconds = pool.times.alone_seconds(request, prompt, block_format.block_size, now)
         waiter = Waiter(request, answer, owner, lease_seconds, now, seconds, now + request.deadline_seconds)
-        if request.priority < 0 and self.settings.policy == KV_TIME:
-            target = self.settings.targets_of(request.model, request.targets).ttft_seconds
-            queued = self._queued(request)
-            if queued > target and request.key not in self.waiting:
-                shed = Shed(
-                    f"those before it take about {queued:.3g} s, its target is {target:.3g} s",
-                    retry_after_seconds=max(RETRY_SECONDS, queued - target),
-                )
-                self._refused(request, shed)
-                raise shed
-            if now + target < waiter.deadline:
-                waiter.deadline, waiter.sheds = now + target, True
+        try:
+            self._shedding.limit(waiter)
+        except Shed as shed:
+            self._refused(request, shed)
+            raise
         return waiter
-
-    def _queued(self, request: SelectionRequest) -> float:
-        """Return the estimated seconds that each worker needs for those before a request; 0 = no worker is left."""
-        queue, ranks = self.waiting.queue(request.pool), self.workers.ranks(request.pool)
-        return queue.seconds(request.priority) / ranks if queue is not None and ranks else 0.0
 
     def _refuse_late(self, waiter: Waiter, now: float) -> None:
         """Refuse a request whose time in the queue is over."""
-        waited = now - waiter.since
-        error: KvscoutError = DeadlineExceeded(f"its deadline passed in the queue, after {waited:.3g} s")
-        if waiter.sheds:
-            retry = max(RETRY_SECONDS, self._queued(waiter.request))
-            error = Shed(f"no worker had room within its target; it waited {waited:.3g} s", retry_after_seconds=retry)
+        error = self._shedding.late(waiter, now)
         self._refused(waiter.request, error)
         waiter.answer(error)
 
@@ -576,22 +554,12 @@ class Scheduler:
 
     def warnings(self) -> list[TenantWarning]:
         """Return warnings for operators."""
-        now = self.clock()
-        shed = [
-            TenantWarning(
-                tenant,
-                f"model {model}: requests of a priority below 0 are shed, no worker keeps their targets "
-                "(--ttft-target-ms, --itl-target-ms, --model-target, objectives): add workers, or raise the targets",
-            )
-            for (tenant, model), at in self._shed_at.items()
-            if now - at < SHED_SECONDS
-        ]
-        return [*self.workers.warnings(), *shed]
+        return [*self.workers.warnings(), *self._shedding.warnings()]
 
     def _refused(self, request: SelectionRequest, error: KvscoutError) -> None:
         self.stats.refusals[type(error).__name__] += 1
         if isinstance(error, Shed):
-            self._shed_at[request.tenant, request.model] = self.clock()
+            self._shedding.record(request)
         self.decision_feed.record(request, error)
 
     def _require_open(self) -> None:
