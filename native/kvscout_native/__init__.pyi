@@ -416,6 +416,10 @@ class _Times(Protocol):
     @property
     def stage_seconds(self) -> tuple[float, float, float, float, float]: ...
 
+_ScoreInputs = tuple[tuple[int, bool], bytes, int, float, tuple[float, float], bool, float]
+"""Block format, packed hashes, prompt tokens, weight of overlaps, weights of host and disk, whether the prefill is charged,
+scale."""
+
 class ActiveLoad:
     """Load columns of one pool; a getter makes a new list."""
 
@@ -445,31 +449,12 @@ class ActiveLoad:
     def add_private(self, allocation: Allocation, blocks: int) -> None: ...
     def remove(self, allocation: Allocation) -> None: ...
     def shared(self, pool_key: tuple[int, bool], hashes: bytes) -> dict[int, int]: ...
-    def score(
-        self,
-        slots: bytes | None,
-        pool_key: tuple[int, bool],
-        hashes: bytes,
-        overlaps: Overlaps | None,
-        isl_tokens: int,
-        overlap_score_weight: float,
-        host_weight: float,
-        disk_weight: float,
-        charge_prefill: bool,
-        scale: float,
-    ) -> Scores: ...
+    def score(self, inputs: _ScoreInputs, overlaps: Overlaps | None, slots: bytes | None) -> Scores: ...
     def cheapest(
         self,
-        slots: bytes | None,
-        pool_key: tuple[int, bool],
-        hashes: bytes,
+        inputs: _ScoreInputs,
         overlaps: Overlaps | None,
-        isl_tokens: int,
-        overlap_score_weight: float,
-        host_weight: float,
-        disk_weight: float,
-        charge_prefill: bool,
-        scale: float,
+        slots: bytes | None,
         times: _Times | None,
         home: int,
         draw: Callable[[int], int],
@@ -477,7 +462,7 @@ class ActiveLoad:
         """Return the slot of least cost, its leading blocks on the device, its effective blocks, and the cost.
 
         Args:
-            slots, …, scale: As of `score`.
+            inputs, overlaps, slots: As of `score`.
             times: Costs are in seconds, by these; None = in blocks.
             home: The slot that is taken where several cost as little.
             draw: Called with their number where that is none of them; returns which, by rank.
@@ -492,9 +477,7 @@ _Output = tuple[int, int, str, bool]
 """expected_output_tokens, max_output_tokens, output_class, estimate_prefill_complete"""
 _Session = tuple[int, bool, bool, int]
 """session, no_lineage, overlaps_unknown, parent_session"""
-_Select = tuple[
-    int, int, _RequestName, bytes, int, int, Overlaps | None, int, int, bool, str, tuple[_Output, _Session]
-]
+_Select = tuple[int, int, _RequestName, bytes, int, int, Overlaps | None, int, int, bool, str, tuple[_Output, _Session]]
 """2 (select) or 3 (select_and_reserve), operation id, name, packed hashes, isl_tokens, block_size, overlaps, priority,
 lease_seconds, prefill_elsewhere, traceparent, (output, session)"""
 _Decision = tuple[str, int, str, int, float, float, int, int, int]

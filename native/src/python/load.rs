@@ -4,14 +4,10 @@ use pyo3::buffer::{PyBuffer, ReadOnlyCell};
 use pyo3::exceptions::{PyAssertionError, PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
-use pyo3::types::{PyBytes, PyList, PyTuple};
+use pyo3::types::{PyBytes, PyTuple};
 
 use crate::hashing::hashes_from_bytes;
-use crate::load::messages::{self, Name, Operation, Select, Selected};
 use crate::load::{self, Columns, Limits, PoolKey, Question, SlotSet, StepTimes, TimeCostInputs, TimeRow};
-
-/// Messages above this many bytes may take longer than about 50 µs, so they release the GIL.
-const DETACH_ABOVE_BYTES: usize = 128 * 1024;
 
 /// Load columns of one pool; see the stub.
 #[pyclass(module = "kvscout_native")]
@@ -136,76 +132,34 @@ impl ActiveLoad {
         Ok(found)
     }
 
-    #[pyo3(signature = (
-        slots, pool_key, hashes, overlaps, isl_tokens, overlap_score_weight, host_weight, disk_weight, charge_prefill, scale
-    ))]
-    #[allow(clippy::too_many_arguments)] // the columns of one question, as the reference backend takes them
     fn score(
         slf: &Bound<'_, Self>,
-        slots: Option<&[u8]>,
-        pool_key: (u32, bool),
-        hashes: &Bound<'_, PyBytes>,
+        inputs: ScoreInputs<'_>,
         overlaps: Option<&Overlaps>,
-        isl_tokens: u32,
-        overlap_score_weight: f64,
-        host_weight: f64,
-        disk_weight: f64,
-        charge_prefill: bool,
-        scale: f64,
+        slots: Option<&[u8]>,
     ) -> PyResult<Scores> {
         let slots = slots.map(SlotSet::from_bytes);
-        let question = Question {
-            pool_key: key_of(pool_key),
-            overlaps: overlaps.map(|overlaps| &overlaps.overlaps),
-            isl_tokens,
-            overlap_score_weight,
-            host_weight,
-            disk_weight,
-            charge_prefill,
-            scale,
-        };
-        unpacked(hashes.as_bytes())?;
-        let scores = slf.borrow().load.score(slots.as_ref(), &question);
-        Ok(Scores { scores, load: slf.clone().unbind(), hashes: hashes.clone().unbind() })
+        inputs.hashes()?;
+        let scores = slf.borrow().load.score(slots.as_ref(), &inputs.question(overlaps));
+        Ok(Scores { scores, load: slf.clone().unbind(), hashes: inputs.1.unbind() })
     }
 
     /// The slot of least cost, its leading blocks on the device, effective ones, and the cost. Of several that is
     /// `home`, or the one that `draw` says of so many.
-    #[pyo3(signature = (
-        slots, pool_key, hashes, overlaps, isl_tokens, overlap_score_weight, host_weight, disk_weight, charge_prefill,
-        scale, times, home, draw
-    ))]
-    #[allow(clippy::too_many_arguments)] // as `score`
+    #[allow(clippy::too_many_arguments)] // a question, and three answers to what it leaves open
     fn cheapest(
         &self,
         py: Python<'_>,
-        slots: Option<&[u8]>,
-        pool_key: (u32, bool),
-        hashes: &[u8],
+        inputs: ScoreInputs<'_>,
         overlaps: Option<&Overlaps>,
-        isl_tokens: u32,
-        overlap_score_weight: f64,
-        host_weight: f64,
-        disk_weight: f64,
-        charge_prefill: bool,
-        scale: f64,
+        slots: Option<&[u8]>,
         times: Option<Times>,
         home: i64,
         draw: &Bound<'_, PyAny>,
     ) -> PyResult<(u32, u32, f64, f64)> {
         let slots = slots.map(SlotSet::from_bytes);
-        let question = Question {
-            pool_key: key_of(pool_key),
-            overlaps: overlaps.map(|overlaps| &overlaps.overlaps),
-            isl_tokens,
-            overlap_score_weight,
-            host_weight,
-            disk_weight,
-            charge_prefill,
-            scale,
-        };
-        let hashes = unpacked(hashes)?;
-        let scores = self.load.score(slots.as_ref(), &question);
+        let hashes = inputs.hashes()?;
+        let scores = self.load.score(slots.as_ref(), &inputs.question(overlaps));
         let costs = match &times {
             Some(times) => times.costs(py, &scores)?,
             None => self.load.costs_with(&scores, &hashes),
@@ -233,6 +187,31 @@ impl ActiveLoad {
         match slots.iter().any(|&slot| slot as usize >= self.load.requests.len()) {
             true => Err(PyIndexError::new_err("a slot that there is no room for")),
             false => Ok(()),
+        }
+    }
+}
+
+/// `ScoreInputs` of the reference backend, a named tuple: (block format, packed hashes, prompt tokens, weight of overlaps,
+/// (weight of host, of disk), the prefill is charged, scale)
+#[derive(FromPyObject)]
+struct ScoreInputs<'py>((u32, bool), Bound<'py, PyBytes>, u32, f64, (f64, f64), bool, f64);
+
+impl ScoreInputs<'_> {
+    fn hashes(&self) -> PyResult<std::borrow::Cow<'_, [u64]>> {
+        unpacked(self.1.as_bytes())
+    }
+
+    fn question<'a>(&self, overlaps: Option<&'a Overlaps>) -> Question<'a> {
+        let &Self(block_format, _, isl_tokens, overlap_score_weight, tiers, charge_prefill, scale) = self;
+        Question {
+            pool_key: key_of(block_format),
+            overlaps: overlaps.map(|overlaps| &overlaps.overlaps),
+            isl_tokens,
+            overlap_score_weight,
+            host_weight: tiers.0,
+            disk_weight: tiers.1,
+            charge_prefill,
+            scale,
         }
     }
 }
@@ -454,151 +433,11 @@ impl Overlaps {
     }
 }
 
-/// (model, tenant, role, request id, attempt id)
-type NameParts<'a> = (&'a str, &'a str, u32, &'a str, u64);
-
-fn parts<'a>(name: &Name<'a>) -> NameParts<'a> {
-    (name.model, name.tenant, name.role, name.request_id, name.attempt_id)
-}
-
-/// The numbers of the operations' fields; 0: the operation is left to the plain path.
-const PLAIN: u32 = 0;
-const SELECT: u32 = 2;
-const SELECT_AND_RESERVE: u32 = 3;
-const PREFILL_COMPLETE: u32 = 5;
-const FREE: u32 = 7;
-
-fn select_parts<'py>(
-    py: Python<'py>,
-    kind: u32,
-    id: u64,
-    select: Select<'_>,
-) -> PyResult<Bound<'py, PyTuple>> {
-    let overlaps = match select.overlaps {
-        Some(overlaps) if overlaps.rows().len() > 0 => Some(Py::new(py, Overlaps { overlaps })?),
-        _ => None,
-    };
-    let columns = (
-        kind,
-        id,
-        parts(&select.name),
-        PyBytes::new(py, select.hashes),
-        select.isl_tokens,
-        select.block_size,
-        overlaps,
-        select.priority,
-        select.lease_seconds,
-        select.prefill_elsewhere,
-        select.traceparent,
-        (
-            (
-                select.expected_output_tokens,
-                select.max_output_tokens,
-                select.output_class,
-                select.estimates_prefill,
-            ),
-            (select.session, select.no_lineage, select.overlaps_unknown, select.parent_session),
-            (
-                select.caller,
-                select.fairness_id,
-                select.deadline_ms,
-                select.ttft_target_us,
-                select.itl_target_us,
-            ),
-        ),
-    );
-    columns.into_pyobject(py)
-}
-
-#[pyfunction]
-fn lifecycle_operations<'py>(
-    message: &Bound<'py, PyBytes>,
-    caller_tenant: &str,
-) -> PyResult<Option<Bound<'py, PyList>>> {
-    let (py, bytes) = (message.py(), message.as_bytes());
-    let run = || messages::operations(bytes, caller_tenant);
-    let found = if bytes.len() > DETACH_ABOVE_BYTES { py.detach(run) } else { run() };
-    let Some(found) = found else { return Ok(None) };
-    let list = PyList::empty(py);
-    for operation in found {
-        match operation {
-            Operation::Select(id, select, books) => {
-                let kind = if books { SELECT_AND_RESERVE } else { SELECT };
-                list.append(select_parts(py, kind, id, *select)?)?;
-            }
-            Operation::PrefillComplete(id, name, age_us) => {
-                list.append((PREFILL_COMPLETE, id, parts(&name), age_us))?;
-            }
-            Operation::Free(id, name, output_tokens, age_us) => {
-                list.append((FREE, id, parts(&name), age_us, output_tokens))?;
-            }
-            Operation::Plain(bytes) => list.append((PLAIN, PyBytes::new(py, bytes)))?,
-        }
-    }
-    Ok(Some(list))
-}
-
-#[pyfunction]
-fn select_request<'py>(message: &Bound<'py, PyBytes>) -> PyResult<Option<Bound<'py, PyTuple>>> {
-    let py = message.py();
-    messages::select(message.as_bytes())
-        .map(|select| select_parts(py, SELECT_AND_RESERVE, 0, select))
-        .transpose()
-}
-
-/// The fields of a decision; see `Selected`.
-type Decision = (PyBackedStr, u32, PyBackedStr, u32, f64, f64, u32, u32, u64);
-
-fn selected(decision: &Decision) -> Selected<'_> {
-    let (
-        worker_id,
-        dp_rank,
-        http_endpoint,
-        overlap_blocks,
-        effective,
-        cost,
-        uncached_tokens,
-        block_size,
-        session,
-    ) = decision;
-    Selected {
-        worker_id,
-        dp_rank: *dp_rank,
-        http_endpoint,
-        overlap_blocks: *overlap_blocks,
-        effective_overlap_blocks: *effective,
-        cost: *cost,
-        uncached_tokens: *uncached_tokens,
-        block_size: *block_size,
-        session: *session,
-    }
-}
-
-#[pyfunction]
-fn select_response(py: Python<'_>, decision: Decision) -> Bound<'_, PyBytes> {
-    PyBytes::new(py, selected(&decision).response().as_bytes())
-}
-
-#[pyfunction]
-fn select_result(py: Python<'_>, id: u64, decision: Decision) -> Bound<'_, PyBytes> {
-    PyBytes::new(py, &messages::select_result(id, &selected(&decision)))
-}
-
-#[pyfunction]
-fn number_result(py: Python<'_>, id: u64, kind: u32, number: u32) -> Bound<'_, PyBytes> {
-    PyBytes::new(py, &messages::number_result(id, kind, number))
-}
-
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("TIME_ROW_FIELDS", PyTuple::new(module.py(), TimeRow::names())?)?;
     module.add_class::<ActiveLoad>()?;
     module.add_class::<Allocation>()?;
     module.add_class::<Costs>()?;
     module.add_class::<Scores>()?;
-    module.add_class::<Overlaps>()?;
-    module.add_function(wrap_pyfunction!(lifecycle_operations, module)?)?;
-    module.add_function(wrap_pyfunction!(select_request, module)?)?;
-    module.add_function(wrap_pyfunction!(select_response, module)?)?;
-    module.add_function(wrap_pyfunction!(select_result, module)?)?;
-    module.add_function(wrap_pyfunction!(number_result, module)?)
+    module.add_class::<Overlaps>()
 }

@@ -20,6 +20,7 @@ mod http;
 mod index;
 mod ingest;
 mod json_scan;
+mod lifecycle;
 mod load;
 mod queries;
 mod rpc;
@@ -41,6 +42,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     index::register(module)?;
     ingest::register(module)?;
     json_scan::register(module)?;
+    lifecycle::register(module)?;
     load::register(module)?;
     queries::register(module)?;
     rpc::register(module)?;

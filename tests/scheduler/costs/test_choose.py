@@ -11,6 +11,7 @@ from support.scheduler_builders import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_scheduler.costs.choose import choose, probabilities
+from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs
 
 DRAWS = 20_000
 
@@ -113,7 +114,7 @@ def test_the_twin_draws_by_the_same_probabilities() -> None:
         for slot in range(size):
             blocks = int(rng.expovariate(0.1)) if rng.random() < 0.8 else rng.randrange(10_000)
             load.add(slot, (16, False), b"", private_blocks=blocks)
-        costs = load.score(None, (16, False), b"", None, 16, 1.0, 0.75, 0.25, True, 1.0).costs()
+        costs = load.score(ScoreInputs(BlockFormat(16, False), b"", 16), None, None).costs()
         temperature = rng.choice((0.05, 0.3, 1.0, 5.0))
         reached, drawn = 0.0, probabilities(costs.values, temperature)
         for index, p in enumerate(drawn):

@@ -89,13 +89,7 @@ class NativeLoad:
         self._core.arrange([(*ranks[slot], slot) for slot in order])
 
     def score(self, question: ScoreInputs, overlaps: AnyOverlaps, slots: int | None) -> NativeScores:
-        block_format, hashes, isl_tokens, weight, tiers, charge_prefill, scale = question
-        native = _native(overlaps)
-        members = None if slots is None else packed(slots)
-        host, disk = tiers.host, tiers.disk
-        return NativeScores(
-            self._score(members, block_format, hashes, native, isl_tokens, weight, host, disk, charge_prefill, scale)
-        )
+        return NativeScores(self._score(question, _native(overlaps), None if slots is None else packed(slots)))
 
     def cheapest(
         self,
@@ -106,12 +100,8 @@ class NativeLoad:
         home: int,
         draw: Draw,
     ) -> Cheapest:
-        block_format, hashes, isl_tokens, weight, tiers, charge_prefill, scale = question
-        native = _native(overlaps)
         members = None if slots is None else packed(slots)
-        host, disk = tiers.host, tiers.disk
-        columns = members, block_format, hashes, native, isl_tokens, weight, host, disk, charge_prefill, scale
-        return self._cheapest(*columns, times, home, draw)
+        return self._cheapest(question, _native(overlaps), members, times, home, draw)
 
 
 def _native(overlaps: AnyOverlaps) -> kvscout_native.Overlaps | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import gt
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvscout_common.errors import InvalidArgument
 
@@ -111,8 +111,7 @@ def _column(name: str, message: str) -> InvalidArgument:
     return InvalidArgument(message, field=f"overlaps.{name}")
 
 
-@dataclass(frozen=True, slots=True)
-class TierWeights:
+class TierWeights(NamedTuple):
     """Worth of a cached block of each slower tier, in device blocks."""
 
     host: float = 0.75
