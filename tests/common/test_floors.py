@@ -94,7 +94,9 @@ HOUSES = {
     ),
     "services/bridge/kvscout_bridge": House(),
     "services/serve/kvscout_serve": House(),
-    "services/mocker/kvscout_mocker": House(floors=8),
+    "services/mocker/kvscout_mocker": House(
+        folders=("", "tokens", "config.py", "engine", "requests", "answers", "transfer", "routes", "main.py"), floors=8
+    ),
     "clients/kvscout_client": House(),
     "clients/kvscout_cli": House(folders=("", "commands")),
     "lab/kvscout_lab": House(floors=8, folders=("", "workloads", "simulation", "cells", "real_time", "matrix")),

@@ -12,9 +12,9 @@ import pytest
 from kvscout_lab.simulation.timing import StepTime, picoseconds, seconds
 from kvscout_lab.simulation.worker import NEVER, EngineSettings, Job, Worker
 from kvscout_mocker.config import EngineConfig, StepCost
-from kvscout_mocker.engine import Engine, Step
-from kvscout_mocker.request import Request
-from kvscout_mocker.sequence import Sequence
+from kvscout_mocker.engine.engine import Engine, Step
+from kvscout_mocker.engine.request import Request
+from kvscout_mocker.tokens.sequence import Sequence
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", SystemRandom().randrange(2**32)))
 BLOCK = 4

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvscout_mocker.config import MockerConfig, config_from_flags
-from kvscout_mocker.engine import Engine, Step
+from kvscout_mocker.engine.engine import Engine, Step
 from kvscout_mocker.main import main, run
 
 

@@ -16,11 +16,11 @@ import pytest
 from support.mocker_invariants import check_blocks
 
 from kvscout_mocker.config import EngineConfig, StepCost
-from kvscout_mocker.engine import Engine
+from kvscout_mocker.engine.engine import Engine
+from kvscout_mocker.engine.hybrid_blocks import HybridBlockManager
+from kvscout_mocker.engine.request import Request
 from kvscout_mocker.events import BlockHashFormat, EventEncoder, EventFormat
-from kvscout_mocker.hybrid_blocks import HybridBlockManager
-from kvscout_mocker.request import Request
-from kvscout_mocker.sequence import CacheScope, Sequence
+from kvscout_mocker.tokens.sequence import CacheScope, Sequence
 
 CAPTURES = Path(__file__).parents[1] / "data" / "captures"
 BLOCK_SIZE = 32

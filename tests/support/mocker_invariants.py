@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvscout_mocker.block_manager import BlockManager
-from kvscout_mocker.hybrid_blocks import HybridBlockManager
+from kvscout_mocker.engine.block_manager import BlockManager
+from kvscout_mocker.engine.hybrid_blocks import HybridBlockManager
 
 
 def free_blocks(manager: BlockManager) -> int:

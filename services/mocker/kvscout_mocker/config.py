@@ -15,7 +15,7 @@ from kvscout_common.errors import ConfigError
 from kvscout_common.settings.flags import flag
 from kvscout_mocker.events import BlockHashFormat, EventFormat
 from kvscout_mocker.faults import MAX_STALL_SECONDS, FaultConfig
-from kvscout_mocker.tokenizer import RESERVED_TOKENS
+from kvscout_mocker.tokens.tokenizer import RESERVED_TOKENS
 
 DEFAULT_MAX_MODEL_LEN = 32_768
 

@@ -22,24 +22,24 @@ from kvscout_common.observability.telemetry import configure_logging
 from kvscout_common.process.descriptors import raise_descriptor_limit
 from kvscout_common.settings.flags import SectionedCommand, flag
 from kvscout_common.variables import warn_of_variables
-from kvscout_mocker.answering import Answering
-from kvscout_mocker.anthropic_api import AnthropicRoutes
 from kvscout_mocker.config import MockerConfig, Role, config_from_flags, flags
-from kvscout_mocker.engine import Engine
-from kvscout_mocker.engine_routes import EngineRoutes
+from kvscout_mocker.engine.engine import Engine
+from kvscout_mocker.engine.hybrid_blocks import HybridBlockManager
+from kvscout_mocker.engine.publisher import EventPublisher
+from kvscout_mocker.engine.rank import Rank
 from kvscout_mocker.events import EventEncoder
-from kvscout_mocker.fault_routes import FaultRoutes
 from kvscout_mocker.faults import BoundPorts, Faults, restart
-from kvscout_mocker.handshakes import Handshakes
-from kvscout_mocker.hybrid_blocks import HybridBlockManager
-from kvscout_mocker.intake import Intake
-from kvscout_mocker.openai_api import OpenAiRoutes
-from kvscout_mocker.publisher import EventPublisher
-from kvscout_mocker.rank import Rank
-from kvscout_mocker.render_api import RenderRoutes
-from kvscout_mocker.responses_api import ResponsesRoutes
+from kvscout_mocker.routes.answering import Answering
+from kvscout_mocker.routes.anthropic_api import AnthropicRoutes
+from kvscout_mocker.routes.engine_routes import EngineRoutes
+from kvscout_mocker.routes.fault_routes import FaultRoutes
+from kvscout_mocker.routes.intake import Intake
+from kvscout_mocker.routes.openai_api import OpenAiRoutes
+from kvscout_mocker.routes.render_api import RenderRoutes
+from kvscout_mocker.routes.responses_api import ResponsesRoutes
+from kvscout_mocker.routes.sglang_api import SglangRoutes
 from kvscout_mocker.server import application
-from kvscout_mocker.sglang_api import SglangRoutes
+from kvscout_mocker.transfer.handshakes import Handshakes
 
 _log = logging.getLogger(__name__)
 

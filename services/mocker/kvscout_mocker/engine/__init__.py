@@ -1,0 +1,1 @@
+"""The engine: its cache, its steps, its ranks, its events."""

@@ -1,0 +1,1 @@
+"""Handshakes between prefill and decode engines."""

@@ -1,0 +1,99 @@
+"""A hybrid model's cache under random requests: its blocks stay whole, and an index predicts what it hits."""
+
+from __future__ import annotations
+
+import os
+import random
+from array import array
+
+import pytest
+from support.mocker_invariants import check_blocks
+
+from kvscout_blocks.index.backend import make_index
+from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_common.hashing import block_hashes
+from kvscout_common.worker import WorkerRank
+from kvscout_mocker.config import EngineConfig, StepCost
+from kvscout_mocker.engine.engine import Engine
+from kvscout_mocker.engine.hybrid_blocks import HybridBlockManager
+from kvscout_mocker.engine.request import Request
+from kvscout_mocker.events import BlockHashFormat, BlockStored, EventEncoder, EventFormat
+from kvscout_mocker.tokens.sequence import Sequence
+
+BLOCK_SIZE = 4
+SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+WORKER = WorkerRank("w", 0)
+ENCODER = EventEncoder(EventFormat.MAP, BlockHashFormat.INT, dp_rank=0)
+
+
+def engine(sliding_window: int, *, num_gpu_blocks: int = 40, max_num_batched_tokens: int = 64) -> Engine:
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks=num_gpu_blocks,
+        max_num_seqs=8,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=64,
+        max_waiting=100,
+        vocab_size=50,
+        cost=StepCost(0.0, 0.0, 0.0),
+        sliding_window=sliding_window,
+    )
+    return Engine(config, HybridBlockManager(num_gpu_blocks, BLOCK_SIZE, sliding_window))
+
+
+def serve(served: Engine, tokens: list[int], max_tokens: int) -> Request:
+    request = Request("r", Sequence(array("I", tokens), block_size=BLOCK_SIZE, hash_seed=1), max_tokens)
+    served.submit(request)
+    while (step := served.begin_step()) is not None:
+        served.finish_step(step)
+    return request
+
+
+@pytest.mark.parametrize("world", range(20))
+def test_an_index_predicts_what_a_hybrid_engine_hits(world: int) -> None:
+    rng = random.Random(SEED + world)
+    window, chunk = rng.choice([2, 4, 5, 9, 14, 30]), rng.choice([8, 12, 64])
+    served = engine(window, num_gpu_blocks=rng.choice([40, 60]), max_num_batched_tokens=chunk)
+    index = make_index(BLOCK_SIZE)
+    index.add_worker(WORKER, WorkerOptions())
+    asked: list[list[int]] = [[1]]
+    hits = 0
+    for number in range(60):
+        before = rng.choice(asked[-8:])
+        tokens = before[: rng.randrange(1, len(before) + 1)] if rng.random() < 0.4 else list(before)
+        tokens = (tokens + [rng.randrange(50) for _ in range(rng.choice([0, 0, 3, 8, 20]))])[:50]
+        usable = (len(tokens) - 1) // BLOCK_SIZE
+        found = index.find_matches(block_hashes(tokens, BLOCK_SIZE), now=0.0, usable=usable).by_worker()
+        predicted = min(found[WORKER].device if found else 0, usable) * BLOCK_SIZE
+        request = serve(served, tokens, rng.choice([1, 2, 9]))
+        assert request.cached_tokens == predicted, f"KVSCOUT_TEST_SEED={SEED}, world {world}, request {number}"
+        hits += predicted > 0
+        asked.append(list(request.sequence.tokens))
+        events = served.take_events()
+        if events:
+            index.apply_payload(WORKER, ENCODER.encode(events, 0.0), event_id=number)
+        check_blocks(served.blocks)
+    index.check_invariants()
+    assert hits > 0
+
+
+def test_a_window_is_hit_where_the_same_prompt_goes_on() -> None:
+    served = engine(8)
+    prompt = list(range(20))
+    assert serve(served, prompt, 1).cached_tokens == 0
+    window, full = [event for event in served.take_events() if isinstance(event, BlockStored)]
+    assert (window.sliding_window, window.group, len(window.block_hashes)) == (8, 0, 2)
+    assert (full.sliding_window, full.group, len(full.block_hashes)) == (None, 1, 5)
+    # Of what full attention has, the window group has the blocks before the prompt's last one.
+    assert serve(served, prompt, 1).cached_tokens == 16
+    assert serve(served, prompt[:14], 1).cached_tokens == 0
+    # What one prompt was seen to share is kept for the next one.
+    assert serve(served, [*prompt[:13], 49], 1).cached_tokens == 12
+
+
+def test_a_reset_forgets_both_groups() -> None:
+    served = engine(8)
+    serve(served, list(range(20)), 1)
+    assert served.reset_prefix_cache()
+    check_blocks(served.blocks)
+    assert serve(served, list(range(20)), 1).cached_tokens == 0
