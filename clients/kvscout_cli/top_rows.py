@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvscout.v1 import gateway_pb2, scheduler_pb2
+from kvscout.v1 import gateway_pb2
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.overview import Overview, Seen, SourceRow, seen_by_gateways
-from kvscout_common.doctor.snapshot import RankName, observed_name
+from kvscout_common.doctor.snapshot import RankName
+from kvscout_common.doctor.worker_health import OK, UNJUDGED, Health, health_of, load_healths, worst
 
 MAX_CHARACTERS: Final = 300
 """Of a name or a sentence."""
@@ -43,7 +44,7 @@ class WorkerRow:
     name: RankName
     model: str
     state: str
-    """"ok", "busy", …; the state of its events where they are in trouble or no scheduler knows its load."""
+    """State of its health, such as "left out"; that of its events where they alone are in trouble."""
     reason: str
     """Why, in one sentence; "" = nothing is wrong."""
     well: bool
@@ -89,12 +90,6 @@ def worker_rows(now: Moment, before: Moment | None, shown: Overview) -> list[Wor
     seen = seen_by_gateways(now.snapshot)
     earlier = seen_by_gateways(before.snapshot) if before is not None else {}
     elapsed = now.at - before.at if before is not None else 0.0
-    problems = {
-        observed_name(one): one.problem
-        for _, status in now.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse)
-        for one in status.workers
-        if one.problem
-    }
     sources: dict[RankName, SourceRow] = {}
     for row in shown.sources:
         # Of several indexers, one that has trouble, else the one with the most.
@@ -102,15 +97,16 @@ def worker_rows(now: Moment, before: Moment | None, shown: Overview) -> list[Wor
         sources[name] = min(row, sources.get(name, row), key=lambda one: (one.well, -one.blocks))
     found = []
     for name, source in sources.items():
-        one, load, problem = seen.get(name, Seen()), now.loads.get(name), problems.get(name, "")
+        one, load = seen.get(name, Seen()), now.loads.get(name)
+        health = worst(source.health, *map(health_of, load_healths(load))) if load is not None else source.health
         past = earlier.get(name, Seen())
         found.append(
             WorkerRow(
                 name=RankName(name.tenant[:MAX_CHARACTERS], name.worker_id[:MAX_CHARACTERS], name.dp_rank),
                 model=source.model[:MAX_CHARACTERS],
-                state="no requests" if problem else source.state if not source.well or load is None else _load(load),
-                reason=(problem or source.reason)[:MAX_CHARACTERS],
-                well=source.well and not problem,
+                state=_shows(source, health),
+                reason=(source.reason if health.well else health.why)[:MAX_CHARACTERS],
+                well=source.well and health.well,
                 requests=one.requests,
                 requests_per_second=max(0, one.requests - past.requests) / elapsed if elapsed > 0 else None,
                 failures=one.failures,
@@ -125,6 +121,12 @@ def worker_rows(now: Moment, before: Moment | None, shown: Overview) -> list[Wor
             )
         )
     return found
+
+
+def _shows(source: SourceRow, health: Health) -> str:
+    """Return the state to show of a worker rank: that of its events where they are worse, or all that is known."""
+    events = health.state == UNJUDGED or (health.state == OK and not source.well)
+    return source.state if events else health.state
 
 
 def _sum(moment: Moment | None) -> Seen:
@@ -143,12 +145,3 @@ def _hit(now: Seen, before: Seen) -> float | None:
 def _ttft(now: Seen, before: Seen) -> float | None:
     count = now.first_tokens - before.first_tokens
     return max(0.0, now.ttft_seconds - before.ttft_seconds) / count if count > 0 else None
-
-
-def _load(load: scheduler_pb2.WorkerLoad) -> str:
-    states = (
-        (load.draining, "draining"),
-        (load.cooldown_seconds > 0, f"cools down {load.cooldown_seconds:.0f} s"),
-        (load.busy, "busy"),
-    )
-    return ", ".join(text for applies, text in states if applies) or "ok"

@@ -33,6 +33,7 @@ from kvscout_client.results import (
     RouterStatus,
     TokenLogprobs,
     Usage,
+    WorkerHealth,
     WorkerLoad,
     WorkerRecord,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "TokenLogprobs",
     "Tokens",
     "Usage",
+    "WorkerHealth",
     "WorkerLoad",
     "WorkerRecord",
     "WorkerSpec",

@@ -17,6 +17,7 @@ from kvscout_client.results import (
     RouterStatus,
     TokenLogprobs,
     Usage,
+    WorkerHealth,
     WorkerLoad,
     WorkerObservation,
     WorkerRecord,
@@ -154,6 +155,7 @@ def load(message: scheduler_pb2.WorkerLoad) -> WorkerLoad:
         cooldown_seconds=message.cooldown_seconds,
         draining=message.draining,
         total_kv_blocks=message.total_kv_blocks,
+        health=_health(message.health),
     )
 
 
@@ -165,6 +167,15 @@ def worker_record(message: workers_pb2.WorkerEntry) -> WorkerRecord:
         lease_remaining_seconds=(
             message.lease_remaining_seconds if message.HasField("lease_remaining_seconds") else None
         ),
+        health=_health(message.health),
+    )
+
+
+def _health(message: types_pb2.WorkerHealth) -> WorkerHealth:
+    return WorkerHealth(
+        state=word_of(types_pb2.WorkerState, message.state),
+        cause=message.cause,
+        age_seconds=message.age_seconds if message.HasField("age_seconds") else None,
     )
 
 

@@ -161,6 +161,21 @@ class ActiveRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerHealth:
+    """Health of a worker or one of its ranks, as the gateway that answers judges it."""
+
+    state: str
+    """"ok", "no events", "slow", "busy", "draining", "suspected" or "left out"; "" = it is not judged."""
+    cause: str = ""
+    """Part of a sentence; "" = the state says it."""
+    age_seconds: float | None = None
+    """Since the cause was first seen; None = not known."""
+
+
+UNJUDGED = WorkerHealth("")
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """Load of one worker rank, now and with the prompt of the question added."""
 
@@ -175,6 +190,7 @@ class WorkerLoad:
     draining: bool
     total_kv_blocks: int
     """0 = unknown."""
+    health: WorkerHealth = UNJUDGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +212,8 @@ class WorkerRecord:
     """Origin of the registration, such as "rpc" or "file"."""
     lease_remaining_seconds: float | None
     """None = no lease."""
+    health: WorkerHealth = UNJUDGED
+    """That of its worst rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -361,7 +361,8 @@ def test_loads_of_every_role_are_shown(gateway: FakeGateway) -> None:
     heading, *lines = kvscout(gateway, "loads", "--model", "m").stdout.splitlines()
     assert heading.split()[:2] == ["worker", "role"]
     roles = ["aggregated", "prefill", "decode"]
-    assert [line.split() for line in lines] == [["w0/0", role, "1", "0", "0", "–", "busy"] for role in roles]
+    shown = ["1", "0", "0", "–", "left", "out", "7", "s", "hangs"]
+    assert [line.split() for line in lines] == [["w0/0", role, *shown] for role in roles]
     [load] = json.loads(kvscout(gateway, "loads", "--role", "decode", "--json").stdout)
     assert (load["role"], load["active_requests"], load["busy"]) == ("decode", 1, True)
     assert gateway.last.role == types_pb2.ROLE_DECODE

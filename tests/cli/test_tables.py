@@ -16,6 +16,7 @@ from rich.text import Text
 from kvscout_cli import tables
 from kvscout_cli.commands import status
 from kvscout_common.doctor.overview import Overview, SourceRow
+from kvscout_common.doctor.worker_health import Health
 
 Cell = str | Text
 
@@ -69,7 +70,7 @@ def test_a_table_reads_as_rich_would_lay_it_out_whether_or_not_it_fits() -> None
 def overview_of(ranks: int) -> Overview:
     row = SourceRow(
         *("default", "worker", 0, "llama", "127.0.0.1:7051", "disconnected", "nothing answers at tcp://127.0.0.1:5557"),
-        *(False, "tcp://127.0.0.1:5557", None, 0, 0, None),
+        *(False, "tcp://127.0.0.1:5557", None, 0, 0, None, Health("left out", "fails what others run", 7.0)),
     )
     return Overview((), tuple(row for _ in range(ranks)))
 

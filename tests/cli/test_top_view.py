@@ -177,5 +177,5 @@ def test_a_worker_that_gets_no_requests_is_in_trouble_and_its_page_says_why() ->
     console.print(frame(now, None, [], View(selected=NAME, is_opened=True)))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    assert "state          no requests: 5 health checks failed in a row" in text
+    assert "state          left out: 5 health checks failed in a row" in text
     assert "1 in trouble: see kvscout doctor" in text

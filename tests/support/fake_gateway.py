@@ -157,9 +157,11 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
     ) -> scheduler_pb2.GetPotentialLoadsResponse:
         self._take("GetPotentialLoads", request)
         rank = types_pb2.WorkerRank(worker_id="w0")
-        return scheduler_pb2.GetPotentialLoadsResponse(
-            loads=[scheduler_pb2.WorkerLoad(worker=rank, potential_prefill_tokens=64, active_requests=1, busy=True)]
+        health = types_pb2.WorkerHealth(state=types_pb2.WORKER_STATE_LEFT_OUT, cause="hangs", age_seconds=7)
+        load = scheduler_pb2.WorkerLoad(
+            worker=rank, potential_prefill_tokens=64, active_requests=1, busy=True, health=health
         )
+        return scheduler_pb2.GetPotentialLoadsResponse(loads=[load])
 
     async def DumpEvents(
         self, request: gateway_pb2.DumpEventsRequest, context: Any

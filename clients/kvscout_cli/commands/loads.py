@@ -8,7 +8,7 @@ import click
 
 from kvscout_cli.connection import Connection, chosen_model, connection_flags, json_flag, model_flag, option
 from kvscout_cli.lifetime import run
-from kvscout_cli.output import print_json
+from kvscout_cli.output import age, print_json
 from kvscout_cli.tables import columns, stdout
 from kvscout_client import WorkerLoad
 from kvscout_common.settings.flags import SectionedCommand, ValueOf
@@ -23,7 +23,7 @@ NUMBERS = ("active requests", "prefill tokens", "decode blocks", "KV blocks")
 @json_flag
 @connection_flags
 def command(connection: Connection, model: str, role: Role | None, as_json: bool) -> None:
-    """Show the load of each worker rank, as the scheduler that decides has it."""
+    """Show the load of each worker rank, as the scheduler that decides has it, and its state."""
 
     async def fetch() -> list[tuple[Role, WorkerLoad]]:
         async with connection.router() as router:
@@ -35,17 +35,14 @@ def command(connection: Connection, model: str, role: Role | None, as_json: bool
     if as_json:
         print_json([{"role": one} | asdict(load) for one, load in loads])
         return
-    table = columns("worker", "role", *NUMBERS, "state", right=NUMBERS)
+    table = columns("worker", "role", *NUMBERS, "state", "since", "cause", right=NUMBERS)
     for one, load in loads:
-        states = [name for name in ("draining", "busy") if getattr(load, name)]
-        if load.cooldown_seconds:
-            states.append(f"cools down {load.cooldown_seconds:.0f} s")
         cells = (
             f"{load.worker.worker_id}/{load.worker.dp_rank}",
             str(one),
             *(f"{load.active_requests:,}", f"{load.active_prefill_tokens:,}", f"{load.active_decode_blocks:,}"),
             f"{load.total_kv_blocks:,}" if load.total_kv_blocks else "–",
-            ", ".join(states) or "ok",
+            *(load.health.state or "unknown", age(load.health.age_seconds), load.health.cause),
         )
         table.add_row(*cells)
     stdout().print(table)

@@ -17,7 +17,7 @@ from kvscout_common.settings.flags import SectionedCommand
 @json_flag
 @services_flags
 def command(services: Services, *, as_json: bool) -> None:
-    """Show every service and the events of every worker; exit with 1 if something is wrong.
+    """Show every service, every worker and its events; exit with 1 if something is wrong.
 
     The gateway names its indexers and schedulers, the workers their bridges. ADDRESS is any further service.
 
@@ -61,7 +61,7 @@ def _sources(rows: tuple[SourceRow, ...]) -> object:
         *(["tenant"] if tenants else []),
         *("worker", "model"),
         *(["indexer"] if several else []),
-        *("events", "age", "blocks", "requests", "prediction error", "address", "why"),
+        *("state", "events", "age", "blocks", "requests", "prediction error", "address", "why"),
         right=("age", "blocks", "requests", "prediction error"),
     )
     for row in rows:
@@ -71,11 +71,13 @@ def _sources(rows: tuple[SourceRow, ...]) -> object:
             *(f"{row.worker_id}/{row.dp_rank}", row.model),
             *([row.indexer or "–"] if several else []),
         ]
+        reasons = (row.health.why, row.reason)
         table.add_row(
             *cells,
+            Text(row.health.state, style="" if row.health.well else "red"),
             Text(row.state, style="" if row.well else "red"),
             *(age(row.last_event_age_seconds), f"{row.blocks:,}", f"{row.requests:,}", error),
-            *(row.endpoint or "–", row.reason),
+            *(row.endpoint or "–", "; ".join(reason for reason in reasons if reason)),
         )
     return table
 

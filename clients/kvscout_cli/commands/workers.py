@@ -42,7 +42,7 @@ def command() -> None:
 @json_flag
 @connection_flags
 def list_workers(connection: Connection, model: str, as_json: bool) -> None:
-    """List the registered workers, and the state of their events where an indexer reports it."""
+    """List the registered workers, their states, and those of their events where an indexer reports them."""
 
     async def fetch() -> tuple[list[WorkerRecord], Overview]:
         async with connection.router() as router:
@@ -56,14 +56,14 @@ def list_workers(connection: Connection, model: str, as_json: bool) -> None:
         return
     numbers = ("ranks", "block size", "KV blocks")
     names = ("worker", "model", "role", "engine", "endpoint")
-    table = columns(*names, *numbers, "source", "lease", "state", "events", right=numbers)
+    table = columns(*names, *numbers, "source", "lease", "state", "events", "cause", right=numbers)
     for record in records:
         spec, lease = record.spec, record.lease_remaining_seconds
         table.add_row(
             *(spec.worker_id, spec.model, spec.role.value, spec.engine.value, spec.http_endpoint or "–"),
             *(str(spec.dp_size), str(spec.block_size), str(spec.total_kv_blocks or "–")),
-            *(record.source, "–" if lease is None else f"{lease:.0f} s", "draining" if spec.draining else "active"),
-            ", ".join(events[spec.worker_id]) or "–",
+            *(record.source, "–" if lease is None else f"{lease:.0f} s", record.health.state or "unknown"),
+            *(", ".join(events[spec.worker_id]) or "–", record.health.cause),
         )
     stdout().print(table)
 

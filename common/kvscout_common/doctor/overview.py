@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, workers_pb2
 from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot, WorkerName, observed_name, source_name
+from kvscout_common.doctor.worker_health import Health, judged_healths, shown_health
 from kvscout_common.worker import MAX_RANKS
 
 TROUBLED = frozenset(
@@ -64,6 +66,8 @@ class SourceRow:
     """That gateways gave it."""
     prediction_error: float | None
     """See `prediction_error`; None = nothing could be compared."""
+    health: Health
+    """Health of the worker rank, whatever its events are like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class Overview:
     @property
     def well(self) -> bool:
         """Return whether nothing is wrong in any row."""
-        return all(row.well for row in self.services) and all(row.well for row in self.sources)
+        return all(row.well for row in self.services) and all(row.well and row.health.well for row in self.sources)
 
 
 @dataclass(slots=True)
@@ -204,21 +208,26 @@ def _service_row(service: Service, helper: gateway_pb2.HelperStatus | None) -> S
 
 def _source_rows(snapshot: Snapshot) -> list[SourceRow]:
     seen = seen_by_gateways(snapshot)
+    judged, has_gateway = judged_healths(snapshot), any(snapshot.statuses(gateway_pb2.GatewayGetStatusResponse))
     rows: list[SourceRow] = []
     reported: set[WorkerName] = set()
+
+    def health(name: RankName) -> Health:
+        return shown_health(judged.get(name), None, has_gateway=has_gateway)
+
     for service, status in snapshot.statuses(indexer_pb2.IndexerGetStatusResponse):
         for source in status.sources:
             name = source_name(source)
             reported.add(name.worker)
-            rows.append(_source_row(service, source, seen.get(name, Seen())))
+            rows.append(_source_row(service, source, seen.get(name, Seen()), health(name)))
     without_indexer = not snapshot.of_kind(Kind.INDEXER)
     for worker in snapshot.workers.values():
         if WorkerName(worker.tenant, worker.worker_id) not in reported:
-            rows += _unknown_rows(worker, seen, without_indexer=without_indexer)
+            rows += _unknown_rows(worker, seen, health, without_indexer=without_indexer)
     return sorted(rows, key=lambda row: (row.tenant, row.worker_id, row.dp_rank, row.indexer))
 
 
-def _source_row(service: Service, source: indexer_pb2.SourceStatus, seen: Seen) -> SourceRow:
+def _source_row(service: Service, source: indexer_pb2.SourceStatus, seen: Seen, health: Health) -> SourceRow:
     return SourceRow(
         tenant=source.tenant,
         worker_id=source.worker.worker_id,
@@ -233,13 +242,21 @@ def _source_row(service: Service, source: indexer_pb2.SourceStatus, seen: Seen) 
         blocks=source.blocks,
         requests=seen.requests,
         prediction_error=seen.prediction_error,
+        health=health,
     )
 
 
-def _unknown_rows(worker: workers_pb2.Worker, seen: dict[RankName, Seen], *, without_indexer: bool) -> list[SourceRow]:
+def _unknown_rows(
+    worker: workers_pb2.Worker,
+    seen: dict[RankName, Seen],
+    health: Callable[[RankName], Health],
+    *,
+    without_indexer: bool,
+) -> list[SourceRow]:
     rows = []
     for dp_rank in range(worker.dp_start_rank, worker.dp_start_rank + min(max(1, worker.dp_size), MAX_RANKS)):
-        known = seen.get(RankName(worker.tenant, worker.worker_id, dp_rank), Seen())
+        name = RankName(worker.tenant, worker.worker_id, dp_rank)
+        known = seen.get(name, Seen())
         rows.append(
             SourceRow(
                 tenant=worker.tenant,
@@ -255,6 +272,7 @@ def _unknown_rows(worker: workers_pb2.Worker, seen: dict[RankName, Seen], *, wit
                 blocks=0,
                 requests=known.requests,
                 prediction_error=known.prediction_error,
+                health=health(name),
             )
         )
     return rows

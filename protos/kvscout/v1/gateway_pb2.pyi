@@ -955,6 +955,7 @@ class WorkerObservation(_message.Message):
     HEALTH_CHECK_PROBLEM_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Requests dispatched."""
     failures: _builtins.int
@@ -995,6 +996,10 @@ class WorkerObservation(_message.Message):
         prompt: whoever receives the worker's events received each.
         """
 
+    @_builtins.property
+    def health(self) -> _types_pb2.WorkerHealth:
+        """Health of the worker rank. Ranks without an entry here are WORKER_STATE_OK."""
+
     def __init__(
         self,
         *,
@@ -1014,10 +1019,11 @@ class WorkerObservation(_message.Message):
         health_check_problem: _builtins.str = ...,
         first_tokens: _builtins.int = ...,
         ttft_seconds: _builtins.float = ...,
+        health: _types_pb2.WorkerHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["health", b"health", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checked", b"checked", "eventful_age_seconds", b"eventful_age_seconds", "failures", b"failures", "first_tokens", b"first_tokens", "health_check_problem", b"health_check_problem", "mispredicted", b"mispredicted", "predicted_cached_tokens", b"predicted_cached_tokens", "prediction_error_tokens", b"prediction_error_tokens", "problem", b"problem", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant", "ttft_seconds", b"ttft_seconds", "unreported", b"unreported", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checked", b"checked", "eventful_age_seconds", b"eventful_age_seconds", "failures", b"failures", "first_tokens", b"first_tokens", "health", b"health", "health_check_problem", b"health_check_problem", "mispredicted", b"mispredicted", "predicted_cached_tokens", b"predicted_cached_tokens", "prediction_error_tokens", b"prediction_error_tokens", "problem", b"problem", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant", "ttft_seconds", b"ttft_seconds", "unreported", b"unreported", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1297,6 +1297,7 @@ class WorkerLoad(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     TOTAL_KV_BLOCKS_FIELD_NUMBER: _builtins.int
     METRICS_AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     potential_prefill_tokens: _builtins.int
     """Active prefill tokens it would have with the prompt added."""
     potential_decode_blocks: _builtins.int
@@ -1323,6 +1324,10 @@ class WorkerLoad(_message.Message):
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
 
+    @_builtins.property
+    def health(self) -> _types_pb2.WorkerHealth:
+        """Health of the worker rank, as the gateway that answers judges it; unset by schedulers."""
+
     def __init__(
         self,
         *,
@@ -1337,10 +1342,11 @@ class WorkerLoad(_message.Message):
         draining: _builtins.bool = ...,
         total_kv_blocks: _builtins.int = ...,
         metrics_age_seconds: _builtins.float | None = ...,
+        health: _types_pb2.WorkerHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_metrics_age_seconds", b"_metrics_age_seconds", "metrics_age_seconds", b"metrics_age_seconds", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_metrics_age_seconds", b"_metrics_age_seconds", "health", b"health", "metrics_age_seconds", b"metrics_age_seconds", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metrics_age_seconds", b"_metrics_age_seconds", "active_decode_blocks", b"active_decode_blocks", "active_prefill_tokens", b"active_prefill_tokens", "active_requests", b"active_requests", "busy", b"busy", "cooldown_seconds", b"cooldown_seconds", "draining", b"draining", "metrics_age_seconds", b"metrics_age_seconds", "potential_decode_blocks", b"potential_decode_blocks", "potential_prefill_tokens", b"potential_prefill_tokens", "total_kv_blocks", b"total_kv_blocks", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metrics_age_seconds", b"_metrics_age_seconds", "active_decode_blocks", b"active_decode_blocks", "active_prefill_tokens", b"active_prefill_tokens", "active_requests", b"active_requests", "busy", b"busy", "cooldown_seconds", b"cooldown_seconds", "draining", b"draining", "health", b"health", "metrics_age_seconds", b"metrics_age_seconds", "potential_decode_blocks", b"potential_decode_blocks", "potential_prefill_tokens", b"potential_prefill_tokens", "total_kv_blocks", b"total_kv_blocks", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__metrics_age_seconds: _TypeAlias = _typing.Literal["metrics_age_seconds"]  # noqa: Y015
     _WhichOneofArgType__metrics_age_seconds: _TypeAlias = _typing.Literal["_metrics_age_seconds", b"_metrics_age_seconds"]  # noqa: Y015

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvscout/v1/types.proto\x12\nkvscout.v1\"0\n\nWorkerRank\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\"\xa4\x01\n\x08Overlaps\x12\x12\n\nworker_ids\x18\x01 \x03(\t\x12\x10\n\x08\x64p_ranks\x18\x02 \x03(\r\x12\x15\n\rdevice_blocks\x18\x03 \x03(\r\x12\x13\n\x0bhost_blocks\x18\x04 \x03(\r\x12\x13\n\x0b\x64isk_blocks\x18\x05 \x03(\r\x12\x17\n\x0f\x65xternal_blocks\x18\x06 \x03(\r\x12\x18\n\x10predicted_blocks\x18\x07 \x03(\r\"<\n\x0eMultimodalItem\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\xc6\x01\n\x14RouterConfigOverride\x12!\n\x14overlap_score_weight\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x1f\n\x12router_temperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x06policy\x18\x03 \x01(\tH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x42\x17\n\x15_overlap_score_weightB\x15\n\x13_router_temperatureB\t\n\x07_policyB\x07\n\x05_seed\"\xd1\x01\n\x0e\x42usyThresholds\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12+\n\x1e\x61\x63tive_decode_blocks_threshold\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12,\n\x1f\x61\x63tive_prefill_tokens_threshold\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42!\n\x1f_active_decode_blocks_thresholdB\"\n _active_prefill_tokens_threshold\"9\n\x18GetBusyThresholdsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"K\n\x19GetBusyThresholdsResponse\x12.\n\nthresholds\x18\x01 \x01(\x0b\x32\x1a.kvscout.v1.BusyThresholds\"\xea\x01\n\x18SetBusyThresholdsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12+\n\x1e\x61\x63tive_decode_blocks_threshold\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12,\n\x1f\x61\x63tive_prefill_tokens_threshold\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05\x63lear\x18\x05 \x03(\tB!\n\x1f_active_decode_blocks_thresholdB\"\n _active_prefill_tokens_threshold\"K\n\x19SetBusyThresholdsResponse\x12.\n\nthresholds\x18\x01 \x01(\x0b\x32\x1a.kvscout.v1.BusyThresholds\"+\n\x19ListBusyThresholdsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"L\n\x1aListBusyThresholdsResponse\x12.\n\nthresholds\x18\x01 \x03(\x0b\x32\x1a.kvscout.v1.BusyThresholds\"\xbe\x02\n\x0bServiceInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12$\n\x07\x62\x61\x63kend\x18\x03 \x01(\x0e\x32\x13.kvscout.v1.Backend\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x10\n\x08warnings\x18\x05 \x03(\t\x12+\n\ttransport\x18\x06 \x01(\x0e\x32\x18.kvscout.v1.RpcTransport\x12\x1f\n\x12\x63lock_unix_seconds\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0fmax_descriptors\x18\x08 \x01(\x04\x12\x18\n\x10open_descriptors\x18\t \x01(\x04\x12$\n\x04nats\x18\n \x01(\x0b\x32\x16.kvscout.v1.NatsStatusB\x15\n\x13_clock_unix_seconds\"x\n\nNatsStatus\x12\x0f\n\x07servers\x18\x01 \x03(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x11\n\tjetstream\x18\x05 \x01(\x08\x12\x0f\n\x07\x63luster\x18\x06 \x01(\t\"1\n\x10GetStatusRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t*T\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x13\n\x0fROLE_AGGREGATED\x10\x01\x12\x10\n\x0cROLE_PREFILL\x10\x02\x12\x0f\n\x0bROLE_DECODE\x10\x03*^\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x12\x11\n\rTIER_EXTERNAL\x10\x04*M\n\x07\x42\x61\x63kend\x12\x17\n\x13\x42\x41\x43KEND_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x42\x41\x43KEND_NATIVE\x10\x01\x12\x15\n\x11\x42\x41\x43KEND_REFERENCE\x10\x02*a\n\x0cRpcTransport\x12\x1d\n\x19RPC_TRANSPORT_UNSPECIFIED\x10\x00\x12\x18\n\x14RPC_TRANSPORT_NATIVE\x10\x01\x12\x18\n\x14RPC_TRANSPORT_GRPCIO\x10\x02\x42\x31Z/github.com/kvscout/kvscout/clients/go/kvscoutv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvscout/v1/types.proto\x12\nkvscout.v1\"0\n\nWorkerRank\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\"o\n\x0cWorkerHealth\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.kvscout.v1.WorkerState\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x18\n\x0b\x61ge_seconds\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_age_seconds\"\xa4\x01\n\x08Overlaps\x12\x12\n\nworker_ids\x18\x01 \x03(\t\x12\x10\n\x08\x64p_ranks\x18\x02 \x03(\r\x12\x15\n\rdevice_blocks\x18\x03 \x03(\r\x12\x13\n\x0bhost_blocks\x18\x04 \x03(\r\x12\x13\n\x0b\x64isk_blocks\x18\x05 \x03(\r\x12\x17\n\x0f\x65xternal_blocks\x18\x06 \x03(\r\x12\x18\n\x10predicted_blocks\x18\x07 \x03(\r\"<\n\x0eMultimodalItem\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\"\xc6\x01\n\x14RouterConfigOverride\x12!\n\x14overlap_score_weight\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x1f\n\x12router_temperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x06policy\x18\x03 \x01(\tH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x42\x17\n\x15_overlap_score_weightB\x15\n\x13_router_temperatureB\t\n\x07_policyB\x07\n\x05_seed\"\xd1\x01\n\x0e\x42usyThresholds\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12+\n\x1e\x61\x63tive_decode_blocks_threshold\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12,\n\x1f\x61\x63tive_prefill_tokens_threshold\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42!\n\x1f_active_decode_blocks_thresholdB\"\n _active_prefill_tokens_threshold\"9\n\x18GetBusyThresholdsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"K\n\x19GetBusyThresholdsResponse\x12.\n\nthresholds\x18\x01 \x01(\x0b\x32\x1a.kvscout.v1.BusyThresholds\"\xea\x01\n\x18SetBusyThresholdsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12+\n\x1e\x61\x63tive_decode_blocks_threshold\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12,\n\x1f\x61\x63tive_prefill_tokens_threshold\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\r\n\x05\x63lear\x18\x05 \x03(\tB!\n\x1f_active_decode_blocks_thresholdB\"\n _active_prefill_tokens_threshold\"K\n\x19SetBusyThresholdsResponse\x12.\n\nthresholds\x18\x01 \x01(\x0b\x32\x1a.kvscout.v1.BusyThresholds\"+\n\x19ListBusyThresholdsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"L\n\x1aListBusyThresholdsResponse\x12.\n\nthresholds\x18\x01 \x03(\x0b\x32\x1a.kvscout.v1.BusyThresholds\"\xbe\x02\n\x0bServiceInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12$\n\x07\x62\x61\x63kend\x18\x03 \x01(\x0e\x32\x13.kvscout.v1.Backend\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x10\n\x08warnings\x18\x05 \x03(\t\x12+\n\ttransport\x18\x06 \x01(\x0e\x32\x18.kvscout.v1.RpcTransport\x12\x1f\n\x12\x63lock_unix_seconds\x18\x07 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0fmax_descriptors\x18\x08 \x01(\x04\x12\x18\n\x10open_descriptors\x18\t \x01(\x04\x12$\n\x04nats\x18\n \x01(\x0b\x32\x16.kvscout.v1.NatsStatusB\x15\n\x13_clock_unix_seconds\"x\n\nNatsStatus\x12\x0f\n\x07servers\x18\x01 \x03(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x11\n\tjetstream\x18\x05 \x01(\x08\x12\x0f\n\x07\x63luster\x18\x06 \x01(\t\"H\n\x10GetStatusRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rcheck_workers\x18\x03 \x01(\x08*T\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x13\n\x0fROLE_AGGREGATED\x10\x01\x12\x10\n\x0cROLE_PREFILL\x10\x02\x12\x0f\n\x0bROLE_DECODE\x10\x03*^\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x12\x11\n\rTIER_EXTERNAL\x10\x04*\xdc\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fWORKER_STATE_OK\x10\x01\x12\x1a\n\x16WORKER_STATE_NO_EVENTS\x10\x02\x12\x15\n\x11WORKER_STATE_SLOW\x10\x03\x12\x15\n\x11WORKER_STATE_BUSY\x10\x04\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x05\x12\x1a\n\x16WORKER_STATE_SUSPECTED\x10\x06\x12\x19\n\x15WORKER_STATE_LEFT_OUT\x10\x07*M\n\x07\x42\x61\x63kend\x12\x17\n\x13\x42\x41\x43KEND_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x42\x41\x43KEND_NATIVE\x10\x01\x12\x15\n\x11\x42\x41\x43KEND_REFERENCE\x10\x02*a\n\x0cRpcTransport\x12\x1d\n\x19RPC_TRANSPORT_UNSPECIFIED\x10\x00\x12\x18\n\x14RPC_TRANSPORT_NATIVE\x10\x01\x12\x18\n\x14RPC_TRANSPORT_GRPCIO\x10\x02\x42\x31Z/github.com/kvscout/kvscout/clients/go/kvscoutv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,40 +32,44 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvscout.v1.types_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z/github.com/kvscout/kvscout/clients/go/kvscoutv1'
-  _globals['_ROLE']._serialized_start=1797
-  _globals['_ROLE']._serialized_end=1881
-  _globals['_TIER']._serialized_start=1883
-  _globals['_TIER']._serialized_end=1977
-  _globals['_BACKEND']._serialized_start=1979
-  _globals['_BACKEND']._serialized_end=2056
-  _globals['_RPCTRANSPORT']._serialized_start=2058
-  _globals['_RPCTRANSPORT']._serialized_end=2155
+  _globals['_ROLE']._serialized_start=1933
+  _globals['_ROLE']._serialized_end=2017
+  _globals['_TIER']._serialized_start=2019
+  _globals['_TIER']._serialized_end=2113
+  _globals['_WORKERSTATE']._serialized_start=2116
+  _globals['_WORKERSTATE']._serialized_end=2336
+  _globals['_BACKEND']._serialized_start=2338
+  _globals['_BACKEND']._serialized_end=2415
+  _globals['_RPCTRANSPORT']._serialized_start=2417
+  _globals['_RPCTRANSPORT']._serialized_end=2514
   _globals['_WORKERRANK']._serialized_start=38
   _globals['_WORKERRANK']._serialized_end=86
-  _globals['_OVERLAPS']._serialized_start=89
-  _globals['_OVERLAPS']._serialized_end=253
-  _globals['_MULTIMODALITEM']._serialized_start=255
-  _globals['_MULTIMODALITEM']._serialized_end=315
-  _globals['_ROUTERCONFIGOVERRIDE']._serialized_start=318
-  _globals['_ROUTERCONFIGOVERRIDE']._serialized_end=516
-  _globals['_BUSYTHRESHOLDS']._serialized_start=519
-  _globals['_BUSYTHRESHOLDS']._serialized_end=728
-  _globals['_GETBUSYTHRESHOLDSREQUEST']._serialized_start=730
-  _globals['_GETBUSYTHRESHOLDSREQUEST']._serialized_end=787
-  _globals['_GETBUSYTHRESHOLDSRESPONSE']._serialized_start=789
-  _globals['_GETBUSYTHRESHOLDSRESPONSE']._serialized_end=864
-  _globals['_SETBUSYTHRESHOLDSREQUEST']._serialized_start=867
-  _globals['_SETBUSYTHRESHOLDSREQUEST']._serialized_end=1101
-  _globals['_SETBUSYTHRESHOLDSRESPONSE']._serialized_start=1103
-  _globals['_SETBUSYTHRESHOLDSRESPONSE']._serialized_end=1178
-  _globals['_LISTBUSYTHRESHOLDSREQUEST']._serialized_start=1180
-  _globals['_LISTBUSYTHRESHOLDSREQUEST']._serialized_end=1223
-  _globals['_LISTBUSYTHRESHOLDSRESPONSE']._serialized_start=1225
-  _globals['_LISTBUSYTHRESHOLDSRESPONSE']._serialized_end=1301
-  _globals['_SERVICEINFO']._serialized_start=1304
-  _globals['_SERVICEINFO']._serialized_end=1622
-  _globals['_NATSSTATUS']._serialized_start=1624
-  _globals['_NATSSTATUS']._serialized_end=1744
-  _globals['_GETSTATUSREQUEST']._serialized_start=1746
-  _globals['_GETSTATUSREQUEST']._serialized_end=1795
+  _globals['_WORKERHEALTH']._serialized_start=88
+  _globals['_WORKERHEALTH']._serialized_end=199
+  _globals['_OVERLAPS']._serialized_start=202
+  _globals['_OVERLAPS']._serialized_end=366
+  _globals['_MULTIMODALITEM']._serialized_start=368
+  _globals['_MULTIMODALITEM']._serialized_end=428
+  _globals['_ROUTERCONFIGOVERRIDE']._serialized_start=431
+  _globals['_ROUTERCONFIGOVERRIDE']._serialized_end=629
+  _globals['_BUSYTHRESHOLDS']._serialized_start=632
+  _globals['_BUSYTHRESHOLDS']._serialized_end=841
+  _globals['_GETBUSYTHRESHOLDSREQUEST']._serialized_start=843
+  _globals['_GETBUSYTHRESHOLDSREQUEST']._serialized_end=900
+  _globals['_GETBUSYTHRESHOLDSRESPONSE']._serialized_start=902
+  _globals['_GETBUSYTHRESHOLDSRESPONSE']._serialized_end=977
+  _globals['_SETBUSYTHRESHOLDSREQUEST']._serialized_start=980
+  _globals['_SETBUSYTHRESHOLDSREQUEST']._serialized_end=1214
+  _globals['_SETBUSYTHRESHOLDSRESPONSE']._serialized_start=1216
+  _globals['_SETBUSYTHRESHOLDSRESPONSE']._serialized_end=1291
+  _globals['_LISTBUSYTHRESHOLDSREQUEST']._serialized_start=1293
+  _globals['_LISTBUSYTHRESHOLDSREQUEST']._serialized_end=1336
+  _globals['_LISTBUSYTHRESHOLDSRESPONSE']._serialized_start=1338
+  _globals['_LISTBUSYTHRESHOLDSRESPONSE']._serialized_end=1414
+  _globals['_SERVICEINFO']._serialized_start=1417
+  _globals['_SERVICEINFO']._serialized_end=1735
+  _globals['_NATSSTATUS']._serialized_start=1737
+  _globals['_NATSSTATUS']._serialized_end=1857
+  _globals['_GETSTATUSREQUEST']._serialized_start=1859
+  _globals['_GETSTATUSREQUEST']._serialized_end=1931
 # @@protoc_insertion_point(module_scope)

@@ -101,6 +101,54 @@ TIER_EXTERNAL: Tier.ValueType  # 4
 """Storage outside the worker: object store, remote pool."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
+class _WorkerState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_STATE_UNSPECIFIED: _WorkerState.ValueType  # 0
+    """Not judged: the service is no gateway, or of an earlier release."""
+    WORKER_STATE_OK: _WorkerState.ValueType  # 1
+    """It gets requests; nothing is known against it."""
+    WORKER_STATE_NO_EVENTS: _WorkerState.ValueType  # 2
+    """It ran prompts, and its KV events of them have not arrived: its cached blocks are unknown. It gets requests."""
+    WORKER_STATE_SLOW: _WorkerState.ValueType  # 3
+    """It takes much longer for a token than the other workers of its model and role, or than before. It gets requests."""
+    WORKER_STATE_BUSY: _WorkerState.ValueType  # 4
+    """It said that it is overloaded, or is over a busy threshold: no requests for the moment."""
+    WORKER_STATE_DRAINING: _WorkerState.ValueType  # 5
+    """Its registration says that it takes no new requests; what runs is finished."""
+    WORKER_STATE_SUSPECTED: _WorkerState.ValueType  # 6
+    """It may be down: a request is answered by silence, a connection was refused, a health check failed. It gets requests
+    until that is certain, within seconds.
+    """
+    WORKER_STATE_LEFT_OUT: _WorkerState.ValueType  # 7
+    """It gets no requests: it does not answer its health checks, or fails what other workers run."""
+
+class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
+    """State of a worker, as one gateway judges it. Of several that apply, the one with the highest number is told."""
+
+WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
+"""Not judged: the service is no gateway, or of an earlier release."""
+WORKER_STATE_OK: WorkerState.ValueType  # 1
+"""It gets requests; nothing is known against it."""
+WORKER_STATE_NO_EVENTS: WorkerState.ValueType  # 2
+"""It ran prompts, and its KV events of them have not arrived: its cached blocks are unknown. It gets requests."""
+WORKER_STATE_SLOW: WorkerState.ValueType  # 3
+"""It takes much longer for a token than the other workers of its model and role, or than before. It gets requests."""
+WORKER_STATE_BUSY: WorkerState.ValueType  # 4
+"""It said that it is overloaded, or is over a busy threshold: no requests for the moment."""
+WORKER_STATE_DRAINING: WorkerState.ValueType  # 5
+"""Its registration says that it takes no new requests; what runs is finished."""
+WORKER_STATE_SUSPECTED: WorkerState.ValueType  # 6
+"""It may be down: a request is answered by silence, a connection was refused, a health check failed. It gets requests
+until that is certain, within seconds.
+"""
+WORKER_STATE_LEFT_OUT: WorkerState.ValueType  # 7
+"""It gets no requests: it does not answer its health checks, or fails what other workers run."""
+Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
+
 class _Backend:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -174,6 +222,38 @@ class WorkerRank(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerRank: _TypeAlias = WorkerRank  # noqa: Y015
+
+@_typing.final
+class WorkerHealth(_message.Message):
+    """Health of a worker, or of one rank of it, as one gateway judges it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    state: Global___WorkerState.ValueType
+    """State."""
+    cause: _builtins.str
+    """Cause of the state, a part of a sentence such as "does not answer its health checks"; empty = the state says it."""
+    age_seconds: _builtins.float
+    """Seconds since the cause was first seen; unset = not known."""
+    def __init__(
+        self,
+        *,
+        state: Global___WorkerState.ValueType = ...,
+        cause: _builtins.str = ...,
+        age_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_seconds", b"_age_seconds", "age_seconds", b"age_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_seconds", b"_age_seconds", "age_seconds", b"age_seconds", "cause", b"cause", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__age_seconds: _TypeAlias = _typing.Literal["age_seconds"]  # noqa: Y015
+    _WhichOneofArgType__age_seconds: _TypeAlias = _typing.Literal["_age_seconds", b"_age_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__age_seconds) -> _WhichOneofReturnType__age_seconds | None: ...
+
+Global___WorkerHealth: _TypeAlias = WorkerHealth  # noqa: Y015
 
 @_typing.final
 class Overlaps(_message.Message):
@@ -652,19 +732,25 @@ class GetStatusRequest(_message.Message):
 
     TENANT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    CHECK_WORKERS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Tenant whose models are reported; unset = "default"; "*" = all tenants the caller may see."""
     model: _builtins.str
     """Only this model; unset = all."""
+    check_workers: _builtins.bool
+    """Gateways only: True = check the health of the engines now, those that were checked in the last second aside, and
+    answer when that is done, after 2.5 seconds at most. Unset = answer at once.
+    """
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         model: _builtins.str = ...,
+        check_workers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_workers", b"check_workers", "model", b"model", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

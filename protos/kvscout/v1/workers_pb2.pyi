@@ -731,6 +731,7 @@ class WorkerEntry(_message.Message):
     LEASE_REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     REGISTERED_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     source: Global___RegistrationSource.ValueType
     """Source of its registration."""
     lease_remaining_seconds: _builtins.float
@@ -747,6 +748,10 @@ class WorkerEntry(_message.Message):
         difference.
         """
 
+    @_builtins.property
+    def health(self) -> _types_pb2.WorkerHealth:
+        """Health of the worker: that of its worst rank. Set by gateways, each of which judges for itself."""
+
     def __init__(
         self,
         *,
@@ -755,10 +760,11 @@ class WorkerEntry(_message.Message):
         lease_remaining_seconds: _builtins.float | None = ...,
         lease_seconds: _builtins.int = ...,
         registered: Global___Worker | None = ...,
+        health: _types_pb2.WorkerHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "registered", b"registered", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "health", b"health", "lease_remaining_seconds", b"lease_remaining_seconds", "registered", b"registered", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "lease_remaining_seconds", b"lease_remaining_seconds", "lease_seconds", b"lease_seconds", "registered", b"registered", "source", b"source", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds", "health", b"health", "lease_remaining_seconds", b"lease_remaining_seconds", "lease_seconds", b"lease_seconds", "registered", b"registered", "source", b"source", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lease_remaining_seconds: _TypeAlias = _typing.Literal["lease_remaining_seconds"]  # noqa: Y015
     _WhichOneofArgType__lease_remaining_seconds: _TypeAlias = _typing.Literal["_lease_remaining_seconds", b"_lease_remaining_seconds"]  # noqa: Y015
@@ -778,7 +784,9 @@ class ListWorkersResponse(_message.Message):
     next_page_token: _builtins.str
     """Set = there are more: the page_token of the next page."""
     version: _builtins.str
-    """State of the list; another one after each change, but for leases that are renewed. Unset = no version is known."""
+    """State of the list; another one after each change, but for leases that are renewed and for health.
+    Unset = no version is known.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEntry]:
         """One entry a worker."""

@@ -48,7 +48,7 @@ class GatewayConfig:
     """Tries on another worker after one failed before its first token."""
     timeouts: EngineTimeouts = field(default_factory=EngineTimeouts)
     """With engines that are silent."""
-    health_check_seconds: float = 10.0
+    health_check_seconds: float = 5.0
     """Between two health checks of an engine that puts out nothing; 0 = there are none."""
     max_prompt_tokens: int = 1 << 20
     """Longer prompts are refused."""

@@ -124,10 +124,10 @@ def gateway_flags() -> Callable[[F], F]:
         ),
         flag(
             "--engine-health-seconds",
-            default=10.0,
+            default=5.0,
             type=click.FloatRange(min=0),
             section=PERFORMANCE,
-            help="Interval of health checks of an engine without output; 0 = none.",
+            help="Interval of health checks of an engine without output; 0 = none, also of engines in doubt.",
         ),
         flag(
             "--client-write-seconds",

@@ -30,6 +30,7 @@ from kvscout_gateway.engines.engine_key import EngineKey
 from kvscout_gateway.engines.faults import EngineFailed
 from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.health_checks import HealthChecks
+from kvscout_gateway.engines.judge import Judge
 from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
@@ -162,11 +163,11 @@ class Gateway:
         self.health_checks = HealthChecks(
             self.engines.client,
             self.health,
-            lambda: [entry.spec for entry in self.registry.entries(ALL_TENANTS)],
-            self.observations.has_output_within,
-            self.observations.lose,
+            self._specs,
+            self.observations,
             period_seconds=config.health_check_seconds,
         )
+        self.judge = Judge(self.health, self.observations, self._specs)
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
         vllm = VllmAdapter()
         plans = PlanChoice(
@@ -225,11 +226,10 @@ class Gateway:
             Terms(self.catalog, ChainMap(dict(config.objectives), followed)),
             self.charge,
         )
-        metrics.register(self.observations)
+        for collector in (self.observations, self.judge, *self._remote):
+            metrics.register(collector)
         in_flight = Gauge("kvscout_requests_in_flight", "Requests running", registry=metrics)
         in_flight.set_function(lambda: self.exchanges.in_flight)
-        for upstream in self._remote:
-            metrics.register(upstream)
         if config.shadow is not None:
             metrics.register(self.shadow_report)
         self.registry.listen(self)
@@ -320,8 +320,12 @@ class Gateway:
             nats=self.backends.nats(),
         )
 
+    def _specs(self) -> list[WorkerSpec]:
+        return [entry.spec for entry in self.registry.entries(ALL_TENANTS)]
+
     def _report_failure(self, tenant: str, decision: Decision, error: EngineFailed, ejection_seconds: float) -> None:
         """Log a worker's failure, and report an ejection to the other gateways."""
+        self.health_checks.failed(tenant, decision.worker.worker_id)
         who = f"{decision.worker.worker_id}/{decision.worker.dp_rank}"
         self._warnings.warning((tenant, decision.worker), "worker %s failed: %s", who, error)
         if not ejection_seconds:

@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_gateway.engines.worker_state import WELL, Judgement, WorkerState
 
 WINDOW_SECONDS = 30.0
 """Failures this far apart have nothing to do with one another."""
@@ -68,6 +69,16 @@ class _Counts:
 
 
 @dataclass(slots=True)
+class _Missed:
+    """Health checks that a worker missed in a row."""
+
+    since: float
+    problem: str
+    """What was wrong with the last one."""
+    count: int = 1
+
+
+@dataclass(slots=True)
 class _Record:
     """Failures of one worker rank."""
 
@@ -76,6 +87,8 @@ class _Record:
     before: _Counts
     ejected_until: float | None = None
     """None = it is in."""
+    ejected_at: float = 0.0
+    """When it was ejected first since it was last in."""
     ejection_seconds: float = 0.0
     """Length of its last ejection."""
     back_since: float = 0.0
@@ -126,8 +139,8 @@ class WorkerHealth:
         self._clock = clock
         self._draw = draw
         self._records: dict[Key, _Record] = {}
-        self._missed: dict[tuple[str, str], tuple[int, str]] = {}
-        """Health checks in a row, and what was wrong with the last one, by tenant and worker id."""
+        self._missed: dict[tuple[str, str], _Missed] = {}
+        """By tenant and worker id."""
 
     def ejected(
         self, tenant: str, candidates: Callable[[], Sequence[WorkerSpec]], tried: Collection[str] = ()
@@ -186,12 +199,38 @@ class WorkerHealth:
 
     def silent(self) -> dict[tuple[str, str], str]:
         """Return the last problem of each worker that missed several health checks, by tenant and worker id."""
-        return {who: problem for who, (missed, problem) in self._missed.items() if missed >= MISSED_CHECKS}
+        return {who: missed.problem for who, missed in self._missed.items() if missed.count >= MISSED_CHECKS}
 
     def is_silent(self, tenant: str, worker_id: str) -> bool:
         """Tell whether a worker missed enough health checks in a row to get no requests."""
-        missed, _ = self._missed.get((tenant, worker_id), (0, ""))
-        return missed >= MISSED_CHECKS
+        missed = self._missed.get((tenant, worker_id))
+        return missed is not None and missed.count >= MISSED_CHECKS
+
+    def silent_seconds(self, tenant: str, worker_id: str) -> float:
+        """Return the seconds since a worker missed the first of its last checks; 0 = it answered the last one."""
+        missed = self._missed.get((tenant, worker_id))
+        return self._clock() - missed.since if missed is not None else 0.0
+
+    def doubtful(self) -> list[tuple[str, str]]:
+        """Return the workers that missed a health check, and too few of them to get no requests."""
+        return [who for who, missed in self._missed.items() if missed.count < MISSED_CHECKS]
+
+    def judge(self, key: Key) -> Judgement:
+        """Return the state of a worker rank as failures and health checks show it."""
+        now = self._clock()
+        record, missed = self._records.get(key), self._missed.get((key[0], key[1].worker_id))
+        if missed is not None and missed.count >= MISSED_CHECKS:
+            cause = f"does not answer its health checks: {missed.problem}"
+            return Judgement(WorkerState.LEFT_OUT, cause, now - missed.since)
+        if record is not None and record.ejected_until is not None:
+            return Judgement(WorkerState.LEFT_OUT, _sentence(record, now), now - record.ejected_at)
+        if missed is not None:
+            return Judgement(
+                WorkerState.SUSPECTED, f"missed its last health check: {missed.problem}", now - missed.since
+            )
+        if record is not None and now < record.busy_until:
+            return Judgement(WorkerState.BUSY, f"says that it is overloaded, for {record.busy_until - now:.0f} s more")
+        return WELL
 
     def checked(self, tenant: str, worker_id: str, problem: str = "") -> bool:
         """Record the result of a health check.
@@ -205,12 +244,15 @@ class WorkerHealth:
             Whether that changes if it gets requests.
         """
         who = (tenant, worker_id)
-        missed, _ = self._missed.get(who, (0, ""))
+        missed = self._missed.get(who)
         if not problem:
             self._missed.pop(who, None)
-            return missed >= MISSED_CHECKS
-        self._missed[who] = missed + 1, problem
-        return missed + 1 == MISSED_CHECKS
+            return missed is not None and missed.count >= MISSED_CHECKS
+        if missed is None:
+            self._missed[who] = _Missed(self._clock(), problem)
+            return False
+        missed.count, missed.problem = missed.count + 1, problem
+        return missed.count == MISSED_CHECKS
 
     def sent(self, key: Key) -> None:
         """Record a request to it."""
@@ -269,6 +311,8 @@ class WorkerHealth:
             return 0.0
         again = record.ejection_seconds and (on_probation or now < record.back_since + MAX_EJECTION_SECONDS)
         record.ejection_seconds = min(2 * record.ejection_seconds, MAX_EJECTION_SECONDS) if again else EJECTION_SECONDS
+        if record.ejected_until is None:
+            record.ejected_at = now
         record.ejected_until = now + record.ejection_seconds
         return record.ejection_seconds
 

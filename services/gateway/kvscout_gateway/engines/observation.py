@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
@@ -11,7 +12,8 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvscout_common.worker import WorkerRank, WorkerSpec
-from kvscout_gateway.engines.timeouts import Liveness
+from kvscout_gateway.engines.timeouts import STREAM_SECONDS, Liveness
+from kvscout_gateway.engines.worker_state import WELL, Judgement, WorkerState
 
 EVENTFUL_KEPT = 16
 """One would do to find that a worker's events never come; people want to see that it was no accident."""
@@ -166,12 +168,38 @@ class Observations(Collector):
         since = asyncio.get_running_loop().time() - seconds
         return any(liveness.last_beat() > since for liveness in self._liveness_of(spec))
 
-    def lose(self, spec: WorkerSpec, problem: str, asked_at: float) -> None:
-        """Fail what waits for a worker that does not answer health checks, if it has put out nothing since one."""
+    def silent(self, seconds: float) -> list[tuple[str, str]]:
+        """Return the workers that have put out nothing for so long though requests wait, by tenant and worker id."""
+        before = asyncio.get_running_loop().time() - seconds
+        return [
+            (tenant, rank.worker_id)
+            for (tenant, rank), seen in self.by_rank.items()
+            if seen.liveness.waits and seen.liveness.silent_since(whole_answers=True) < before
+        ]
+
+    def judge(self, key: tuple[str, WorkerRank]) -> Judgement:
+        """Return the state of a worker rank as the outputs of its engine show it."""
+        seen = self.by_rank.get(key)
+        if seen is None or not seen.liveness.waits:
+            return WELL
+        seconds = seen.liveness.suspicious_seconds(time.monotonic())
+        if seconds is None:
+            return WELL
+        return Judgement(WorkerState.SUSPECTED, "hangs: requests wait, and no output comes", seconds)
+
+    def lose(self, spec: WorkerSpec, problem: str, asked_at: float, silent_seconds: float) -> None:
+        """Fail what waits for a worker that does not answer health checks, if it has put out nothing since one.
+
+        Args:
+            spec: The worker.
+            problem: What is wrong with it.
+            asked_at: When it was checked, on the loop's clock.
+            silent_seconds: For how long it has not answered its health checks.
+        """
         ranks = self._liveness_of(spec)
         if all(liveness.last_beat() <= asked_at for liveness in ranks):
             for liveness in ranks:
-                liveness.lose(problem, asked_at)
+                liveness.lose(problem, asked_at, began=silent_seconds >= STREAM_SECONDS)
 
     def _liveness_of(self, spec: WorkerSpec) -> list[Liveness]:
         seen = (self.by_rank.get((spec.tenant, rank)) for rank in spec.ranks)

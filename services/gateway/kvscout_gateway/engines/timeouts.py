@@ -22,6 +22,10 @@ from kvscout_common.transport.waiting import running_task
 
 LOOK_SECONDS = 5.0
 """Seconds between two checks of a request whose timeout is over."""
+SUSPICIOUS_SECONDS = 3.0
+"""Silence after which an engine is suspected to hang, beside the time that computing prompts takes."""
+STREAM_SECONDS = 20.0
+"""An engine that has been lost for a shorter time may go on with the answers that it began: no other engine can."""
 
 
 @dataclass(slots=True)
@@ -35,18 +39,45 @@ class Liveness:
     decoding: set[Watch] = field(default_factory=set)
     """Requests that have one."""
 
+    @property
+    def waits(self) -> bool:
+        """Tell whether requests wait for output."""
+        return bool(self.prefilling or self.decoding)
+
     def last_beat(self) -> float:
         """Return when it last put out something, for whomever."""
         return max([self.beat_at, *(watch.last_output_at for watch in self.decoding)])
 
-    def lose(self, problem: str, asked_at: float) -> None:
+    def silent_since(self, *, whole_answers: bool) -> float:
+        """Return since when requests wait for output, and none came for anyone; infinity = none waits.
+
+        Args:
+            whole_answers: Requests whose answers come as a whole wait, too.
+        """
+        waiting = (
+            watch.silent_since
+            for watch in (*self.prefilling, *self.decoding)
+            if whole_answers or not watch.whole_answer
+        )
+        return max(self.last_beat(), min(waiting, default=float("inf")))
+
+    def suspicious_seconds(self, now: float) -> float | None:
+        """Return how long it has been silent, if that is longer than its prompts explain; None = it is not."""
+        silent_seconds = now - self.silent_since(whole_answers=False)
+        if silent_seconds < SUSPICIOUS_SECONDS:
+            return None
+        watches = (*self.prefilling, *self.decoding)
+        return silent_seconds if silent_seconds >= SUSPICIOUS_SECONDS + watches[0].prefill_seconds else None
+
+    def lose(self, problem: str, asked_at: float, *, began: bool = True) -> None:
         """End the waiting of all requests that the lost engine could have put out something for since then.
 
         Args:
             problem: What is wrong.
             asked_at: Time of that check, on the loop's clock.
+            began: Also those whose answers have begun, which nobody else can go on with.
         """
-        for watch in [*self.prefilling, *self.decoding]:
+        for watch in [*self.prefilling, *(self.decoding if began else ())]:
             if watch.silent_since <= asked_at:
                 watch.lose(problem)
 
@@ -146,6 +177,11 @@ class Watch:
             return self._since
         report = self._noticed()
         return max(self._since, report.progress_at, report.listening_since)
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Return the longest time that all prompts may take which its worker rank has to compute now."""
+        return sum(self._liveness.prefilling.values()) / self._timeouts.prefill_tokens_per_second
 
     @property
     def seconds(self) -> float:

@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
+from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.doctor.diagnosis import Finding
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.overview import Overview, SourceRow, overview, seen_by_gateways
 from kvscout_common.doctor.shadow import Shadow, sentences, shadow_of
-from kvscout_common.doctor.snapshot import RankName, WorkerName, observed_name
+from kvscout_common.doctor.snapshot import RankName, WorkerName
+from kvscout_common.doctor.worker_health import health_of, load_healths, worst
 from kvscout_common.enum_words import word_of
 from kvscout_common.plain_text import printable
 from kvscout_common.registry.worker_proto import role_from_proto
@@ -107,18 +108,15 @@ def _shadow(shadow: Shadow) -> Any:
 
 def _workers(now: Moment, shown: Overview) -> list[dict[str, Any]]:
     seen, specs = seen_by_gateways(now.snapshot), now.snapshot.workers
-    problems = {
-        observed_name(one): one.problem
-        for _, status in now.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse)
-        for one in status.workers
-        if one.problem
-    }
     by_rank: dict[RankName, list[SourceRow]] = {}
     for row in shown.sources:
         by_rank.setdefault(RankName(row.tenant, row.worker_id, row.dp_rank), []).append(row)
     found = []
     for name, rows in by_rank.items():
         load, one, worker = now.loads.get(name), seen.get(name), specs.get(WorkerName(name.tenant, name.worker_id))
+        health = rows[0].health
+        if load is not None:
+            health = worst(health, *map(health_of, load_healths(load)))
         found.append(
             {
                 "tenant": printable(name.tenant),
@@ -134,7 +132,11 @@ def _workers(now: Moment, shown: Overview) -> list[dict[str, Any]]:
                 "error": rows[0].prediction_error,
                 "load": _load(load) if load is not None else None,
                 "well": all(row.well for row in rows),
-                "problem": printable(problems.get(name, ""), 500),
+                "state": health.state,
+                "cause": printable(health.cause, 500),
+                "since": _number(health.age_seconds),
+                "gateway": printable(health.gateway),
+                "problem": "" if health.well else printable(health.why, 500),
                 "events": [
                     {
                         "indexer": printable(row.indexer),

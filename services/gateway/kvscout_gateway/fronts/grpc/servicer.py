@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
+from kvscout_common.doctor.worker_health import load_healths
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.identity.identity import AccessRole, current_identity
 from kvscout_common.known_names import or_known
-from kvscout_common.registry.worker_proto import spec_from_proto
+from kvscout_common.registry.worker_proto import rank_from_proto, spec_from_proto
 from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
 from kvscout_common.rpc.request_names import NamesRequest
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
+from kvscout_gateway.engines.judge import health_to_proto
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.generate import generate
 from kvscout_gateway.fronts.grpc.status import gateway_status
@@ -79,6 +81,16 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self._take_over(request.tenant, required_id(request.worker_id))
         answer = await super().RemoveWorker(request, context)
         await self._gateway.registration.flush()
+        return answer
+
+    async def ListWorkers(
+        self, request: workers_pb2.ListWorkersRequest, context: Any
+    ) -> workers_pb2.ListWorkersResponse:
+        answer = await super().ListWorkers(request, context)
+        for entry in answer.workers:
+            spec = self._gateway.catalog.tenant(entry.worker.tenant).specs.get(entry.worker.worker_id)
+            if spec is not None:
+                entry.health.CopyFrom(health_to_proto(self._gateway.judge.worker(spec)))
         return answer
 
     def _take_over(self, tenant: str, worker_id: str) -> None:
@@ -155,7 +167,14 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self, request: gateway_pb2.GatewayGetPotentialLoadsRequest, context: Any
     ) -> scheduler_pb2.GetPotentialLoadsResponse:
         query = translate.loads_request(request, self._gateway.config.max_prompt_tokens)
-        return await self._gateway.routing.potential_loads(query)
+        answer = await self._gateway.routing.potential_loads(query)
+        specs = self._gateway.catalog.tenant(query.tenant).specs
+        for load in answer.loads:
+            spec = specs.get(load.worker.worker_id)
+            if spec is not None:
+                judged = health_to_proto(self._gateway.judge.rank(spec, rank_from_proto(load.worker)))
+                load.health.CopyFrom(max((judged, *load_healths(load)), key=lambda one: one.state))
+        return answer
 
     async def DumpEvents(
         self, request: gateway_pb2.DumpEventsRequest, context: Any
@@ -190,4 +209,6 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         if request.model and not self.registry.entries(tenant, request.model):
             known = or_known(request.model, (entry.spec.model for entry in self.registry.entries(tenant)))
             raise NotFound(f"no worker of model {request.model!r}{known}", field="model")
+        if request.check_workers:
+            await gateway.health_checks.check_all(tenant)
         return gateway_status(gateway, tenant, request.model)

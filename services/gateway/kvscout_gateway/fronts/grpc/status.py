@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from kvscout.v1 import gateway_pb2
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.worker import ALL_TENANTS, WorkerRank
+from kvscout_gateway.engines.judge import health_to_proto
 from kvscout_gateway.engines.observation import Observation
+from kvscout_gateway.engines.worker_state import WorkerState
 from kvscout_gateway.fronts.shadow.report import Hour, Span, Sums
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def _shadow_hour(hour: Hour, span: Span) -> gateway_pb2.ShadowHour:
 
 
 def _observations(gateway: Gateway, tenant: str, model: str) -> list[gateway_pb2.WorkerObservation]:
-    """Return observations of the ranks that got requests, and of those that get none because something is wrong."""
+    """Return observations of the ranks that got requests, and of those that are not well."""
     # The clock of `Observation.eventful`.
     now, failing, silent = time.perf_counter(), gateway.health.failing(), gateway.health.silent()
     seen = gateway.observations.by_rank
@@ -70,12 +72,13 @@ def _observations(gateway: Gateway, tenant: str, model: str) -> list[gateway_pb2
         owner = entry.spec.tenant
         unanswered = silent.get((owner, entry.spec.worker_id), "")
         for rank in entry.spec.ranks:
-            problem = failing.get((owner, rank), "")
-            if not (problem or unanswered or (owner, rank) in seen):
+            problem, judged = failing.get((owner, rank), ""), gateway.judge.rank(entry.spec, rank)
+            if judged.state is WorkerState.OK and (owner, rank) not in seen:
                 continue
             one = _observation(owner, rank, seen.get((owner, rank), _NOTHING), now)
             one.problem = problem or ("does not answer its health checks" if unanswered else "")
             one.health_check_problem = unanswered
+            one.health.CopyFrom(health_to_proto(judged))
             found.append(one)
     return found
 

@@ -252,7 +252,7 @@
   }
 
   // ---- workers ------------------------------------------------------------------------------------------------
-  const loadOf = (one) => (one.problem ? "left out" : !one.load ? "–" : one.load.draining ? "draining" : one.load.cooldown > 0 ? `cools down ${age(one.load.cooldown)}` : one.load.busy ? "busy" : "takes requests");
+  const loadOf = (one) => one.state;
   const worst = (one) => one.events.find((each) => !each.well) ?? one.events[0];
   const COLUMNS = [
     ["Worker", (one) => one.worker + "/" + String(one.rank).padStart(4, "0")],
