@@ -35,6 +35,7 @@ COMMANDS = (
     "workers",
     "loads",
     "requests",
+    "failures",
     "replicas",
     "serve",
     "dump",

@@ -163,6 +163,7 @@ class BlockingRouter(_Blocking):
     renew = _answer(Router.renew)
     add_output = _answer(Router.add_output)
     active_requests = _answer(Router.active_requests)
+    failures = _answer(Router.failures)
     register_worker = _answer(Router.register_worker)
     update_worker = _answer(Router.update_worker)
     remove_worker = _answer(Router.remove_worker)

@@ -8,6 +8,8 @@ from kvscout_client.results import (
     BusyThresholds,
     Candidate,
     Explanation,
+    Failure,
+    FaultOwner,
     FinishReason,
     FreeOutcome,
     GenerateChunk,
@@ -44,6 +46,26 @@ _PHASES = {
     scheduler_pb2.REQUEST_PHASE_PREFILL: RequestPhase.PREFILL,
     scheduler_pb2.REQUEST_PHASE_DECODE: RequestPhase.DECODE,
 }
+
+
+def failure(message: gateway_pb2.Failure) -> Failure:
+    """Return a request that failed."""
+    owner = word_of(gateway_pb2.FaultOwner, message.owner)
+    return Failure(
+        number=message.number,
+        at_unix_seconds=message.at_unix_seconds,
+        request_id=message.request_id,
+        tenant=message.tenant,
+        model=message.model,
+        front=message.front,
+        status=message.status,
+        cause=message.cause,
+        owner=FaultOwner(owner) if owner else None,
+        answered=message.answered,
+        worker_ids=tuple(message.worker_ids),
+        message=message.message,
+        trace_id=message.trace_id,
+    )
 
 
 def active_request(message: scheduler_pb2.ActiveRequest) -> ActiveRequest:

@@ -160,6 +160,40 @@ class ActiveRequest:
     """Conversation that it belongs to; 0 = unknown."""
 
 
+class FaultOwner(StrEnum):
+    """Whose fault a failure is."""
+
+    CALLER = "caller"
+    ENGINE = "engine"
+    ROUTER = "router"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that failed, or was not answered as it should have been."""
+
+    number: int
+    """Ascending from 1, for each gateway."""
+    at_unix_seconds: float
+    request_id: str
+    tenant: str
+    model: str
+    front: str
+    """Path or rpc by which it came."""
+    status: str
+    """Status that the client got; "" = none of the gateway's."""
+    cause: str
+    owner: FaultOwner | None
+    """None = one that this release has no name for."""
+    answered: bool
+    """It was answered all the same."""
+    worker_ids: tuple[str, ...]
+    """Workers that it was sent to, in order."""
+    message: str
+    trace_id: str
+    """"" = it is not traced."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerHealth:
     """Health of a worker or one of its ranks, as the gateway that answers judges it."""

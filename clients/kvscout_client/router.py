@@ -23,6 +23,8 @@ from kvscout_client.options import (
 from kvscout_client.results import (
     ActiveRequest,
     BusyThresholds,
+    Failure,
+    FaultOwner,
     FreeOutcome,
     GenerateChunk,
     RegisteredWorker,
@@ -32,6 +34,7 @@ from kvscout_client.results import (
     WorkerRecord,
 )
 from kvscout_client.tokens import Tokens
+from kvscout_common.enum_words import value_of
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import MmItem
 from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
@@ -408,6 +411,47 @@ class Router:
             request.page_size = min(limit - len(found), PAGE_SIZE)
             answer = await self._calls.unary(self._stub.ListActiveRequests, request, repeatable=True)
             found += [decode.active_request(one) for one in answer.requests]
+            request.page_token = answer.next_page_token
+            if not request.page_token:
+                break
+        return found
+
+    async def failures(
+        self,
+        *,
+        model: str = "",
+        worker_id: WorkerId = "",
+        cause: str = "",
+        owner: FaultOwner | None = None,
+        answered: bool = False,
+        after: int = 0,
+        limit: int = 1_000,
+    ) -> list[Failure]:
+        """Return the last requests that failed, the newest first, as the gateway remembers them.
+
+        Args:
+            model: Only of this one; "" = of all.
+            worker_id: Only what was sent to this one; "" = all.
+            cause: Only of this cause; "" = of all.
+            owner: Only of this owner; None = of all.
+            answered: Also requests that were answered, but not as they should have been.
+            after: Only failures of a higher number; 0 = all.
+            limit: Largest number.
+        """
+        request = gateway_pb2.ListFailuresRequest(
+            tenant=self._tenant,
+            model=model,
+            worker_id=str(worker_id),
+            cause=cause,
+            owner=value_of(gateway_pb2.FaultOwner, owner or ""),
+            answered=answered,
+            after_number=after,
+        )
+        found: list[Failure] = []
+        while len(found) < limit:
+            request.page_size = min(limit - len(found), PAGE_SIZE)
+            answer = await self._calls.unary(self._stub.ListFailures, request, repeatable=True)
+            found += [decode.failure(one) for one in answer.failures]
             request.page_token = answer.next_page_token
             if not request.page_token:
                 break

@@ -34,6 +34,7 @@ class KvscoutError(Exception):
         message: What happened, in one sentence a caller can act on.
         field: The request field, flag or key at fault, if there is one.
         retry_after_seconds: When a later try may succeed, if that is known.
+        cause: Why, in one word, where the class does not say it ("queue"); "" = it does.
 
     Attributes:
         answered: On a client: the service itself said so, as opposed to a connection that failed.
@@ -43,17 +44,24 @@ class KvscoutError(Exception):
     discreet: str = ""
     """Text for callers without the role admin, since the message names addresses; "" = the message."""
 
-    def __init__(self, message: str, *, field: str | None = None, retry_after_seconds: float | None = None) -> None:
+    cause: str = ""
+
+    def __init__(
+        self, message: str, *, field: str | None = None, retry_after_seconds: float | None = None, cause: str = ""
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after_seconds = retry_after_seconds
+        if cause:
+            self.cause = cause
 
     def for_clients(self) -> KvscoutError:
         """Return the same error without addresses of this installation."""
         if not self.discreet:
             return self
         error = type(self)(self.discreet, field=self.field, retry_after_seconds=self.retry_after_seconds)
+        error.cause = self.cause
         error.__cause__ = self.__cause__
         return error
 

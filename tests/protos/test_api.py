@@ -24,7 +24,7 @@ from reference import PAGE, Reference  # noqa: E402
 
 NOT_ITS_OWN = {"Gateway.DumpEvents", "Indexer.Dump", "Indexer.PublishEvents", "Scheduler.SelectAndReserve"}
 """Rpcs that carry what others carry; why is said at each."""
-LISTS = {"ListWorkers", "ListActiveRequests"}
+LISTS = {"ListWorkers", "ListActiveRequests", "ListFailures"}
 """Rpcs whose answer grows with the fleet or its load, and can be asked for in parts."""
 
 

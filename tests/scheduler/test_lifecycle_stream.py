@@ -24,6 +24,7 @@ from kvscout_common.worker import ALL_TENANTS, WorkerRank
 from kvscout_scheduler.messages.codec import MAX_OPERATIONS, Codec
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
+from kvscout_scheduler.policies.kv_time import KvTime
 from kvscout_scheduler.rpc.servicer import SchedulerServicer
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.reservation import OwnerName
@@ -458,21 +459,22 @@ class Crashing(LeastLoaded):
         raise RuntimeError("out of ideas")
 
 
-async def test_a_policy_that_raises_fails_its_request_and_the_stream_goes_on() -> None:
-    policies = PolicyRegistry({"kv": Kv, "crashing": Crashing})
+async def test_a_policy_that_raises_gives_way_to_the_default_one_and_its_answer_says_so() -> None:
+    policies = PolicyRegistry({"kv": Kv, "kv-time": KvTime, "crashing": Crashing})
     async with service("a", policies=policies, queue_threshold=0.5) as (core, _, _, owner):
         stream = owner()
         await stream.hello()
         crashing = types_pb2.RouterConfigOverride(policy="crashing")
-        first, failed, last = await stream.ask(
+        first, replaced, last = await stream.ask(
             {"select_and_reserve": selection("r1", isl=501)},
             {"select_and_reserve": selection("r2", router_config_override=crashing, pinned_worker_id="a")},
             {"prefill_complete": ref("r1")},
         )
-        assert (first.code, failed.code, last.code) == (0, grpc.StatusCode.INTERNAL.value[0], 0)
-        assert failed.message == "policy 'crashing' failed: RuntimeError"
-        # The one that failed had waited, and what ended its wait was somebody else's call.
+        assert (first.code, replaced.code, last.code) == (0, 0, 0)
+        assert first.select.policy_problem == ""
+        assert replaced.select.policy_problem.startswith("policy 'crashing': RuntimeError: out of ideas (")
+        # It had waited, and what ended its wait was somebody else's call.
         assert core.stats.queued == 1
-        (freed,) = await stream.ask({"free": ref("r1")})
+        freed, _ = await stream.ask({"free": ref("r1")}, {"free": ref("r2")})
         assert freed.free.outcome == scheduler_pb2.FREE_OUTCOME_FREED
         assert loads(core) == {"a": IDLE}

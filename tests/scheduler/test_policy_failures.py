@@ -1,4 +1,4 @@
-"""Policies of other packages that fail: one request has the error, everybody else goes on."""
+"""Policies of other packages that fail: the default policy decides in their place, and everybody else goes on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from support.processes import DEADLINE_SECONDS
 from support.scheduler_builders import ManualClock, key, loads, request, reserve, worker
 from support.scheduler_invariants import check_scheduler
 
-from kvscout_common.errors import InternalError, KvscoutError
+from kvscout_common.errors import InternalError, KvscoutError, ResourceExhausted
 from kvscout_scheduler.policies import PolicyRegistry
 from kvscout_scheduler.policies.builtin import Kv, LeastLoaded
 from kvscout_scheduler.policies.decision_feed import DecisionWatcher
+from kvscout_scheduler.policies.kv_time import KvTime
 from kvscout_scheduler.scheduler import Scheduler
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.request import ConfigOverride
@@ -54,7 +55,7 @@ FAILURES = {
 
 
 def with_policy(method: str, act: Callable[[], Any], clock: ManualClock | None = None, **settings: Any) -> Scheduler:
-    policies = PolicyRegistry({"kv": Kv, "failing": failing(method, act)})
+    policies = PolicyRegistry({"kv": Kv, "kv-time": KvTime, "failing": failing(method, act)})
     made = Scheduler(
         SchedulerSettings(**{"policy": "kv", **settings}),
         clock=clock or ManualClock(),
@@ -70,39 +71,91 @@ FAILING = ConfigOverride(policy="failing")
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_what_a_policy_does_wrong_is_an_internal_error_with_its_name(failure: str) -> None:
+def test_where_a_policy_fails_the_default_policy_decides_books_and_explains(failure: str) -> None:
     made = with_policy(*FAILURES[failure])
-    with pytest.raises(InternalError, match="policy 'failing' failed"):
-        made.select_and_reserve(request(isl=16, request_id="r", override=FAILING, explain=True))
-    assert loads(made) == {"a": (0, 0, 0), "b": (0, 0, 0)}
-    assert made.stats.refusals["InternalError"] == 1
-    made.select_and_reserve(request(isl=16, request_id="r"))
+    decision = made.select_and_reserve(request(isl=16, request_id="r", override=FAILING, explain=True))
+    assert decision.policy == "kv-time"
+    assert decision.policy_problem.startswith("policy 'failing': ")
+    assert decision.explanation is not None
+    assert decision.explanation.policy == "kv-time"
+    assert sum(requests for _, _, requests in loads(made).values()) == 1
+    assert made.policies.failures.counts.total == {"failing": 1}
+    made.select_and_reserve(request(isl=16, request_id="other"))
     check_scheduler(made)
 
 
-def test_a_policy_that_cannot_be_made_for_a_pool_fails_the_request() -> None:
-    policies = PolicyRegistry({"kv": Kv, "failing": crash})
+def test_a_failure_is_told_in_one_line_with_the_place_in_the_policy() -> None:
+    made = with_policy("costs", crash)
+    decision = made.select(request(isl=16, override=FAILING))
+    line = crash.__code__.co_firstlineno + 1
+    assert decision.policy_problem == f"policy 'failing': RuntimeError: out of ideas (test_policy_failures.py:{line})"
+    assert made.policies.failures.last == {"failing": decision.policy_problem.removeprefix("policy 'failing': ")}
+
+
+def test_whatever_a_policy_raises_is_a_bounded_line_of_text() -> None:
+    class Hostile(Exception):
+        def __str__(self) -> str:
+            raise SystemError("no text")
+
+    def long() -> Any:
+        raise ValueError("line\n" * 10_000 + "\x1b[2J")
+
+    def hostile() -> Any:
+        raise Hostile
+
+    for act, says in ((long, "ValueError: line"), (hostile, "Hostile")):
+        problem = with_policy("costs", act).select(request(isl=16, override=FAILING)).policy_problem
+        assert problem.startswith(f"policy 'failing': {says}")
+        assert problem.isprintable()
+        assert len(problem) < 600
+
+
+def test_a_policy_that_cannot_be_made_for_a_pool_gives_way_to_the_default_one() -> None:
+    policies = PolicyRegistry({"kv": Kv, "kv-time": KvTime, "failing": crash})
     made = Scheduler(SchedulerSettings(policy="kv"), clock=ManualClock(), rng=Random(1), policies=policies)
     made.workers.worker_added(worker("a"))
-    with pytest.raises(InternalError, match="policy 'failing' failed: RuntimeError"):
+    decision = made.select(request(isl=16, override=FAILING))
+    assert (decision.rank.worker_id, decision.policy) == ("a", "kv-time")
+    assert "RuntimeError: out of ideas" in decision.policy_problem
+
+
+def test_a_default_policy_that_fails_is_an_internal_error() -> None:
+    policies = PolicyRegistry({"kv-time": failing("costs", crash), "failing": failing("costs", crash)})
+    made = Scheduler(SchedulerSettings(), clock=ManualClock(), rng=Random(1), policies=policies)
+    made.workers.worker_added(worker("a"))
+    for override in (FAILING, ConfigOverride()):
+        with pytest.raises(InternalError, match="policy 'kv-time': RuntimeError: out of ideas"):
+            made.select_and_reserve(request(isl=16, request_id="r", override=override))
+    assert loads(made) == {"a": (0, 0, 0)}
+    assert made.stats.refusals["PolicyFailed"] == 2
+
+
+def test_an_error_that_a_policy_means_for_the_caller_is_the_answer() -> None:
+    def refuse() -> Any:
+        raise ResourceExhausted("not today")
+
+    made = with_policy("costs", refuse)
+    with pytest.raises(ResourceExhausted, match="not today"):
         made.select(request(isl=16, override=FAILING))
+    assert not made.policies.failures.last
 
 
 def test_failures_are_logged_with_their_traceback_and_not_each_time(caplog: pytest.LogCaptureFixture) -> None:
-    policies = PolicyRegistry({"kv": Kv, "noisy": failing("costs", crash)})
+    # Under a name that no other test has logged a moment ago.
+    policies = PolicyRegistry({"kv-time": KvTime, "noisy": failing("costs", crash)})
     made = Scheduler(SchedulerSettings(policy="noisy"), clock=ManualClock(), rng=Random(1), policies=policies)
     made.workers.worker_added(worker("a"))
     with caplog.at_level(logging.WARNING, "kvscout.scheduler"):
         for _ in range(100):
-            with pytest.raises(InternalError):
-                made.select(request(isl=16))
+            made.select(request(isl=16))
     (record,) = caplog.records
-    assert "policy noisy failed a request" in record.getMessage()
+    assert "policy noisy failed: RuntimeError: out of ideas" in record.getMessage()
     assert record.exc_info is not None
     assert "out of ideas" in str(record.exc_info[1])
+    assert made.policies.failures.counts.total["noisy"] == 100
 
 
-def test_a_waiter_whose_policy_fails_is_told_and_nobody_else_notices() -> None:
+def test_a_waiter_whose_policy_fails_is_placed_by_the_default_one_and_nobody_else_notices() -> None:
     made = with_policy("pick", crash, queue_threshold=0.5)
     for name in ("a", "b"):
         reserve(made, f"on-{name}", name, isl=501)
@@ -110,8 +163,10 @@ def test_a_waiter_whose_policy_fails_is_told_and_nobody_else_notices() -> None:
     made.reserve_or_wait(request(isl=16, request_id="first", override=FAILING), told["first"].append)
     made.reserve_or_wait(request(isl=16, request_id="second"), told["second"].append)
     assert made.free(key("on-a")) is FreeOutcome.FREED
-    assert isinstance(told["first"][0], InternalError)
-    assert isinstance(told["second"][0], Decision)
+    for name in ("first", "second"):
+        (decision,) = told[name]
+        assert isinstance(decision, Decision)
+        assert bool(decision.policy_problem) is (name == "first")
     assert not len(made.waiting)
     check_scheduler(made)
 
@@ -125,7 +180,8 @@ def test_a_policy_that_fails_while_leases_end_does_not_end_the_process() -> None
     made.reserve_or_wait(request(isl=16, request_id="r", override=FAILING), told.append)
     clock.advance(6.0)
     assert made.expire() == 2
-    assert isinstance(told[0], InternalError)
+    assert isinstance(told[0], Decision)
+    assert told[0].policy_problem
 
 
 def test_a_policy_that_cannot_explain_fails_nobody_who_did_not_ask() -> None:

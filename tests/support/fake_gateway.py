@@ -108,6 +108,25 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         )
         return scheduler_pb2.ListActiveRequestsResponse(requests=[active], total=1)
 
+    async def ListFailures(
+        self, request: gateway_pb2.ListFailuresRequest, context: Any
+    ) -> gateway_pb2.ListFailuresResponse:
+        self._take("ListFailures", request)
+        failure = gateway_pb2.Failure(
+            number=4,
+            at_unix_seconds=1.5,
+            request_id="r",
+            tenant="default",
+            model="m",
+            front="Generate",
+            status="UNAVAILABLE",
+            cause="worker",
+            owner=gateway_pb2.FAULT_OWNER_ENGINE,
+            worker_ids=["w0", "w1"],
+            message="the worker broke off",
+        )
+        return gateway_pb2.ListFailuresResponse(failures=[failure], total=1)
+
     async def RegisterWorker(
         self, request: workers_pb2.RegisterWorkerRequest, context: Any
     ) -> workers_pb2.RegisterWorkerResponse:

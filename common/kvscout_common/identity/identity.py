@@ -62,6 +62,7 @@ _VIEW = frozenset(
     {
         "ListWorkers",
         "ListActiveRequests",
+        "ListFailures",
         "ListBusyThresholds",
         "GetStatus",
         "GetPotentialLoads",
@@ -115,7 +116,7 @@ AUDITED = frozenset(
     }
 )
 """Calls that change what others get."""
-_NARROWED = frozenset({"ListWorkers", "GetStatus"})
+_NARROWED = frozenset({"ListWorkers", "ListFailures", "GetStatus"})
 """Calls that read tenant "*" as all that the caller may see."""
 ALLOWED: Mapping[AccessRole, frozenset[str]] = {
     AccessRole.VIEWER: _VIEW | {"WatchDashboard"},

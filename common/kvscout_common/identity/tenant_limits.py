@@ -91,6 +91,7 @@ class TenantLimits(Collector):
         raise ResourceExhausted(
             f"tenant {tenant!r} has {used} {limit}, its limit is {allowed}",
             field=f"limits.{limit}",
+            cause="limit",
             # Somebody has to remove a worker first.
             retry_after_seconds=None if limit is Limit.WORKERS else RETRY_SECONDS,
         )

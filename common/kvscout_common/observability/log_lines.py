@@ -46,6 +46,11 @@ class about_request:
         _request_id.reset(self._before)
 
 
+def current_request_id() -> str:
+    """Return the id of the request that records are about now; "" = they are about none."""
+    return _request_id.get()
+
+
 class BoundedFormatter(logging.Formatter):
     """Formats records whose message and traceback are `printable`, as they come."""
 

@@ -12,7 +12,7 @@ from kvscout_common.errors import Cancelled, KvscoutError, Unavailable
 from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity, TokenFile
 from kvscout_common.transport import Transport, chosen
 from kvscout_common.transport.keepalive import CLIENT_OPTIONS
-from kvscout_common.transport.statuses import ANSWERED_TRAILER, from_status
+from kvscout_common.transport.statuses import ANSWERED_TRAILER, CAUSE_TRAILER, from_status
 
 T = TypeVar("T")
 
@@ -109,7 +109,8 @@ def to_error(error: grpc.aio.AioRpcError) -> KvscoutError:
     except (KeyError, ValueError):
         pass  # absent, or a date: some proxies send those
     raised = str(trailers.get(ANSWERED_TRAILER, ""))
-    ours = from_status(error.code(), error.details() or "", retry_after_seconds=retry_after, raised=raised)
+    cause = str(trailers.get(CAUSE_TRAILER, ""))
+    ours = from_status(error.code(), error.details() or "", retry_after_seconds=retry_after, raised=raised, cause=cause)
     ours.answered = ANSWERED_TRAILER in trailers
     if isinstance(ours, Cancelled) and not ours.answered:
         # What grpc's server says of a call that came while it was stopping and that nobody has looked at. (A call

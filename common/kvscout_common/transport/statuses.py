@@ -36,6 +36,8 @@ log = logging.getLogger("kvscout.rpc")
 
 ANSWERED_TRAILER = "kvscout-error"
 """Marks a status that a service chose: UNAVAILABLE without it is a connection that failed."""
+CAUSE_TRAILER = "kvscout-cause"
+"""Names an error's cause, where its class does not say it."""
 INTERNAL_TEXT = "internal error; the service's log has the details"
 
 STATUS_CODES: dict[type[KvscoutError], grpc.StatusCode] = {
@@ -73,7 +75,12 @@ _FIELD = re.compile(r"\w+(?:\[\d+\])?(?:\.\w+(?:\[\d+\])?)*")
 
 
 def from_status(
-    code: grpc.StatusCode, message: str, *, retry_after_seconds: float | None = None, raised: str = ""
+    code: grpc.StatusCode,
+    message: str,
+    *,
+    retry_after_seconds: float | None = None,
+    raised: str = "",
+    cause: str = "",
 ) -> KvscoutError:
     """Return the error that a gRPC status stands for; codes we never send become `InternalError`.
 
@@ -82,13 +89,14 @@ def from_status(
         message: The status details; "field: text" is split again into field and message.
         retry_after_seconds: From the `retry-after` trailer, if there was one.
         raised: Name of what the server raised, where it said so; distinguishes `Draining` from `Unavailable`.
+        cause: The error's own, where the server named it.
     """
     kind = Draining if raised == Draining.__name__ else _BY_CODE.get(code, InternalError)
     field: str | None = None
     head, separator, tail = message.partition(": ")
     if kind is InvalidArgument and separator and _FIELD.fullmatch(head):
         field, message = head, tail
-    return kind(message, field=field, retry_after_seconds=retry_after_seconds)
+    return kind(message, field=field, retry_after_seconds=retry_after_seconds, cause=cause)
 
 
 class Status(NamedTuple):
@@ -113,6 +121,8 @@ def status_of(error: BaseException, method: str) -> Status:
     if isinstance(error, KvscoutError):
         code, text = status_code(error), str(error)
         trailers: list[tuple[str, str | bytes]] = [(ANSWERED_TRAILER, type(error).__name__)]
+        if error.cause:
+            trailers.append((CAUSE_TRAILER, error.cause))
         if error.retry_after_seconds is not None:
             trailers.append(("retry-after", f"{error.retry_after_seconds:g}"))
         details = details_of(code, text, error)

@@ -53,6 +53,34 @@ FINISH_REASON_OTHER: FinishReason.ValueType  # 4
 """Ended for a reason that has no name here; engine_finish_reason tells it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _FaultOwner:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FaultOwnerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FaultOwner.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FAULT_OWNER_UNSPECIFIED: _FaultOwner.ValueType  # 0
+    """Not reported."""
+    FAULT_OWNER_CALLER: _FaultOwner.ValueType  # 1
+    """The caller's: its request is wrong, above its tenant's limits, or nobody waits for its answer any more."""
+    FAULT_OWNER_ENGINE: _FaultOwner.ValueType  # 2
+    """An engine's: it failed, was overloaded, or did not answer in time."""
+    FAULT_OWNER_ROUTER: _FaultOwner.ValueType  # 3
+    """The router's: no worker with room, a full queue, an upstream that is missed, a defect."""
+
+class FaultOwner(_FaultOwner, metaclass=_FaultOwnerEnumTypeWrapper):
+    """Whose fault a failure is."""
+
+FAULT_OWNER_UNSPECIFIED: FaultOwner.ValueType  # 0
+"""Not reported."""
+FAULT_OWNER_CALLER: FaultOwner.ValueType  # 1
+"""The caller's: its request is wrong, above its tenant's limits, or nobody waits for its answer any more."""
+FAULT_OWNER_ENGINE: FaultOwner.ValueType  # 2
+"""An engine's: it failed, was overloaded, or did not answer in time."""
+FAULT_OWNER_ROUTER: FaultOwner.ValueType  # 3
+"""The router's: no worker with room, a full queue, an upstream that is missed, a defect."""
+Global___FaultOwner: _TypeAlias = FaultOwner  # noqa: Y015
+
 class _HelperKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -770,6 +798,168 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
+class ListFailuresRequest(_message.Message):
+    """Which failures to list."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    AFTER_NUMBER_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant; unset = "default", "*" = all that the caller may see."""
+    model: _builtins.str
+    """Only of this model; unset = all."""
+    worker_id: _builtins.str
+    """Only of requests that were sent to this worker; unset = all."""
+    cause: _builtins.str
+    """Only of this cause; unset = all."""
+    owner: Global___FaultOwner.ValueType
+    """Only of this owner; unset = all."""
+    answered: _builtins.bool
+    """List requests that were answered all the same, too."""
+    after_number: _builtins.int
+    """Only those with a higher number: what is new since an earlier list. 0 or unset = all."""
+    page_size: _builtins.int
+    """At most this many; 0 or unset = 1,000; above 10,000 = 10,000."""
+    page_token: _builtins.str
+    """next_page_token of the answer before, to go on behind it; unset = from the newest. The other fields stay as they
+    were.
+    """
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        owner: Global___FaultOwner.ValueType = ...,
+        answered: _builtins.bool = ...,
+        after_number: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_number", b"after_number", "answered", b"answered", "cause", b"cause", "model", b"model", "owner", b"owner", "page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListFailuresRequest: _TypeAlias = ListFailuresRequest  # noqa: Y015
+
+@_typing.final
+class Failure(_message.Message):
+    """A request that failed, or was not answered as it should have been."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    AT_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    FRONT_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    WORKER_IDS_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of this failure at this gateway, ascending from 1."""
+    at_unix_seconds: _builtins.float
+    """When it ended, in seconds since the Unix epoch."""
+    request_id: _builtins.str
+    """Id of the request, as its client and the log know it; empty = it was refused before it had one."""
+    tenant: _builtins.str
+    """Tenant; empty = it was refused before its caller was known."""
+    model: _builtins.str
+    """Model, as the client named it; empty = it named none, or was refused before it was read."""
+    front: _builtins.str
+    """Path or rpc by which it came, such as "/v1/chat/completions" or "Generate"."""
+    status: _builtins.str
+    """Status that the client got: of HTTP, such as "503", or of gRPC, such as "UNAVAILABLE". Empty = it got none of ours:
+    the client went away, or the request was answered.
+    """
+    cause: _builtins.str
+    """Cause, one word; docs/failure-modes.md lists them."""
+    owner: Global___FaultOwner.ValueType
+    """Whose fault it is."""
+    answered: _builtins.bool
+    """True = it was answered all the same."""
+    message: _builtins.str
+    """What happened, in one sentence. With addresses for administrators. No words of engines: they quote prompts."""
+    trace_id: _builtins.str
+    """Trace of the request; empty = it is not traced."""
+    @_builtins.property
+    def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that it was sent to, in order."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        at_unix_seconds: _builtins.float = ...,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        front: _builtins.str = ...,
+        status: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        owner: Global___FaultOwner.ValueType = ...,
+        answered: _builtins.bool = ...,
+        worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        message: _builtins.str = ...,
+        trace_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "at_unix_seconds", b"at_unix_seconds", "cause", b"cause", "front", b"front", "message", b"message", "model", b"model", "number", b"number", "owner", b"owner", "request_id", b"request_id", "status", b"status", "tenant", b"tenant", "trace_id", b"trace_id", "worker_ids", b"worker_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Failure: _TypeAlias = Failure  # noqa: Y015
+
+@_typing.final
+class ListFailuresResponse(_message.Message):
+    """Failures, the newest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAILURES_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    """Failures that match and are remembered, listed or not."""
+    next_page_token: _builtins.str
+    """Set = there are more: the page_token of the next page."""
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failure]:
+        """One entry a request."""
+
+    def __init__(
+        self,
+        *,
+        failures: _abc.Iterable[Global___Failure] | None = ...,
+        total: _builtins.int = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "next_page_token", b"next_page_token", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListFailuresResponse: _TypeAlias = ListFailuresResponse  # noqa: Y015
+
+@_typing.final
 class GatewayGetPotentialLoadsRequest(_message.Message):
     """Asks for loads."""
 
@@ -1154,6 +1344,82 @@ class ShadowHour(_message.Message):
 Global___ShadowHour: _TypeAlias = ShadowHour  # noqa: Y015
 
 @_typing.final
+class FailureCount(_message.Message):
+    """Requests that failed, or were not answered as they should have been, for one cause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
+    LAST_MESSAGE_FIELD_NUMBER: _builtins.int
+    cause: _builtins.str
+    """Cause, one word; docs/failure-modes.md lists them."""
+    owner: Global___FaultOwner.ValueType
+    """Whose fault it is."""
+    answered: _builtins.bool
+    """True = they were answered all the same."""
+    total: _builtins.int
+    """Requests since start."""
+    recent: _builtins.int
+    """Requests within the last recent_seconds of the status."""
+    last_message: _builtins.str
+    """What happened the last time, in one sentence; empty where the status is for one tenant."""
+    def __init__(
+        self,
+        *,
+        cause: _builtins.str = ...,
+        owner: Global___FaultOwner.ValueType = ...,
+        answered: _builtins.bool = ...,
+        total: _builtins.int = ...,
+        recent: _builtins.int = ...,
+        last_message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "cause", b"cause", "last_message", b"last_message", "owner", b"owner", "recent", b"recent", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailureCount: _TypeAlias = FailureCount  # noqa: Y015
+
+@_typing.final
+class LateTokens(_message.Message):
+    """A source of tokens that did not have those of some prompts in time, so that they were placed on load alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Source, such as "tokenizer", "renderer" or "engine's tokenize"."""
+    model: _builtins.str
+    """Model."""
+    total: _builtins.int
+    """Prompts since start."""
+    recent: _builtins.int
+    """Prompts within the last recent_seconds of the status."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        model: _builtins.str = ...,
+        total: _builtins.int = ...,
+        recent: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "recent", b"recent", "source", b"source", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LateTokens: _TypeAlias = LateTokens  # noqa: Y015
+
+@_typing.final
 class GatewayGetStatusResponse(_message.Message):
     """State of the gateway."""
 
@@ -1189,14 +1455,22 @@ class GatewayGetStatusResponse(_message.Message):
     TOKEN_DIFFERENCES_FIELD_NUMBER: _builtins.int
     SHADOWED_BALANCER_FIELD_NUMBER: _builtins.int
     SHADOW_HOURS_FIELD_NUMBER: _builtins.int
+    FAILURE_COUNTS_FIELD_NUMBER: _builtins.int
+    RECENT_REQUESTS_FIELD_NUMBER: _builtins.int
+    RECENT_SECONDS_FIELD_NUMBER: _builtins.int
+    LATE_TOKENS_FIELD_NUMBER: _builtins.int
     in_flight: _builtins.int
     """Requests in flight."""
     requests: _builtins.int
     """Requests served since start."""
     failures: _builtins.int
-    """Requests that failed."""
+    """Requests that failed, whoever was at fault; failure_counts distinguishes."""
     shadowed_balancer: _builtins.str
     """URL of the balancer that decides in shadow mode; empty = this gateway does."""
+    recent_requests: _builtins.int
+    """Requests that ended, or were refused, within the last recent_seconds."""
+    recent_seconds: _builtins.int
+    """Length of the time that `recent` counts are of, in seconds."""
     @_builtins.property
     def service(self) -> _types_pb2.ServiceInfo:
         """The service."""
@@ -1221,6 +1495,14 @@ class GatewayGetStatusResponse(_message.Message):
     def shadow_hours(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShadowHour]:
         """Results, the oldest hour first."""
 
+    @_builtins.property
+    def failure_counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailureCount]:
+        """Requests that failed or were not answered as they should have been, by cause: those of all tenants together."""
+
+    @_builtins.property
+    def late_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___LateTokens]:
+        """Sources that did not have the tokens of prompts in time."""
+
     def __init__(
         self,
         *,
@@ -1234,10 +1516,14 @@ class GatewayGetStatusResponse(_message.Message):
         token_differences: _abc.Iterable[Global___TokenDifference] | None = ...,
         shadowed_balancer: _builtins.str = ...,
         shadow_hours: _abc.Iterable[Global___ShadowHour] | None = ...,
+        failure_counts: _abc.Iterable[Global___FailureCount] | None = ...,
+        recent_requests: _builtins.int = ...,
+        recent_seconds: _builtins.int = ...,
+        late_tokens: _abc.Iterable[Global___LateTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "failures", b"failures", "helpers", b"helpers", "in_flight", b"in_flight", "requests", b"requests", "service", b"service", "shadow_hours", b"shadow_hours", "shadowed_balancer", b"shadowed_balancer", "token_differences", b"token_differences", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "failure_counts", b"failure_counts", "failures", b"failures", "helpers", b"helpers", "in_flight", b"in_flight", "late_tokens", b"late_tokens", "recent_requests", b"recent_requests", "recent_seconds", b"recent_seconds", "requests", b"requests", "service", b"service", "shadow_hours", b"shadow_hours", "shadowed_balancer", b"shadowed_balancer", "token_differences", b"token_differences", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -104,6 +104,11 @@ class GatewayStub:
                 request_serializer=kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsRequest.SerializeToString,
                 response_deserializer=kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsResponse.FromString,
                 _registered_method=True)
+        self.ListFailures = channel.unary_unary(
+                '/kvscout.v1.Gateway/ListFailures',
+                request_serializer=kvscout_dot_v1_dot_gateway__pb2.ListFailuresRequest.SerializeToString,
+                response_deserializer=kvscout_dot_v1_dot_gateway__pb2.ListFailuresResponse.FromString,
+                _registered_method=True)
         self.GetPotentialLoads = channel.unary_unary(
                 '/kvscout.v1.Gateway/GetPotentialLoads',
                 request_serializer=kvscout_dot_v1_dot_gateway__pb2.GatewayGetPotentialLoadsRequest.SerializeToString,
@@ -254,6 +259,16 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListFailures(self, request, context):
+        """Lists requests that failed, the newest first: the last ones of each cause's owner, as this gateway remembers them
+        since its start. With `answered`, also requests that were answered, but not as they should have been: placed with
+        less knowledge than usual (degraded), or after another worker had failed them.
+        INVALID_ARGUMENT: page_token is no next_page_token of such a list.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetPotentialLoads(self, request, context):
         """The load of each worker, now and with a given prompt added.
         INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
@@ -369,6 +384,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.ListActiveRequests,
                     request_deserializer=kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsRequest.FromString,
                     response_serializer=kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsResponse.SerializeToString,
+            ),
+            'ListFailures': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListFailures,
+                    request_deserializer=kvscout_dot_v1_dot_gateway__pb2.ListFailuresRequest.FromString,
+                    response_serializer=kvscout_dot_v1_dot_gateway__pb2.ListFailuresResponse.SerializeToString,
             ),
             'GetPotentialLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPotentialLoads,
@@ -753,6 +773,33 @@ class Gateway:
             '/kvscout.v1.Gateway/ListActiveRequests',
             kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsRequest.SerializeToString,
             kvscout_dot_v1_dot_scheduler__pb2.ListActiveRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListFailures(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvscout.v1.Gateway/ListFailures',
+            kvscout_dot_v1_dot_gateway__pb2.ListFailuresRequest.SerializeToString,
+            kvscout_dot_v1_dot_gateway__pb2.ListFailuresResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -98,6 +98,12 @@ class GatewayStub:
     """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that
     decides has them.
     """
+    ListFailures: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListFailuresRequest, _gateway_pb2.ListFailuresResponse]
+    """Lists requests that failed, the newest first: the last ones of each cause's owner, as this gateway remembers them
+    since its start. With `answered`, also requests that were answered, but not as they should have been: placed with
+    less knowledge than usual (degraded), or after another worker had failed them.
+    INVALID_ARGUMENT: page_token is no next_page_token of such a list.
+    """
     GetPotentialLoads: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GatewayGetPotentialLoadsRequest, _scheduler_pb2.GetPotentialLoadsResponse]
     """The load of each worker, now and with a given prompt added.
     INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
@@ -187,6 +193,12 @@ class GatewayAsyncStub(GatewayStub):
     ListActiveRequests: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListActiveRequestsRequest, _scheduler_pb2.ListActiveRequestsResponse]  # type: ignore[assignment]
     """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that
     decides has them.
+    """
+    ListFailures: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListFailuresRequest, _gateway_pb2.ListFailuresResponse]  # type: ignore[assignment]
+    """Lists requests that failed, the newest first: the last ones of each cause's owner, as this gateway remembers them
+    since its start. With `answered`, also requests that were answered, but not as they should have been: placed with
+    less knowledge than usual (degraded), or after another worker had failed them.
+    INVALID_ARGUMENT: page_token is no next_page_token of such a list.
     """
     GetPotentialLoads: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GatewayGetPotentialLoadsRequest, _scheduler_pb2.GetPotentialLoadsResponse]  # type: ignore[assignment]
     """The load of each worker, now and with a given prompt added.
@@ -352,6 +364,18 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scheduler_pb2.ListActiveRequestsResponse, _abc.Awaitable[_scheduler_pb2.ListActiveRequestsResponse]]:
         """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that
         decides has them.
+        """
+
+    @_abc_1.abstractmethod
+    def ListFailures(
+        self,
+        request: _gateway_pb2.ListFailuresRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.ListFailuresResponse, _abc.Awaitable[_gateway_pb2.ListFailuresResponse]]:
+        """Lists requests that failed, the newest first: the last ones of each cause's owner, as this gateway remembers them
+        since its start. With `answered`, also requests that were answered, but not as they should have been: placed with
+        less knowledge than usual (degraded), or after another worker had failed them.
+        INVALID_ARGUMENT: page_token is no next_page_token of such a list.
         """
 
     @_abc_1.abstractmethod

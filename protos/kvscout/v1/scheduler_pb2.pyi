@@ -404,6 +404,7 @@ class SelectResponse(_message.Message):
     EXPLANATION_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    POLICY_PROBLEM_FIELD_NUMBER: _builtins.int
     http_endpoint: _builtins.str
     """Its HTTP endpoint as registered; empty = none."""
     overlap_blocks: _builtins.int
@@ -418,6 +419,10 @@ class SelectResponse(_message.Message):
     """Tokens a block of the chosen worker."""
     session: _builtins.int
     """Session of the request, as its caller said or by lineage; unset = unknown."""
+    policy_problem: _builtins.str
+    """The policy failed, and the default policy decided in its place: the policy's name and what it raised, in one line.
+    Unset = the policy decided.
+    """
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -438,10 +443,11 @@ class SelectResponse(_message.Message):
         explanation: Global___Explanation | None = ...,
         block_size: _builtins.int = ...,
         session: _builtins.int = ...,
+        policy_problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cost", b"cost", "effective_overlap_blocks", b"effective_overlap_blocks", "explanation", b"explanation", "http_endpoint", b"http_endpoint", "overlap_blocks", b"overlap_blocks", "session", b"session", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cost", b"cost", "effective_overlap_blocks", b"effective_overlap_blocks", "explanation", b"explanation", "http_endpoint", b"http_endpoint", "overlap_blocks", b"overlap_blocks", "policy_problem", b"policy_problem", "session", b"session", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1123,6 +1129,7 @@ class LifecycleResult(_message.Message):
     FREE_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Id of the operation."""
     code: _builtins.int
@@ -1132,6 +1139,10 @@ class LifecycleResult(_message.Message):
     retry_after_seconds: _builtins.float
     """Seconds after which a later try may succeed, where code is not 0; unset = not known. The `retry-after` trailer of
     a call of its own.
+    """
+    cause: _builtins.str
+    """Why, in one word, where code is not 0: "queue", "busy", "shed", "deadline"; empty = the code says it. The
+    `kvscout-cause` trailer of a call of its own.
     """
     @_builtins.property
     def select(self) -> Global___SelectResponse:
@@ -1170,10 +1181,11 @@ class LifecycleResult(_message.Message):
         free: Global___FreeResponse | None = ...,
         renew: Global___RenewResponse | None = ...,
         retry_after_seconds: _builtins.float | None = ...,
+        cause: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "add_output", b"add_output", "free", b"free", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "result", b"result", "retry_after_seconds", b"retry_after_seconds", "select", b"select"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "add_output", b"add_output", "code", b"code", "free", b"free", "id", b"id", "message", b"message", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "result", b"result", "retry_after_seconds", b"retry_after_seconds", "select", b"select"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds", "add_output", b"add_output", "cause", b"cause", "code", b"code", "free", b"free", "id", b"id", "message", b"message", "prefill_complete", b"prefill_complete", "renew", b"renew", "reserve", b"reserve", "result", b"result", "retry_after_seconds", b"retry_after_seconds", "select", b"select"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retry_after_seconds: _TypeAlias = _typing.Literal["retry_after_seconds"]  # noqa: Y015
     _WhichOneofArgType__retry_after_seconds: _TypeAlias = _typing.Literal["_retry_after_seconds", b"_retry_after_seconds"]  # noqa: Y015
@@ -2103,6 +2115,7 @@ class SchedulerGetStatusResponse(_message.Message):
     POOLS_FIELD_NUMBER: _builtins.int
     EXPIRED_FIELD_NUMBER: _builtins.int
     POLICIES_FIELD_NUMBER: _builtins.int
+    POLICY_FAILURES_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Policy in effect where a request names none."""
     overlap_score_weight: _builtins.float
@@ -2127,6 +2140,10 @@ class SchedulerGetStatusResponse(_message.Message):
     def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of all policies."""
 
+    @_builtins.property
+    def policy_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyFailure]:
+        """Policies that failed, the last one first."""
+
     def __init__(
         self,
         *,
@@ -2137,11 +2154,50 @@ class SchedulerGetStatusResponse(_message.Message):
         pools: _abc.Iterable[Global___PoolLoad] | None = ...,
         expired: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         policies: _abc.Iterable[_builtins.str] | None = ...,
+        policy_failures: _abc.Iterable[Global___PolicyFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "overlap_score_weight", b"overlap_score_weight", "policies", b"policies", "policy", b"policy", "pools", b"pools", "router_temperature", b"router_temperature", "service", b"service"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "overlap_score_weight", b"overlap_score_weight", "policies", b"policies", "policy", b"policy", "policy_failures", b"policy_failures", "pools", b"pools", "router_temperature", b"router_temperature", "service", b"service"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SchedulerGetStatusResponse: _TypeAlias = SchedulerGetStatusResponse  # noqa: Y015
+
+@_typing.final
+class PolicyFailure(_message.Message):
+    """A policy that failed: it raised, or answered what cannot be. The default policy decided in its place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
+    RECENT_SECONDS_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """Its name."""
+    total: _builtins.int
+    """Calls that failed, since start."""
+    recent: _builtins.int
+    """Calls that failed within the last recent_seconds."""
+    recent_seconds: _builtins.int
+    """Length of that time, in seconds."""
+    last_error: _builtins.str
+    """What it raised the last time, in one line: exception, text, file and line."""
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        total: _builtins.int = ...,
+        recent: _builtins.int = ...,
+        recent_seconds: _builtins.int = ...,
+        last_error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_error", b"last_error", "policy", b"policy", "recent", b"recent", "recent_seconds", b"recent_seconds", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyFailure: _TypeAlias = PolicyFailure  # noqa: Y015

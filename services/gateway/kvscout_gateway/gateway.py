@@ -35,6 +35,7 @@ from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.sglang import SglangAdapter
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.fronts.context import FrontContext
+from kvscout_gateway.fronts.refusals import status_of
 from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.fronts.stored_responses import StoredResponses
@@ -44,6 +45,7 @@ from kvscout_gateway.members.membership import Membership
 from kvscout_gateway.members.registration import Registration
 from kvscout_gateway.request.attempt import AttemptContext
 from kvscout_gateway.request.exchange import Exchanges
+from kvscout_gateway.request.failures import FailureLog
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan_choice import PlanChoice
 from kvscout_gateway.request.routing import RoutingFlow
@@ -173,6 +175,7 @@ class Gateway:
         plans = PlanChoice(
             self.catalog, self.metrics, RateLimitedLog(log, period_seconds=10.0), conditional=config.conditional_disagg
         )
+        self.failure_log = FailureLog(status_of)
         self.exchanges = Exchanges(
             AttemptContext(
                 routing=self.routing,
@@ -185,6 +188,7 @@ class Gateway:
             ),
             plan=plans.plan_of,
             report_failure=self._report_failure,
+            failure_log=self.failure_log,
             draw_attempt=draw_attempt,
             migration_limit=config.migration_limit,
             max_in_flight=config.max_in_flight,
@@ -226,7 +230,7 @@ class Gateway:
             Terms(self.catalog, ChainMap(dict(config.objectives), followed)),
             self.charge,
         )
-        for collector in (self.observations, self.judge, *self._remote):
+        for collector in (self.observations, self.judge, self.failure_log, *self._remote):
             metrics.register(collector)
         in_flight = Gauge("kvscout_requests_in_flight", "Requests running", registry=metrics)
         in_flight.set_function(lambda: self.exchanges.in_flight)

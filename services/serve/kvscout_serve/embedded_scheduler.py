@@ -11,9 +11,10 @@ from math import inf
 from typing import Any
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
-from kvscout_common.errors import KvscoutError
+from kvscout_common.errors import InternalError, KvscoutError
 from kvscout_common.observability import tracing
 from kvscout_common.worker import ALL_TENANTS
+from kvscout_gateway.upstreams.failover import UpstreamDown
 from kvscout_gateway.upstreams.interfaces import Answer, Rpc
 from kvscout_gateway.upstreams.scheduler.attachment import REBOOK_SECONDS
 from kvscout_gateway.upstreams.scheduler.queue_wait import QueueWait, WaitedTooLong
@@ -88,6 +89,10 @@ class EmbeddedScheduler:
         outcome = operations.carry_out(number, operation)
         if outcome is None:
             outcome, overlaps = await self._wait(operations, number, request, overlaps, booking, refresh)
+        if isinstance(outcome, InternalError):
+            # A defect of the scheduler, not of the request: as of one behind rpcs, the gateway goes on without it.
+            self.failures += 1
+            raise UpstreamDown(f"scheduler: {outcome}")
         if isinstance(outcome, KvscoutError):
             raise outcome
         if not isinstance(outcome, Decision):
@@ -317,6 +322,7 @@ def _choice(decision: Decision) -> Choice:
         decision.cost,
         None if explanation is None else translate.explanation_to_proto(explanation),
         decision.session,
+        decision.policy_problem,
     )
 
 

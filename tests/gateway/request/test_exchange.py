@@ -33,8 +33,10 @@ from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.observation import Observations
 from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.engines.vllm import VllmAdapter
+from kvscout_gateway.fronts.refusals import status_of
 from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
 from kvscout_gateway.request.exchange import Exchange, Exchanges
+from kvscout_gateway.request.failures import FailureLog
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan import Aggregated, Plan
 from kvscout_gateway.values.booking import Booking
@@ -151,6 +153,7 @@ class World:
             report_failure=lambda tenant, decision, error, seconds: self.reported.append(
                 (decision.worker.worker_id, error.fault)
             ),
+            failure_log=FailureLog(status_of),
             draw_attempt=lambda: 256,
             migration_limit=1,
             max_in_flight=2,
@@ -341,7 +344,7 @@ async def test_a_front_that_sends_a_leg_itself_tells_what_happens(world: World, 
         attempt.free()
         again = await exchange.place(replace(exchange.request, excluded=("w0",)))
         again.sent()
-        exchange.failed(again, EngineFailed("gone"))
+        exchange.failed(again, EngineFailed("gone"), is_answer=False)
     assert world.upstreams.log.count("prefilled") == 1
     assert (world.reported, again.decision.worker.worker_id) == ([("w1", Fault.WORKER)], "w1")
 

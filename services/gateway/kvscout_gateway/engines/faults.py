@@ -114,6 +114,7 @@ class EngineFailed(Exception):
     As text it has our words alone, for logs and other services: engines quote prompts in what they say.
 
     Attributes:
+        summary: Our words alone, without an address.
         message: With what the engine says, for the client: it names no address.
         detail: For logs and operators: what happened at which address; "" = the message says it.
         fault: Whose fault it is.
@@ -134,6 +135,7 @@ class EngineFailed(Exception):
         unreachable: bool = False,
     ) -> None:
         super().__init__(detail or message)
+        self.summary = message
         self.detail = detail
         self.message = f"{message}: {said[:MAX_MESSAGE]}" if said else message
         self.fault = fault

@@ -55,7 +55,14 @@ async def request_of(
         prompt.isl_tokens = max(1, min(fields.characters // CHARACTERS_A_TOKEN, limit, longest or limit))
     session = context.sessions.of(tenant, headers, fields)
     return Request(
-        model, tenant, prompt, api=api, request_id=new_request_id(), output=output_of(path, fields), session=session
+        model,
+        tenant,
+        prompt,
+        api=api,
+        front=path,
+        request_id=new_request_id(),
+        output=output_of(path, fields),
+        session=session,
     )
 
 

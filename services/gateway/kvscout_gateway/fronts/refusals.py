@@ -26,7 +26,8 @@ from kvscout_common.errors import (
 from kvscout_common.http.http import Headers, HttpRefused
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.plain_text import printable
-from kvscout_gateway.engines.faults import Payer, failure_behind
+from kvscout_common.transport.statuses import status_code
+from kvscout_gateway.engines.faults import EngineFailed, Payer, failure_behind
 from kvscout_gateway.fronts.client_paths import UnknownPath
 from kvscout_gateway.fronts.headers import JSON_HEADERS
 from kvscout_gateway.fronts.stored_responses import ResponseNotFound
@@ -94,6 +95,22 @@ class Refusal(NamedTuple):
     body: bytes
 
 
+def status_of(front: str, error: BaseException) -> str:
+    """Return the status that a front answers an error with.
+
+    Args:
+        front: Path of HTTP, or an rpc.
+        error: What was raised.
+    """
+    if not front.startswith("/"):
+        return status_code(error if isinstance(error, KvscoutError) else InternalError).name
+    if isinstance(error, HttpRefused):
+        return str(error.status)
+    failed = error if isinstance(error, EngineFailed) else failure_behind(error)
+    answer = _engines_own(failed) if failed is not None else None
+    return str(answer[0] if answer is not None else _row_of(error)[0])
+
+
 def refusal_of(
     error: Exception, *, shape: ErrorShape = ErrorShape.OPENAI, request_id: str = "", in_full: bool = False
 ) -> Refusal:
@@ -106,29 +123,44 @@ def refusal_of(
         in_full: With the addresses that are in it, for operators.
     """
     failed = failure_behind(error)
-    if failed is not None and failed.answer is not None:
-        status, headers, body = failed.answer
-        if status >= 400 and (failed.rule.payer is Payer.CLIENT or status not in _OURS_TO_SETTLE):
-            kept = [(name, value) for name, value in headers if name.lower() in _KEPT]
-            if failed.worker_id:
-                kept.append((WORKER_HEADER, failed.worker_id))
-            return Refusal(status, kept, body)
+    if failed is not None and (answer := _engines_own(failed)) is not None:
+        status, headers, body = answer
+        kept = [(name, value) for name, value in headers if name.lower() in _KEPT]
+        if failed.worker_id:
+            kept.append((WORKER_HEADER, failed.worker_id))
+        return Refusal(status, kept, body)
     if not isinstance(error, KvscoutError):
         _defects.warning(type(error).__name__, "request %s failed: %r", request_id, error, error=error)
         error = InternalError("the gateway has failed; its log says how")
     if not in_full:
         error = error.for_clients()
     message = f"{error} ({failed.detail})" if in_full and failed is not None and failed.detail else str(error)
-    status, kind, code = next(STATUSES[base] for base in type(error).__mro__ if base in STATUSES)
+    status, kind, code = _row_of(error)
     headers = list(JSON_HEADERS)
     if isinstance(error, WrongMethod):
-        status = METHOD_NOT_ALLOWED
         headers.append(("Allow", ", ".join(error.known)))
     if error.retry_after_seconds is not None or status in (429, 503):
         headers.append(("Retry-After", str(max(1, math.ceil(error.retry_after_seconds or 1)))))
     if status == 401:
         headers.append(("WWW-Authenticate", "Bearer"))
     return Refusal(status, headers, shaped(shape, status, message, kind, code=code, param=error.field))
+
+
+def _engines_own(failed: EngineFailed) -> tuple[int, Headers, bytes] | None:
+    """Return an engine's answer that is passed on in place of ours; None = ours is."""
+    if failed.answer is None:
+        return None
+    status = failed.answer[0]
+    passed_on = status >= 400 and (failed.rule.payer is Payer.CLIENT or status not in _OURS_TO_SETTLE)
+    return failed.answer if passed_on else None
+
+
+def _row_of(error: BaseException) -> tuple[int, str, str | None]:
+    """Return status, OpenAI's type and code of an error."""
+    status, kind, code = next(
+        (STATUSES[base] for base in type(error).__mro__ if base in STATUSES), STATUSES[KvscoutError]
+    )
+    return (METHOD_NOT_ALLOWED if isinstance(error, WrongMethod) else status), kind, code
 
 
 def refusal_of_http(refused: HttpRefused, *, shape: ErrorShape = ErrorShape.OPENAI) -> Refusal:

@@ -95,6 +95,7 @@ class GatewayHttp:
             tokens=tokens,
             origins=WebOrigins(guarded=tokens is not None, host=config.server.host, allowed=config.cors_origins),
             client_paths=config.client_paths,
+            failure_log=gateway.failure_log,
             leaving=lambda: gateway.leaving,
         ).handle
 

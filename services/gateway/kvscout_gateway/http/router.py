@@ -14,10 +14,11 @@ from kvscout_common.identity.identity import ANONYMOUS, TokenTable
 from kvscout_common.observability import tracing
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.fronts.access import Caller, caller_of, header
-from kvscout_gateway.fronts.client_paths import HEALTH, MODELS, ClientPaths, model_named
+from kvscout_gateway.fronts.client_paths import HEALTH, MODELS, ClientPaths, UnknownPath, model_named
 from kvscout_gateway.fronts.dashboard.front import EVENTS, METHOD, PAGE
 from kvscout_gateway.fronts.headers import JSON_HEADERS
 from kvscout_gateway.fronts.refusals import WrongMethod, refusal_of, refusal_of_http
+from kvscout_gateway.request.failures import Asked, FailureLog
 from kvscout_gateway.values.dialects import API_DIALECTS, errors_of
 
 Answer: TypeAlias = Callable[[HttpCall, Caller], Awaitable[None]]
@@ -36,6 +37,8 @@ ROUTES: Final[Mapping[str, Mapping[str, str]]] = {
 `/health`, `/ready` and the dashboard's page are open."""
 ENGINES_OWN: Final = "Generate"
 """The same, of paths that are passed on."""
+_NO_REQUEST: Final = (UnknownPath, PermissionDenied, WrongMethod)
+"""Errors of what no engine would have been asked."""
 PASSED_METHODS: Final = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 """Methods of paths that are passed on. What follows the head of any other one (CONNECT above all) some HTTP servers
 read as the next request: a client could hide one in a body that no rule here would see."""
@@ -53,6 +56,7 @@ class Router:
         tokens: TokenTable | None,
         origins: WebOrigins,
         client_paths: ClientPaths,
+        failure_log: FailureLog,
         leaving: Callable[[], bool],
     ) -> None:
         """Route requests.
@@ -64,6 +68,7 @@ class Router:
             tokens: Clients' API keys; None = everybody may do everything.
             origins: Pages of browsers that may ask.
             client_paths: Paths of engines that clients may ask for.
+            failure_log: Told of requests that come to nothing before they are placed.
             leaving: Returns whether this process is about to stop.
         """
         self._answers = answers
@@ -72,6 +77,7 @@ class Router:
         self._tokens = tokens
         self._origins = origins
         self._client_paths = client_paths
+        self._failure_log = failure_log
         self._leaving = leaving
 
     async def handle(self, call: HttpCall) -> None:
@@ -104,10 +110,20 @@ class Router:
         except SinkStalled:
             pass  # its connection is closed
         except HttpRefused as refused:
+            self._record(call, caller, refused)
             await call.respond(*refusal_of_http(refused, shape=errors_of(call.path)))
         except Exception as error:
+            self._record(call, caller, error)
             in_full = caller is not None and caller.is_admin
             await call.respond(*refusal_of(error, shape=errors_of(call.path), in_full=in_full))
+
+    def _record(self, call: HttpCall, caller: Caller | None, error: Exception) -> None:
+        """Record a request for output that came to nothing, or one that was to be passed on to an engine; what else
+        browsers and scanners ask for is no failure."""
+        is_output = call.path in API_DIALECTS
+        if is_output or (caller is not None and _route(call.path) is None and not isinstance(error, _NO_REQUEST)):
+            tenant = caller.tenant if caller is not None else ""
+            self._failure_log.failed(Asked(call.path, tenant, request_id=header(call.headers, "x-request-id")), error)
 
     def _answer(self, call: HttpCall, caller: Caller) -> Awaitable[None]:
         route = _route(call.path)

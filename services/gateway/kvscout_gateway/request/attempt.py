@@ -196,7 +196,7 @@ class Attempt:
             )
         except SinkStalled as error:
             seconds = self._context.engines.client_write_seconds
-            raise DeadlineExceeded(f"the client has read nothing for {seconds:g} s") from error
+            raise DeadlineExceeded(f"the client has read nothing for {seconds:g} s", cause="gone") from error
         except (SinkGone, asyncio.CancelledError):
             # A client may leave when it has read that this was all, before the last byte of how that is framed.
             self.all_passed = answer.report.done

@@ -29,8 +29,10 @@ from kvscout_common.errors import (
 )
 from kvscout_common.http.http import SinkGone
 from kvscout_common.identity.tenant_limits import Limit, TenantLimits
+from kvscout_gateway.engines.causes import cause_of
 from kvscout_gateway.engines.faults import Ejection, EngineFailed, failed_everywhere
 from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
+from kvscout_gateway.request.failures import Asked, FailureLog
 from kvscout_gateway.request.plan import Plan
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import Request, new_request_id
@@ -51,6 +53,7 @@ class Exchanges:
         *,
         plan: Callable[[Request], Plan],
         report_failure: ReportFailure,
+        failure_log: FailureLog,
         draw_attempt: Callable[[], int],
         migration_limit: int,
         max_in_flight: int,
@@ -63,6 +66,7 @@ class Exchanges:
             context: What attempts are run with.
             plan: How a request is to be run.
             report_failure: Told of each failure of a worker, and for how many seconds it is left out for it.
+            failure_log: Counts and remembers requests that fail.
             draw_attempt: A random number, unique to a call, of `MAX_TRIES`s: a request id that is used again is another
                 attempt, and what frees the one cannot free the other.
             migration_limit: Further tries of an attempt after a failure.
@@ -73,6 +77,7 @@ class Exchanges:
         self.context = context
         self.plan = plan
         self.report_failure = report_failure
+        self.failure_log = failure_log
         self.draw_attempt = draw_attempt
         self.migration_limit = migration_limit
         self._max_in_flight = max_in_flight
@@ -124,7 +129,9 @@ class Exchanges:
         """
         self.require_open()
         if self.in_flight >= self._max_in_flight:
-            raise ResourceExhausted(f"{self.in_flight} requests are in flight (limit)", retry_after_seconds=1.0)
+            raise ResourceExhausted(
+                f"{self.in_flight} requests are in flight (limit)", retry_after_seconds=1.0, cause="busy"
+            )
         self.limits.take(Limit.REQUESTS, tenant)
         self.in_flight += 1
         self.requests += 1
@@ -179,6 +186,12 @@ class Exchange:
         """The client has all of the answer."""
         self._placed: list[Attempt] = []
         """Attempts of `place`."""
+        self._decisions: list[Decision] = []
+        """Of all attempts, in order."""
+        self._failed: EngineFailed | None = None
+        """The last failure of an engine."""
+        self._is_failed = False
+        """It is the client's answer, although nothing was raised here."""
 
     @property
     def request_id(self) -> str:
@@ -187,20 +200,44 @@ class Exchange:
 
     def __enter__(self) -> Exchange:
         if not self._admitted:
-            self._all.enter(self.request.tenant)
+            try:
+                self._all.enter(self.request.tenant)
+            except KvscoutError as error:
+                self._all.failure_log.failed(self._asked, error)
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         served = self._all_passed and isinstance(error, SinkGone | asyncio.CancelledError)
-        self._all.over(self.request.tenant, self.request.model, None if served else error)
+        self._over(None if served else error)
         try:
             while self._placed:
                 self._placed.pop().free()
         finally:
             if not self._admitted:
                 self._all.leave(self.request.tenant)
+
+    @property
+    def _asked(self) -> Asked:
+        request = self.request
+        return Asked(request.front, request.tenant, request.model, request.request_id)
+
+    def _over(self, error: BaseException | None) -> None:
+        """Count the request, and whether it was answered as it should have been."""
+        self._all.over(self.request.tenant, self.request.model, error)
+        log, failed = self._all.failure_log, self._failed
+        worker_ids = [decision.worker.worker_id for decision in self._decisions]
+        if error is None and self._is_failed:
+            error = failed
+        log.over(self._asked, error, worker_ids)
+        if error is not None:
+            return
+        if failed is not None:
+            log.answered(self._asked, cause_of(failed), failed.summary, str(failed), worker_ids)
+        if self._decisions and self._decisions[-1].degraded:
+            log.degraded(self._asked, self._decisions[-1])
 
     def run(self, reply: Reply) -> Awaitable[None]:
         """Run the request to its end, by the plan that suits it.
@@ -244,13 +281,15 @@ class Exchange:
         excluded = (*request.excluded, *self._ejected(request))
         return await self._context.routing.place(replace(request, request_id="", excluded=excluded))
 
-    def failed(self, attempt: Attempt, error: EngineFailed) -> None:
+    def failed(self, attempt: Attempt, error: EngineFailed, *, is_answer: bool) -> None:
         """Charge a failed attempt of `place` to its worker, where that is at fault.
 
         Args:
             attempt: The attempt.
             error: What its engine did.
+            is_answer: The client gets that; else another worker answers.
         """
+        self._failed, self._is_failed = error, is_answer
         self._charge(self.request, attempt, error)
 
     async def run_attempts(self, request: Request, use: Use) -> None:
@@ -283,6 +322,7 @@ class Exchange:
                     return await use(attempt)
                 except EngineFailed as failure:
                     failure.worker_id = attempt.decision.worker.worker_id
+                    self._failed = failure
                     self._charge(request, attempt, failure)
                     if (final := failure.final_error(passed=attempt.passed)) is not None:
                         raise final from failure
@@ -299,6 +339,7 @@ class Exchange:
         decision = await self._nearest(placed) if placed.preferred or placed.session.affinity else None
         if decision is None:
             decision = await self._context.routing.place(placed)
+        self._decisions.append(decision)
         return Attempt(self._context, request, decision, started=self._started, on_output=on_output)
 
     async def _nearest(self, request: Request) -> Decision | None:

@@ -24,7 +24,7 @@ from kvscout_gateway.upstreams.failover import UpstreamDown
 from kvscout_gateway.upstreams.interfaces import Indexer, Scheduler
 from kvscout_gateway.upstreams.scheduler.select_request import loads_request
 from kvscout_gateway.values.booking import UNBOOKED_ATTEMPT, Booking
-from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.decision import POLICY_FAILED, Decision
 from kvscout_gateway.values.overlaps import Overlaps
 from kvscout_gateway.values.prompt import Geometry, PromptTooLong, hash_prompt
 from kvscout_gateway.values.request import Request
@@ -216,6 +216,9 @@ class RoutingFlow:
             booking.session_id = choice.session_id or booking.session_id
         decision.session_id = choice.session_id or decision.session_id
         decision.cost = choice.cost
+        if choice.policy_problem:
+            self._metrics.degraded("policy")
+            decision.degraded = (f"{POLICY_FAILED}: {choice.policy_problem}", *decision.degraded)
         decision.explanation = choice.explanation
         return decision
 

@@ -10,6 +10,9 @@ from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
 
+POLICY_FAILED = "policy failed"
+"""Begins the reason of a decision that the default policy made in place of one that failed."""
+
 
 class Choice(NamedTuple):
     """Worker that a scheduler chose for a prompt."""
@@ -27,6 +30,8 @@ class Choice(NamedTuple):
     """None unless the request wanted one."""
     session_id: int = 0
     """Session of the request, named or found by lineage; 0 = the scheduler does not say."""
+    policy_problem: str = ""
+    """Policy that failed, and how: the default policy decided; "" = none did."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,9 +92,11 @@ class Decision:
         return None if self.spec is not None and self.spec.dp_size == 1 else self.worker.dp_rank
 
     def degraded_for(self, *, in_full: bool) -> tuple[str, ...]:
-        """Return why less was known than usual: in full, with addresses, or only which upstream is missed."""
-        return self.degraded if in_full else tuple(dict.fromkeys(map(_upstream_in, self.degraded)))
+        """Return why less was known than usual: in full, with addresses, or only what is missed."""
+        return self.degraded if in_full else tuple(dict.fromkeys(map(_missed_in, self.degraded)))
 
 
-def _upstream_in(reason: str) -> str:
+def _missed_in(reason: str) -> str:
+    if reason.startswith(POLICY_FAILED):
+        return "policy"
     return next((name for name in ("scheduler", "indexer", "tokenizer") if name in reason), "time")

@@ -139,6 +139,8 @@ class Request:
     """Body that is sent to an engine."""
     api: ApiDialect = COMPLETIONS
     """Dialect of that."""
+    front: str = ""
+    """Path or rpc by which it came."""
     lora_name: str = ""
     role: Role = Role.AGGREGATED
     request_id: str = ""

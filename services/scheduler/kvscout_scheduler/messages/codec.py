@@ -98,7 +98,7 @@ class Codec:
                 return native_load.number_result(number, _FREED, translate.OUTCOMES[outcome])
             if isinstance(outcome, bool):
                 return native_load.number_result(number, _PREFILL_COMPLETED, outcome)
-            if isinstance(outcome, Decision) and outcome.explanation is None:
+            if isinstance(outcome, Decision) and outcome.explanation is None and not outcome.policy_problem:
                 return native_load.select_result(number, columns_of(outcome))
         result = result_to_proto(operation, outcome)
         result.id = number

@@ -98,7 +98,10 @@ def result_to_proto(operation: Operation | KvscoutError, outcome: Outcome) -> sc
     if isinstance(outcome, KvscoutError):
         code = status_code(outcome).value[0]
         return scheduler_pb2.LifecycleResult(
-            code=code, message=str(outcome), retry_after_seconds=outcome.retry_after_seconds
+            code=code,
+            message=str(outcome),
+            retry_after_seconds=outcome.retry_after_seconds,
+            cause=outcome.cause,
         )
     field, answer = _ANSWERS[type(operation)]
     return scheduler_pb2.LifecycleResult(**{field: answer(outcome)})
@@ -130,7 +133,7 @@ def outcome_from_proto(operation: Operation, result: scheduler_pb2.LifecycleResu
     """Return the outcome of such an operation at another replica."""
     if result.code:
         soon = result.retry_after_seconds if result.HasField("retry_after_seconds") else None
-        return from_status(_CODES[result.code], result.message, retry_after_seconds=soon)
+        return from_status(_CODES[result.code], result.message, retry_after_seconds=soon, cause=result.cause)
     match operation:
         case CompletePrefill():
             return result.prefill_complete.changed

@@ -160,6 +160,7 @@ def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
         explanation=None if decision.explanation is None else explanation_to_proto(decision.explanation),
         block_size=decision.spec.block_size,
         session=decision.session,
+        policy_problem=decision.policy_problem,
     )
 
 

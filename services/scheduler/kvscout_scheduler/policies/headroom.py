@@ -20,6 +20,8 @@ KV_TIME: Final = "kv-time"
 class Shed(ResourceExhausted):
     """A request of a priority below 0 for which no worker keeps the targets."""
 
+    cause = "shed"
+
 
 class Headroom(NamedTuple):
     """Candidates that keep the targets of a request."""

@@ -1,4 +1,4 @@
-"""Registry of policies, and a policy as the scheduler calls it: its errors fail one request, no other."""
+"""Registry of policies, and a policy as the scheduler calls it: where it fails, the default policy decides."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from math import isnan
+from pathlib import Path
 from random import Random
+from traceback import walk_tb
 from typing import Any, Final, TypeVar
 
 from kvscout_common.errors import ConfigError, InternalError, InvalidArgument, KvscoutError
+from kvscout_common.observability.recent_counts import RecentCounts
 from kvscout_common.observability.telemetry import RateLimitedLog
+from kvscout_common.plain_text import printable
 from kvscout_scheduler.costs.choose import is_ranked
 from kvscout_scheduler.policies.policy import Candidates, Formula, Policy
 
@@ -23,24 +27,56 @@ _REQUIRED = ("costs", "pick", "probabilities", "reason")
 
 T = TypeVar("T")
 
+MAX_ERROR: Final = 300
+"""Characters of what a policy raises, as it is shown."""
+
 _warnings = RateLimitedLog(logging.getLogger("kvscout.scheduler"))
 """A policy that fails, fails each request."""
+
+
+class PolicyFailed(InternalError):
+    """A policy raised, or answered what cannot be."""
+
+    def __init__(self, policy: str, line: str) -> None:
+        super().__init__(f"policy {policy!r}: {line}")
+        self.policy = policy
+
+
+class PolicyFailures:
+    """Failures of policies."""
+
+    def __init__(self) -> None:
+        self.counts: RecentCounts[str] = RecentCounts()
+        """By policy."""
+        self.last: dict[str, str] = {}
+        """What each raised the last time, in one line; the policy that failed last is the last one."""
+
+    def add(self, policy: str, error: Exception, doing: str = "") -> PolicyFailed:
+        """Record a failure; its traceback is logged, at most once a minute for each line that raises."""
+        line = f"{doing}{_line_of(error)}"
+        self.counts.add(policy)
+        self.last.pop(policy, None)
+        self.last[policy] = line
+        _warnings.warning((policy, line), "policy %s failed: %s", policy, line, error=error)
+        return PolicyFailed(policy, line)
 
 
 class CheckedPolicy:
     """A policy, with its answers checked.
 
-    A question raises InternalError with the policy's name where the policy raises anything but an error that it
-    means for the caller (`KvscoutError`), or answers what cannot be; an observer method raises nothing, as nobody is
-    there to blame. The traceback is logged, at most once a minute.
+    A question raises PolicyFailed where the policy raises anything but an error that it means for the caller
+    (`KvscoutError`), or answers what cannot be; an observer method raises nothing, as no request is there to be decided
+    in its place.
 
     Args:
         name: Of the policy.
         make: Makes it.
+        failures: Where failures are recorded.
     """
 
-    def __init__(self, name: str, make: Callable[[], Policy]) -> None:
+    def __init__(self, name: str, make: Callable[[], Policy], failures: PolicyFailures) -> None:
         self._name = name
+        self._failures = failures
         try:
             self._policy = make()
         except KvscoutError:
@@ -94,9 +130,8 @@ class CheckedPolicy:
         except Exception as error:
             raise self._blamed(error) from error
 
-    def _blamed(self, error: Exception) -> InternalError:
-        _warnings.warning(self._name, "policy %s failed a request", self._name, error=error)
-        return InternalError(f"policy {self._name!r} failed: {type(error).__name__}")
+    def _blamed(self, error: Exception) -> PolicyFailed:
+        return self._failures.add(self._name, error)
 
     def _observer(self, what: str, listen: Any) -> Callable[..., None]:
         """Return the call of one of its observer methods: every request makes three."""
@@ -107,10 +142,22 @@ class CheckedPolicy:
             try:
                 listen(*reservation)
             except Exception as error:
-                name = (self._name, what)
-                _warnings.warning(name, "policy %s failed as an observer of: %s", self._name, what, error=error)
+                self._failures.add(self._name, error, f"as an observer, {what}: ")
 
         return observe
+
+
+def _line_of(error: Exception) -> str:
+    """Return what was raised and where, in one line: the deepest line of the file that the policy was called in."""
+    try:
+        text = str(error)
+    except Exception:  # the exception is the policy's, too
+        text = ""
+    frames = [(frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__)]
+    called = next((file for file, _ in frames if file != __file__), "")
+    place = next((f" ({Path(file).name}:{number})" for file, number in reversed(frames) if file == called), "")
+    head = type(error).__name__
+    return printable(f"{head}: {text}" if text else head, MAX_ERROR) + printable(place)
 
 
 def _column(given: Sequence[float], candidates: Candidates) -> Sequence[float]:
@@ -152,6 +199,7 @@ class PolicyRegistry:
     """
 
     def __init__(self, builtin: Mapping[str, PolicyFactory], installed: Iterable[EntryPoint] = ()) -> None:
+        self.failures = PolicyFailures()
         self._factories = dict(builtin)
         for entry_point in installed:
             if entry_point.name in self._factories:
@@ -177,10 +225,10 @@ class PolicyRegistry:
 
         Raises:
             InvalidArgument: If it does not exist.
-            InternalError: If it cannot be made.
+            PolicyFailed: If it cannot be made.
         """
         self.check(name)
-        return CheckedPolicy(name, self._factories[name])
+        return CheckedPolicy(name, self._factories[name], self.failures)
 
 
 def _loaded(entry_point: EntryPoint) -> PolicyFactory:

@@ -9,13 +9,12 @@ from math import inf
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvscout_common.errors import InternalError
 from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs
 from kvscout_scheduler.estimates.sessions import Session
 from kvscout_scheduler.policies.eligibility import Exclusions, eligible, with_room
 from kvscout_scheduler.policies.headroom import KV_TIME, headroom_of, require_time
 from kvscout_scheduler.policies.policy import Candidates, Formula, uncached_tokens
-from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyRegistry
+from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyFailed, PolicyRegistry
 from kvscout_scheduler.values.decision import Candidate, Decision, Explanation
 from kvscout_scheduler.values.overlaps import Overlaps
 from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt, SelectionRequest
@@ -58,8 +57,8 @@ class Selector:
     def begin(self, pool: Pool) -> None:
         """Make the usual policy of a new pool, which observes it before anything is selected here: a replica that
         others decide for learns, too."""
-        # One that cannot be made fails the requests that meet it.
-        with suppress(InternalError):
+        # One that cannot be made fails again at the requests that meet it.
+        with suppress(PolicyFailed):
             self._policy(pool, self._settings.policy)
 
     def check(self, request: SelectionRequest) -> None:
@@ -75,7 +74,8 @@ class Selector:
     def select(
         self, pool: Pool, request: SelectionRequest, now: float, *, books: bool, explains: bool = False
     ) -> Selection:
-        """Pick a worker; change nothing but the position of round-robin policies.
+        """Pick a worker, by the default policy if the wanted one fails; change nothing but the position of round-robin
+        policies.
 
         Args:
             pool: The pool of the request, which knows when its workers are busy.
@@ -89,8 +89,19 @@ class Selector:
             NotFound, Unavailable, FailedPrecondition, ResourceExhausted: `eligible`.
             Shed: No worker keeps the targets of a request that may be shed.
             DeadlineExceeded: Its first token would come after its deadline.
-            InternalError: The policy fails.
+            PolicyFailed: The default policy fails, too.
         """
+        try:
+            return self._select(pool, request, now, books=books, explains=explains)
+        except PolicyFailed as failed:
+            if failed.policy == KV_TIME or KV_TIME not in self._registry.names:
+                raise
+            request = replace(request, override=replace(request.override, policy=KV_TIME))
+            selection = self._select(pool, request, now, books=books, explains=explains)
+            selection.decision.policy_problem = str(failed)
+            return selection
+
+    def _select(self, pool: Pool, request: SelectionRequest, now: float, *, books: bool, explains: bool) -> Selection:
         prompts = pool.prompts(request.prompt, request.other_prompts, request.isl_tokens)
         session = pool.sessions.of(request, prompts)
         known = pool.sessions.get(session)
@@ -147,7 +158,7 @@ class Selector:
                     )
                     if note:
                         explanation = explanation._replace(reason=f"{explanation.reason}; {note}")
-                except InternalError:
+                except PolicyFailed:
                     # A caller that wants no explanation gets the worker all the same.
                     if request.explain:
                         raise

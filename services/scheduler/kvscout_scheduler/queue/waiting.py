@@ -316,7 +316,9 @@ class WaitingQueues:
         else:
             waiting = self.length(key.pool)
             if waiting >= self._limit:
-                raise ResourceExhausted(f"{waiting} requests wait (limit)", retry_after_seconds=RETRY_SECONDS)
+                raise ResourceExhausted(
+                    f"{waiting} requests wait (limit)", retry_after_seconds=RETRY_SECONDS, cause="queue"
+                )
             self._arrivals += 1
             waiter.place = self._arrivals
         queue = self._queues.get(key.pool)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import InvalidArgument, Unavailable
+from kvscout_common.observability.recent_counts import RECENT_SECONDS
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.worker import WorkerRank
 from kvscout_scheduler.bookings.booking import Booking
@@ -145,6 +146,22 @@ def queue_shares(scheduler: Scheduler, pool_id: PoolId) -> list[scheduler_pb2.Qu
             ahead_seconds=share.ahead_seconds,
         )
         for priority, share in nsmallest(MAX_SHARES, shares, key=lambda entry: (-entry[1].waiting, -entry[0]))
+    ]
+
+
+def policy_failures(scheduler: Scheduler) -> list[scheduler_pb2.PolicyFailure]:
+    """Return the policies that failed, the last one first."""
+    failures = scheduler.policies.failures
+    recent = failures.counts.recent()
+    return [
+        scheduler_pb2.PolicyFailure(
+            policy=policy,
+            total=failures.counts.total[policy],
+            recent=recent[policy],
+            recent_seconds=RECENT_SECONDS,
+            last_error=line,
+        )
+        for policy, line in reversed(failures.last.items())
     ]
 
 

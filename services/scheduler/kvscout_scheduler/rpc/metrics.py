@@ -69,6 +69,8 @@ class SchedulerCollector(Collector):
         stats = self._scheduler.stats
         decisions = CounterMetricFamily("kvscout_decisions", "Workers picked, by policy", labels=["policy"])
         yield _counted(decisions, stats.decisions)
+        failed = CounterMetricFamily("kvscout_policy_failures", "Calls of policies that failed", labels=["policy"])
+        yield _counted(failed, self._scheduler.policies.failures.counts.total)
         refusals = CounterMetricFamily("kvscout_refusals", "Selections that failed, by error", labels=["error"])
         yield _counted(refusals, stats.refusals)
         ended = CounterMetricFamily(

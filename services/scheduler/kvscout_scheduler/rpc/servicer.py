@@ -29,7 +29,14 @@ from kvscout_scheduler.messages.codec import columns_of, select_of
 from kvscout_scheduler.messages.operation_messages import answer_to_proto, operation_from_proto
 from kvscout_scheduler.messages.translate import given_fields, thresholds_to_proto
 from kvscout_scheduler.rpc.lifecycle import LifecycleRpc
-from kvscout_scheduler.rpc.listing import ListPlace, list_active_requests, load_to_proto, potential_loads, queue_shares
+from kvscout_scheduler.rpc.listing import (
+    ListPlace,
+    list_active_requests,
+    load_to_proto,
+    policy_failures,
+    potential_loads,
+    queue_shares,
+)
 from kvscout_scheduler.rpc.operations import Operations, RemoteOperations
 from kvscout_scheduler.rpc.traces import record
 from kvscout_scheduler.rpc.watch import WatchRpcs
@@ -104,7 +111,11 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             return response.SerializeToString()
         operation = select_of(read)
         current_identity().require_tenant(operation.request.tenant)
-        return native_load.select_response(columns_of(await self._outcome(operation, context)))
+        decision = await self._outcome(operation, context)
+        if decision.policy_problem:
+            written: bytes = answer_to_proto(operation, decision).SerializeToString()
+            return written
+        return native_load.select_response(columns_of(decision))
 
     async def Reserve(self, request: scheduler_pb2.ReserveRequest, context: Any) -> Any:
         return await self._one("reserve", request, context)
@@ -317,6 +328,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             ],
             expired=dict(stats.ended),
             policies=self._scheduler.policies.names,
+            policy_failures=policy_failures(self._scheduler),
         )
 
 

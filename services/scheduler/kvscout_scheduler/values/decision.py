@@ -56,3 +56,5 @@ class Decision:
     explanation: Explanation | None = None
     session: int = 0
     """Conversation of the request, as its caller says or by lineage; 0 = unknown."""
+    policy_problem: str = ""
+    """Policy that failed, and how, in one line: `policy` decided in its place; "" = none failed."""

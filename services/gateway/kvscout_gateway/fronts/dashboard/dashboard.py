@@ -22,6 +22,7 @@ from kvscout_gateway.fronts.dashboard import document
 from kvscout_gateway.fronts.dashboard.history import SPAN_SECONDS, History, Totals
 from kvscout_gateway.fronts.dashboard.viewers import Viewers
 from kvscout_gateway.fronts.grpc.status import gateway_status
+from kvscout_gateway.request.failures import Wanted
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -35,6 +36,8 @@ EXAMINE_SECONDS: Final = 15.0
 REST: Final = 4.0
 """Pause after a look, as a multiple of its duration; never longer than an examination."""
 DECISIONS: Final = 20
+FAILURES: Final = 50
+"""Of each kind: failed, and answered all the same."""
 
 
 class Dashboard:
@@ -102,11 +105,16 @@ class Dashboard:
 
     async def _look(self, decisions: Decisions) -> None:
         before: Moment | None = None
+        shown = 0
+        """Number of the last failure that was published."""
         while True:
             began = time.monotonic()
             now = await self._gathering.look((), known=[await self._gateway_service()])
             decisions.follow(now.snapshot)
             self.viewers.publish("state", self._state(now, before, decisions))
+            if self._gateway.failure_log.number != shown:
+                shown = self._gateway.failure_log.number
+                self._publish_failures()
             before = now
             took = time.monotonic() - began
             await asyncio.sleep(min(max(self._look_seconds, REST * took), self._examine_seconds))
@@ -117,6 +125,11 @@ class Dashboard:
             found = document.findings(diagnose(snapshot))
             self.viewers.publish("doctor", {"at": self._clock(), "findings": found})
             await asyncio.sleep(self._examine_seconds)
+
+    def _publish_failures(self) -> None:
+        log = self._gateway.failure_log
+        found = [log.listed(Wanted(answered=answered), FAILURES)[0] for answered in (False, True)]
+        self.viewers.publish("failures", document.failures(*found))
 
     def _publish_history(self) -> None:
         self.viewers.publish("history", list(self._history.points))

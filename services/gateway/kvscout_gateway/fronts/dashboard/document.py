@@ -20,6 +20,7 @@ from kvscout_common.doctor.worker_health import health_of, load_healths, worst
 from kvscout_common.enum_words import word_of
 from kvscout_common.plain_text import printable
 from kvscout_common.registry.worker_proto import role_from_proto
+from kvscout_gateway.request.failures import Failure
 
 MAX_WORKERS: Final = 1_000
 """Worker ranks that are shown, those in trouble first; of more, the number."""
@@ -47,6 +48,8 @@ def state(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.
             "rate": now.requests_per_second(before),
             "in_flight": now.in_flight,
             "failures": now.failures,
+            "failed": now.failed,
+            "answered": now.answered_otherwise,
             "queued": now.queued,
             "hit": now.hit_rate(None),
             "trouble": in_trouble + sum(not row.well for row in shown.services),
@@ -67,6 +70,33 @@ def state(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.
         "more_workers": max(0, len(workers) - MAX_WORKERS),
         "decisions": [_decision(one) for one in decisions],
         "shadow": _shadow(shadow_of(now.snapshot)),
+    }
+
+
+def failures(failed: Iterable[Failure], answered: Iterable[Failure]) -> Any:
+    """Return the last failures.
+
+    Args:
+        failed: Requests that failed, the newest first.
+        answered: Those that were answered all the same, the newest first.
+    """
+    return {"failed": [_failure(one) for one in failed], "answered": [_failure(one) for one in answered]}
+
+
+def _failure(one: Failure) -> dict[str, Any]:
+    return {
+        "number": one.number,
+        "at": one.at,
+        "request": one.asked.request_id,
+        "tenant": one.asked.tenant,
+        "model": one.asked.model,
+        "front": one.asked.front,
+        "status": one.status,
+        "cause": one.kind.cause.value,
+        "owner": one.owner.value,
+        "workers": list(one.worker_ids),
+        "message": one.detail,
+        "trace": one.trace_id,
     }
 
 

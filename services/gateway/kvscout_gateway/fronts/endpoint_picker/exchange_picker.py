@@ -44,6 +44,7 @@ from kvscout_gateway.fronts.stored_responses import name_in, named_by
 from kvscout_gateway.members.catalog import TenantView
 from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.exchange import Exchange
+from kvscout_gateway.request.failures import Asked
 from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.request.routing import resolve
 from kvscout_gateway.tokens.engine_comparison import Compared
@@ -124,7 +125,17 @@ class ExchangePicker:
     async def pick(self, asked: PickRequest, *, without_upstreams: bool = False) -> ExchangePick:
         """See `Picker`."""
         with tracing.span("pick", tracing.Kind.SERVER, parent=asked.traceparent):
-            return await self._pick(asked, without_upstreams=without_upstreams)
+            about = Asked(asked.path or "/", self._config.tenant, asked.model)
+            failure_log = self._exchanges.failure_log
+            try:
+                return await self._pick(asked, without_upstreams=without_upstreams)
+            except asyncio.CancelledError:
+                if without_upstreams:
+                    failure_log.failed(about, Unavailable("there was no time left to pick an endpoint"))
+                raise
+            except Exception as error:
+                failure_log.failed(about, error)
+                raise
 
     async def _pick(self, asked: PickRequest, *, without_upstreams: bool) -> ExchangePick:
         tenant = self._tenant()
@@ -151,7 +162,12 @@ class ExchangePicker:
         with ExitStack() as stack:
             exchange = stack.enter_context(self._exchanges.begin(request))
             with about_request(exchange.request_id):
-                attempt, prefill = await self._exchanges.plan(exchange.request).place(exchange)
+                try:
+                    attempt, prefill = await self._exchanges.plan(exchange.request).place(exchange)
+                except asyncio.CancelledError as error:
+                    # Its time is over, and another pick follows; or its proxy has gone before it was sent anywhere.
+                    self._exchanges.failure_log.leave_out(error)
+                    raise
             first = _address_of(attempt)
             headers = {
                 wire.DESTINATION: ",".join((first, *self._fallbacks(attempt.request, view, first))),
@@ -314,12 +330,18 @@ class ExchangePick:
         first = self.headers[wire.DESTINATION].partition(",")[0]
         if served and served != first:
             self._picker.metrics.elsewhere.inc()
-            exchange.failed(attempt, EngineFailed(f"{first}: the proxy went to {served} in its place"))
+            moved = EngineFailed(
+                "the proxy went to another worker", detail=f"{first}: the proxy went to {served} in its place"
+            )
+            exchange.failed(attempt, moved, is_answer=False)
             self._attempt = None
             self._moving = asyncio.get_running_loop().create_task(self._move(exchange, attempt, served))
         elif status >= HTTPStatus.BAD_REQUEST:
             fault = fault_of_status(status, retry_after=False)
-            exchange.failed(attempt, EngineFailed(f"{first} answered {status}", fault=fault))
+            failed = EngineFailed(
+                f"engine answered {status}", detail=f"{first} answered {status}", fault=fault, answer=(status, (), b"")
+            )
+            exchange.failed(attempt, failed, is_answer=True)
 
     def first_output(self, head: bytes) -> None:
         """See `Pick`."""

@@ -8,10 +8,12 @@ from kvscout.v1 import gateway_pb2
 from kvscout_common.http.http import Form, HttpAnswer, PrefixedSink, Sink
 from kvscout_common.identity.identity import AccessRole, Identity
 from kvscout_common.observability.log_lines import about_request
+from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
 from kvscout_gateway.request.attempt import AttemptContext
+from kvscout_gateway.request.failures import Asked
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.dialects import OPENAI
 from kvscout_gateway.values.request import Request
@@ -24,6 +26,15 @@ async def generate(
     identity: Identity,
 ) -> None:
     """Answer one call: bytes are written to its context, no chunk of output becomes an object on its way."""
+    asked = Asked("Generate", message.tenant or DEFAULT_TENANT, message.model, message.request_id)
+    try:
+        await _answer(fronts, message, context, identity)
+    except Exception as error:
+        fronts.exchanges.failure_log.failed(asked, error)
+        raise
+
+
+async def _answer(fronts: FrontContext, message: gateway_pb2.GenerateRequest, context: Any, identity: Identity) -> None:
     exchanges = fronts.exchanges
     request = translate.generate_request(message, fronts.max_prompt_tokens, max_priority=identity.max_priority)
     request.session = fronts.sessions.named(request.tenant, message.session)

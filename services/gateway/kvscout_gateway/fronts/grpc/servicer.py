@@ -19,8 +19,11 @@ from kvscout_common.rpc.request_names import NamesRequest
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_gateway.engines.judge import health_to_proto
 from kvscout_gateway.fronts.grpc import translate
+from kvscout_gateway.fronts.grpc.failures import list_failures
 from kvscout_gateway.fronts.grpc.generate import generate
 from kvscout_gateway.fronts.grpc.status import gateway_status
+from kvscout_gateway.request.failures import Asked
+from kvscout_gateway.values.decision import Decision
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -97,6 +100,19 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self._gateway.registration.take_over(tenant or DEFAULT_TENANT, worker_id)
 
     async def Route(self, request: gateway_pb2.RouteRequest, context: Any) -> gateway_pb2.RouteResponse:
+        log = self._gateway.failure_log
+        asked = Asked("Route", request.tenant or DEFAULT_TENANT, request.model, request.request_id)
+        try:
+            decision = await self._routed(request, context)
+        except Exception as error:
+            log.failed(asked, error)
+            raise
+        log.ended.add(None)
+        if decision.degraded:
+            log.degraded(asked, decision)
+        return translate.route_response(decision, in_full=current_identity().role is AccessRole.ADMIN)
+
+    async def _routed(self, request: gateway_pb2.RouteRequest, context: Any) -> Decision:
         if request.request_id:
             self._gateway.require_deciding()
         limit = self._gateway.config.max_prompt_tokens
@@ -107,8 +123,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         routed = self._gateway.front_context.terms.apply(
             routed, metadata, current_identity(), objective=request.objective
         )
-        decision = await self._gateway.routing.place_for_caller(routed)
-        return translate.route_response(decision, in_full=current_identity().role is AccessRole.ADMIN)
+        return await self._gateway.routing.place_for_caller(routed)
 
     def Generate(  # type: ignore[override]  # writes bytes to the context instead of yielding messages
         self, request: gateway_pb2.GenerateRequest, context: Any
@@ -150,6 +165,17 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
             for one in answer.requests:
                 one.ClearField("owner_id")
         return answer
+
+    async def ListFailures(
+        self, request: gateway_pb2.ListFailuresRequest, context: Any
+    ) -> gateway_pb2.ListFailuresResponse:
+        identity = current_identity()
+        tenant = request.tenant or DEFAULT_TENANT
+        if tenant == ALL_TENANTS:
+            tenant = identity.tenant
+        return list_failures(
+            self._gateway.failure_log, request, tenant=tenant, in_full=identity.role is AccessRole.ADMIN
+        )
 
     def _of_base_model(self, request: Named, tenant: str) -> Named:
         """Have a message name its request as the scheduler does: by the base model, where it names an adapter.

@@ -7,11 +7,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from kvscout.v1 import gateway_pb2
+from kvscout_common.observability.recent_counts import RECENT_SECONDS
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.worker import ALL_TENANTS, WorkerRank
 from kvscout_gateway.engines.judge import health_to_proto
 from kvscout_gateway.engines.observation import Observation
 from kvscout_gateway.engines.worker_state import WorkerState
+from kvscout_gateway.fronts.grpc.failures import failure_counts
 from kvscout_gateway.fronts.shadow.report import Hour, Span, Sums
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.Gat
             for hour, span in gateway.shadow_report.hours()
             if tenant in (ALL_TENANTS, hour.tenant) and model in ("", hour.model)
         ],
+        failure_counts=failure_counts(gateway.failure_log, in_full=tenant == ALL_TENANTS),
+        recent_requests=gateway.failure_log.ended.recent()[None],
+        recent_seconds=RECENT_SECONDS,
     )
 
 

@@ -32,6 +32,7 @@ from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.fronts.shadow.score import Generation, Score, Scores
+from kvscout_gateway.request.failures import Asked
 from kvscout_gateway.values.dialects import API_DIALECTS
 
 MAX_READ_BYTES: Final = 1024 * 1024
@@ -98,7 +99,9 @@ class ShadowFront:
             failed = error
             raise
         finally:
+            asked = Asked(call.path, generation.tenant, generation.model, header(call.headers, "x-request-id"))
             self._context.exchanges.over(generation.tenant, generation.model, failed)
+            self._context.exchanges.failure_log.over(asked, failed)
             passing.end(score, failed=failed is not None)
 
     def _request(self, call: HttpCall, body: bytes) -> HttpRequest:

@@ -98,6 +98,6 @@ def error_of(result: scheduler_pb2.LifecycleResult, *, draining: bool = False) -
     elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
         soon = RETRY_SECONDS
     raised = Draining.__name__ if draining and code is grpc.StatusCode.UNAVAILABLE else ""
-    error = from_status(code, result.message, retry_after_seconds=soon, raised=raised)
+    error = from_status(code, result.message, retry_after_seconds=soon, raised=raised, cause=result.cause)
     error.answered = True
     return error

@@ -18,6 +18,8 @@ MAX_REFRESH_SECONDS: Final = 8.0
 class WaitedTooLong(ResourceExhausted):
     """A request stood in the queue until its time was over."""
 
+    cause = "queue"
+
 
 class QueueWait:
     """Wait of one request in the queue.

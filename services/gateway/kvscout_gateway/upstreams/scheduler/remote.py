@@ -419,4 +419,5 @@ def _choice(response: scheduler_pb2.SelectResponse) -> Choice:
         response.cost,
         response.explanation if response.HasField("explanation") else None,
         response.session,
+        response.policy_problem,
     )
