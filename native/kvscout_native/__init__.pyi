@@ -278,6 +278,9 @@ class Bypass:
     def take(self) -> tuple[int, list[tuple[int, int]], int, float | None, bool, str] | None:
         """Return the fields of `Progress`."""
 
+    def peek(self) -> tuple[int, int, float | None] | None:
+        """Return the fields of `Lent`."""
+
     def offer(self, event_id: int, payload: bytes) -> str:
         """ "applied", "stopped" (applied, and now to be looked at), "declined" or "closed"; for tests."""
 

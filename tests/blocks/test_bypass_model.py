@@ -23,7 +23,7 @@ from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.native import NativeIndex, make_bypass
 from kvscout_blocks.source.decisions import SequencedBatch
-from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
+from kvscout_blocks.source.feed import Bypass, HistoryBroken, Lent, Progress, SourceInput, SourceState
 from kvscout_blocks.source.sequence import DIGESTS_KEPT
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
@@ -56,6 +56,11 @@ class NativeBypass:
         assert self.bypass is not None
         taken = self.bypass.take()
         return Progress(*taken) if taken is not None else None
+
+    def peek(self) -> Lent | None:
+        assert self.bypass is not None
+        lent = self.bypass.peek()
+        return Lent(*lent) if lent is not None else None
 
 
 class Engine:

@@ -203,7 +203,7 @@ class IndexStats:
     ghosts: int
     predictions: int
     bytes: int
-    """Memory: exact in the native index, estimated in the reference."""
+    """Memory: counted in the native index, as each part changes; estimated in the reference."""
     evicted: int
     """Blocks dropped by the `max_blocks` bound, since start."""
     queries: int

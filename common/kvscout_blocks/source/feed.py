@@ -80,6 +80,17 @@ class Progress(NamedTuple):
     incompatible: str
 
 
+class Lent(NamedTuple):
+    """How far a bypass is with the position that it was lent."""
+
+    last_id: int
+    """Last batch applied."""
+    applied: int
+    """Batches applied since it was lent."""
+    age_seconds: float | None
+    """Since the last of them; None = there was none."""
+
+
 class Bypass(Protocol):
     """Applies batches off the event loop, as long as each is the next one and there is nothing to decide.
 
@@ -98,6 +109,9 @@ class Bypass(Protocol):
 
     def take(self) -> Progress | None:
         """Return the position back; None: it was not lent. From now on the bypass does nothing."""
+
+    def peek(self) -> Lent | None:
+        """Return how far it is, and let it go on; None: no position was lent."""
 
 
 class SourceInput(Protocol):

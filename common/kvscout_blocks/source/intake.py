@@ -21,7 +21,7 @@ from kvscout_blocks.bytes.frames import Message, malformed_frames
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.index.native import make_bypass, make_intake_thread
 from kvscout_blocks.source import subscriber
-from kvscout_blocks.source.feed import Progress
+from kvscout_blocks.source.feed import Lent, Progress
 from kvscout_blocks.source.sequence import DIGESTS_KEPT
 from kvscout_blocks.source.subscriber import BURST, Callbacks
 from kvscout_common.process.endings import INTENDED
@@ -140,6 +140,11 @@ class IntakeSubscription:
         """See `feed.Bypass.take`."""
         taken = self._bypass.take()
         return Progress(*taken) if taken is not None else None
+
+    def peek(self) -> Lent | None:
+        """See `feed.Bypass.peek`."""
+        lent = self._bypass.peek()
+        return Lent(*lent) if lent is not None else None
 
     def deliver(self, kind: str, detail: Any) -> None:
         """Call back for one notice of the thread."""

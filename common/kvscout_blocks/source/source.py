@@ -19,13 +19,13 @@ import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.backend import loading_state
 from kvscout_blocks.index.block_index import Applied, BlockIndex, Loading
-from kvscout_blocks.source.decisions import Apply, Decision, Demote, RequestReplay, Reset, SequencedBatch
+from kvscout_blocks.source.decisions import Apply, Decision, Demote, DropReason, RequestReplay, Reset, SequencedBatch
 from kvscout_blocks.source.feed import Bypass, Cursor, Feed, HistoryBroken, NoHistory, SourceCut, SourceState
 from kvscout_blocks.source.gate import Gate
 from kvscout_blocks.source.peer_search import PeerLookup, PeerSearch
@@ -61,6 +61,19 @@ class SourceObserver(Protocol):
 
     def loaded(self) -> None:
         """Note that a state replaced what was known."""
+
+
+class Observed(NamedTuple):
+    """What a source is like now, for whoever only looks."""
+
+    sequence: SourceSequence[DecodedBatch]
+    """Not to be changed; behind by what a bypass applied since, which the other fields have."""
+    last_id: int | None
+    """Last batch applied; None = none."""
+    applied: int
+    """Batches applied since start."""
+    received_at: float | None
+    """Time of the last batch, on the clock; None = none yet."""
 
 
 class Source:
@@ -164,6 +177,27 @@ class Source:
         if self._lent is not None:
             self._take_back(self._lent)
         return self._sequence
+
+    @property
+    def dropped(self) -> int:
+        """Return the number of batches that were not applied, since start."""
+        return sum(self._sequence.counters[reason] for reason in DropReason)
+
+    @property
+    def malformed(self) -> int:
+        """Return the number of frames, batches and events that could not be read, since start."""
+        return self._sequence.counters["malformed"] + self.malformed_frames + self.faulty_events
+
+    @property
+    def observed(self) -> Observed:
+        """Return what it is like now; unlike `sequence` this leaves to a bypass what was lent to it."""
+        sequence, received_at = self._sequence, self.received_at
+        last_id, applied = sequence.last_id, sequence.counters["applied"]
+        lent = self._lent.peek() if self._lent is not None else None
+        if lent is not None and lent.applied:
+            last_id, applied = lent.last_id, applied + lent.applied
+            received_at = self._clock() - (lent.age_seconds or 0.0)
+        return Observed(sequence, last_id, applied, received_at)
 
     @property
     def cursor(self) -> Cursor:

@@ -144,6 +144,9 @@ class Subscription:
     def take(self) -> None:
         """Return None: nothing is lent."""
 
+    def peek(self) -> None:
+        """Return None: nothing is lent."""
+
     def _drain(self) -> None:
         """Read a burst. The descriptor only signals news, so a socket left unread must be visited again."""
         # A handshake shows in the monitor before its first batch does in the socket.

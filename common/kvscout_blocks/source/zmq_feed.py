@@ -14,7 +14,7 @@ from kvscout_blocks.bytes.events import DecodedBatch, EventBatch
 from kvscout_blocks.bytes.frames import MalformedBatch, Message
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.decisions import SequencedBatch, digest
-from kvscout_blocks.source.feed import Bypass, HistoryBroken, Progress, SourceInput, SourceState
+from kvscout_blocks.source.feed import Bypass, HistoryBroken, Lent, Progress, SourceInput, SourceState
 from kvscout_blocks.source.host_names import host_name, resolved
 from kvscout_blocks.source.subscriber import Callbacks
 from kvscout_blocks.source.zmq_reader import ZmqReader, ZmqSubscription
@@ -102,6 +102,12 @@ class ZmqFeed:
         if left is None and self._subscription is not None:
             left = self._subscription.take()
         return left
+
+    def peek(self) -> Lent | None:
+        """See `Bypass.peek`."""
+        if self._left is not None:
+            return Lent(self._left.last_id, self._left.applied, self._left.age_seconds)
+        return self._subscription.peek() if self._subscription is not None else None
 
     def close(self) -> None:
         """See `Feed.close`."""

@@ -15,7 +15,7 @@ import zmq
 
 from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.source.feed import Progress
+from kvscout_blocks.source.feed import Lent, Progress
 from kvscout_blocks.source.intake import make_intake
 from kvscout_blocks.source.subscriber import Callbacks, Subscription, replay
 from kvscout_common.worker import EventEndpoint, WorkerRank
@@ -29,6 +29,9 @@ class ZmqSubscription(Protocol):
 
     def take(self) -> Progress | None:
         """See `feed.Bypass.take`."""
+
+    def peek(self) -> Lent | None:
+        """See `feed.Bypass.peek`."""
 
     def close(self) -> None:
         """Close the sockets; nothing is applied and no callback comes afterwards."""

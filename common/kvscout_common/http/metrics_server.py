@@ -23,7 +23,7 @@ from kvscout_common.http.factory import serve_http
 from kvscout_common.http.http import HttpCall, HttpLimits, HttpServer
 from kvscout_common.http.web_origins import WebOrigins
 from kvscout_common.identity.identity import TokenTable
-from kvscout_common.observability.rank_series import RankSeries
+from kvscout_common.observability.rank_series import PAUSE, RankSeries
 from kvscout_common.worker import ALL_TENANTS
 
 log = logging.getLogger("kvscout.metrics")
@@ -102,8 +102,9 @@ class MetricsPage:
         self._bodies.clear()
         shown = []
         # Of many ranks a family takes long enough that others should go on in between.
-        for family in self._ranks.bounded(list(self._registry.collect())):
-            shown.append(family)
+        for family in self._ranks.bounded(self._registry.collect()):
+            if family is not PAUSE:
+                shown.append(family)
             await asyncio.sleep(0)
         self._families = _Families(shown)
         ended = time.monotonic()

@@ -22,6 +22,12 @@ _WORST: Final[dict[str, Callable[[float, float], float]]] = {
 }
 """Gauges whose sum says nothing: of the others they show the worst."""
 
+PAUSE: Final = Metric("kvscout_pause", "Nothing", "unknown")
+"""Family without samples, which a collector of many ranks yields about each millisecond: others may go on there."""
+
+RANKS_A_COLUMN = 1024
+"""Most ranks of one `RankColumn`, where others shall go on in between."""
+
 _Rank = tuple[str, str, str]
 """Tenant, worker, dp_rank."""
 
@@ -32,7 +38,7 @@ class RankColumn(NamedTuple):
     labels: Mapping[str, str]
     """Those that all have."""
     ranks: Sequence[tuple[str, int]]
-    """(worker_id, dp_rank); families of one page had better share them."""
+    """(worker_id, dp_rank), `RANKS_A_COLUMN` at most; families of one page had better share them."""
     values: Sequence[float]
 
     def sample(self, name: str, index: int) -> Sample:
@@ -93,12 +99,22 @@ class RankSeries:
         """Their sums."""
 
     def bounded(self, families: Iterable[Metric]) -> Iterator[Metric]:
-        """Yield a page with at most `limit` worker ranks in each family, and how many ranks are summed instead."""
-        page = list(families)
+        """Yield a page with at most `limit` worker ranks in each family, and how many ranks are summed instead.
+
+        Among them comes `PAUSE`, where there is much to do.
+        """
+        page: list[Metric] = []
         ranks: dict[_Rank, None] = {}
         read: set[tuple[str, int]] = set()
-        for family in page:
-            ranks.update(dict.fromkeys(_ranks_of(family, read)))
+        for family in families:
+            if family is PAUSE:
+                yield PAUSE
+                continue
+            page.append(family)
+            for some in _ranks_of(family, read):
+                ranks.update(dict.fromkeys(some))
+                if len(ranks) > RANKS_A_COLUMN:
+                    yield PAUSE
         self._choose(ranks)
         counted, totals, columns = self._counted, self._totals, self._columns
         self._counted, self._totals, self._columns = {}, {}, {}
@@ -106,7 +122,7 @@ class RankSeries:
         for family in page:
             if isinstance(family, RankFamily):
                 many = len(ranks) > len(self._named)
-                yield self._summed_columns(family, places, columns, totals) if many else family
+                yield from self._summed_columns(family, places, columns, totals) if many else (family,)
             elif len(ranks) > len(self._named) and any(map(_is_of_rank, family.samples)):
                 yield self._summed(family, counted, totals)
             else:
@@ -152,13 +168,18 @@ class RankSeries:
 
     def _summed_columns(
         self, family: RankFamily, places: _Places, columns: _Columns, totals: dict[_Key, float]
-    ) -> Metric:
-        """Return the same of columns."""
+    ) -> Iterator[Metric]:
+        """Yield the same of columns."""
         is_gauge, name = family.type == "gauge", family.sample_name
         add = _WORST.get(family.name)
         shown = Metric(family.name, family.documentation, family.type)
         sums: dict[_Key, float] = {}
+        summed = 0
         for column in family.columns:
+            summed += len(column.ranks)
+            if summed > RANKS_A_COLUMN:
+                summed = 0
+                yield PAUSE
             named = places.of(column)
             shown.samples += [column.sample(name, index) for index in sorted(named)]
             total = (name, tuple(column.labels.items()))
@@ -168,7 +189,8 @@ class RankSeries:
                 continue
             if not is_gauge:
                 ranks = column.ranks if others is None else [column.ranks[index] for index in others]
-                before, self._columns[total] = columns.get(total, {}), dict(zip(ranks, values, strict=True))
+                before = columns.get(total, {})
+                self._columns.setdefault(total, {}).update(zip(ranks, values, strict=True))
                 sums[total] = sums.get(total, totals.get(total, 0.0)) + _rose(before, ranks, values)
             elif add is None:
                 sums[total] = sums.get(total, 0.0) + sum(values)
@@ -177,7 +199,7 @@ class RankSeries:
                     sums[total] = add(sums[total], value) if total in sums else value
         if not is_gauge:
             self._totals |= sums
-        return _with_sums(shown, sums)
+        yield _with_sums(shown, sums)
 
 
 def _rose(before: Mapping[tuple[str, int], float], ranks: Sequence[tuple[str, int]], values: Sequence[float]) -> float:
@@ -210,17 +232,16 @@ def _with_sums(shown: Metric, sums: dict[_Key, float]) -> Metric:
     return shown
 
 
-def _ranks_of(family: Metric, read: set[tuple[str, int]]) -> Iterator[_Rank]:
-    """Yield the worker ranks of a family; those that columns share once."""
+def _ranks_of(family: Metric, read: set[tuple[str, int]]) -> Iterator[list[_Rank]]:
+    """Yield the worker ranks of a family, of columns one after the other; those that columns share once."""
     if not isinstance(family, RankFamily):
-        yield from (_rank(sample) for sample in family.samples if _is_of_rank(sample))
+        yield [_rank(sample) for sample in family.samples if _is_of_rank(sample)]
         return
     for labels, ranks, _ in family.columns:
         tenant = labels.get("tenant", "")
         if (tenant, id(ranks)) not in read:
             read.add((tenant, id(ranks)))
-            for worker_id, dp_rank in ranks:
-                yield tenant, worker_id, str(dp_rank)
+            yield [(tenant, worker_id, str(dp_rank)) for worker_id, dp_rank in ranks]
 
 
 def _is_of_rank(sample: Sample) -> bool:

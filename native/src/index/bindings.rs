@@ -69,6 +69,8 @@ impl Ledger {
         }
         if empty {
             self.drop_presence(slot, presence);
+        } else {
+            self.mark(slot, presence);
         }
     }
 

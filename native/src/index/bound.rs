@@ -14,7 +14,6 @@ use super::nodes::{index_of, shard_of};
 use super::state::{Index, State};
 use super::types::{NodeId, PresenceId, SLICE, TIERS};
 use super::worker::Worker;
-use std::cmp::Reverse;
 
 /// Rounds of the clock in which as many blocks are stored as may be.
 const ROUNDS: usize = 64;
@@ -31,12 +30,8 @@ impl Index {
             state.added = 0;
             self.trie.next_round();
         }
-        state.room = state.room.saturating_sub(added);
-        if state.room > 0 {
-            return;
-        }
         self.evict_surplus(state, usize::MAX);
-        state.room = max - entries(state).max(self.forget_ghosts(state));
+        state.ledger.forget_ghosts(max);
     }
 
     /// Drops a slice of what is above the bound, if there is any; whether more is left.
@@ -46,63 +41,50 @@ impl Index {
 
     fn evict_surplus(&self, state: &mut State, most: usize) -> bool {
         let max = self.bounds.max_blocks;
-        let mut sizes = sizes(state);
-        let all: usize = sizes.iter().map(|(entries, _)| entries).sum();
+        let all = state.ledger.counts().entries;
         if max == 0 || all <= max {
             return false;
         }
         let surplus = all - max;
-        sizes.sort_unstable_by_key(|&size| Reverse(size));
-        evict(state, &sizes, surplus.min(most) + (max / ROUNDS).min(SLICE));
-        state.evicted += (all - entries(state)) as u64;
+        state.ledger.evict(surplus.min(most) + (max / ROUNDS).min(SLICE));
+        state.evicted += (all - state.ledger.counts().entries) as u64;
         surplus > most
     }
-
-    /// Forgets ghosts above the bound, the oldest of whoever has most; how many stay.
-    fn forget_ghosts(&self, state: &mut State) -> usize {
-        let slots: Vec<u32> = state.ranks.iter().map(|(_, rank)| rank.slot).collect();
-        let ghosts = |state: &State, slot| state.ledger.worker(slot).ghosts.len();
-        let mut all: usize = slots.iter().map(|&slot| ghosts(state, slot)).sum();
-        while all > self.bounds.max_blocks
-            && let Some(&slot) = slots.iter().max_by_key(|&&slot| ghosts(state, slot))
-        {
-            // As many at once as keep it in step with the others.
-            let some = (all - self.bounds.max_blocks).div_ceil(slots.len());
-            (0..some).for_each(|_| state.ledger.worker_mut(slot).ghosts.forget_oldest());
-            all -= some;
-        }
-        all
-    }
-}
-
-fn entries(state: &State) -> usize {
-    sizes(state).iter().map(|&(entries, _)| entries).sum()
-}
-
-/// Drops a surplus: what no query can match, then rooted blocks of the largest worker.
-fn evict(state: &mut State, largest_first: &[(usize, u32)], mut surplus: usize) {
-    for &(_, slot) in largest_first {
-        if surplus == 0 {
-            return;
-        }
-        surplus -= state.ledger.evict_unmatchable(slot, surplus).min(surplus);
-    }
-    while surplus > 0
-        && let Some((_, slot)) = sizes(state).into_iter().max()
-    {
-        let dropped = state.ledger.evict_rooted(slot, surplus);
-        assert!(dropped > 0, "the largest worker has rooted blocks");
-        surplus -= dropped.min(surplus);
-    }
-}
-
-/// Entries of each worker, and its slot.
-fn sizes(state: &State) -> Vec<(usize, u32)> {
-    let slots = state.ranks.iter().map(|(_, rank)| rank.slot);
-    slots.map(|slot| (state.ledger.worker(slot).entries(), slot)).collect()
 }
 
 impl Ledger {
+    /// Forgets ghosts above the bound, the oldest of whoever has most.
+    fn forget_ghosts(&mut self, max: usize) {
+        while self.counts().ghosts > max {
+            let mut largest = self.totals.by_ghosts.iter().rev();
+            let (Some(&(ghosts, slot)), next) = (largest.next(), largest.next()) else { return };
+            // As many as it has more than the next one.
+            let more = ghosts - next.map_or(0, |(ghosts, _)| *ghosts);
+            let some = (self.totals.sum.ghosts - max).min(more.max(1));
+            (0..some).for_each(|_| self.worker_mut(slot).ghosts.forget_oldest());
+        }
+    }
+
+    /// Drops a surplus: what no query can match, then rooted blocks of the largest worker.
+    fn evict(&mut self, mut surplus: usize) {
+        let mut smaller = (usize::MAX, u32::MAX);
+        while surplus > 0
+            && let Some(&next) = self.totals.unmatchable.range(..smaller).next_back()
+        {
+            surplus -= self.evict_unmatchable(next.1, surplus).min(surplus);
+            self.settle();
+            smaller = next;
+        }
+        while surplus > 0
+            && let Some(&(_, slot)) = self.totals.by_entries.last()
+        {
+            let dropped = self.evict_rooted(slot, surplus);
+            assert!(dropped > 0, "the largest worker has rooted blocks");
+            surplus -= dropped.min(surplus);
+            self.settle();
+        }
+    }
+
     fn prepare_eviction(&mut self, slot: u32) {
         self.complete_cuts(slot);
         self.fill(slot, usize::MAX);

@@ -60,7 +60,7 @@ impl Ledger {
             if entry.first_child == 0 && alone && spare > 0 {
                 let blocks = local.len().min(spare);
                 entry.refs.resize(len as usize + blocks);
-                waiting::upgrade(held).nodes[parent].extend(&local[..blocks]);
+                waiting::upgrade(held).change(parent, |run| run.extend(&local[..blocks]));
                 return (above, len, blocks as u32);
             }
             start = entry.start;
@@ -113,7 +113,6 @@ impl Ledger {
             }
             let indices: Vec<_> = children.iter().map(|&child| index_of(child)).collect();
             waiting::write(self.trie.shard(shard)).split_tail(index_of(node), at, index_of(tail), &indices);
-            self.rename_detached(node, tail);
         } else {
             entry.start = start + at;
             tail = node;
@@ -137,6 +136,8 @@ impl Ledger {
                 };
             }
         }
+        self.nodes.measure(head);
+        self.nodes.measure(tail);
         if self.doubtful.contains(&node) {
             self.doubtful.extend([head, tail]);
         }

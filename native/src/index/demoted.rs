@@ -10,6 +10,8 @@ use crate::table::mix;
 pub struct Demoted {
     parts: Vec<HashSet<u64>>,
     len: usize,
+    /// Heap memory of the parts.
+    heap: usize,
 }
 
 const DEMOTED_PARTS: usize = 1024;
@@ -31,7 +33,10 @@ impl Demoted {
         if self.parts.is_empty() {
             self.parts.resize_with(DEMOTED_PARTS, HashSet::new);
         }
-        self.len += usize::from(self.parts[Self::part(engine_hash)].insert(engine_hash));
+        let part = &mut self.parts[Self::part(engine_hash)];
+        let before = part.allocation_size();
+        self.len += usize::from(part.insert(engine_hash));
+        self.heap += part.allocation_size() - before;
     }
 
     pub fn remove(&mut self, engine_hash: u64) -> bool {
@@ -47,6 +52,7 @@ impl Demoted {
             let before = taken.len();
             taken.extend(part.iter().copied().take(most - before));
             if taken.len() - before == part.len() {
+                self.heap -= part.allocation_size();
                 *part = HashSet::new();
             }
             for engine_hash in &taken[before..] {
@@ -55,14 +61,13 @@ impl Demoted {
         }
         self.len -= taken.len();
         if self.len == 0 {
-            self.parts = Vec::new();
+            (self.parts, self.heap) = (Vec::new(), 0);
         }
         taken
     }
 
     pub fn bytes(&self) -> usize {
-        self.parts.capacity() * size_of::<HashSet<u64>>()
-            + self.parts.iter().map(HashSet::allocation_size).sum::<usize>()
+        self.parts.capacity() * size_of::<HashSet<u64>>() + self.heap
     }
 }
 

@@ -18,11 +18,11 @@ impl Ledger {
             return presence;
         }
         let entry = &self.nodes[node];
-        let part = Presence { node, start: entry.start, ..Presence::default() };
+        let (end, part) = (entry.end, Presence { node, start: entry.start, ..Presence::default() });
         let worker = self.worker_mut(slot);
         let presence = worker.presences.insert(part);
         assert!(presence <= MAX_PRESENCES, "a worker has blocks in more than {MAX_PRESENCES} runs");
-        if let Some(first) = worker.detached.remove(&node) {
+        if let Some(first) = worker.detached.remove(&end) {
             worker.presences[presence].first_child = first;
         }
         self.nodes[node].set_presence(slot, presence);
@@ -37,7 +37,8 @@ impl Ledger {
         self.disown_children(slot, presence, node);
         self.unhang(slot, presence, self.nodes[node].parent);
         self.nodes[node].drop_presence(slot);
-        self.worker_mut(slot).presences.remove(presence);
+        self.nodes.measure(node);
+        self.worker_mut(slot).remove_presence(presence);
         self.doubt(node);
     }
 
@@ -52,11 +53,12 @@ impl Ledger {
         if node_above == 0 {
             return;
         }
-        let above = self.nodes[node_above].presence(slot);
+        let entry = &self.nodes[node_above];
+        let (above, end) = (entry.presence(slot), entry.end);
         let worker = self.worker_mut(slot);
         let next = match above {
             Some(above) => std::mem::replace(&mut worker.presences[above].first_child, presence),
-            None => worker.detached.insert(node_above, presence).unwrap_or(0),
+            None => worker.detached.insert(end, presence).unwrap_or(0),
         };
         let part = &mut worker.presences[presence];
         (part.previous, part.next) = (0, next);
@@ -70,7 +72,8 @@ impl Ledger {
         if node_above == 0 {
             return;
         }
-        let above = self.nodes[node_above].presence(slot);
+        let entry = &self.nodes[node_above];
+        let (above, end) = (entry.presence(slot), entry.end);
         let worker = self.worker_mut(slot);
         let part = &mut worker.presences[presence];
         let (previous, next) = (std::mem::take(&mut part.previous), std::mem::take(&mut part.next));
@@ -85,9 +88,9 @@ impl Ledger {
         } else if let Some(above) = above {
             worker.presences[above].first_child = next;
         } else if next != 0 {
-            worker.detached.insert(node_above, next);
+            worker.detached.insert(end, next);
         } else {
-            worker.detached.remove(&node_above);
+            worker.detached.remove(&end);
         }
     }
 
@@ -106,19 +109,12 @@ impl Ledger {
 
     /// Makes the presences below one detached children of a node.
     pub fn disown_children(&mut self, slot: u32, presence: PresenceId, node: NodeId) {
+        let end = self.nodes[node].end;
         let worker = self.worker_mut(slot);
         worker.unrooted.forget(presence);
         let first = std::mem::take(&mut worker.presences[presence].first_child);
         if first != 0 {
-            worker.detached.insert(node, first);
-        }
-    }
-
-    pub fn rename_detached(&mut self, from: NodeId, to: NodeId) {
-        for worker in self.workers.iter_mut().flatten() {
-            if let Some(children) = worker.detached.remove(&from) {
-                worker.detached.insert(to, children);
-            }
+            worker.detached.insert(end, first);
         }
     }
 
@@ -144,6 +140,7 @@ impl Ledger {
         self.disown_children(slot, presence, node);
         self.unhang(slot, presence, self.nodes[node].parent);
         let part = std::mem::take(self.part_mut(slot, presence));
+        self.part_mut(slot, presence).measured = part.measured;
         let bits = self.worker(slot).bits;
         let bits = bits.into_iter().filter(|&bit| bit != NO_BIT).map(|bit| (bit, 0));
         self.trie.set_reach(shard_of(part.node), index_of(part.node), bits);
@@ -164,7 +161,7 @@ impl Ledger {
         for id in part.more.iter().flat_map(|more| more.prediction.iter()).copied().filter(|&id| id != 0) {
             self.predictions.remove(id);
         }
-        self.worker_mut(slot).presences.remove(presence);
+        self.worker_mut(slot).remove_presence(presence);
         self.doubt(part.node);
         taken
     }

@@ -37,7 +37,6 @@ impl Idle {
     }
 
     pub fn bytes(&self) -> usize {
-        let rooted: usize = self.rooted.values().map(|some| some.capacity() * size_of::<PresenceId>()).sum();
-        rooted + self.unmatchable.allocation_size()
+        self.queued * size_of::<PresenceId>() + self.unmatchable.allocation_size()
     }
 }

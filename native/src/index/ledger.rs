@@ -13,6 +13,7 @@ use hashbrown::HashMap;
 use super::nodes::{Nodes, index_of, shard_of};
 use super::predictions::Predictions;
 use super::presence::Presence;
+use super::totals::Totals;
 use super::trie::Trie;
 use super::types::{NodeId, PresenceId, SLICE, TIERS};
 use super::waiting;
@@ -38,6 +39,7 @@ pub struct Ledger {
     pub nodes: Nodes,
     /// By slot; a slot is one content of a worker rank, from its birth to when it was drained.
     pub workers: Vec<Option<Box<Worker>>>,
+    pub totals: Totals,
     /// Distinct blocks held by any worker.
     pub blocks: u64,
     pub predictions: Predictions,
@@ -64,6 +66,7 @@ impl Ledger {
             is_bounded,
             nodes: Nodes::default(),
             workers: Vec::new(),
+            totals: Totals::default(),
             blocks: 0,
             predictions: Predictions::default(),
             live_predictions: 0,
@@ -83,7 +86,12 @@ impl Ledger {
 
     #[inline]
     pub fn worker_mut(&mut self, slot: u32) -> &mut Worker {
-        self.workers[slot as usize].as_deref_mut().expect("a slot in use")
+        let worker = self.workers[slot as usize].as_deref_mut().expect("a slot in use");
+        if !worker.is_touched {
+            worker.is_touched = true;
+            self.totals.touch(slot);
+        }
+        worker
     }
 
     #[inline]
@@ -108,6 +116,7 @@ impl Ledger {
         let mut dirty = std::mem::take(&mut self.dirty);
         for &(slot, presence) in &dirty {
             self.refresh(slot, presence);
+            self.measure(slot, presence);
         }
         for slot in dirty.drain(..).map(|(slot, _)| slot) {
             if !self.worker(slot).dropped {
@@ -143,8 +152,11 @@ impl Ledger {
                     if let Some(more) = &mut part.more {
                         more.prediction.truncate(live as usize);
                     }
+                    self.measure(slot, presence);
                 }
-                waiting::write(self.trie.shard(shard_of(node))).nodes[index_of(node)].truncate(live);
+                self.nodes.measure(node);
+                waiting::write(self.trie.shard(shard_of(node)))
+                    .change(index_of(node), |run| run.truncate(live));
                 return;
             }
             let entry = self.nodes.remove(node);

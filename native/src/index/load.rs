@@ -124,7 +124,8 @@ impl Index {
             handle,
         );
         self.drop_hidden(state, old);
-        state.ledger.worker_mut(loading.slot).windows = loading.windows;
+        let new = state.ledger.worker_mut(loading.slot);
+        (new.windows, new.is_shown) = (loading.windows, true);
         self.show_windows(state, handle);
         let content = self.next_content();
         let dump = loading.dump;
@@ -164,7 +165,13 @@ impl Index {
     fn make_room(&self, state: &mut State, name: WorkerName<'_>, slot: u32) -> bool {
         let Some(handle) = state.handle(name) else { return false };
         let old = std::mem::replace(&mut state.ranks[handle].slot, slot);
+        let show = |state: &mut State, is_new: bool| {
+            state.ledger.worker_mut(slot).is_shown = is_new;
+            state.ledger.worker_mut(old).is_shown = !is_new;
+        };
+        show(state, true);
         let more = self.evict_slice(state);
+        show(state, false);
         state.ranks[handle].slot = old;
         more
     }

@@ -39,6 +39,7 @@ mod run;
 mod state;
 mod stats;
 mod store;
+mod totals;
 mod trie;
 pub mod types;
 mod unrooted;

@@ -51,6 +51,8 @@ pub struct Presence {
     pub reach: u32,
     /// Among the idle ones, from which the bound takes.
     pub is_queued: bool,
+    /// Heap memory, as `Ledger::measure` counted it last.
+    pub measured: u32,
     /// Engine hash at each offset; meaningful where `bound`.
     pub own: Run<u64>,
     pub bound: Extent,

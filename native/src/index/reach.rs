@@ -67,6 +67,10 @@ impl Ledger {
         let first_child = part.first_child;
         let worker = self.worker_mut(slot);
         worker.presences[presence].set_reach_on(level, reach);
+        if level > 0 {
+            self.measure(slot, presence);
+        }
+        let worker = self.worker_mut(slot);
         worker.rooted[level] = worker.rooted[level] + u64::from(reach) - u64::from(before);
         if reach == len {
             worker.unrooted.set(presence, level, first_child);

@@ -79,8 +79,6 @@ pub struct State {
     pub(super) evicted: u64,
     /// Contents that are out of the trie; whoever gives the lock back frees their memory.
     pub(super) garbage: Vec<Worker>,
-    /// So many entries may come before the bound has to be looked at.
-    pub(super) room: usize,
     /// Entries that may have come in this round of the bound's clock.
     pub(super) added: usize,
 }
@@ -141,7 +139,6 @@ impl Index {
             unknown_worker: 0,
             evicted: 0,
             garbage: Vec::new(),
-            room: bounds.max_blocks,
             added: 0,
         };
         Self {
@@ -243,7 +240,8 @@ impl Index {
         let mut left = budget;
         let mut waiting = self.expire_slice(state, now, &mut left);
         left = self.drain(state, left);
-        let slots: Vec<u32> = state.ranks.iter().map(|(_, rank)| rank.slot).collect();
+        state.ledger.settle();
+        let slots: Vec<u32> = state.ledger.totals.busy.iter().copied().collect();
         for slot in slots {
             let worker = state.ledger.worker(slot);
             if worker.filling.is_some() {
@@ -268,6 +266,7 @@ impl Index {
             waiting |= !state.ledger.worker(slot).demoted.is_empty();
         }
         state.ledger.finish();
+        state.ledger.settle();
         self.publish_next_expiry(state);
         let more = waiting || !state.dropped.is_empty();
         let garbage = std::mem::take(&mut state.garbage);
@@ -300,7 +299,7 @@ impl Index {
     pub(super) fn new_slot(&self, state: &mut State, handle: Handle) -> u32 {
         let worker = Box::new(Worker::new(waiting::write(&self.directory).open(handle, 0), self.secret));
         let workers = &mut state.ledger.workers;
-        match state.free_slots.pop() {
+        let slot = match state.free_slots.pop() {
             Some(slot) => {
                 workers[slot as usize] = Some(worker);
                 slot
@@ -310,7 +309,9 @@ impl Index {
                 workers.push(Some(worker));
                 workers.len() as u32 - 1
             }
-        }
+        };
+        state.ledger.worker_mut(slot).is_shown = handle != 0;
+        slot
     }
 
     /// Hides a slot's content; `drain` frees it.
@@ -321,7 +322,7 @@ impl Index {
 
     pub(super) fn drop_hidden(&self, state: &mut State, slot: u32) {
         let worker = state.ledger.worker_mut(slot);
-        worker.dropped = true;
+        (worker.dropped, worker.is_shown) = (true, false);
         // Of what is not there any more, no cut can be completed.
         worker.cuts.clear();
         (worker.filling, worker.demotion) = (None, None);
@@ -343,7 +344,7 @@ impl Index {
             let worker = state.ledger.worker(slot);
             if worker.presences.is_empty() {
                 waiting::write(&self.directory).free(&worker.bits);
-                state.garbage.extend(state.ledger.workers[slot as usize].take().map(|worker| *worker));
+                state.garbage.extend(state.ledger.take_worker(slot));
                 state.free_slots.push(slot);
                 state.dropped.pop_front();
             }

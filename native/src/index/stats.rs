@@ -74,31 +74,25 @@ impl Index {
         })
     }
 
-    /// State of the index. O(nodes).
+    /// State of the index: counters, so that neither blocks nor workers are walked over.
     pub fn stats(&self) -> IndexStats {
-        let state = self.state.lock();
+        let mut state = self.state.lock();
+        let counts = state.ledger.counts();
         let ledger = &state.ledger;
-        let mut stats = IndexStats {
+        let bytes = counts.bytes + self.trie.bytes() + ledger.nodes.bytes() + ledger.predictions.bytes();
+        IndexStats {
             blocks: ledger.blocks,
+            memberships: counts.held as u64,
+            workers: counts.holders as u64,
+            orphans: counts.orphans as u64,
+            hidden: counts.hidden as u64,
+            ghosts: counts.ghosts as u64,
             predictions: ledger.live_predictions,
             evicted: state.evicted,
             queries: self.queries.load(Ordering::Relaxed),
             unknown_worker: state.unknown_worker,
-            ..IndexStats::default()
-        };
-        for (_, rank) in state.ranks.iter() {
-            let worker = ledger.worker(rank.slot);
-            stats.memberships += worker.held;
-            stats.workers += u64::from(worker.held > 0);
-            stats.orphans += worker.orphans.len() as u64;
-            stats.hidden += worker.hidden();
-            stats.ghosts += worker.ghosts.len() as u64;
+            bytes: bytes as u64,
         }
-        let workers: usize =
-            ledger.workers.iter().flatten().map(|worker| size_of::<Worker>() + worker.bytes()).sum();
-        let trie: usize = (0..super::trie::SHARDS).map(|shard| self.trie.shard(shard).read().bytes()).sum();
-        stats.bytes = (workers + trie + ledger.nodes.bytes() + ledger.predictions.bytes()) as u64;
-        stats
     }
 
     /// Verifies the invariants the slow way; the first violation.
@@ -111,7 +105,12 @@ impl Index {
                 state.ledger.root_slice(slot, usize::MAX);
             }
         }
+        state.ledger.settle();
+        state.ledger.check_totals()?;
         let state = &*state;
+        for (_, rank) in state.ranks.iter() {
+            ensure(state.ledger.worker(rank.slot).is_shown, || "ranks are counted".into())?;
+        }
         let mut refs: HashMap<NodeId, Vec<Refs>> = HashMap::new();
         for (slot, worker) in state.ledger.workers.iter().enumerate() {
             if let Some(worker) = worker {
@@ -174,12 +173,13 @@ fn check_worker(
         ensure(!part.is_empty(), || format!("{}: needed", at()))?;
         let above = if entry.parent == 0 { None } else { ledger.nodes[entry.parent].presence(slot) };
         let first = above.map(|above| worker.presences[above].first_child);
-        let first = first.or_else(|| worker.detached.get(&entry.parent).copied());
+        let end_above = if entry.parent == 0 { 0 } else { ledger.nodes[entry.parent].end };
+        let first = first.or_else(|| worker.detached.get(&end_above).copied());
         let hangs = std::iter::successors(first, |&sibling| Some(worker.presences[sibling].next))
             .take_while(|&sibling| sibling != 0)
             .any(|sibling| sibling == presence);
         ensure(hangs == (entry.parent != 0), || format!("{}: hangs", at()))?;
-        let both = above.is_some() && worker.detached.contains_key(&entry.parent);
+        let both = above.is_some() && worker.detached.contains_key(&end_above);
         ensure(!both, || format!("{}: detached", at()))?;
         let refs = refs.entry(part.node).or_insert_with(|| vec![Refs::default(); entry.refs.len()]);
         for offset in 0..entry.len() {

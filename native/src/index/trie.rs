@@ -185,6 +185,8 @@ pub struct Shard {
     /// (parent, first local hash) → node.
     children: Table<32>,
     secret: u64,
+    /// Heap memory of the nodes.
+    heap: usize,
 }
 
 impl Shard {
@@ -205,13 +207,24 @@ impl Shard {
     /// Puts a node in place, under its parent.
     pub fn attach(&mut self, index: NodeIndex, node: Node) {
         let key = self.key(node.parent, node.local[0]);
+        self.heap += node.bytes();
         self.nodes.put(index, node);
         self.children.insert(key, u64::from(index));
     }
 
+    /// Changes a node.
+    pub fn change(&mut self, index: NodeIndex, change: impl FnOnce(&mut Node)) {
+        let node = &mut self.nodes[index];
+        let before = node.bytes();
+        change(node);
+        self.heap = self.heap + node.bytes() - before;
+    }
+
     fn detach(&mut self, index: NodeIndex) -> Node {
         self.unlink(index);
-        self.nodes.take(index)
+        let node = self.nodes.take(index);
+        self.heap -= node.bytes();
+        node
     }
 
     fn unlink(&mut self, index: NodeIndex) {
@@ -227,8 +240,11 @@ impl Shard {
         for &child in children {
             self.unlink(child);
         }
-        let node = self.nodes[index].split_tail(at, index);
-        self.attach(tail, node);
+        let mut cut = None;
+        self.change(index, |node| cut = Some(node.split_tail(at, index)));
+        if let Some(node) = cut {
+            self.attach(tail, node);
+        }
         for &child in children {
             self.nodes[child].parent = tail;
             let key = self.key(tail, self.nodes[child].local[0]);
@@ -238,18 +254,15 @@ impl Shard {
 
     /// Cuts a run at `at`: `head` gets the first part, `index` keeps the rest and the children.
     pub fn split_head(&mut self, index: NodeIndex, at: u32, head: NodeIndex) {
-        self.unlink(index);
-        let mut first = self.nodes.take(index);
+        let mut first = self.detach(index);
         let rest = first.split_tail(at, head);
         self.attach(head, first);
         self.attach(index, rest);
     }
 
-    /// Heap memory, in bytes. O(nodes).
-    pub fn bytes(&self) -> usize {
-        self.nodes.bytes()
-            + self.children.bytes()
-            + self.nodes.iter().map(|(_, node)| node.bytes()).sum::<usize>()
+    /// Heap memory, in bytes.
+    fn bytes(&self) -> usize {
+        self.nodes.bytes() + self.children.bytes() + self.heap
     }
 }
 
@@ -309,9 +322,22 @@ impl Trie {
     pub fn set_reach(&self, shard: usize, index: NodeIndex, reaches: impl IntoIterator<Item = (u32, u32)>) {
         let held = self.shard(shard).upgradable_read();
         black_box(held.nodes[index].partial.len() + held.nodes[index].any.words());
-        let mut shard = waiting::upgrade(held);
-        let node = &mut shard.nodes[index];
-        reaches.into_iter().for_each(|(bit, reach)| node.set_reach(bit, reach));
+        waiting::upgrade(held)
+            .change(index, |node| reaches.into_iter().for_each(|(bit, reach)| node.set_reach(bit, reach)));
+    }
+
+    /// Heap memory, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.shards.iter().map(|shard| waiting::read(shard).bytes()).sum()
+    }
+
+    /// The same, counted the slow way.
+    pub fn walked_bytes(&self) -> usize {
+        let walked = |shard: &Shard| {
+            let nodes: usize = shard.nodes.iter().map(|(_, node)| node.bytes()).sum();
+            shard.bytes() - shard.heap + nodes
+        };
+        self.shards.iter().map(|shard| walked(&waiting::read(shard))).sum()
     }
 
     /// Takes a node out that has no bits and no children.

@@ -26,7 +26,7 @@ use super::idle::Idle;
 use super::orphans::Orphans;
 use super::presence::Presence;
 use super::trie::MAX_RUN;
-use super::types::{BATCH, LEVELS, NO_BIT, NodeId, PREDICTED, PresenceId, TIERS};
+use super::types::{BATCH, LEVELS, NO_BIT, PREDICTED, PresenceId, TIERS};
 use super::unrooted::Unrooted;
 use super::window::WindowGroups;
 use crate::events::Stored;
@@ -52,8 +52,8 @@ pub struct Worker {
     secret: u64,
     table: Table<PAYLOAD_BITS>,
     pub presences: Slab<Presence>,
-    /// Node → the first of the presences in its children, while there is no presence in the node itself.
-    pub detached: HashMap<NodeId, PresenceId>,
+    /// `end` of a node → the first of the presences in its children, while there is no presence in the node itself.
+    pub detached: HashMap<u64, PresenceId>,
     /// Known groups, sorted, and whether each is full attention.
     pub groups: Vec<(u32, bool)>,
     pub full_groups: SmallVec<[u32; 2]>,
@@ -72,6 +72,13 @@ pub struct Worker {
     pub predictions: u64,
     /// Its content is hidden from queries, and on its way out of the trie.
     pub dropped: bool,
+    /// It is the content of a rank.
+    pub is_shown: bool,
+    /// It changed since it was counted.
+    pub is_touched: bool,
+    pub counted: super::totals::Counts,
+    /// Heap memory of the presences.
+    pub parts_bytes: usize,
     /// A limit kept something of it out.
     pub incomplete: bool,
     /// A prompt began without a parent, or a block was called 0: so a parent 0 is a block like any other.
@@ -286,6 +293,11 @@ impl Worker {
         other
     }
 
+    /// Takes a presence out that nothing hangs below.
+    pub fn remove_presence(&mut self, presence: PresenceId) {
+        self.parts_bytes -= self.presences.remove(presence).measured as usize;
+    }
+
     /// Makes room for so many engine hashes at once: nothing grows while they come.
     pub fn reserve(&mut self, engine_hashes: usize) {
         self.table.reserve(engine_hashes);
@@ -301,6 +313,14 @@ impl Worker {
     /// Whether something is under way that the next write must find done.
     pub fn is_busy(&self) -> bool {
         self.demotion.is_some() || !self.cuts.is_empty()
+    }
+
+    /// Whether `maintain` has something to do, now or later.
+    pub fn has_work(&self) -> bool {
+        self.filling.is_some()
+            || !self.unrooted.is_empty()
+            || self.demotion.is_some()
+            || !self.demoted.is_empty()
     }
 
     /// Engine hashes bound, demoted ones included.
@@ -370,14 +390,13 @@ impl Worker {
         (0..LEVELS).filter(move |&level| bits[level] != NO_BIT)
     }
 
-    /// Heap memory, in bytes. O(presences).
+    /// Heap memory, in bytes; of odd blocks and window groups without what their counts have beyond the usual.
     pub fn bytes(&self) -> usize {
-        let odd: usize = self.odd.values().map(|odd| odd.capacity() * size_of::<Binding>()).sum();
         self.table.bytes()
             + self.presences.bytes()
-            + self.presences.iter().map(|(_, presence)| presence.bytes()).sum::<usize>()
+            + self.parts_bytes
             + self.ghosts.bytes()
-            + odd
+            + self.odd.len() * size_of::<Binding>()
             + self.odd.allocation_size()
             + self.orphans.bytes()
             + self.demoted.bytes()

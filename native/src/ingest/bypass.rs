@@ -106,6 +106,13 @@ impl Bypass {
         state.lent.take().or_else(|| state.stopped.take())
     }
 
+    /// Last batch, batches applied and when, of the position that was lent, which stays lent.
+    pub fn peek(&self) -> Option<(u64, u64, Option<Instant>)> {
+        let state = self.state.lock();
+        let progress = state.lent.as_ref().or(state.stopped.as_ref())?;
+        Some((progress.position.last_id, progress.applied, progress.applied_at))
+    }
+
     /// Stops permanently: whatever is offered from now on is not applied.
     pub fn close(&self) {
         self.state.lock().closed = true;

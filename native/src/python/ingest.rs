@@ -46,6 +46,11 @@ impl Bypass {
         ))
     }
 
+    fn peek(&self) -> Option<(u64, u64, Option<f64>)> {
+        let (last_id, applied, at) = self.bypass.peek()?;
+        Some((last_id, applied, at.map(|at| at.elapsed().as_secs_f64())))
+    }
+
     fn offer(&self, event_id: u64, payload: &[u8]) -> &'static str {
         match self.bypass.offer(event_id, payload, &mut Batch::default()) {
             Offered::Applied => "applied",

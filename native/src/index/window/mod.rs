@@ -251,12 +251,8 @@ impl WindowGroups {
     }
 
     pub fn bytes(&self) -> usize {
-        let spilled = |counts: &Counts| if counts.spilled() { counts.capacity() } else { 0 };
-        let counts: usize =
-            self.blocks.parts.iter().flat_map(HashMap::values).map(|block| spilled(&block.counts)).sum();
         self.blocks.bytes()
             + self.shared.read().held.bytes()
-            + counts * size_of::<Copies>()
             + self.twins.allocation_size()
             + self.unplaced.allocation_size()
     }

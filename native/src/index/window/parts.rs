@@ -12,11 +12,13 @@ pub const PARTS: usize = 256;
 pub struct Parts<V> {
     pub parts: Box<[HashMap<u64, V>]>,
     pub len: usize,
+    /// Heap memory of the parts.
+    heap: usize,
 }
 
 impl<V> Default for Parts<V> {
     fn default() -> Self {
-        Self { parts: (0..PARTS).map(|_| HashMap::new()).collect(), len: 0 }
+        Self { parts: (0..PARTS).map(|_| HashMap::new()).collect(), len: 0, heap: 0 }
     }
 }
 
@@ -34,11 +36,14 @@ impl<V> Parts<V> {
     }
 
     pub fn or_insert_with(&mut self, key: u64, value: impl FnOnce() -> V) -> &mut V {
-        let len = &mut self.len;
-        self.parts[Self::part(key)].entry(key).or_insert_with(|| {
-            *len += 1;
-            value()
-        })
+        let part = &mut self.parts[Self::part(key)];
+        if !part.contains_key(&key) {
+            let before = part.allocation_size();
+            part.insert(key, value());
+            self.len += 1;
+            self.heap += part.allocation_size() - before;
+        }
+        part.get_mut(&key).expect("it is there")
     }
 
     pub fn remove(&mut self, key: u64) -> Option<V> {
@@ -48,7 +53,6 @@ impl<V> Parts<V> {
     }
 
     pub fn bytes(&self) -> usize {
-        self.parts.iter().map(HashMap::allocation_size).sum::<usize>()
-            + size_of::<HashMap<u64, V>>() * self.parts.len()
+        self.heap + size_of::<HashMap<u64, V>>() * self.parts.len()
     }
 }

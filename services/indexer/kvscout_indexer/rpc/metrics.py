@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvscout.v1 import indexer_pb2
-from kvscout_common.worker import ALL_TENANTS
+from kvscout_blocks.source.source import Observed, Source
+from kvscout_common.observability.rank_series import PAUSE, RANKS_A_COLUMN, RankColumn, RankFamily
+from kvscout_common.worker import ALL_TENANTS, WorkerRank, WorkerSpec
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.rpc.status import index_status, source_status
+from kvscout_indexer.rpc.status import RANKS_A_SLICE, index_status, source_state
 
 if TYPE_CHECKING:
     from kvscout_indexer.feeds.nats_core import NatsCore
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from kvscout_indexer.streams.reader import StreamReader
 
 _POOL = ["tenant", "model", "block_size"]
-_SOURCE = ["tenant", "model", "worker", "dp_rank"]
 _STATE = ["tenant", "model", "state"]
 _INDEX_GAUGES = {
     "kvscout_index_blocks": ("blocks", "Distinct prefix blocks"),
@@ -81,8 +82,82 @@ def _stream_metrics(jetstream: JetStream) -> Iterator[Metric]:
     yield snapshots
 
 
+class _RankTable:
+    """What is counted of worker ranks, by pool, in columns of at most `RANKS_A_COLUMN`."""
+
+    def __init__(self) -> None:
+        self.events = RankFamily("kvscout_events", "Event batches, by what became of them", "counter")
+        self.age = RankFamily("kvscout_event_age_seconds", "Seconds since the last batch", "gauge")
+        self.lag = RankFamily("kvscout_event_lag_batches", "Batches received but not applied", "gauge")
+        self.live = RankFamily("kvscout_source_live", "1 = up to date, 0 = see GetStatus", "gauge")
+        self.blind = RankFamily("kvscout_source_blind", "1 = requests were served and no event ever came", "gauge")
+        self._open: dict[tuple[str, str], _Columns] = {}
+        """By (tenant, model)."""
+
+    def add(self, spec: WorkerSpec, rank: WorkerRank, source: Source | None, state: int, now: float) -> None:
+        """Add what is known of one rank."""
+        columns = self._open.get((spec.tenant, spec.model))
+        if columns is None or len(columns.ranks) >= RANKS_A_COLUMN:
+            columns = self._open[spec.tenant, spec.model] = self._new_columns(spec.tenant, spec.model)
+        columns.ranks.append(rank)
+        columns.live.append(float(state == indexer_pb2.SOURCE_STATE_LIVE))
+        columns.blind.append(float(state == indexer_pb2.SOURCE_STATE_BLIND))
+        observed = source.observed if source is not None else None
+        columns.lag.append(observed.sequence.held if observed is not None else 0)
+        if observed is not None and observed.received_at is not None:
+            columns.heard_ranks.append(rank)
+            columns.age.append(max(0.0, now - observed.received_at))
+        for kind, values in columns.events.items():
+            values.append(_event_count(kind, source, observed))
+
+    def _new_columns(self, tenant: str, model: str) -> _Columns:
+        columns = _Columns([], [], [], [], [], [], {kind: [] for kind in _EVENT_KINDS})
+        labels = {"tenant": tenant, "model": model}
+        for family, ranks, values in (
+            (self.age, columns.heard_ranks, columns.age),
+            (self.lag, columns.ranks, columns.lag),
+            (self.live, columns.ranks, columns.live),
+            (self.blind, columns.ranks, columns.blind),
+        ):
+            family.columns.append(RankColumn(labels, ranks, values))
+        for kind, counts in columns.events.items():
+            self.events.columns.append(RankColumn({**labels, "kind": kind}, columns.ranks, counts))
+        return columns
+
+
+class _Columns(NamedTuple):
+    """Those of one pool that are being filled."""
+
+    ranks: list[WorkerRank]
+    heard_ranks: list[WorkerRank]
+    """Those of which a batch ever came."""
+    age: list[float]
+    lag: list[float]
+    live: list[float]
+    blind: list[float]
+    events: dict[str, list[float]]
+    """By kind."""
+
+
+def _event_count(kind: str, source: Source | None, observed: Observed | None) -> float:
+    """Return how many batches of a source became what a kind says."""
+    if source is None or observed is None:
+        return 0
+    match kind:
+        case "applied":
+            return observed.applied
+        case "dropped":
+            return source.dropped
+        case "resets":
+            return source.resets
+        case "malformed":
+            return source.malformed
+        case _:
+            return observed.sequence.counters[kind]
+
+
 class IndexerCollector(Collector):
-    """Turns status into samples."""
+    """Turns status into samples; of many worker ranks a slice at a time, see `PAUSE`."""
 
     def __init__(self, indexer: Indexer) -> None:
         self._indexer = indexer
@@ -95,36 +170,7 @@ class IndexerCollector(Collector):
             for status in statuses:
                 gauge.add_metric([status.tenant, status.model, str(status.block_size)], getattr(status, field))
             yield gauge
-        events = CounterMetricFamily(
-            "kvscout_events", "Event batches, by what became of them", labels=[*_SOURCE, "kind"]
-        )
-        age = GaugeMetricFamily("kvscout_event_age_seconds", "Seconds since the last batch", labels=_SOURCE)
-        lag = GaugeMetricFamily("kvscout_event_lag_batches", "Batches received but not applied", labels=_SOURCE)
-        state = GaugeMetricFamily("kvscout_source_live", "1 = up to date, 0 = see GetStatus", labels=_SOURCE)
-        blind = GaugeMetricFamily(
-            "kvscout_source_blind", "1 = requests were served and no event ever came", labels=_SOURCE
-        )
-        sources = GaugeMetricFamily("kvscout_sources", "Worker ranks, by the state of their events", labels=_STATE)
-        counted: Counter[tuple[str, str, indexer_pb2.SourceState.ValueType]] = Counter()
-        now = time.monotonic()
-        for spec, rank, source in self._indexer.sources(ALL_TENANTS):
-            stats = self._indexer.pools.of(spec).worker_stats(rank)
-            if stats is None:
-                continue
-            seen = source_status(spec, rank, source, stats, now, unread=self._indexer.unread(spec))
-            labels = [spec.tenant, spec.model, rank.worker_id, str(rank.dp_rank)]
-            for kind in _EVENT_KINDS:
-                events.add_metric([*labels, kind], getattr(seen, kind))
-            if seen.HasField("last_event_age_seconds"):
-                age.add_metric(labels, seen.last_event_age_seconds)
-            lag.add_metric(labels, seen.lag_batches)
-            state.add_metric(labels, float(not seen.reason))
-            blind.add_metric(labels, float(seen.state == indexer_pb2.SOURCE_STATE_BLIND))
-            counted[spec.tenant, spec.model, seen.state] += 1
-        for (tenant, model, value), number in counted.items():
-            name = indexer_pb2.SourceState.Name(value).removeprefix("SOURCE_STATE_").lower()
-            sources.add_metric([tenant, model, name], number)
-        yield from (events, age, lag, state, blind, sources)
+        yield from self._sources()
         if self._indexer.nats_core is not None:
             yield from _core_metrics(self._indexer.nats_core)
         peers = CounterMetricFamily(
@@ -141,3 +187,23 @@ class IndexerCollector(Collector):
         routed.add_metric(["recorded"], self._indexer.routed.recorded)
         routed.add_metric(["refused"], self._indexer.routed.refused)
         yield routed
+
+    def _sources(self) -> Iterator[Metric]:
+        table = _RankTable()
+        sources = GaugeMetricFamily("kvscout_sources", "Worker ranks, by the state of their events", labels=_STATE)
+        counted: Counter[tuple[str, str, indexer_pb2.SourceState.ValueType]] = Counter()
+        for number, (spec, rank, source) in enumerate(self._indexer.sources(ALL_TENANTS), 1):
+            if number % RANKS_A_SLICE == 0:
+                yield PAUSE
+            # What was removed since the last pause has no index, or is none of its workers.
+            index = self._indexer.pools.get(spec.pool)
+            stats = index.worker_stats(rank) if index is not None else None
+            if stats is None:
+                continue
+            state, _ = source_state(spec, source, stats, self._indexer.unread(spec))
+            table.add(spec, rank, source, state, time.monotonic())
+            counted[spec.tenant, spec.model, state] += 1
+        for (tenant, model, value), count in counted.items():
+            name = indexer_pb2.SourceState.Name(value).removeprefix("SOURCE_STATE_").lower()
+            sources.add_metric([tenant, model, name], count)
+        yield from (table.events, table.age, table.lag, table.live, table.blind, sources)

@@ -7,6 +7,7 @@ extension) are parsed and answered by `find`: same answers, byte for byte, and o
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -30,7 +31,7 @@ from kvscout_common.transport.statuses import status_code
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, PoolKey, WorkerRank
 from kvscout_indexer.index.routed import RoutedPrompt
 from kvscout_indexer.indexer import Indexer
-from kvscout_indexer.rpc.status import NOTHING_HELD, index_status, source_status
+from kvscout_indexer.rpc.status import NOTHING_HELD, RANKS_A_SLICE, index_status, source_status
 from kvscout_indexer.rpc.traces import record_answer, traced_stream
 
 SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
@@ -195,9 +196,14 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         for key, index in self._indexer.pools.by_key():
             if tenant in (ALL_TENANTS, key.tenant) and request.model in ("", key.model):
                 status.indexes.append(index_status(key, index))
-        for spec, rank, source in self._indexer.sources(tenant):
+        for number, (spec, rank, source) in enumerate(self._indexer.sources(tenant), 1):
+            if number % RANKS_A_SLICE == 0:
+                await asyncio.sleep(0)
+            known = self._indexer.pools.get(spec.pool)
+            if known is None:
+                continue  # its worker was removed meanwhile
             unread = self._indexer.unread(spec)
-            stats = self._indexer.pools.of(spec).worker_stats(rank) or (NOTHING_HELD if unread else None)
+            stats = known.worker_stats(rank) or (NOTHING_HELD if unread else None)
             if request.model in ("", spec.model) and stats is not None:
                 status.sources.append(source_status(spec, rank, source, stats, now, unread=unread, names=names))
         return status

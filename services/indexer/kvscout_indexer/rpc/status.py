@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from kvscout.v1 import indexer_pb2, workers_pb2
 from kvscout_blocks.index.block_index import BlockIndex, WorkerStats
-from kvscout_blocks.source.decisions import DropReason
-from kvscout_blocks.source.source import Source
+from kvscout_blocks.source.source import Observed, Source
 from kvscout_common.nats.names import NatsNames
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.worker import PoolKey, Transport, WorkerRank, WorkerSpec
 
+RANKS_A_SLICE = 16
+"""Worker ranks whose state is read between two iterations of the event loop."""
 NOTHING_HELD = WorkerStats(
     blocks=0,
     hidden=0,
@@ -62,7 +63,8 @@ def source_state(
         if spec.transport in (Transport.NATS_CORE, Transport.JETSTREAM):
             return indexer_pb2.SOURCE_STATE_MISCONFIGURED, f"transport {spec.transport} needs --nats-server"
         return indexer_pb2.SOURCE_STATE_NONE, f"transport {spec.transport}: no events are read from this rank"
-    sequence = source.sequence
+    observed = source.observed
+    sequence = observed.sequence
     # The order is that of what an operator has to fix first.
     table: tuple[tuple[bool, indexer_pb2.SourceState.ValueType, Callable[[], str]], ...] = (
         (bool(source.feed.broken), indexer_pb2.SOURCE_STATE_MISCONFIGURED, lambda: source.feed.broken),
@@ -75,7 +77,7 @@ def source_state(
         ),
         # An engine that serves requests and has no socket for events was started without them.
         (
-            bool(source.feed.outage) and spec.transport is Transport.ZMQ and _is_blind(source),
+            bool(source.feed.outage) and spec.transport is Transport.ZMQ and _is_blind(source, observed),
             indexer_pb2.SOURCE_STATE_BLIND,
             lambda: _blindness(spec, source),
         ),
@@ -83,7 +85,7 @@ def source_state(
         (source.peers.running, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} batches wait for peers"),
         (sequence.replaying, indexer_pb2.SOURCE_STATE_REPLAYING, lambda: f"{sequence.held} live batches wait"),
         # Before what is missing: of a source that never sent anything that says nothing new.
-        (_is_blind(source), indexer_pb2.SOURCE_STATE_BLIND, lambda: _blindness(spec, source)),
+        (_is_blind(source, observed), indexer_pb2.SOURCE_STATE_BLIND, lambda: _blindness(spec, source)),
         (
             sequence.history_incomplete,
             indexer_pb2.SOURCE_STATE_INCOMPLETE,
@@ -91,7 +93,7 @@ def source_state(
         ),
         (stats.incomplete, indexer_pb2.SOURCE_STATE_INCOMPLETE, lambda: _limits(stats)),
         (
-            sequence.last_id is None,
+            observed.last_id is None,
             indexer_pb2.SOURCE_STATE_WAITING,
             lambda: f"no event came yet{_where(spec, source)}",
         ),
@@ -108,10 +110,9 @@ def _limits(stats: WorkerStats) -> str:
     return f"a limit of the index left blocks out: {', '.join(counts) or 'in the state that was loaded'}"
 
 
-def _is_blind(source: Source) -> bool:
+def _is_blind(source: Source, observed: Observed) -> bool:
     """Return whether requests were served and no event of them was ever received."""
-    sequence = source.sequence
-    received = sequence.last_id is not None or source.received_at is not None or sequence.counters["applied"]
+    received = observed.last_id is not None or observed.received_at is not None or observed.applied
     return source.served > 0 and not received
 
 
@@ -166,24 +167,26 @@ def source_status(
         over_capacity=stats.over_capacity,
     )
     if source is not None:
-        sequence, counters = source.sequence, source.sequence.counters
+        observed = source.observed
+        sequence, counters = observed.sequence, observed.sequence.counters
         status.endpoint, status.replay_endpoint = _endpoints(spec, rank, names)
         status.open_seconds = now - source.opened_at
         status.epoch = sequence.epoch
-        if sequence.last_id is not None:
-            status.last_event_id = sequence.last_id
-        if source.received_at is not None:
-            status.last_event_age_seconds = now - source.received_at
+        if observed.last_id is not None:
+            status.last_event_id = observed.last_id
+        if observed.received_at is not None:
+            # What came after `now` was read.
+            status.last_event_age_seconds = max(0.0, now - observed.received_at)
         status.lag_batches = sequence.held
-        status.applied = counters["applied"]
-        status.dropped = sum(counters[reason] for reason in DropReason)
+        status.applied = observed.applied
+        status.dropped = source.dropped
         status.wrong_rank = counters["wrong_rank"]
         status.gaps = counters["gaps"]
         status.replays = counters["replays"]
         status.demotions = counters["demotions"]
         status.states = counters["states"]
         status.resets = source.resets
-        status.malformed = counters["malformed"] + source.malformed_frames + source.faulty_events
+        status.malformed = source.malformed
     return status
 
 

@@ -1,0 +1,125 @@
+"""Status and metrics of many ranks: read in slices, and nothing is taken from those who read events meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+from support.engine_events import chain
+from support.indexer_client import MODEL, IndexerClient, local_indexer
+from support.recorded_engine import recorded_engine
+
+from kvscout.v1 import types_pb2
+from kvscout_blocks.source.source import Source
+from kvscout_common.hashing import native_available
+from kvscout_common.http.metrics_server import MetricsPage, registry_of
+from kvscout_common.observability.rank_series import PAUSE, RANKS_A_COLUMN
+from kvscout_common.worker import Transport, WorkerSpec
+from kvscout_indexer.indexer import Indexer
+from kvscout_indexer.rpc.metrics import IndexerCollector
+from kvscout_indexer.rpc.servicer import IndexerServicer
+from kvscout_indexer.rpc.status import RANKS_A_SLICE
+
+RANKS = 2 * RANKS_A_COLUMN
+
+
+@pytest.fixture
+async def fleet() -> AsyncIterator[tuple[IndexerClient, Indexer]]:
+    """An indexer with many ranks whose publishers have not come yet."""
+    async with local_indexer() as (client, core):
+        for number in range(RANKS // 8):
+            spec = WorkerSpec(f"w-{number}", MODEL, 16, dp_size=8, transport=Transport.GRPC)
+            core.registry.register(spec)
+        yield client, core
+
+
+async def test_a_scrape_reads_a_few_ranks_between_two_turns_of_the_loop(
+    fleet: tuple[IndexerClient, Indexer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, core = fleet
+    read: Counter[int] = Counter()
+    pauses = 0
+    seen = Source.observed
+
+    def counted(source: Source) -> object:
+        read[pauses] += 1
+        return seen.fget(source)  # type: ignore[attr-defined]  # a property
+
+    monkeypatch.setattr(Source, "observed", property(counted))
+    families = []
+    for family in IndexerCollector(core).collect():
+        families.append(family)
+        pauses += family is PAUSE
+    # The state of a rank, and its numbers.
+    assert read.total() == 2 * RANKS
+    assert max(read.values()) <= 2 * RANKS_A_SLICE
+    live = next(family for family in families if family.name == "kvscout_source_live")
+    assert [sample.value for sample in live.samples] == [0.0] * RANKS
+
+
+async def test_others_go_on_while_a_page_or_the_status_of_many_ranks_is_made(
+    fleet: tuple[IndexerClient, Indexer],
+) -> None:
+    _, core = fleet
+    servicer, page = IndexerServicer(core, None), MetricsPage(registry_of(IndexerCollector(core)), 64)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(count())
+    status = await servicer.GetStatus(types_pb2.GetStatusRequest(), None)
+    assert len(status.sources) == RANKS
+    assert turns >= RANKS // RANKS_A_SLICE
+    turns = 0
+    await page._read()
+    assert turns >= RANKS // RANKS_A_SLICE
+    others.cancel()
+
+
+async def test_a_worker_that_goes_while_status_is_read_is_left_out(fleet: tuple[IndexerClient, Indexer]) -> None:
+    _, core = fleet
+    reading = asyncio.create_task(IndexerServicer(core, None).GetStatus(types_pb2.GetStatusRequest(), None))
+    page = iter(IndexerCollector(core).collect())
+    while next(page) is not PAUSE:
+        pass
+    await asyncio.sleep(0)
+    for entry in core.registry.entries():
+        core.registry.remove(entry.spec.tenant, entry.spec.worker_id)
+    assert len((await reading).sources) <= RANKS_A_SLICE
+    live = next(family for family in page if family.name == "kvscout_source_live")
+    assert len(live.samples) <= RANKS_A_SLICE
+
+
+@pytest.mark.skipif(not native_available(), reason="batches pass by Python where the extension is")
+async def test_a_scrape_leaves_batches_to_the_native_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_python = 0
+    on_batch = Source.on_batch
+
+    def counted(source: Source, batch: object) -> None:
+        nonlocal in_python
+        in_python += 1
+        on_batch(source, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Source, "on_batch", counted)
+    async with local_indexer() as (client, core), recorded_engine() as engine:
+        await client.register(engine)
+        await engine.subscribed()
+        await client.until(lambda status: status.replays == 1 and "wait" not in status.reason)
+        batches = chain(9)
+        await engine.publish(*batches[:3])
+        await client.until_applied(2)
+        before = in_python
+        for number in range(3, 9):
+            await engine.publish(batches[number])
+            status = await client.until_applied(number)
+            families = {family.name: family for family in IndexerCollector(core).collect()}
+            applied = [s.value for s in families["kvscout_events"].samples if s.labels["kind"] == "applied"]
+            assert (applied, status.applied) == ([number + 1.0], number + 1)
+            assert [s.value < 60 for s in families["kvscout_event_age_seconds"].samples] == [True]
+        assert in_python == before
