@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +25,7 @@ class Totals:
     requests_per_second: float | None
     """In the time between the moments, as all that follows; None = unknown."""
     failures: int
-    """Since the gateways' start."""
+    """Since the gateways' start, by an engine's or the router's fault."""
     failures_per_second: float | None
     ttft_seconds: float | None
     """Mean."""
@@ -35,6 +35,15 @@ class Totals:
     queued: int
     in_trouble: int
     """Services and worker ranks."""
+    failed: Mapping[str, int]
+    """Failures since the gateways' start by whose fault they are: "caller", "engine", "router"."""
+    troubles: tuple[str, ...]
+    """What goes wrong with requests, a sentence each."""
+
+    @property
+    def callers_mistakes(self) -> int:
+        """Requests that failed by their callers' fault."""
+        return self.failed.get("caller", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,8 @@ def totals(now: Moment, before: Moment | None, shown: Overview, rows: Sequence[W
         in_flight=now.in_flight,
         queued=now.queued,
         in_trouble=sum(not row.well for row in shown.services) + sum(not row.well for row in rows),
+        failed=shown.failed,
+        troubles=shown.troubles,
     )
 
 

@@ -104,6 +104,9 @@ def frame(
     return Group(*parts)
 
 
+_SEE_DOCTOR = ": see kvscout doctor"
+
+
 def shown_rows(now: Moment, before: Moment | None, view: View) -> list[WorkerRow]:
     """Return the worker ranks that pass the filter, sorted."""
     return _shown(worker_rows(now, before, overview(now.snapshot)), view)
@@ -124,6 +127,7 @@ def _totals(found: Totals, queue: Sequence[QueueRow], width: int) -> list[Text]:
         f"queued {found.queued:,}{_callers(queue)}",
         f"requests {found.requests:,}",
         f"failed {found.failures:,} ({_rate(found.failures_per_second)}/s)",
+        *([f"callers' mistakes {found.callers_mistakes:,}"] if found.callers_mistakes else []),
     ]
     lines: list[str] = [""]
     for part in parts:
@@ -132,9 +136,18 @@ def _totals(found: Totals, queue: Sequence[QueueRow], width: int) -> list[Text]:
             lines[-1] = longer
         else:
             lines.append(part)
+    return [*(Text(line, style="bold") for line in lines), _verdict(found, width)]
+
+
+def _verdict(found: Totals, width: int) -> Text:
+    """Return whether all is well, in one line."""
     ill = found.in_trouble
-    verdict = Text(f"{ill} in trouble: see kvscout doctor" if ill else "all well", style="red" if ill else "green")
-    return [*(Text(line, style="bold") for line in lines), verdict]
+    wrong = "; ".join((*([f"{ill} in trouble"] if ill else []), *found.troubles[:1]))
+    if not wrong:
+        return Text("all well", style="green")
+    room = max(20, width - len(_SEE_DOCTOR))
+    shown = wrong if len(wrong) <= room else f"{wrong[: room - 1]}…"
+    return Text(f"{shown}{_SEE_DOCTOR}", style="red")
 
 
 def _callers(queue: Sequence[QueueRow]) -> str:

@@ -34,6 +34,13 @@ class Raising(LastRank):
         return super().pick(candidates, costs, rng)
 
 
+class AlwaysRaising(LastRank):
+    """Has a defect that every request meets."""
+
+    def costs(self, candidates: Candidates) -> Sequence[float]:
+        raise KeyError("no such column")
+
+
 def install(folder: Path) -> None:
     """Makes them a package for processes that have this folder, and that of this module, on their path."""
     package = folder / "kvscout_policies_of_tests-1.dist-info"
@@ -43,4 +50,4 @@ def install(folder: Path) -> None:
     (package / "entry_points.txt").write_text(f"[kvscout.policies]\n{entries}")
 
 
-POLICIES = {"last-rank": LastRank, "raising": Raising}
+POLICIES = {"last-rank": LastRank, "raising": Raising, "always-raising": AlwaysRaising}

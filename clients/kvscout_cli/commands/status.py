@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
 from rich.text import Text
 
@@ -49,9 +51,20 @@ def _print(shown: Overview) -> None:
     if shown.queue:
         console.print()
         console.print(_queue(shown.queue))
+    if any(shown.failed.values()) or shown.answered:
+        console.print()
+        console.print(
+            f"failed: {_failed(shown.failed)}; answered with less knowledge, or by another worker: {shown.answered:,}"
+        )
+    for trouble in shown.troubles:
+        stderr().print(Text(trouble, style="red"), soft_wrap=True)
     for row in shown.services:
         for warning in row.warnings:
             stderr().print(Text(f"{_name(row)}: {warning}", style="yellow"), soft_wrap=True)
+
+
+def _failed(failed: Mapping[str, int]) -> str:
+    return ", ".join(f"{number:,} by the {owner}" for owner, number in failed.items())
 
 
 def _sources(rows: tuple[SourceRow, ...]) -> object:

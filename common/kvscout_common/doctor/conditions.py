@@ -64,6 +64,14 @@ NOT_SERVING = _warning(
     "A starting service waits for its workers, NATS and peers, for at most a minute; a draining one exits by itself.",
 )
 
+# Policies
+
+POLICY_FAILING = _error(
+    "policy-failing",
+    "A policy raises, or answers what cannot be: the default policy (kv-time) decides in its place.",
+    "Correct the policy; the scheduler's log has the traceback. Until then name another one with --router-mode.",
+)
+
 # The proxy in front of the engines
 
 PROXY_OVERFLOW = _warning(
@@ -255,6 +263,48 @@ CACHED_TOKENS_UNTOLD = _warning(
     "cached-tokens-untold",
     "An engine does not report cached prompt tokens: hit rate and predictions cannot be verified.",
     "Start vLLM with --enable-prompt-tokens-details, SGLang with --enable-cache-report.",
+)
+
+# Requests
+
+REQUESTS_FAILING = _error(
+    "requests-failing",
+    "Engines fail requests, and no other worker runs them.",
+    "`kvscout failures --whose engine` lists them with their workers; the engines' logs say why.",
+)
+REQUESTS_UNSERVED = _error(
+    "requests-unserved",
+    "Requests are refused because no worker can take them.",
+    "`kvscout workers list` shows which workers drain, cool down or do not answer; start or register others.",
+)
+GATEWAY_FAILING = _error(
+    "gateway-failing",
+    "A gateway itself fails requests: it has no descriptors or memory left, or a defect.",
+    "See its log. Raise its limit of open files, or --request-memory-bytes, if that is what is missing; report a "
+    "defect.",
+)
+REQUESTS_REFUSED = _warning(
+    "requests-refused",
+    "Requests are refused because workers or limits are full, or because their deadlines or targets cannot be kept.",
+    "Add workers, or allow more: --active-decode-blocks-threshold and --active-prefill-tokens-threshold (busy), "
+    "--router-queue-limit and --queue-wait-seconds (queue), --max-in-flight.",
+)
+TENANT_LIMITED = _warning(
+    "tenant-limited",
+    "Requests of tenants are refused at the limits of the tokens file.",
+    "Raise their limits there, or have their clients send fewer requests at once.",
+)
+TOKENS_LATE = _warning(
+    "tokens-late",
+    "A source of tokens is too slow or does not answer: its prompts are placed by load alone, whatever is cached.",
+    "Give the gateway the model's --tokenizer, which needs no call; else relieve the renderer or the engines, or raise "
+    "--tokenize-timeout-ms.",
+)
+REQUESTS_DEGRADED = _warning(
+    "requests-degraded",
+    "Requests are placed with less knowledge than usual: they find fewer of their cached prefixes.",
+    "`kvscout failures --answered` lists them with their reasons. Without tokens: give the gateway the model's "
+    "--tokenizer. Without scheduler or indexer: check that service's log and load.",
 )
 
 # Replicas of the scheduler

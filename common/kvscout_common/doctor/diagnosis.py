@@ -15,6 +15,7 @@ from kvscout_common.doctor.prediction_checks import check_predictions
 from kvscout_common.doctor.proxy_checks import check_proxies
 from kvscout_common.doctor.registry_checks import check_registrations, check_shards, check_tenants
 from kvscout_common.doctor.replica_checks import check_replicas
+from kvscout_common.doctor.request_checks import check_requests
 from kvscout_common.doctor.service_checks import check_helpers, check_services
 from kvscout_common.doctor.snapshot import Snapshot
 from kvscout_common.doctor.symptom import Symptom
@@ -27,6 +28,7 @@ MAX_CHARACTERS = 1_000
 
 CHECKS: tuple[Callable[[Snapshot], Iterator[Symptom]], ...] = (
     check_services,
+    check_requests,
     check_proxies,
     check_nats,
     check_registrations,

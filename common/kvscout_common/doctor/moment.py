@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2
 from kvscout_common.doctor.snapshot import RankName, Snapshot
-from kvscout_common.enum_words import word_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +36,12 @@ class Moment:
 
     @property
     def failures(self) -> int:
-        """Requests of all gateways that failed, since their start."""
-        return sum(status.failures for _, status in self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse))
-
-    @property
-    def failed(self) -> dict[str, int]:
-        """Those by whose fault: "caller", "engine", "router"."""
-        found = {"caller": 0, "engine": 0, "router": 0}
-        for one in self._failure_counts:
-            owner = word_of(gateway_pb2.FaultOwner, one.owner)
-            if not one.answered and owner in found:
-                found[owner] += one.total
-        return found
-
-    @property
-    def answered_otherwise(self) -> int:
-        """Requests that were answered, but not as they should have been, since the gateways' start."""
-        return sum(one.total for one in self._failure_counts if one.answered)
-
-    @property
-    def _failure_counts(self) -> Iterator[gateway_pb2.FailureCount]:
-        for _, status in self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
-            yield from status.failure_counts
+        """Requests of all gateways that failed by an engine's or the router's fault, since their start."""
+        return sum(
+            # One of an older release does not say whose fault it was.
+            _ours(status) if status.recent_seconds else status.failures
+            for _, status in self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse)
+        )
 
     @property
     def queued(self) -> int:
@@ -78,3 +61,8 @@ class Moment:
         statuses = self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse)
         seen = [one for _, status in statuses for one in status.workers]
         return sum(one.prompt_tokens for one in seen), sum(one.cached_tokens for one in seen)
+
+
+def _ours(status: gateway_pb2.GatewayGetStatusResponse) -> int:
+    caller = gateway_pb2.FAULT_OWNER_CALLER
+    return sum(one.total for one in status.failure_counts if not one.answered and one.owner != caller)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, workers_pb2
+from kvscout_common.doctor.conditions import Severity
+from kvscout_common.doctor.request_checks import check_requests
 from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot, WorkerName, observed_name, source_name
 from kvscout_common.doctor.worker_health import Health, judged_healths, shown_health
+from kvscout_common.enum_words import word_of
 from kvscout_common.worker import MAX_RANKS
 
 TROUBLED = frozenset(
@@ -93,11 +96,21 @@ class Overview:
     sources: tuple[SourceRow, ...]
     queue: tuple[QueueRow, ...] = ()
     """As far as schedulers show it: to administrators."""
+    troubles: tuple[str, ...] = ()
+    """What goes wrong with requests, a sentence each."""
+    failed: Mapping[str, int] = field(default_factory=dict)
+    """Requests that failed since the gateways' start, by whose fault: "caller", "engine", "router"."""
+    answered: int = 0
+    """Requests that were answered, but with less knowledge than usual, or after another worker had failed them."""
 
     @property
     def well(self) -> bool:
-        """Return whether nothing is wrong in any row."""
-        return all(row.well for row in self.services) and all(row.well and row.health.well for row in self.sources)
+        """Return whether nothing is wrong in any row, nor with requests."""
+        return (
+            not self.troubles
+            and all(row.well for row in self.services)
+            and all(row.well and row.health.well for row in self.sources)
+        )
 
 
 @dataclass(slots=True)
@@ -150,6 +163,26 @@ def seen_by_gateways(snapshot: Snapshot) -> dict[RankName, Seen]:
     return dict(found)
 
 
+def failed_by_owner(snapshot: Snapshot) -> dict[str, int]:
+    """Return the requests that failed since the gateways' start, by whose fault: "caller", "engine", "router"."""
+    found = dict.fromkeys(("caller", "engine", "router"), 0)
+    for count in _failure_counts(snapshot):
+        owner = word_of(gateway_pb2.FaultOwner, count.owner)
+        if not count.answered and owner in found:
+            found[owner] += count.total
+    return found
+
+
+def answered_with_less(snapshot: Snapshot) -> int:
+    """Return the requests that were answered since then, but not as they should have been."""
+    return sum(count.total for count in _failure_counts(snapshot) if count.answered)
+
+
+def _failure_counts(snapshot: Snapshot) -> Iterator[gateway_pb2.FailureCount]:
+    for _, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
+        yield from status.failure_counts
+
+
 def overview(snapshot: Snapshot) -> Overview:
     """Tables of a snapshot."""
     reached = reached_by_gateways(snapshot)
@@ -162,6 +195,12 @@ def overview(snapshot: Snapshot) -> Overview:
             for pool in status.pools
             for one in pool.queue
         ),
+        troubles=tuple(
+            f"{found.condition.id}: {found.evidence}"
+            for found in sorted(check_requests(snapshot), key=lambda one: one.condition.severity is not Severity.ERROR)
+        ),
+        failed=failed_by_owner(snapshot),
+        answered=answered_with_less(snapshot),
     )
 
 

@@ -1395,6 +1395,7 @@ class LateTokens(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     RECENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     """Source, such as "tokenizer", "renderer" or "engine's tokenize"."""
     model: _builtins.str
@@ -1403,6 +1404,8 @@ class LateTokens(_message.Message):
     """Prompts since start."""
     recent: _builtins.int
     """Prompts within the last recent_seconds of the status."""
+    tenant: _builtins.str
+    """Tenant."""
     def __init__(
         self,
         *,
@@ -1410,10 +1413,11 @@ class LateTokens(_message.Message):
         model: _builtins.str = ...,
         total: _builtins.int = ...,
         recent: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "recent", b"recent", "source", b"source", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "recent", b"recent", "source", b"source", "tenant", b"tenant", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.conditions import CONDITIONS, Severity
@@ -211,9 +212,10 @@ def test_what_was_not_asked_is_counted_in_a_note() -> None:
 
 
 def test_each_condition_is_brought_about_by_a_test() -> None:
-    """By real services in tests/integration/test_doctor.py, or here where that cannot be done at will."""
-    folder = ROOT / "tests"
-    text = (folder / "integration/test_doctor.py").read_text()
+    """By real services in tests/integration/test_doctor.py and test_failures.py, or here where that cannot be done at
+    will."""
+    folder = ROOT / "tests" / "integration"
+    text = "".join((folder / name).read_text() for name in ("test_doctor.py", "test_failures.py"))
     real = {condition.id for condition in CONDITIONS if f'"{condition.id}"' in text}
     assert len(real) >= 30
     here = Path(__file__).read_text()
@@ -243,3 +245,72 @@ def test_each_condition_has_its_place_in_the_docs_as_doctor_words_it() -> None:
     page = " ".join((ROOT / "docs/operating.md").read_text().split())
     assert len({condition.id for condition in CONDITIONS}) == len(CONDITIONS)
     assert not [one.id for one in CONDITIONS if f"`{one.id}` ({one.severity}): {one.what} {one.remedy}" not in page]
+
+
+def failures(cause: str, recent: int, *, owner: str = "ROUTER", answered: bool = False) -> gateway_pb2.FailureCount:
+    return gateway_pb2.FailureCount(
+        cause=cause,
+        owner=gateway_pb2.FaultOwner.Value(f"FAULT_OWNER_{owner}"),
+        answered=answered,
+        total=recent,
+        recent=recent,
+        last_message="as it was",
+    )
+
+
+def of_requests(*counts: gateway_pb2.FailureCount, requests: int, **fields: Any) -> dict[str, Finding]:
+    return found(gateway(failure_counts=counts, recent_requests=requests, recent_seconds=300, **fields), scheduler())
+
+
+def test_a_defect_of_the_gateway_is_told_with_its_last_message() -> None:
+    told = of_requests(failures("internal", 3), requests=10)
+    assert told.keys() == {"gateway-failing"}
+    assert told["gateway-failing"].evidence == (
+        "gateway g:1: 3 of 10 requests of the last 5 min failed (internal); the last one: as it was",
+    )
+
+
+def test_few_requests_or_a_small_share_are_no_trouble() -> None:
+    assert of_requests(failures("queue", 2), requests=2) == {}
+    assert of_requests(failures("queue", 9), requests=1_000) == {}
+    assert of_requests(failures("queue", 10), requests=1_000).keys() == {"requests-refused"}
+    assert of_requests(failures("indexer", 49, answered=True), requests=1_000) == {}
+    assert of_requests(failures("indexer", 50, answered=True), requests=1_000).keys() == {"requests-degraded"}
+
+
+def test_callers_mistakes_are_no_trouble_but_limits_of_their_tenants_are() -> None:
+    for cause in ("request", "unknown", "key", "gone"):
+        assert of_requests(failures(cause, 100, owner="CALLER"), requests=100) == {}
+    assert of_requests(failures("limit", 100, owner="CALLER"), requests=100).keys() == {"tenant-limited"}
+
+
+def test_engines_that_fail_requests_come_after_what_is_wrong_with_a_worker() -> None:
+    ejected = gateway_pb2.WorkerObservation(
+        worker=types_pb2.WorkerRank(worker_id="w"), tenant="t", requests=9, failures=9, problem="fails what others run"
+    )
+    told = of_requests(failures("worker", 9, owner="ENGINE"), requests=9, workers=[ejected])
+    assert list(told) == ["worker-failing", "requests-failing"]
+    moved = failures("worker", 9, owner="ENGINE", answered=True)
+    assert of_requests(moved, requests=9) == {}
+
+
+def test_tokens_that_are_late_are_not_told_twice() -> None:
+    late = gateway_pb2.LateTokens(source="renderer", model="m", tenant="t", total=20, recent=20)
+    told = of_requests(failures("tokens", 20, answered=True), requests=20, late_tokens=[late])
+    assert told.keys() == {"tokens-late"}
+    told = of_requests(failures("tokens", 40, answered=True), requests=40, late_tokens=[late])
+    assert told.keys() == {"tokens-late", "requests-degraded"}
+
+
+def test_a_policy_that_fails_is_told_by_its_scheduler_or_else_by_a_gateway() -> None:
+    by_gateway = gateway(failure_counts=[failures("policy", 5, answered=True)], recent_requests=5, recent_seconds=300)
+    assert found(by_gateway)["policy-failing"].evidence[0].endswith("the last one: as it was")
+    failing = scheduler_pb2.PolicyFailure(policy="mine", total=5, recent=5, recent_seconds=300, last_error="KeyError")
+    status = scheduler_pb2.SchedulerGetStatusResponse(service=info(), policy_failures=[failing])
+    told = found(by_gateway, replace(scheduler(), status=status))
+    assert told["policy-failing"].evidence == (
+        "policy 'mine' of scheduler s:1 failed 5 times in the last 5 min: KeyError",
+    )
+    few = scheduler_pb2.PolicyFailure(policy="mine", total=99, recent=1, recent_seconds=300)
+    status = scheduler_pb2.SchedulerGetStatusResponse(service=info(), policy_failures=[few])
+    assert found(gateway(), replace(scheduler(), status=status)) == {}

@@ -166,6 +166,15 @@ class FailureLog(Collector):
         self.number = 0
         """Of the last one."""
 
+    @property
+    def ours(self) -> int:
+        """Return the requests that failed by an engine's or the router's fault."""
+        return sum(
+            number
+            for kind, number in self.counts.total.items()
+            if not kind.answered and OWNERS[kind.cause] is not Owner.CALLER
+        )
+
     def over(self, asked: Asked, error: BaseException | None, worker_ids: Sequence[str] = ()) -> None:
         """Record the end of a request.
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.http.json_fields import Prompts
+from kvscout_common.observability.recent_counts import RecentCounts
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.conversation import NotOnlyText, NotText
 from kvscout_gateway.tokens.parity import ParityCheck
@@ -19,7 +23,15 @@ CHARACTERS_A_TOKEN: Final = 4
 CHAT: Final = "chat"
 
 
-class PromptTokenizer:
+class LateTokens(NamedTuple):
+    """What is counted together of prompts whose tokens a source did not have in time."""
+
+    source: str
+    tenant: str
+    model: str
+
+
+class PromptTokenizer(Collector):
     """Finds the tokens of requests."""
 
     def __init__(self, sources: Sequence[TokenSource], parity: ParityCheck, *, remote_seconds: float = 0.0) -> None:
@@ -33,6 +45,16 @@ class PromptTokenizer:
         self._sources = sources
         self._parity = parity
         self._remote_seconds = remote_seconds
+        self.late: RecentCounts[LateTokens] = RecentCounts()
+        """Prompts whose tokens are unknown because a source was too slow, or did not answer."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the current samples."""
+        labels = ["source", "tenant", "model"]
+        late = CounterMetricFamily("kvscout_late_tokens", "Prompts whose tokens a source had too late", labels=labels)
+        for of, number in self.late.total.items():
+            late.add_metric(of, number)
+        yield late
 
     async def of_completion(self, request: Mapping[str, Any], *, model: str, tenant: str, size: int = 0) -> Prompt:
         """Return the tokens of a completion request; unknown where they cannot be had in time.
@@ -82,7 +104,7 @@ class PromptTokenizer:
         if _has(wanted.request, "truncate_prompt_tokens") or _has(wanted.request, "prompt_embeds"):
             return unknown_prompt("the engine shortens the prompt, or adds to it")
         wanted.remote_seconds = self._remote_seconds
-        problem, media, engines_fail = "", False, False
+        problem, late, media, engines_fail = "", "", False, False
         for of, source in self._ordered(wanted):
             if engines_fail and source.name in ENGINES:
                 continue
@@ -90,6 +112,8 @@ class PromptTokenizer:
                 found = await source.find(wanted)
             except (NotText, KvscoutError, TimeoutError) as error:
                 problem = problem or _why(error)
+                if not isinstance(error, NotText | InvalidArgument):
+                    late = late or source.name
                 media = media or isinstance(error, NotOnlyText)
                 engines_fail |= source.name in ENGINES and not isinstance(error, NotText | InvalidArgument)
                 continue
@@ -102,6 +126,8 @@ class PromptTokenizer:
                 return prompt
         beginning = await self._beginning(wanted) if media else None
         if beginning is None:
+            if late:
+                self.late.add(LateTokens(late, wanted.tenant, wanted.model))
             return unknown_prompt(problem or f"there is no tokenizer of model {wanted.model!r}")
         prompt = _prompt(beginning, beginning.further_tokens)
         prompt.partial = f"tokenizer: {problem}"

@@ -110,6 +110,7 @@ class Tokens:
             }
         in_order = [by_name[name] for name in SourceName if name in by_name]
         self.prompts = PromptTokenizer(in_order, self.parity, remote_seconds=timeout_seconds)
+        metrics.register(self.prompts)
 
     async def close(self) -> None:
         """End the tasks that run beside requests."""

@@ -168,7 +168,7 @@ class Dashboard:
         return Totals(
             at=self._clock(),
             requests=gateway.exchanges.requests,
-            failures=gateway.exchanges.failures,
+            failures=gateway.failure_log.ours,
             prompt_tokens=seen.prompt_tokens,
             cached_tokens=seen.cached_tokens,
             ttft=tuple(metrics.ttft.counts),

@@ -48,12 +48,13 @@ def state(now: Moment, before: Moment | None, decisions: Iterable[scheduler_pb2.
             "rate": now.requests_per_second(before),
             "in_flight": now.in_flight,
             "failures": now.failures,
-            "failed": now.failed,
-            "answered": now.answered_otherwise,
+            "failed": dict(shown.failed),
+            "answered": shown.answered,
             "queued": now.queued,
             "hit": now.hit_rate(None),
-            "trouble": in_trouble + sum(not row.well for row in shown.services),
+            "trouble": in_trouble + sum(not row.well for row in shown.services) + len(shown.troubles),
         },
+        "troubles": [printable(one, 500) for one in shown.troubles],
         "services": [
             {
                 "kind": row.kind or "service",

@@ -52,7 +52,20 @@ def gateway_status(gateway: Gateway, tenant: str, model: str) -> gateway_pb2.Gat
         failure_counts=failure_counts(gateway.failure_log, in_full=tenant == ALL_TENANTS),
         recent_requests=gateway.failure_log.ended.recent()[None],
         recent_seconds=RECENT_SECONDS,
+        late_tokens=_late_tokens(gateway, tenant, model),
     )
+
+
+def _late_tokens(gateway: Gateway, tenant: str, model: str) -> list[gateway_pb2.LateTokens]:
+    late = gateway.tokens.prompts.late
+    recent = late.recent()
+    return [
+        gateway_pb2.LateTokens(
+            source=of.source, tenant=of.tenant, model=of.model, total=late.total[of], recent=recent[of]
+        )
+        for of in sorted(late.total)
+        if tenant in (ALL_TENANTS, of.tenant) and model in ("", of.model)
+    ]
 
 
 def _shadow_hour(hour: Hour, span: Span) -> gateway_pb2.ShadowHour:
