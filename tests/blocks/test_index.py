@@ -17,6 +17,7 @@ from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Fault, Fault
 from kvscout_blocks.bytes.frames import MalformedBatch
 from kvscout_blocks.index.block_index import (
     BATCH_LIMIT,
+    FEW_GHOSTS,
     GHOST_LIMIT,
     GROUP_LIMIT,
     ORPHAN_LIMIT,
@@ -157,9 +158,49 @@ def test_token_pairs_of_a_worker_without_eagle_are_not_indexed(index_factory: In
     assert device(index, *block_hashes([1, 2, 3, 4], 4)) == {W0: 1}
 
 
+SHOWS_TIERS = (Stored((10**9,), tokens=(1, 2, 3, 4), block_size=4, tier=Tier.HOST),)
+"""From an engine that moves blocks from one tier to another, so that ghosts may be asked for."""
+
+
+@pytest.mark.parametrize(
+    ("total_kv_blocks", "tiers", "max_blocks", "limit"),
+    [
+        (0, False, 0, FEW_GHOSTS),
+        (3000, False, 0, FEW_GHOSTS),
+        (3000, True, 0, 4096),
+        (3000, False, 10**6, 4096),
+        (100, True, 0, FEW_GHOSTS),
+    ],
+)
+def test_ghosts_are_as_many_as_a_cache_has_blocks_where_they_can_be_asked_for(
+    index_factory: IndexFactory,
+    total_kv_blocks: int,
+    tiers: bool,
+    max_blocks: int,
+    limit: int,
+) -> None:
+    index = index_factory(4, max_blocks=max_blocks)
+    index.add_worker(W0, WorkerOptions(total_kv_blocks=total_kv_blocks))
+    if tiers:
+        apply(index, *SHOWS_TIERS)
+    for first in range(0, 5000, 500):
+        hashes = tuple(range(first, first + 500))
+        apply(index, *(run(h) for h in hashes), Removed(hashes))
+    assert index.stats().ghosts == limit
+    for engine_hash in (5000 - limit, 4999 - limit):
+        apply(index, Stored((engine_hash,), tier=Tier.HOST))
+    assert ignored(index, Ignored.UNKNOWN_MOVED) == 1
+    assert index.find_matches([5000 - limit], now=0.0).host == (1,)
+    # It says by now that it moves blocks.
+    apply(index, *(run(h) for h in range(5000, 5500)), Removed(tuple(range(5000, 5500))))
+    assert index.stats().ghosts == (limit + 500 if limit == FEW_GHOSTS and total_kv_blocks != 100 else limit)
+    index.check_invariants()
+
+
 @pytest.mark.slow
 def test_ghosts_are_bounded_and_the_oldest_are_forgotten(index_factory: IndexFactory) -> None:
     index = new(index_factory)
+    apply(index, *SHOWS_TIERS)
     for first in range(0, GHOST_LIMIT + 2, 1000):
         hashes = tuple(range(first, min(first + 1000, GHOST_LIMIT + 2)))
         apply(index, *(run(h) for h in hashes), Removed(hashes))
@@ -175,6 +216,7 @@ def test_ghosts_are_bounded_and_the_oldest_are_forgotten(index_factory: IndexFac
 @pytest.mark.slow
 def test_a_block_that_came_back_keeps_its_place_among_the_ghosts(index_factory: IndexFactory) -> None:
     index = new(index_factory)
+    apply(index, *SHOWS_TIERS)
     for _ in range(2):
         for first in range(0, GHOST_LIMIT, 1024):
             hashes = tuple(range(first, first + 1024))

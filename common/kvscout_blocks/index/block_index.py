@@ -29,7 +29,7 @@ Invariants, checked by `check_invariants`:
    device and block k is not (or does not exist). The same for the other tiers, cumulatively, and for
    `predicted`, where a block counts when it is held on the device or predicted for this worker.
 4. No orphan's parent is bound: orphans are bound as soon as their parent is.
-5. Ghosts and orphans of a worker number at most `GHOST_LIMIT` and `ORPHAN_LIMIT`.
+5. Ghosts of a worker number at most `ghost_limit`, orphans `ORPHAN_LIMIT`.
 6. A node exists only while a worker's bound hash, demoted hash or prediction needs it or a descendant.
 7. With `max_blocks` > 0, bound hashes and orphans of all workers together are at most `max_blocks` when a
    call returns, and so are ghosts. Of ghosts the oldest go. Of blocks what was above the bound goes, and a 64th of
@@ -65,7 +65,10 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import CopyMode, PoolKey, WorkerRank, WorkerSpec
 
 GHOST_LIMIT = 65_536
-"""Blocks that went last and are remembered, for each worker rank; one that comes back leaves its place empty."""
+"""Most blocks that went last and are remembered, for a worker rank; one that comes back leaves its place empty."""
+
+FEW_GHOSTS = 1_024
+"""The same for a rank of which nobody asks for them: it never moved a block between tiers, and there is no bound."""
 
 ORPHAN_LIMIT = 65_536
 """Orphans kept for each worker rank; further ones are dropped and counted."""
@@ -114,6 +117,18 @@ class WorkerOptions:
             adapters={adapter.lora_id: adapter.name for adapter in spec.adapters if adapter.lora_id},
             total_kv_blocks=spec.total_kv_blocks,
         )
+
+
+def ghost_limit(total_kv_blocks: int, *, asked: bool) -> int:
+    """Return how many ghosts a worker rank has at most: as many as its cache has blocks, rounded up to a power of two.
+
+    Args:
+        total_kv_blocks: 0 = unknown.
+        asked: They may be asked for: the rank named a tier other than the device, or a block without its content; or
+            the index has a bound, which drops blocks that the engine still has.
+    """
+    blocks = min(total_kv_blocks or GHOST_LIMIT, GHOST_LIMIT) if asked else 0
+    return max(FEW_GHOSTS, 1 << (blocks - 1).bit_length())
 
 
 class Applied(NamedTuple):

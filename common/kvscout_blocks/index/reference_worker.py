@@ -22,13 +22,13 @@ from kvscout_blocks.bytes.acceptance import Ignored, judge_content, local_hashes
 from kvscout_blocks.bytes.dump import DumpedBlock, DumpedOrphan, WorkerDump
 from kvscout_blocks.bytes.events import EventBatch, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import (
-    GHOST_LIMIT,
     GROUP_LIMIT,
     ORPHAN_LIMIT,
     TWIN_LIMIT,
     WINDOW_LIMIT,
     Overlap,
     WorkerOptions,
+    ghost_limit,
 )
 from kvscout_blocks.index.reference_windows import Counts, WindowGroups, add_copy, copies_of, counts_of, drop_copy
 from kvscout_common.hashing import extend_sequence
@@ -112,6 +112,7 @@ class Worker:
         self._block_size = block_size
         self._eagle = eagle
         self._max_window_blocks = max_blocks or WINDOW_LIMIT
+        self._asks_for_ghosts = max_blocks > 0
         self.clear()
 
     def clear(self) -> None:
@@ -196,9 +197,15 @@ class Worker:
             self.ignored[reason] += number
             self.incomplete |= reason.is_limit
 
+    @property
+    def ghost_limit(self) -> int:
+        """Return how many ghosts there are at most."""
+        return ghost_limit(self.options.total_kv_blocks, asked=self._asks_for_ghosts)
+
     def store(self, event: Stored) -> None:
         """Judge one Stored event, in the order of `Ignored`, and store its blocks."""
         has_content = bool(event.tokens or event.local_hashes)
+        self._asks_for_ghosts |= event.tier is not Tier.DEVICE or not has_content
         if 0 in event.engine_hashes or (event.parent is None and has_content):
             self.zero_is_block = True
         event = self._without_zero_parent(event)
@@ -452,7 +459,7 @@ class Worker:
             parent = names[0] if names else self.names_gone.get(node.parent)
             if parent is None:
                 return
-        if len(self.gone) >= GHOST_LIMIT:
+        while len(self.gone) >= self.ghost_limit:
             self.forget_oldest_ghost()
         ghost = self.ghosts[engine_hash] = Ghost(engine_hash, parent, node.local, tiers)
         self.gone.append(ghost)
@@ -519,7 +526,7 @@ class Worker:
         """See `BlockIndex.check_invariants`."""
         known = [*self.nodes, *self.orphans, *self.ghosts]
         assert len(known) == len(set(known)), "an engine hash is known in one way"
-        assert len(self.ghosts) <= len(self.gone) <= GHOST_LIMIT, "ghosts are bounded"
+        assert len(self.ghosts) <= len(self.gone) <= self.ghost_limit, "ghosts are bounded"
         assert len(self.orphans) <= ORPHAN_LIMIT, "orphans are bounded"
         assert self.orphans.keys() <= self.counts.keys() <= self.orphans.keys() | self.nodes.keys(), "who has copies"
         assert all(self.counts.values()), "a known block has a copy"

@@ -1,7 +1,8 @@
 //! Judges events, in the order of `Ignored`, and stores what is left of them.
 
 use super::directory::{Handle, WorkerName};
-use super::state::{Index, State};
+use super::ghosts::limit_for;
+use super::state::{Index, Rank, State};
 use super::store::{Refused, Target};
 use super::types::{GROUP_LIMIT, Ignored, SLICE};
 use super::window::WindowGroups;
@@ -37,6 +38,7 @@ impl Index {
             return applied;
         };
         self.complete(state, state.ranks[worker].slot);
+        self.limit_ghosts(state, worker);
         let mut filled = 0;
         let mut rooting = SLICE;
         for event in &batch.events {
@@ -90,14 +92,24 @@ impl Index {
         let slot = state.ranks[worker].slot;
         let old = state.ledger.worker(slot);
         let (groups, windows) = (old.groups.clone(), old.windows.as_ref().map(|windows| windows.groups()));
+        let moves_blocks = old.moves_blocks;
         self.drop_slot(state, slot);
         let slot = self.new_slot(state, worker);
         let new = state.ledger.worker_mut(slot);
-        new.groups = groups;
+        (new.groups, new.moves_blocks) = (groups, moves_blocks);
         new.windows = WindowGroups::of_groups(&windows.unwrap_or_default(), self.block_size);
         state.ledger.refresh_groups(slot);
         state.ranks[worker].slot = slot;
         self.show_windows(state, worker);
+        self.limit_ghosts(state, worker);
+    }
+
+    /// Lets a worker have as many ghosts as may be asked for.
+    fn limit_ghosts(&self, state: &mut State, worker: Handle) {
+        let Rank { slot, ref options, .. } = state.ranks[worker];
+        let content = state.ledger.worker_mut(slot);
+        let asked = self.bounds.max_blocks > 0 || content.moves_blocks;
+        content.ghosts.set_limit(limit_for(options.total_kv_blocks, asked));
     }
 
     fn stored(&self, state: &mut State, worker: Handle, batch: &Batch, event: &Stored) {
@@ -105,6 +117,11 @@ impl Index {
         let content = state.ledger.worker_mut(slot);
         content.zero_is_block |=
             event.parent.is_none() && event.has_content() || batch.hashes(event.engine_hashes).contains(&0);
+        if !content.moves_blocks && (event.tier > 0 || !event.has_content()) {
+            content.moves_blocks = true;
+            self.limit_ghosts(state, worker);
+        }
+        let content = state.ledger.worker_mut(slot);
         let event = &content.rooted(event);
         let full_groups = state.ledger.worker(slot).full_groups.len();
         if !state.ledger.learn_group(slot, event.group, event.full_attention, GROUP_LIMIT) {

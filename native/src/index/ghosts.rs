@@ -7,7 +7,7 @@
 //!
 //! Most engines never ask for a ghost, and a block that goes has its line of cache taken away by the next ones soon: so
 //! one that goes is written down and nothing else. Buckets are brought in step by lookups. A tombstone is taken again once
-//! there are `GHOST_LIMIT` younger ones; a chain ends where it comes to one that was. A block that is stored
+//! there are as many younger ones as its worker may have (`limit_for`); a chain ends where it comes to one that was. A block that is stored
 //! again keeps its tombstone, too: a ghost counts only while its hash is not bound. Those that the `max_blocks` bound
 //! dropped are *evicted*: the engine still has them.
 
@@ -15,6 +15,20 @@ use crate::table::mix;
 
 /// Blocks that went last and are remembered, for each worker rank: a power of two.
 pub const GHOST_LIMIT: usize = 65_536;
+
+/// The same of a rank that never moved a block from one tier to another: nobody asks for them.
+const FEW_GHOSTS: usize = 1024;
+
+/// Ghosts of a rank at most, a power of two: as many as its cache has blocks (0: unknown). `asked`: they may be asked
+/// for, since the rank moves blocks, or a bound drops them.
+pub fn limit_for(total_kv_blocks: u64, asked: bool) -> usize {
+    let blocks = match total_kv_blocks {
+        _ if !asked => FEW_GHOSTS,
+        0 => GHOST_LIMIT,
+        blocks => blocks.min(GHOST_LIMIT as u64) as usize,
+    };
+    blocks.next_power_of_two().max(FEW_GHOSTS)
+}
 
 /// Tombstones that there are at first.
 const FIRST_TOMBSTONES: usize = 16;
@@ -68,12 +82,22 @@ pub struct Ghosts {
     in_buckets: u64,
     /// Tombstones of evicted ones.
     evicted: usize,
+    /// As `limit_for`.
+    limit: usize,
 }
 
 impl Ghosts {
     /// None; the secret scatters the buckets.
     pub fn new(secret: u64) -> Self {
-        Self { secret, ..Self::default() }
+        Self { secret, limit: GHOST_LIMIT, ..Self::default() }
+    }
+
+    /// Sets how many there are at most; of more the oldest are forgotten.
+    pub fn set_limit(&mut self, limit: usize) {
+        self.limit = limit;
+        while self.len() > limit {
+            self.forget_oldest();
+        }
     }
 
     /// How many tombstones are in use.
@@ -128,12 +152,10 @@ impl Ghosts {
     /// Adds the youngest; its hash is bound no more.
     #[inline]
     pub fn push(&mut self, ghost: Ghost) {
-        if self.len() == self.tombstones.len() {
-            if self.len() < GHOST_LIMIT {
-                self.grow();
-            } else {
-                self.forget_oldest();
-            }
+        if self.len() >= self.limit {
+            self.forget_oldest();
+        } else if self.len() == self.tombstones.len() {
+            self.grow();
         }
         let Ghost { engine_hash, local, above, tiers } = ghost;
         let (began, above) = match above {

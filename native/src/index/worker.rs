@@ -83,6 +83,8 @@ pub struct Worker {
     pub incomplete: bool,
     /// A prompt began without a parent, or a block was called 0: so a parent 0 is a block like any other.
     pub zero_is_block: bool,
+    /// It named a tier other than the device, or a block without its content: what was removed may be asked for.
+    pub moves_blocks: bool,
     /// The next presence to take out of the trie, once the worker is dropped; 0: the highest.
     pub drain_next: PresenceId,
     /// The last presence whose reach on levels that were opened is computed; None: all are.
