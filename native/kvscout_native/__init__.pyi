@@ -237,8 +237,8 @@ class Queries:
     def __new__(cls) -> Queries: ...
     def set_pool(self, pool: _Pool, index: BlockIndex) -> None: ...
     def remove_pool(self, pool: _Pool) -> None: ...
-    def set_incomplete(self, pool: _Pool, ranks: Sequence[_Name]) -> None:
-        """Ranks of a pool whose history is incomplete: answers say so."""
+    def set_incomplete(self, pool: _Pool, rank: _Name, incomplete: bool) -> None:
+        """Say whether the history of a rank is incomplete: answers say so."""
 
     def find(
         self, pool: _Pool, hashes: bytes, prompt_tokens: int, now: float

@@ -123,13 +123,22 @@ impl Queries {
         }
     }
 
-    /// Says which ranks of a pool have an incomplete history.
-    pub fn set_incomplete(&self, (tenant, model, block_size, eagle): PoolName, ranks: HashSet<WorkerRank>) {
+    /// Says whether a rank of a pool has an incomplete history.
+    pub fn set_incomplete(
+        &self,
+        (tenant, model, block_size, eagle): PoolName,
+        rank: WorkerRank,
+        incomplete: bool,
+    ) {
         let mut tenants = self.tenants.write();
         let pools = tenants.get_mut(&tenant).and_then(|models| models.get_mut(&model));
         let same = |pool: &&mut Pool| (pool.block_size, pool.eagle) == (block_size, eagle);
         if let Some(pool) = pools.and_then(|pools| pools.iter_mut().find(same)) {
-            pool.incomplete = ranks;
+            if incomplete {
+                pool.incomplete.insert(rank);
+            } else {
+                pool.incomplete.remove(&rank);
+            }
         }
     }
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.cpu_cost import cpu_ratio
 
 from kvscout_blocks.bytes.events import EventBatch, Stored
-from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.block_index import SLICE, WorkerOptions
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import WorkerRank
@@ -37,17 +38,6 @@ def stores(index: NativeIndex, rng: random.Random) -> Iterator[Callable[[], obje
         hashes = tuple(rng.getrandbits(64) for _ in range(BLOCKS))
         batch = EventBatch((Stored(hashes, None, block_size=16, local_hashes=hashes),))
         yield lambda rank=rank, batch=batch: index.apply(rank, batch)  # type: ignore[misc]  # bound early
-
-
-def cpu_ratio(few: Callable[[], object], many: Callable[[], object]) -> float:
-    """CPU time of `many` divided by that of `few`: the least of some rounds each, in turns."""
-    times: dict[Callable[[], object], float] = {}
-    for _ in range(15):
-        for work in (few, many):
-            began = time.process_time()
-            work()
-            times[work] = min(times.get(work, float("inf")), time.process_time() - began)
-    return times[many] / times[few]
 
 
 def test_the_state_of_an_index_is_counted_as_it_changes() -> None:
@@ -80,6 +70,42 @@ def test_an_event_of_a_full_index_costs_the_same_however_many_ranks_share_it() -
 
         works.append(work)
     assert cpu_ratio(*works) <= 2, SEED
+
+
+def test_a_run_is_cut_at_the_same_cost_however_many_ranks_have_no_part_of_it() -> None:
+    works = []
+    for ranks in (FEW, MANY):
+        index = fleet(ranks)
+        rank, rng = index.workers()[0], random.Random(SEED)
+        cuts: deque[EventBatch] = deque()
+        for _ in range(15 * 100):
+            run, fork = tuple(rng.getrandbits(64) for _ in range(16)), (rng.getrandbits(64),)
+            index.apply(rank, EventBatch((Stored(run, None, block_size=16, local_hashes=run),)))
+            # Near its end, so that the tail is the new part.
+            cuts.append(EventBatch((Stored(fork, run[12], block_size=16, local_hashes=fork),)))
+
+        def work(index: NativeIndex = index, rank: WorkerRank = rank, cuts: deque[EventBatch] = cuts) -> None:
+            for _ in range(100):
+                index.apply(rank, cuts.popleft())
+
+        works.append(work)
+    assert cpu_ratio(*works) <= 2, SEED
+
+
+def test_a_rank_that_is_removed_has_a_slice_of_those_that_wait_drained_and_no_more() -> None:
+    blocks, index = 40 * SLICE, fleet(5_000)
+    ranks, rng = index.workers(), random.Random(SEED)
+    hashes = [rng.getrandbits(64) for _ in range(blocks)]
+    for first in range(0, blocks, SLICE):
+        run = tuple(hashes[first : first + SLICE])
+        index.apply(ranks[0], EventBatch((Stored(run, None, block_size=16, local_hashes=run),)))
+    left = [blocks]
+    for rank in ranks:
+        index.remove_rank(rank)
+        left.append(index.stats().blocks)
+    assert max(before - after for before, after in itertools.pairwise(left)) <= SLICE + 16, SEED
+    assert left[-1] == 0
+    index.check_invariants()
 
 
 def test_looking_for_work_costs_the_same_however_many_ranks_have_none() -> None:

@@ -13,6 +13,7 @@ TIMES: Final = 4
 """How much larger the second of two inputs is."""
 NOISE_SECONDS: Final = 0.02
 RETRIES: Final = 3
+ROUNDS: Final = 15
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -38,3 +39,9 @@ def assert_in_proportion(work: Callable[[T], object], small: T, large: T, what: 
             return
         first, second = max(first, cost(small)), min(second, cost(large))
     assert second <= 2 * TIMES * first + NOISE_SECONDS, f"{what}: {first:.4f} s, then {second:.4f} s"
+
+
+def cpu_ratio(small: Callable[[], object], large: Callable[[], object]) -> float:
+    """Return the CPU time of `large` divided by that of `small`: the least of some runs of each, in turns."""
+    runs = [(cpu_seconds(small), cpu_seconds(large)) for _ in range(ROUNDS)]
+    return min(second for _, second in runs) / min(first for first, _ in runs)

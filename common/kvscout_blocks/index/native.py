@@ -194,9 +194,9 @@ class NativeQueries:
         """Make an index unreachable."""
         self._queries.remove_pool(_identity(pool))
 
-    def set_incomplete(self, pool: PoolKey, ranks: Sequence[WorkerRank]) -> None:
-        """Set the ranks of a pool whose history is incomplete."""
-        self._queries.set_incomplete(_identity(pool), ranks)
+    def set_incomplete(self, pool: PoolKey, rank: WorkerRank, incomplete: bool) -> None:
+        """Say whether the history of a rank is incomplete."""
+        self._queries.set_incomplete(_identity(pool), rank, incomplete)
 
     @property
     def answers(self) -> kvscout_native.Answers:

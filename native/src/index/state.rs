@@ -19,8 +19,11 @@ use super::window::query::cut_rows;
 use super::worker::Worker;
 use crate::slab::Slab;
 
-/// Slots that wait to be drained; with more the oldest is drained at once, whatever it holds.
+/// Slots that wait to be drained; with more each that comes has a slice of the oldest drained.
 const MAX_DROPPED: usize = 4096;
+
+/// Slots in use; with more the oldest is drained at once, whatever it holds.
+const SCARCE_SLOTS: usize = MAX_SLOTS / 4 * 3;
 
 /// What the index must know of a worker rank besides its events.
 #[derive(Debug, Clone, Default)]
@@ -330,8 +333,9 @@ impl Index {
         state.dropped.push_back(slot);
         if state.dropped.len() > MAX_DROPPED {
             let oldest = state.ledger.worker(state.dropped[0]);
-            let all = oldest.bindings() + oldest.predictions as usize;
-            self.drain(state, all + 1);
+            let all = oldest.bindings() + oldest.predictions as usize + 1;
+            let used = state.ledger.workers.len() - state.free_slots.len();
+            self.drain(state, if used > SCARCE_SLOTS { all } else { SLICE });
         }
     }
 

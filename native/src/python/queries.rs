@@ -36,12 +36,10 @@ impl Queries {
         self.queries.remove_pool(pool);
     }
 
-    fn set_incomplete(&self, pool: PoolName, ranks: Vec<(String, u32)>) {
-        let ranks = ranks
-            .iter()
-            .map(|(worker_id, dp_rank)| WorkerRank::from(WorkerName { worker_id, dp_rank: *dp_rank }))
-            .collect();
-        self.queries.set_incomplete(pool, ranks);
+    fn set_incomplete(&self, pool: PoolName, rank: (PyBackedStr, u32), incomplete: bool) {
+        let (worker_id, dp_rank) = &rank;
+        let rank = WorkerRank::from(WorkerName { worker_id, dp_rank: *dp_rank });
+        self.queries.set_incomplete(pool, rank, incomplete);
     }
 
     /// (overlaps, lower bound, incomplete rows)

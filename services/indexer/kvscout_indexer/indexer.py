@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvscout_blocks.index.backend import make_index, make_queries
@@ -40,6 +41,8 @@ MAX_RECOVERIES = 16
 """Replays that run at once."""
 UPKEEP_SECONDS = 1.0
 """Interval of looking at sources, and for dropped blocks."""
+SOURCES_A_SLICE = 256
+"""Sources that are looked at in one iteration of the event loop: half a millisecond."""
 MAINTAIN_BUDGET = 256
 """Dropped blocks freed, or predictions ended, in one iteration of the event loop: 0.1 and 0.7 ms."""
 TRIM_BLOCKS = 65_536
@@ -146,8 +149,8 @@ class Indexer:
 
     def _beyond_bound(self, pool: PoolKey) -> TenantWarning | None:
         """Return a warning if the engines of a pool have room for more blocks than its index."""
-        capacity, most = self.pools.capacity(pool), self._config.max_blocks
-        if not 0 < most < capacity:
+        most = self._config.max_blocks
+        if not most or (capacity := self.pools.capacity(pool)) <= most:
             return None
         return TenantWarning(
             pool.tenant,
@@ -325,16 +328,25 @@ class Indexer:
     async def _upkeep(self) -> None:
         while True:
             await sleep_to_tick(UPKEEP_SECONDS)
-            self._tick_all()
+            await self._tick_all()
             await self._maintain_all()
             if self._trim_at is not None and time.monotonic() >= self._trim_at:
                 self._trim_at = None
                 await asyncio.to_thread(trim)
 
-    def _tick_all(self) -> None:
+    async def _tick_all(self) -> None:
+        """Do what is due at sources, a slice an iteration of the event loop."""
+        every = iter(list(self._sources))
+        while some := list(islice(every, SOURCES_A_SLICE)):
+            self._tick(some)
+            await asyncio.sleep(0)
+
+    def _tick(self, names: list[tuple[str, WorkerRank]]) -> None:
         # Not in the loop of the task, which would keep the last one until there is another.
-        for source in list(self._sources.values()):
-            source.tick()
+        for name in names:
+            source = self._sources.get(name)
+            if source is not None:
+                source.tick()
 
     async def _maintain_all(self) -> None:
         """Free what was dropped, a slice an iteration of the event loop, so that no query waits for it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.cpu_cost import cpu_ratio
 
+from kvscout_blocks.index.backend import make_index, make_queries
 from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -110,3 +112,25 @@ def test_a_model_is_known_in_any_tenant_if_in_one(pools: Pools) -> None:
         pools.require_model("*", "other")
     with pytest.raises(NotFound):
         pools.require_model("default", "m")
+
+
+def test_what_concerns_one_worker_costs_the_same_however_many_there_are() -> None:
+    works = []
+    for workers in (500, 5_000):
+        pools = Pools(lambda pool: make_index(pool.block_size, pool.eagle), make_queries())
+        for number in range(workers):
+            pools.add(spec(f"w{number}", dp_size=2))
+            pools.set_incomplete(spec().pool, WorkerRank(f"w{number}", 0), incomplete=True)
+
+        def work(pools: Pools = pools) -> None:
+            for number in range(100):
+                one = spec(f"w{number}", dp_size=2)
+                pools.set_incomplete(one.pool, one.ranks[1], incomplete=True)
+                pools.set_incomplete(one.pool, one.ranks[1], incomplete=False)
+                pools.remove(one)
+                pools.add(one)
+
+        work()
+        assert len(pools.incomplete(spec().pool)) == workers
+        works.append(work)
+    assert cpu_ratio(*works) <= 2

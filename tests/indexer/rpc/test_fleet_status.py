@@ -17,7 +17,7 @@ from kvscout_common.hashing import native_available
 from kvscout_common.http.metrics_server import MetricsPage, registry_of
 from kvscout_common.observability.rank_series import PAUSE, RANKS_A_COLUMN
 from kvscout_common.worker import Transport, WorkerSpec
-from kvscout_indexer.indexer import Indexer
+from kvscout_indexer.indexer import SOURCES_A_SLICE, Indexer
 from kvscout_indexer.rpc.metrics import IndexerCollector
 from kvscout_indexer.rpc.servicer import IndexerServicer
 from kvscout_indexer.rpc.status import RANKS_A_SLICE
@@ -123,3 +123,21 @@ async def test_a_scrape_leaves_batches_to_the_native_path(monkeypatch: pytest.Mo
             assert (applied, status.applied) == ([number + 1.0], number + 1)
             assert [s.value < 60 for s in families["kvscout_event_age_seconds"].samples] == [True]
         assert in_python == before
+
+
+async def test_a_tick_looks_at_some_sources_and_lets_others_go_on(
+    fleet: tuple[IndexerClient, Indexer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fleet
+    ticked: Counter[int] = Counter()
+    turns = 0
+    monkeypatch.setattr(Source, "tick", lambda _: ticked.update([turns]))
+
+    async def count() -> None:
+        nonlocal turns
+        while ticked.total() < RANKS:
+            turns += 1
+            await asyncio.sleep(0)
+
+    await asyncio.wait_for(count(), timeout=30)
+    assert max(ticked.values()) <= SOURCES_A_SLICE

@@ -53,7 +53,8 @@ class Pools:
     def remove(self, spec: WorkerSpec) -> None:
         """Drop a worker with all its ranks, and its index if it was the last one."""
         index = self._indexes[spec.pool]
-        index.remove_worker(spec.worker_id)
+        for rank in spec.ranks:
+            index.remove_rank(rank)
         members = self._workers[spec.pool]
         members.discard(spec.worker_id)
         self._capacity.get(spec.pool, {}).pop(spec.worker_id, None)
@@ -81,7 +82,7 @@ class Pools:
         if not ranks:
             del self._incomplete[pool]
         if self._queries is not None:
-            self._queries.set_incomplete(pool, sorted(ranks))
+            self._queries.set_incomplete(pool, rank, incomplete)
 
     def drop_rank(self, spec: WorkerSpec, rank: WorkerRank) -> None:
         """Drop a rank that a worker no longer has."""
