@@ -2000,6 +2000,7 @@ class PoolLoad(_message.Message):
     DECISIONS_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model."""
     tenant: _builtins.str
@@ -2018,6 +2019,8 @@ class PoolLoad(_message.Message):
     """Decisions made since start."""
     queued: _builtins.int
     """Requests waiting in the queue."""
+    prefill_token_seconds: _builtins.float
+    """Time to compute one more uncached prompt token, in seconds, as learned from requests; unset = nothing is learned yet."""
     @_builtins.property
     def queue(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueShare]:
         """What waits, by priority, caller and fairness id: the 32 entries with most requests. For administrators."""
@@ -2035,12 +2038,15 @@ class PoolLoad(_message.Message):
         decisions: _builtins.int = ...,
         queued: _builtins.int = ...,
         queue: _abc.Iterable[Global___QueueShare] | None = ...,
+        prefill_token_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_token_seconds", b"_prefill_token_seconds", "prefill_token_seconds", b"prefill_token_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_decode_blocks", b"active_decode_blocks", "active_prefill_tokens", b"active_prefill_tokens", "active_requests", b"active_requests", "decisions", b"decisions", "model", b"model", "queue", b"queue", "queued", b"queued", "role", b"role", "tenant", b"tenant", "worker_ranks", b"worker_ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_token_seconds", b"_prefill_token_seconds", "active_decode_blocks", b"active_decode_blocks", "active_prefill_tokens", b"active_prefill_tokens", "active_requests", b"active_requests", "decisions", b"decisions", "model", b"model", "prefill_token_seconds", b"prefill_token_seconds", "queue", b"queue", "queued", b"queued", "role", b"role", "tenant", b"tenant", "worker_ranks", b"worker_ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prefill_token_seconds: _TypeAlias = _typing.Literal["prefill_token_seconds"]  # noqa: Y015
+    _WhichOneofArgType__prefill_token_seconds: _TypeAlias = _typing.Literal["_prefill_token_seconds", b"_prefill_token_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_token_seconds) -> _WhichOneofReturnType__prefill_token_seconds | None: ...
 
 Global___PoolLoad: _TypeAlias = PoolLoad  # noqa: Y015
 

@@ -720,6 +720,25 @@ async def test_the_status_tells_of_pools_settings_and_policies(client: Client) -
         assert len(seen.pools) == pools_left
 
 
+async def test_the_status_has_the_speed_of_prefill_once_it_is_learned(client: Client) -> None:
+    async def learned() -> float | None:
+        status = await client.rpc("GetStatus", types_pb2.GetStatusRequest())
+        (pool,) = status.pools
+        return pool.prefill_token_seconds if pool.HasField("prefill_token_seconds") else None
+
+    await client.rpc("RemoveWorker", workers_pb2.RemoveWorkerRequest(worker_id="b"))
+    assert await learned() is None
+    for request_id in ("first", "second"):
+        blocks = range(1, 2_000 // BLOCK + 1)
+        await client.reserve_any(request_id, isl_tokens=2_000, block_hashes=blocks)
+        client.clock.advance(1.0)
+        # The first tokens of one step come together: the next one's ends it.
+        await client.rpc("MarkPrefillComplete", mark(request_id))
+    seconds = await learned()
+    assert seconds is not None
+    assert 1e-5 < seconds < 1e-2
+
+
 async def test_workers_are_registered_updated_listed_and_kept_alive(client: Client) -> None:
     worker = workers_pb2.Worker(worker_id="l", model=MODEL, block_size=BLOCK)
     registered = await client.rpc("RegisterWorker", workers_pb2.RegisterWorkerRequest(worker=worker, lease_seconds=10))

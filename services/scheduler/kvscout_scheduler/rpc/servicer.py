@@ -323,6 +323,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
                     decisions=pool.decisions,
                     queued=self._scheduler.waiting.length(pool.id),
                     queue=queue_shares(self._scheduler, pool.id) if shows_callers else (),
+                    prefill_token_seconds=None if pool.times.prefill.is_belief else pool.times.prefill.slope,
                 )
                 for pool in sorted(pools, key=lambda pool: pool.id)
             ],

@@ -156,7 +156,7 @@ async def test_nobody_is_asked_while_nobody_watches_and_all_viewers_share_what_i
 
         monkeypatch.setattr(one.dashboard, "_gateway_service", counted)
         async with one.watching() as first, one.watching() as second:
-            assert '"worker":"w0"' in await next_event(first, "state")
+            assert '[0,"w0",0,' in await next_event(first, "state")
             assert '"findings":[' in await next_event(second, "doctor")
             await next_event(second, "history")
         await eventually(lambda: asyncio.sleep(0, not one.dashboard.viewers.count), what="nobody watches")

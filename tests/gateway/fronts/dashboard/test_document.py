@@ -8,9 +8,8 @@ from typing import Any
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot
-from kvscout_gateway.fronts.dashboard.document import MAX_CANDIDATES, MAX_WORKERS, state
-from kvscout_gateway.fronts.dashboard.history import KEPT, History, Totals
-from kvscout_gateway.values.tally import Tally
+from kvscout_gateway.fronts.dashboard.document import state
+from kvscout_gateway.fronts.dashboard.worker_rows import MAX_WORKERS
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202e\x1b[2J"
 
@@ -53,7 +52,12 @@ def shown(now: Moment, *decisions: scheduler_pb2.WatchDecisionsResponse) -> Any:
     return json.loads(json.dumps(state(now, None, decisions), allow_nan=False))
 
 
-def test_a_worker_has_its_cache_its_load_its_queue_and_why_it_is_in_trouble() -> None:
+def ranks(told: Any) -> list[dict[str, Any]]:
+    table = told["workers"]
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def test_a_worker_has_its_cache_its_load_and_the_word_of_its_gateway() -> None:
     source = indexer_pb2.SourceStatus(
         tenant="t",
         worker=types_pb2.WorkerRank(worker_id="w"),
@@ -63,23 +67,23 @@ def test_a_worker_has_its_cache_its_load_its_queue_and_why_it_is_in_trouble() ->
         blocks=12,
     )
     told = shown(moment("w", problem="fails", source=source))
-    (row,) = told["workers"]
-    assert (row["cached"], row["load"]["decode"], row["load"]["prefill"], row["hit"]) == (12, 7, 640, 0.25)
-    assert (row["well"], row["problem"]) == (False, "fails")
-    assert row["events"][0] | {"age": None} == {
-        "indexer": "i:1",
-        "state": "blind",
-        "reason": "no event came",
-        "well": False,
-        "age": None,
-    }
-    assert told["totals"]["trouble"] == 1
+    (row,) = ranks(told)
+    assert (row["cached"], row["waiting"], row["hit"]) == (12, 640, 0.25)
+    assert (row["well"], row["word"], row["cause"]) == (False, "left out", "fails")
+    assert told["workers"]["ill"] == 1
+    (row,) = ranks(shown(moment("w", source=source)))
+    assert (row["well"], row["word"], row["cause"]) == (False, "events blind", "no event came")
 
 
-def test_what_engines_call_themselves_has_nothing_invisible_in_it_and_numbers_that_are_none_are_left_out() -> None:
+def test_a_pool_is_named_once() -> None:
+    told = shown(moment("a", "b", "c"))
+    assert [pool["role"] for pool in told["workers"]["pools"]] == ["aggregated"]
+    assert {row["pool"] for row in ranks(told)} == {0}
+
+
+def test_what_engines_call_themselves_has_nothing_invisible_in_it() -> None:
     told = shown(moment("w"))
-    assert told["workers"][0]["model"] == "</script><img src=x onerror=alert(1)>\\u202e\\x1b[2J"
-    assert told["workers"][0]["load"]["cooldown"] is None
+    assert told["workers"]["pools"][0]["model"] == "</script><img src=x onerror=alert(1)>\\u202e\\x1b[2J"
 
 
 def test_of_too_many_workers_those_in_trouble_are_shown() -> None:
@@ -88,55 +92,12 @@ def test_of_too_many_workers_those_in_trouble_are_shown() -> None:
         tenant="t", worker=types_pb2.WorkerRank(worker_id="w0000"), state=indexer_pb2.SOURCE_STATE_LIVE
     )
     told = shown(moment(*names, source=source))
-    assert (len(told["workers"]), told["more_workers"]) == (MAX_WORKERS, 5)
-    assert "w0000" not in {one["worker"] for one in told["workers"]}
+    assert (len(ranks(told)), told["workers"]["total"]) == (MAX_WORKERS, MAX_WORKERS + 5)
+    assert "w0000" not in {one["worker"] for one in ranks(told)}
 
 
-def test_a_decision_shows_the_chosen_candidate_first_then_the_cheapest() -> None:
-    candidates = [
-        scheduler_pb2.Candidate(
-            worker=types_pb2.WorkerRank(worker_id=f"w{index}"), eligible=index != 3, cost=float(index)
-        )
-        for index in range(40)
-    ]
-    candidates[9].device_blocks, candidates[9].host_blocks, candidates[9].disk_blocks = 4, 4, 6
-    candidates[3].ineligible_reason = scheduler_pb2.INELIGIBLE_REASON_BUSY
-    made = scheduler_pb2.WatchDecisionsResponse(
-        isl_tokens=640,
-        decided_unix_seconds=5.0,
-        decision=scheduler_pb2.SelectResponse(
-            worker=types_pb2.WorkerRank(worker_id="w9"),
-            block_size=16,
-            overlap_blocks=4,
-            cost=float("inf"),
-            explanation=scheduler_pb2.Explanation(policy="kv", reason="r", candidates=candidates),
-        ),
-    )
+def test_a_failed_decision_has_its_error_as_text_and_no_worker() -> None:
     failed = scheduler_pb2.WatchDecisionsResponse(code=14, message=HOSTILE, isl_tokens=8)
-    first, second = shown(moment("w"), made, failed)["decisions"]
-    assert [one["worker"] for one in first["candidates"][:4]] == ["w9/0", "w0/0", "w1/0", "w2/0"]
-    assert (len(first["candidates"]), first["more_candidates"]) == (MAX_CANDIDATES, 40 - MAX_CANDIDATES)
-    assert (first["blocks"], first["overlap"], first["cost"]) == (40, 4, None)
-    assert (first["candidates"][0]["device"], first["candidates"][0]["slower"]) == (4, 2)
-    assert second["error"].startswith("</script><img")
-    assert "worker" not in second
-
-
-def test_the_history_has_what_happened_in_each_span_and_an_hour_of_them() -> None:
-    def totals(at: float, requests: int, cached: int, *ttft: float) -> Totals:
-        tally = Tally()
-        for one in ttft:
-            tally.observe(one)
-        return Totals(at, requests, 0, 100 * requests, cached, tuple(tally.counts), tuple(Tally().counts))
-
-    history = History(totals(100.0, 10, 0))
-    history.add(totals(110.0, 30, 500, 0.1, 0.1, 4.0))
-    (point,) = history.points
-    assert (point["rate"], point["hit"], point["itl"]) == (2.0, 0.25, [None, None])
-    assert 90 < point["ttft"][0] < 110
-    assert 3_700 < point["ttft"][1] < 4_300
-    unfinished = history.unfinished(totals(112.0, 30, 500, 0.1, 0.1, 4.0))
-    assert (unfinished["seconds"], unfinished["hit"], unfinished["ttft"]) == (2.0, None, [None, None])
-    for index in range(KEPT + 10):
-        history.add(totals(120.0 + 10 * index, 30, 500, 0.1, 0.1, 4.0))
-    assert len(history.points) == KEPT
+    (row,) = shown(moment("w"), failed)["decisions"]
+    assert row["error"].startswith("</script><img")
+    assert "worker" not in row

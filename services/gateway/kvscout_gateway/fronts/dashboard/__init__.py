@@ -3,7 +3,7 @@
 ::
 
     sampling ── every 10 s, of this process alone ──▶ History ─┐
-    looking ── while somebody watches ──▶ Moment, findings ────┴─▶ document ──▶ viewers ──▶ page/script.js
+    looking ── while somebody watches ──▶ Moment, findings ────┴─▶ document ──▶ viewers ──▶ page
 
 Nothing is queried while nobody watches.
 """

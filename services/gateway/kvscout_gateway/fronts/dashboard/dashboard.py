@@ -20,6 +20,7 @@ from kvscout_common.registry.worker_rpcs import WorkerRpcs
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.fronts.dashboard import document
 from kvscout_gateway.fronts.dashboard.history import SPAN_SECONDS, History, Totals
+from kvscout_gateway.fronts.dashboard.savings import Possible
 from kvscout_gateway.fronts.dashboard.viewers import Viewers
 from kvscout_gateway.fronts.grpc.status import gateway_status
 from kvscout_gateway.request.failures import Wanted
@@ -69,6 +70,7 @@ class Dashboard:
         self._clock = wall_clock
         self._workers = WorkerRpcs(gateway.registry)
         self._history = History(self._totals())
+        self._possible = Possible()
         self.viewers = Viewers()
         gateway.on_drain.append(self.viewers.close)
 
@@ -111,6 +113,7 @@ class Dashboard:
             began = time.monotonic()
             now = await self._gathering.look((), known=[await self._gateway_service()])
             decisions.follow(now.snapshot)
+            self._possible.follow(decisions.last)
             self.viewers.publish("state", self._state(now, before, decisions))
             if self._gateway.failure_log.number != shown:
                 shown = self._gateway.failure_log.number
@@ -140,6 +143,7 @@ class Dashboard:
             "version": __version__,
             "gateway": self._name,
             "span": self._history.unfinished(self._totals()),
+            "possible": self._possible.document(),
             **document.state(now, before, decisions.last),
         }
 

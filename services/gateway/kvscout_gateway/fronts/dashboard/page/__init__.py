@@ -6,9 +6,17 @@ import base64
 import hashlib
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from importlib.resources.abc import Traversable
+from typing import Final, NamedTuple
 
 from kvscout_common.http.http import Headers
+
+_STYLES: Final = ("base.css", "board.css", "phone.css")
+_SCRIPTS: Final = (
+    *("text.js", "nodes.js", "headline.js", "doctor.js", "strip.js", "charts.js"),
+    *("workers.js", "decisions.js", "rest.js", "stream.js"),
+)
+"""Each uses what those before it declare."""
 
 
 class Page(NamedTuple):
@@ -23,7 +31,7 @@ def page() -> Page:
     """Return the page. Its policy lets the browser run these two texts and talk to their origin, nothing else: a name
     of an engine or a client could not run even if it came to stand in the page as markup."""
     folder = files(__name__)
-    style, script = ((folder / name).read_text("utf-8") for name in ("style.css", "script.js"))
+    style, script = _joined(folder, _STYLES), '(() => {\n"use strict";\n' + _joined(folder, _SCRIPTS) + "})();\n"
     document = (folder / "index.html").read_text("utf-8")
     document = document.replace("/* style.css */", style).replace("/* script.js */", script)
     policy = (
@@ -47,6 +55,10 @@ def page() -> Page:
         ("X-Frame-Options", "DENY"),
     )
     return Page(headers, document.encode())
+
+
+def _joined(folder: Traversable, names: tuple[str, ...]) -> str:
+    return "".join((folder / name).read_text("utf-8") for name in names)
 
 
 def _digest(text: str) -> str:
