@@ -11,7 +11,11 @@ import pytest
 import pytest_asyncio
 from support.browser import CHROMIUM, MISSING, browser
 from support.browser_page import CONTRAST, opened, until
-from support.scripted_dashboard import ScriptedDashboard, decision, moment, point, scripted_dashboard
+from support.scripted_dashboard import ScriptedDashboard, decision, failure, moment, point, scripted_dashboard
+
+from kvscout.v1 import indexer_pb2
+from kvscout_gateway.engines.causes import Cause
+from kvscout_gateway.fronts.dashboard.document import failures
 
 pytest.importorskip("playwright.async_api", reason="Playwright is not installed")
 pytestmark = [
@@ -77,7 +81,9 @@ async def test_every_text_stands_out_and_nothing_is_wider_than_the_screen(
         await shows_workers(page)
         dashboard.show(moment(Random(2), 8, left_out=(3,)), NOW, *DECISIONS)
         dashboard.send("doctor", {"at": NOW, "findings": [FOUND, OTHER]})
+        dashboard.send("failures", failures([failure(2, NOW, Cause.REQUEST), failure(1, NOW)], []))
         await until(page, "!document.getElementById('doctor').hidden", "a finding")
+        await until(page, "!document.getElementById('failures-section').hidden", "a failure")
         await page.locator("#doctor summary").click()
         await page.locator("#decisions .toggle").first.click()
         await page.locator("#services-section summary").click()
@@ -193,12 +199,43 @@ async def test_the_first_finding_is_a_line_and_the_rest_is_folded(dashboard: Scr
         assert "Start it." in await page.inner_text("#findings")
 
 
+async def test_failures_are_listed_with_cause_worker_and_id_and_callers_mistakes_apart(
+    dashboard: ScriptedDashboard, chromium: Any
+) -> None:
+    failed = [failure(9, NOW, Cause.REQUEST), *(failure(8 - index, NOW - index) for index in range(5))]
+    async with opened(chromium, dashboard.url, **LAPTOP) as page:
+        await shows_workers(page)
+        assert await page.locator("#failures-section").is_hidden()
+        dashboard.send("failures", failures(failed, [failure(1, NOW, Cause.INDEXER, answered=True)]))
+        await until(page, "document.querySelectorAll('#failures tbody tr').length === 3", "the last failures")
+        mistake, broken, _ = await page.locator("#failures tbody tr").all_inner_texts()
+        assert "○ request" in mistake
+        assert "caller" in mistake
+        for part in ("✕ worker", "engine", "connection broke", "/v1/chat/completions · 502", "w0", "…3c1d0008"):
+            assert part in broken
+        assert "3\nand 5 by callers" in await page.inner_text("#now")
+        await page.get_by_role("button", name="Show 3 more").click()
+        assert await page.locator("#failures tbody tr").count() == 6
+        await page.get_by_role("button", name="Answered anyway").click()
+        (late,) = await page.locator("#failures tbody tr").all_inner_texts()
+        assert "✕ indexer" in late
+
+
+async def test_what_services_say_at_once_is_said_before_doctor_looks_again(
+    dashboard: ScriptedDashboard, chromium: Any
+) -> None:
+    dashboard.show(moment(Random(1), 8), NOW, troubles=["policy-failing: policy 'mine' raises at every request"])
+    async with opened(chromium, dashboard.url, **LAPTOP) as page:
+        await shows_workers(page)
+        assert (await page.inner_text("#doctor-line")).startswith("▲ policy 'mine' raises at every request")
+
+
 async def test_a_model_whose_name_would_end_a_shell_word_stays_one(dashboard: ScriptedDashboard, chromium: Any) -> None:
     now = moment(Random(1), 1, requests=0)
     for worker in now.snapshot.workers.values():
         worker.model = "x'; echo broken; '"
-    for source in now.snapshot.services[1].status.sources:  # type: ignore[union-attr]
-        source.model = "x'; echo broken; '"
+    for _, status in now.snapshot.statuses(indexer_pb2.IndexerGetStatusResponse):
+        status.sources[0].model = "x'; echo broken; '"
     dashboard.show(now, NOW)
     async with opened(chromium, dashboard.url, **LAPTOP) as page:
         await page.locator("#try").wait_for()

@@ -14,8 +14,11 @@ from aiohttp import web
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot
+from kvscout_gateway.engines.causes import Cause
 from kvscout_gateway.fronts.dashboard.document import state
 from kvscout_gateway.fronts.dashboard.page import page
+from kvscout_gateway.request import failures
+from kvscout_gateway.request.failures import Asked, Failure
 from support.web_servers import web_server
 
 MODEL = "llama-3-8b"
@@ -91,7 +94,13 @@ def moment(draw: Random, workers: int, requests: int = 5_000, left_out: Sequence
         )
         for one in ids
     }
-    status = gateway_pb2.GatewayGetStatusResponse(requests=requests, in_flight=7, failures=3, workers=seen)
+    counts = [
+        gateway_pb2.FailureCount(cause="worker", owner=gateway_pb2.FAULT_OWNER_ENGINE, total=3),
+        gateway_pb2.FailureCount(cause="request", owner=gateway_pb2.FAULT_OWNER_CALLER, total=5),
+    ]
+    status = gateway_pb2.GatewayGetStatusResponse(
+        requests=requests, in_flight=7, failures=8, workers=seen, failure_counts=counts
+    )
     services = (
         Service("10.0.0.1:7050", Kind.GATEWAY, serving=True, status=status, workers=entries),
         Service(
@@ -107,12 +116,29 @@ def moment(draw: Random, workers: int, requests: int = 5_000, left_out: Sequence
     return Moment(1.0, Snapshot(services), loads)
 
 
+def failure(number: int, at: float, cause: Cause = Cause.WORKER, *, answered: bool = False) -> Failure:
+    """A request that failed on w0."""
+    asked = Asked("/v1/chat/completions", "default", MODEL, f"gen-8de15c117fc841678608a74c3c1d{number:04}")
+    text = "the engine's connection broke before its first token"
+    return Failure(number, at, asked, "502", failures.Kind(cause, answered), ("w0",), text, text, "")
+
+
 def point(at: float, *, hit: float | None = 0.8, **more: Any) -> dict[str, Any]:
     """A span of ten seconds of the charts."""
     ttft = [40.0, 160.0] if hit is not None else [None, None]
     itl = [8.0, 9.5] if hit is not None else [None, None]
     rate = 4.0 if hit is not None else 0.0
-    return {"at": at, "seconds": 10.0, "rate": rate, "failures": 0, "hit": hit, "ttft": ttft, "itl": itl, **more}
+    return {
+        "at": at,
+        "seconds": 10.0,
+        "rate": rate,
+        "failed": 0,
+        "mistaken": 0,
+        "hit": hit,
+        "ttft": ttft,
+        "itl": itl,
+        **more,
+    }
 
 
 class ScriptedDashboard:

@@ -169,11 +169,16 @@ class FailureLog(Collector):
     @property
     def ours(self) -> int:
         """Return the requests that failed by an engine's or the router's fault."""
-        return sum(
-            number
-            for kind, number in self.counts.total.items()
-            if not kind.answered and OWNERS[kind.cause] is not Owner.CALLER
-        )
+        return self._failed(Owner.ENGINE, Owner.ROUTER)
+
+    @property
+    def callers(self) -> int:
+        """Return the requests that failed by their callers' fault."""
+        return self._failed(Owner.CALLER)
+
+    def _failed(self, *owners: Owner) -> int:
+        counts = self.counts.total.items()
+        return sum(number for kind, number in counts if not kind.answered and OWNERS[kind.cause] in owners)
 
     def over(self, asked: Asked, error: BaseException | None, worker_ids: Sequence[str] = ()) -> None:
         """Record the end of a request.

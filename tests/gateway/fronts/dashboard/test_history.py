@@ -11,7 +11,7 @@ def test_the_history_has_what_happened_in_each_span_and_an_hour_of_them() -> Non
         tally = Tally()
         for one in ttft:
             tally.observe(one)
-        return Totals(at, requests, 0, 100 * requests, cached, tuple(tally.counts), tuple(Tally().counts))
+        return Totals(at, requests, 0, 0, 100 * requests, cached, tuple(tally.counts), tuple(Tally().counts))
 
     history = History(totals(100.0, 10, 0))
     history.add(totals(110.0, 30, 500, 0.1, 0.1, 4.0))

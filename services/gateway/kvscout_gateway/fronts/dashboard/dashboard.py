@@ -168,11 +168,12 @@ class Dashboard:
 
     def _totals(self) -> Totals:
         gateway = self._gateway
-        seen, metrics = gateway.observations.total, gateway.metrics
+        seen, metrics, failures = gateway.observations.total, gateway.metrics, gateway.failure_log
         return Totals(
             at=self._clock(),
             requests=gateway.exchanges.requests,
-            failures=gateway.failure_log.ours,
+            failed=failures.ours,
+            mistaken=failures.callers,
             prompt_tokens=seen.prompt_tokens,
             cached_tokens=seen.cached_tokens,
             ttft=tuple(metrics.ttft.counts),

@@ -20,7 +20,10 @@ class Totals:
     at: float
     """Seconds since the Unix epoch."""
     requests: int
-    failures: int
+    failed: int
+    """Requests that failed by an engine's or the router's fault."""
+    mistaken: int
+    """Requests that failed by their callers'."""
     prompt_tokens: int
     """Prompt tokens of requests whose engine reports cached tokens."""
     cached_tokens: int
@@ -56,7 +59,8 @@ def point(before: Totals, after: Totals) -> dict[str, Any]:
         "at": round(after.at, 1),
         "seconds": round(seconds, 1),
         "rate": round((after.requests - before.requests) / seconds, 3),
-        "failures": after.failures - before.failures,
+        "failed": after.failed - before.failed,
+        "mistaken": after.mistaken - before.mistaken,
         "hit": round((after.cached_tokens - before.cached_tokens) / prompt, 4) if prompt > 0 else None,
         "ttft": [_milliseconds(ttft, 0.5), _milliseconds(ttft, 0.95)],
         "itl": [_milliseconds(itl, 0.5), _milliseconds(itl, 0.95)],

@@ -14,7 +14,7 @@ from kvscout_common.http.http import Headers
 _STYLES: Final = ("base.css", "board.css", "phone.css")
 _SCRIPTS: Final = (
     *("text.js", "nodes.js", "headline.js", "doctor.js", "strip.js", "charts.js"),
-    *("workers.js", "decisions.js", "rest.js", "stream.js"),
+    *("workers.js", "decisions.js", "failures.js", "rest.js", "stream.js"),
 )
 """Each uses what those before it declare."""
 

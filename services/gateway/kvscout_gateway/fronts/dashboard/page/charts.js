@@ -5,8 +5,9 @@ const strips = [
   new Strip("Hit rate", [{ name: "cached", kind: "area", of: (one) => one.hit }], percent, { top: 1, label: (value) => `${100 * value}${THIN}%` }),
   new Strip("Requests a second", [
     { name: "all", kind: "area", of: (one) => one.rate },
-    { name: "failed", kind: "failed", of: (one) => perSecond(one.failures, one) },
-  ], (value) => figure(value, 2)),
+    { name: "failed", kind: "failed", of: (one) => perSecond(one.failed, one) },
+    { name: "by callers", kind: "failed mistaken", of: (one) => perSecond(one.mistaken, one) },
+  ], (value) => figure(value, 2), { brief: "Requests/s" }),
   new Strip("Time to first token", [
     { name: "median", kind: "first", of: (one) => one.ttft[0] },
     { name: "p95", kind: "second", of: (one) => one.ttft[1] },

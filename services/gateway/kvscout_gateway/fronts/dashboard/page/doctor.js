@@ -1,17 +1,23 @@
 // Doctor: one line when all is well; else the first finding in a sentence, the rest folded.
 const SEVERITY = { error: ["✕", "error"], warning: ["▲", "trouble"], note: ["i", "note"] };
-let report = null, lostText = "";
+let report = null, troubles = [], lostText = "";
 
+function inOneLine() {
+  if (lostText) return ["✕", "error", lostText, "What you see below is older."];
+  if (!report) return ["…", "note", "Checking every service and engine", ""];
+  const [first] = report.findings, [trouble] = troubles;
+  if (first && first.severity !== "note") return [...(SEVERITY[first.severity] ?? SEVERITY.warning), first.what, first.evidence[0] ?? ""];
+  // Services say at once what doctor finds at its next look.
+  if (trouble) return [...SEVERITY.warning, trouble.replace(/^[a-z-]+: /, ""), ""];
+  return ["✓", "well", "All is well.", `Doctor checked at ${at(report.at)}.`];
+}
 function showDoctor(next = report) {
   report = next;
-  const first = report?.findings[0];
-  const line = $("doctor-line");
-  const fine = !first || first.severity === "note";
-  const [sign, kind] = lostText ? ["✕", "error"] : !report ? ["…", "note"] : fine ? ["✓", "well"] : SEVERITY[first.severity] ?? ["▲", "trouble"];
-  line.dataset.kind = kind;
+  const [sign, kind, what, which] = inOneLine();
+  $("doctor-line").dataset.kind = kind;
   say($("doctor-sign"), sign);
-  say($("doctor-what"), lostText || (!report ? "Checking every service and engine" : fine ? "All is well." : first.what));
-  say($("doctor-which"), lostText ? "What you see below is older." : !report ? "" : fine ? `Doctor checked at ${at(report.at)}.` : (first.evidence[0] ?? ""));
+  say($("doctor-what"), what);
+  say($("doctor-which"), which);
   showFolded(report?.findings ?? []);
 }
 function showFolded(found) {

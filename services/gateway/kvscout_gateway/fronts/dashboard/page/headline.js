@@ -6,7 +6,7 @@ function tiles(list, shown) {
 }
 function showHeadline({ totals, possible }) {
   const { cached, prompt, gpu_seconds, token_seconds, hit } = totals;
-  const share = possible.share;
+  const share = possible.share, failed = totals.failed.engine + totals.failed.router;
   tiles($("savings"), [
     ["Prompt tokens not computed", prompt ? figure(cached) : "–", prompt ? `of ${figure(prompt)} since the start` : "no prompt yet"],
     ["GPU seconds saved", gpu_seconds == null ? "–" : figure(gpu_seconds), gpu_seconds == null ? prompt ? "once the prefill speed is learned" : "estimated from prefill speed" : `estimated, at ${seconds(token_seconds)} a token`],
@@ -18,6 +18,6 @@ function showHeadline({ totals, possible }) {
     ["Requests", totals.rate == null ? "–" : `${figure(totals.rate, 2)}/s`, `${figure(totals.requests)} in total`],
     ["Running", figure(totals.in_flight), "at the gateways"],
     ["Waiting", figure(totals.queued), "for a worker"],
-    ["Failed", figure(totals.failures), totals.requests ? `${percent(totals.failures / totals.requests)} of all` : ""],
+    ["Failed", figure(failed), `and ${figure(totals.failed.caller)} by callers`],
   ]);
 }

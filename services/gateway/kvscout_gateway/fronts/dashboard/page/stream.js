@@ -7,6 +7,8 @@ const handlers = {
     span = state.span;
     say($("about"), `gateway ${state.gateway} · ${state.version}`);
     $("board").hidden = false;
+    troubles = state.troubles;
+    showDoctor();
     showHeadline(state);
     showTry(state);
     showShadow(state.shadow);
@@ -15,6 +17,7 @@ const handlers = {
     showDecisions(state.decisions);
     showServices(state.services);
   },
+  failures: showFailures,
   doctor: hearDoctor,
 };
 let lastData = null;
