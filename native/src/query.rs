@@ -15,7 +15,7 @@ use hashbrown::{HashMap, HashSet};
 use parking_lot::RwLock;
 
 use crate::hashing::{BlockHasher, hashes_from_bytes};
-use crate::index::{HashedPrompt, Index, LEVELS, Prompt, Row, TokenPrompt, WorkerRank};
+use crate::index::{Common, HashedPrompt, Index, LEVELS, Prompt, Row, TokenPrompt, WorkerRank, top_k};
 use crate::protobuf::{Field, Reader, Writer};
 
 /// Requests in one message of the stream; more are refused by the plain path.
@@ -37,6 +37,7 @@ struct Request<'a> {
     early_exit: bool,
     id: u64,
     prompt_tokens: u32,
+    top_k: usize,
 }
 
 /// Whether a caller whose token is bound to a tenant ("*": to none) may name another.
@@ -67,7 +68,8 @@ fn parse(bytes: &[u8]) -> Option<Request<'_>> {
             // A trace context, which Python follows; but a message is read by both, or by neither.
             (12, Field::Bytes(value)) => drop(std::str::from_utf8(value).ok()?),
             (13, Field::Varint(value)) => request.prompt_tokens = value as u32,
-            (1..=13, _) => return None,
+            (14, Field::Varint(value)) => request.top_k = value as u32 as usize,
+            (1..=14, _) => return None,
             _ => {} // of a later version
         }
     }
@@ -197,7 +199,7 @@ impl Queries {
         let pools = tenants.get(tenant)?.get(model)?;
         let pool = pools.iter().find(|pool| (pool.block_size, pool.eagle) == (block_size, eagle))?;
         let usable = usable(hashes.len(), prompt_tokens, block_size)?;
-        Some(search(pool, &mut HashedPrompt { hashes, usable }, false, now, found))
+        Some(search(pool, &mut HashedPrompt { hashes, usable }, Limits::default(), now, found))
     }
 
     fn find(
@@ -221,17 +223,18 @@ impl Queries {
         };
         let mut fitting = pools.iter().filter(wanted);
         let (pool, None) = (fitting.next()?, fitting.next()) else { return None };
+        let limits = Limits { early_exit: request.early_exit, top_k: request.top_k };
         if request.token_ids.is_empty() {
             let hashes = hashes_from_bytes(request.block_hashes)?;
             let usable = usable(hashes.len(), request.prompt_tokens as usize, pool.block_size)?;
             let mut prompt = HashedPrompt { hashes: &hashes, usable };
-            search(pool, &mut prompt, request.early_exit, now, |found| write(found, pool.block_size, answer));
+            search(pool, &mut prompt, limits, now, |found| write(found, pool.block_size, answer));
         } else {
             let size = pool.block_size as usize;
             let hasher =
                 BlockHasher::new(size, request.lora_name, request.cache_salt, &[], pool.eagle).ok()?;
             let mut prompt = TokenPrompt::new(hasher, request.token_ids);
-            search(pool, &mut prompt, request.early_exit, now, |found| write(found, pool.block_size, answer));
+            search(pool, &mut prompt, limits, now, |found| write(found, pool.block_size, answer));
         }
         Some(())
     }
@@ -256,17 +259,30 @@ pub struct Found<'a> {
     pub lower_bound: bool,
     /// The rows whose history is incomplete.
     pub incomplete: Vec<u32>,
+    /// What the ranks without a row have, where rows are limited.
+    pub others: Option<Common>,
+}
+
+/// Where a search may stop.
+#[derive(Debug, Clone, Copy, Default)]
+struct Limits {
+    early_exit: bool,
+    /// Most rows; 0: all.
+    top_k: usize,
 }
 
 fn search<T>(
     pool: &Pool,
     prompt: &mut impl Prompt,
-    early_exit: bool,
+    Limits { early_exit, top_k: most }: Limits,
     now: f64,
     found: impl FnOnce(&Found<'_>) -> T,
 ) -> T {
     let blocks = prompt.len();
-    pool.index.find(prompt, now, early_exit, |rows, directory| {
+    pool.index.find(prompt, now, early_exit, |all, directory| {
+        let limited = (most > 0).then(|| top_k(all, most, directory));
+        let (rows, others) =
+            limited.as_ref().map_or((all, None), |(rows, others)| (&rows[..], Some(*others)));
         let rows: Vec<(WorkerRank, &Row)> = rows
             .iter()
             .filter_map(|row| directory.name(row.worker).cloned().map(|rank| (rank, row)))
@@ -278,7 +294,7 @@ fn search<T>(
         };
         let places = rows.iter().enumerate().filter(|(_, row)| is_incomplete(row));
         let incomplete = places.map(|(place, _)| place as u32).collect();
-        found(&Found { rows, blocks, lower_bound: early_exit || !all_complete, incomplete })
+        found(&Found { rows, blocks, lower_bound: early_exit || !all_complete, incomplete, others })
     })
 }
 
@@ -290,6 +306,13 @@ fn write(found: &Found<'_>, block_size: u32, answer: &mut Writer) {
     answer.varint(4, u64::from(found.lower_bound));
     if !found.incomplete.is_empty() {
         answer.packed(5, found.incomplete.iter().map(|place| u64::from(*place)));
+    }
+    if let Some(others) = found.others {
+        let mut common = Writer::default();
+        common.varint(1, others.ranks as u64);
+        common.varint(2, u64::from(others.exact));
+        (3..).zip(others.blocks).for_each(|(field, blocks)| common.varint(field, u64::from(blocks)));
+        answer.bytes(6, common.as_bytes());
     }
 }
 

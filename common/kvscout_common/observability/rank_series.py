@@ -25,7 +25,7 @@ _WORST: Final[dict[str, Callable[[float, float], float]]] = {
 PAUSE: Final = Metric("kvscout_pause", "Nothing", "unknown")
 """Family without samples, which a collector of many ranks yields about each millisecond: others may go on there."""
 
-RANKS_A_COLUMN = 1024
+RANKS_A_COLUMN = 512
 """Most ranks of one `RankColumn`, where others shall go on in between."""
 
 _Rank = tuple[str, str, str]
@@ -106,15 +106,18 @@ class RankSeries:
         page: list[Metric] = []
         ranks: dict[_Rank, None] = {}
         read: set[tuple[str, int]] = set()
+        since_pause = 0
         for family in families:
             if family is PAUSE:
                 yield PAUSE
                 continue
             page.append(family)
             for some in _ranks_of(family, read):
-                ranks.update(dict.fromkeys(some))
-                if len(ranks) > RANKS_A_COLUMN:
+                if since_pause >= RANKS_A_COLUMN:
+                    since_pause = 0
                     yield PAUSE
+                since_pause += len(some)
+                ranks.update(dict.fromkeys(some))
         self._choose(ranks)
         counted, totals, columns = self._counted, self._totals, self._columns
         self._counted, self._totals, self._columns = {}, {}, {}
@@ -176,10 +179,10 @@ class RankSeries:
         sums: dict[_Key, float] = {}
         summed = 0
         for column in family.columns:
-            summed += len(column.ranks)
-            if summed > RANKS_A_COLUMN:
+            if summed >= RANKS_A_COLUMN:
                 summed = 0
                 yield PAUSE
+            summed += len(column.ranks)
             named = places.of(column)
             shown.samples += [column.sample(name, index) for index in sorted(named)]
             total = (name, tuple(column.labels.items()))

@@ -111,6 +111,8 @@ class Registry:
         self.limits.use[Limit.WORKERS] = lambda: Counter(name.tenant for name in self._entries)
         self._clock = clock
         self._entries: dict[WorkerName, Entry] = {}
+        self._names: list[WorkerName] | None = None
+        """Names of `_entries`, sorted; None = not since one came or went."""
         self._facts: dict[WorkerName, EngineFacts] = {}
         self._listeners: list[RegistryListener] = []
         self._salt = secrets.token_hex(4)
@@ -145,11 +147,12 @@ class Registry:
 
     def entries(self, tenant: str = ALL_TENANTS, model: str = "") -> list[Entry]:
         """Entries of a tenant ("*" = all) and model ("" = all), ordered by tenant and worker id."""
-        return [
-            self._entries[name]
-            for name in sorted(self._entries)
-            if tenant in (ALL_TENANTS, name.tenant) and model in ("", self._entries[name].spec.model)
-        ]
+        if self._names is None:
+            self._names = sorted(self._entries)
+        every = [self._entries[name] for name in self._names]
+        if tenant == ALL_TENANTS and not model:
+            return every
+        return [each for each in every if tenant in (ALL_TENANTS, each.spec.tenant) and model in ("", each.spec.model)]
 
     def require_room(self, name: WorkerName) -> None:
         """Nothing, if a worker may be registered by its tenant: it is, or there is room for one more.
@@ -326,6 +329,7 @@ class Registry:
         entry = replace(entry, spec=spec)
         self._entries[entry.name] = entry
         if old is None:
+            self._names = None
             for listener in self._listeners:
                 listener.worker_added(entry.spec)
         elif old.spec != entry.spec:
@@ -335,6 +339,7 @@ class Registry:
     def _drop(self, entry: Entry, reason: str) -> None:
         self._changes += 1
         del self._entries[entry.name]
+        self._names = None
         self._facts.pop(entry.name, None)
         for listener in self._listeners:
             listener.worker_removed(entry.spec, reason)

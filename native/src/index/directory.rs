@@ -81,6 +81,20 @@ impl Directory {
         self.names.get(worker)
     }
 
+    /// Worker ranks.
+    pub fn len(&self) -> usize {
+        self.names.len()
+    }
+
+    /// The worker ranks that have no row, sorted by name.
+    pub fn without_row(&self, rows: &[Row]) -> Vec<Handle> {
+        let mut seen = vec![false; self.names.highest() as usize + 1];
+        rows.iter().for_each(|row| seen[row.worker as usize] = true);
+        let mut rest: Vec<_> = self.names.iter().filter(|(worker, _)| !seen[*worker as usize]).collect();
+        rest.sort_unstable_by_key(|(_, name)| *name);
+        rest.into_iter().map(|(worker, _)| worker).collect()
+    }
+
     pub fn add(&mut self, name: WorkerRank) -> Handle {
         self.names.insert(name)
     }

@@ -104,6 +104,7 @@ class FindMatchesRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model; required."""
     tenant: _builtins.str
@@ -128,6 +129,11 @@ class FindMatchesRequest(_message.Message):
     """Tokens of the prompt, with block_hashes: an engine computes the last one again, so that it takes at most
     (prompt_tokens - 1) / block_size blocks from its cache, which moves the windows of hybrid models. Unset = there
     are more than the hashes cover.
+    """
+    top_k: _builtins.int
+    """Most rows of the answer. The overlap that most worker ranks have, such as that of a system prompt which all share,
+    is then said once, in `others`, and rows are of the ranks that differ from it: an answer is as large at 16,000 ranks
+    as at 16. Unset = a row for each rank with any overlap.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -157,10 +163,11 @@ class FindMatchesRequest(_message.Message):
         id: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
+        top_k: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_size", b"block_size", "eagle", b"eagle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "eagle", b"eagle", "early_exit", b"early_exit", "id", b"id", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "prompt_tokens", b"prompt_tokens", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_hashes", b"block_hashes", "block_size", b"block_size", "cache_salt", b"cache_salt", "eagle", b"eagle", "early_exit", b"early_exit", "id", b"id", "lora_name", b"lora_name", "mm_items", b"mm_items", "model", b"model", "prompt_tokens", b"prompt_tokens", "tenant", b"tenant", "token_ids", b"token_ids", "top_k", b"top_k", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
     _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015
@@ -174,6 +181,54 @@ class FindMatchesRequest(_message.Message):
 Global___FindMatchesRequest: _TypeAlias = FindMatchesRequest  # noqa: Y015
 
 @_typing.final
+class CommonOverlap(_message.Message):
+    """Overlap of every worker rank that has no row. Levels as in `Overlaps`, all of them set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    EXTERNAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREDICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    ranks: _builtins.int
+    """Worker ranks of this index without a row."""
+    exact: _builtins.bool
+    """True = each of them has exactly these blocks, which may be 0. False = at least these: more ranks differ than top_k
+    allows rows, and the rows are of those with the longest overlaps. Ask again without top_k where that matters.
+    """
+    device_blocks: _builtins.int
+    """Leading blocks on the device."""
+    host_blocks: _builtins.int
+    """Leading blocks on the host or a faster tier."""
+    disk_blocks: _builtins.int
+    """Leading blocks on disk or a faster tier."""
+    external_blocks: _builtins.int
+    """Leading blocks on external storage or a faster tier."""
+    predicted_blocks: _builtins.int
+    """Leading blocks held or predicted on the device."""
+    def __init__(
+        self,
+        *,
+        ranks: _builtins.int = ...,
+        exact: _builtins.bool = ...,
+        device_blocks: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
+        external_blocks: _builtins.int = ...,
+        predicted_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "exact", b"exact", "external_blocks", b"external_blocks", "host_blocks", b"host_blocks", "predicted_blocks", b"predicted_blocks", "ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommonOverlap: _TypeAlias = CommonOverlap  # noqa: Y015
+
+@_typing.final
 class FindMatchesResponse(_message.Message):
     """Overlap of each worker with the prompt."""
 
@@ -184,6 +239,7 @@ class FindMatchesResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     LOWER_BOUND_FIELD_NUMBER: _builtins.int
     INCOMPLETE_ROWS_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Complete blocks in the prompt."""
     block_size: _builtins.int
@@ -194,7 +250,7 @@ class FindMatchesResponse(_message.Message):
     """
     @_builtins.property
     def overlaps(self) -> _types_pb2.Overlaps:
-        """One row a worker rank with any overlap or prediction."""
+        """One row a worker rank with any overlap or prediction; with top_k, of those that differ from `others`."""
 
     @_builtins.property
     def incomplete_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -202,6 +258,10 @@ class FindMatchesResponse(_message.Message):
         limit of the index left blocks out. Blocks that the max_blocks bound dropped, and that are found again on use,
         are not reported.
         """
+
+    @_builtins.property
+    def others(self) -> Global___CommonOverlap:
+        """What the ranks without a row have, where top_k was given. With several shards, each answers for its own ranks."""
 
     def __init__(
         self,
@@ -211,10 +271,11 @@ class FindMatchesResponse(_message.Message):
         block_size: _builtins.int = ...,
         lower_bound: _builtins.bool = ...,
         incomplete_rows: _abc.Iterable[_builtins.int] | None = ...,
+        others: Global___CommonOverlap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["overlaps", b"overlaps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["others", b"others", "overlaps", b"overlaps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "incomplete_rows", b"incomplete_rows", "lower_bound", b"lower_bound", "num_blocks", b"num_blocks", "overlaps", b"overlaps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "incomplete_rows", b"incomplete_rows", "lower_bound", b"lower_bound", "num_blocks", b"num_blocks", "others", b"others", "overlaps", b"overlaps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,7 @@ import grpc
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_blocks.index.block_index import Overlaps
 from kvscout_blocks.index.native import NativeQueries
+from kvscout_blocks.index.top_k import top_k
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.identity.identity import current_identity
@@ -154,6 +155,12 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         overlaps = index.find_matches(
             hashes, now=time.monotonic(), early_exit=request.early_exit, usable=_usable(request, key)
         )
+        others = None
+        if request.top_k:
+            overlaps, common = top_k(overlaps, request.top_k, index.workers())
+            others = indexer_pb2.CommonOverlap(ranks=common.ranks, exact=common.exact)
+            for level, blocks in common.overlap._asdict().items():
+                setattr(others, f"{level}_blocks", blocks)
         incomplete = self._indexer.pools.incomplete(key)
         return indexer_pb2.FindMatchesResponse(
             overlaps=overlaps_to_proto(overlaps),
@@ -161,6 +168,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             block_size=key.block_size,
             lower_bound=request.early_exit or bool(incomplete),
             incomplete_rows=[row for row, rank in enumerate(overlaps.workers) if rank in incomplete],
+            others=others,
         )
 
     async def RecordRouting(
