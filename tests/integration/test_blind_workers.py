@@ -20,7 +20,7 @@ from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.rpc.guard import Guard
 from kvscout_gateway.config import GatewayConfig
 from kvscout_gateway.main import build
-from kvscout_gateway.upstreams.indexer import check
+from kvscout_gateway.upstreams.indexer import blindness, check
 
 BLIND = indexer_pb2.SOURCE_STATE_BLIND
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
@@ -63,6 +63,7 @@ class World:
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     """Workers "silent", "idle" and "control", registered where nobody publishes, and "heard", whose events come."""
     monkeypatch.setattr(check, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(blindness, "BLIND_SECONDS", 0.0)
     processes = (
         running("kvscout_indexer.main"),
         running("kvscout_scheduler.main"),

@@ -110,6 +110,8 @@ class Collection:
         self._timeout = timeout_seconds
         self._clock = wall_clock
         self._places = asyncio.Semaphore(CONCURRENT_CALLS)
+        self._checks_workers = False
+        """Gateways check the health of their workers before they answer."""
 
     async def snapshot(
         self,
@@ -128,6 +130,8 @@ class Collection:
             proxies: Base URLs of the admin interfaces of Envoys to ask.
         """
         services = list(known)
+        is_own = any(one.kind is Kind.GATEWAY for one in services)
+        self._checks_workers = engines
         queried: set[tuple[Kind | None, str]] = {(one.kind, one.address) for one in services}
         waiting, left_out = [*named, *(other for service in services for other in _named_by(service))], 0
         while waiting:
@@ -146,7 +150,7 @@ class Collection:
                 services.append(service)
             waiting = [other for service in answered for other in _named_by(service)]
         services.sort(key=lambda service: list(Kind).index(service.kind) if service.kind else len(Kind))
-        snapshot = Snapshot(tuple(services), left_out=left_out)
+        snapshot = Snapshot(tuple(services), left_out=left_out, is_own=is_own)
         specs = _specs(snapshot) if engines else []
         if not specs and not proxies:
             # The client of HTTP takes longer to load than the services take to answer.
@@ -187,7 +191,8 @@ class Collection:
             )
             expected = f"no {named.kind}" if named.kind is not None else "no service of kvscout"
             return replace(service, actual=other, error=f"{expected}: {answers}")
-        stub, request = _STUBS[kind](channel), types_pb2.GetStatusRequest(tenant=self._tenant)
+        stub = _STUBS[kind](channel)
+        request = types_pb2.GetStatusRequest(tenant=self._tenant, check_workers=self._checks_workers)
         sent = self._clock()
         status = await call(stub.GetStatus, request, timeout=self._timeout)
         received = self._clock()

@@ -148,14 +148,25 @@ SHARDS_DIFFER = _error(
 
 ENGINE_UNREACHABLE = _error(
     "engine-unreachable",
-    "Nothing answers at the HTTP address of a worker.",
-    "Start the engine, or correct its registered http_endpoint. The gateway's host must be able to resolve the host "
-    "name.",
+    "Nothing answers at the HTTP address of a worker: it gets no requests.",
+    "Start the engine, restart it if it hangs, or correct its registered http_endpoint. The gateway's host must be "
+    "able to resolve the host name.",
+)
+ENGINE_SUSPECTED = _error(
+    "engine-suspected",
+    "An engine may be down or hang; it is left out of routing as soon as that is certain, within seconds.",
+    "Check that the engine's process runs, and its log. If it is only restarting, nothing has to be done.",
 )
 WORKER_FAILING = _error(
     "worker-failing",
     "A worker is in cool-down: it fails requests that other workers serve.",
     "Check the engine's log. The worker is retried automatically.",
+)
+WORKER_SLOW = _warning(
+    "worker-slow",
+    "A worker takes several times as long for a token as the other workers of its model and role.",
+    "Check the engine's log and what else uses its machine: a throttled GPU, swapping, another process. `kvscout "
+    "workers drain WORKER` takes it out.",
 )
 MODEL_DIFFERS = _error(
     "model-differs",
@@ -187,7 +198,7 @@ EVENTS_UNREACHABLE = _error(
 )
 EVENTS_SILENT = _error(
     "events-silent",
-    "A worker serves requests, but none of its events has arrived: its cached blocks are unknown.",
+    "A worker serves requests, but its events do not arrive: its cached blocks are unknown.",
     "Start the engine with KV events (vLLM: --enable-prefix-caching and --kv-events-config with "
     "enable_kv_cache_events, SGLang: --kv-events-config), using the registered topic and port.",
 )
@@ -355,7 +366,13 @@ SERVICE_WARNING = _warning(
     "See the text of the warning.",
 )
 
-# What doctor could not check
+# What has just begun, and what doctor could not check
+
+STARTING = _note(
+    "starting",
+    "Something has just been started or registered, and is not complete.",
+    "Wait: what lasts longer than 10 seconds is reported with its remedy.",
+)
 
 OUT_OF_SIGHT = _note(
     "out-of-sight",
@@ -375,3 +392,16 @@ LEFT_OUT = _note(
 
 CONDITIONS = tuple(value for value in globals().values() if isinstance(value, Condition))
 """All conditions, in their order of report within one severity."""
+YOUNG_SECONDS = 10.0
+"""Time that services and workers have to find each other."""
+PASSING = frozenset(
+    {
+        HELPER_FAILING,
+        NOT_SERVING,
+        NO_WORKERS,
+        SCHEDULER_WITHOUT_WORKERS,
+        REGISTRATIONS_DIFFER,
+        EVENTS_UNREACHABLE,
+    }
+)
+"""Conditions that are normal for so long after a start."""

@@ -6,7 +6,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvscout_common.doctor.conditions import CONDITIONS, LEFT_OUT, SERVICE_WARNING, Condition, Severity
+from kvscout_common.doctor.conditions import (
+    CONDITIONS,
+    LEFT_OUT,
+    PASSING,
+    SERVICE_WARNING,
+    STARTING,
+    YOUNG_SECONDS,
+    Condition,
+    Severity,
+)
 from kvscout_common.doctor.engine_checks import check_engines
 from kvscout_common.doctor.event_checks import check_events
 from kvscout_common.doctor.machine_checks import check_machines
@@ -63,7 +72,10 @@ def diagnose(snapshot: Snapshot) -> list[Finding]:
         symptoms.append(Symptom(LEFT_OUT, f"{snapshot.left_out} were not asked"))
     evidence: defaultdict[Condition, list[str]] = defaultdict(list)
     for symptom in symptoms:
-        evidence[symptom.condition].append(printable(symptom.evidence, MAX_CHARACTERS))
+        condition, text = symptom.condition, symptom.evidence
+        if condition in PASSING and symptom.age_seconds < YOUNG_SECONDS:
+            condition, text = STARTING, f"{text}, {symptom.age_seconds:.0f} s after the start"
+        evidence[condition].append(printable(text, MAX_CHARACTERS))
     found = [_finding(condition, evidence[condition]) for condition in CONDITIONS if condition in evidence]
     return sorted(found, key=lambda finding: _ORDER[finding.severity])
 

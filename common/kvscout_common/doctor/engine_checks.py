@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvscout.v1 import gateway_pb2
 from kvscout_common.doctor.conditions import (
     BLOCK_SIZE_DIFFERS,
+    ENGINE_SUSPECTED,
     ENGINE_UNREACHABLE,
     MODEL_DIFFERS,
     OUT_OF_SIGHT,
     RANKS_DIFFER,
     UNTOLD,
     WORKER_FAILING,
+    WORKER_SLOW,
     Condition,
 )
 from kvscout_common.doctor.overview import seen_by_gateways
-from kvscout_common.doctor.snapshot import Snapshot, WorkerName, observed_name
+from kvscout_common.doctor.snapshot import Snapshot, WorkerName
 from kvscout_common.doctor.symptom import Symptom, of_worker
+from kvscout_common.doctor.worker_health import LEFT_OUT, SLOW, SUSPECTED, judged_healths
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.worker_proto import spec_from_proto
 
+_BY_STATE = {LEFT_OUT: WORKER_FAILING, SUSPECTED: ENGINE_SUSPECTED, SLOW: WORKER_SLOW}
 _BY_FIELD: dict[str, Condition] = {
     "block_size": BLOCK_SIZE_DIFFERS,
     "model": MODEL_DIFFERS,
@@ -29,37 +32,43 @@ _BY_FIELD: dict[str, Condition] = {
 
 
 def check_engines(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Yield every worker's engine."""
-    silent: set[WorkerName] = set()
-    for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
-        for seen in status.workers:
-            name = observed_name(seen)
-            if seen.health_check_problem:
-                if name.worker not in silent:
-                    silent.add(name.worker)
-                    evidence = f"worker {name.worker_id}, says {gateway.name}: {seen.health_check_problem}"
-                    yield Symptom(ENGINE_UNREACHABLE, evidence, of_worker(name.worker_id))
-            elif seen.problem:
-                yield Symptom(
-                    WORKER_FAILING,
-                    f"worker {name}, says {gateway.name}: {seen.problem} "
-                    f"({seen.failures:,} of {seen.requests:,} requests failed)",
-                    of_worker(name.worker_id),
-                )
-    yield from _asked(snapshot, silent)
+    """Yield every worker's engine, as gateways judge it and as it answers."""
+    seen = seen_by_gateways(snapshot)
+    lost = set()
+    said: set[tuple[WorkerName, str]] = set()
+    for name, health in judged_healths(snapshot).items():
+        if health.state == LEFT_OUT and health.is_down:
+            condition = ENGINE_UNREACHABLE
+        elif (found := _BY_STATE.get(health.state)) is not None:
+            condition = found
+        else:
+            continue
+        if health.is_down:
+            lost.add(name.worker)
+        # What is wrong with an engine is wrong with all of its ranks.
+        if (name.worker, health.cause) in said:
+            continue
+        said.add((name.worker, health.cause))
+        evidence = health.sentence(name.worker_id if health.is_down else str(name))
+        if condition is WORKER_FAILING:
+            evidence += f" ({seen[name].failures:,} of {seen[name].requests:,} requests failed)"
+        yield Symptom(condition, evidence, of_worker(name.worker_id))
+    yield from _asked(snapshot, lost)
 
 
-def _asked(snapshot: Snapshot, silent: set[WorkerName]) -> Iterator[Symptom]:
-    """Yield the answers of the engines that were queried."""
+def _asked(snapshot: Snapshot, lost: set[WorkerName]) -> Iterator[Symptom]:
+    """Yield the answers of the engines that were queried, but for what gateways have found."""
     served = {name.worker for name, seen in seen_by_gateways(snapshot).items() if seen.requests > seen.failures}
     workers = snapshot.workers
     for engine in snapshot.engines:
         about = of_worker(engine.worker.worker_id)
         if engine.facts is None:
             evidence = f"worker {engine.worker.worker_id}: {engine.error}"
-            if engine.reached:
+            if engine.worker in lost:
+                continue
+            if engine.reached or (snapshot.is_own and engine.worker in served):
                 yield Symptom(UNTOLD, evidence)
-            elif engine.worker in served and engine.worker not in silent:
+            elif engine.worker in served:
                 yield Symptom(OUT_OF_SIGHT, evidence)
             else:
                 yield Symptom(ENGINE_UNREACHABLE, evidence, about)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, workers_pb2
 from kvscout_common.doctor.conditions import (
@@ -22,11 +23,11 @@ from kvscout_common.doctor.conditions import (
     REPLAY_MISSING,
     Condition,
 )
+from kvscout_common.doctor.missing_events import silence
 from kvscout_common.doctor.snapshot import RankName, Snapshot, observed_name, source_name
 from kvscout_common.doctor.symptom import Symptom, of_worker
+from kvscout_common.doctor.worker_health import NO_EVENTS, Health, judged_healths
 
-EVENTS_WITHIN_SECONDS = 2.0
-"""An event that takes longer from its engine to the indexer does not come."""
 _NATS = (workers_pb2.EVENT_TRANSPORT_NATS_CORE, workers_pb2.EVENT_TRANSPORT_JETSTREAM)
 _CONDITIONS: dict[int, Condition] = {
     indexer_pb2.SOURCE_STATE_DISCONNECTED: EVENTS_UNREACHABLE,
@@ -45,17 +46,20 @@ _UNINDEXED = ("bad_length", "hash_conflict")
 
 def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
     """Yield every source of every indexer."""
-    served = _served(snapshot)
+    served, judged = _served(snapshot), judged_healths(snapshot)
     reported_by_engines = {
         RankName(*engine.worker, endpoint.dp_rank): endpoint
         for engine in snapshot.engines
         if engine.facts is not None
         for endpoint in engine.facts.event_endpoints
     }
+    told: set[RankName] = set()
     for service, status in snapshot.statuses(indexer_pb2.IndexerGetStatusResponse):
         for source in status.sources:
             name = source_name(source)
             condition = _condition(source, served[name])
+            if condition is EVENTS_UNREACHABLE and judged.get(name, Health()).is_down:
+                condition = None  # what is wrong with the engine says it
             where = f"worker {name} at {service.name}"
             about = of_worker(name.worker_id)
             reported = reported_by_engines.get(name)
@@ -63,7 +67,13 @@ def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
                 hint = ""
                 if reported is not None and source.endpoint and _port(reported.endpoint) != _port(source.endpoint):
                     hint = f"; the engine says that it publishes at {reported.endpoint}"
-                yield Symptom(condition, f"{where}: {_reason(source, served[name], condition)}{hint}", about)
+                # An engine may start after its indexer; one that was heard of does not start.
+                young = source.HasField("open_seconds") and not source.HasField("last_event_id")
+                age = source.open_seconds if young else float("inf")
+                evidence = f"{where}: {_reason(source, served[name])}{hint}"
+                yield Symptom(condition, evidence, about, age)
+            if condition is EVENTS_SILENT:
+                told.add(name)
             if source.endpoint and source.transport == workers_pb2.EVENT_TRANSPORT_ZMQ and not source.replay_endpoint:
                 hint = (
                     f", the engine has one at {reported.replay_endpoint}"
@@ -72,41 +82,44 @@ def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
                 )
                 yield Symptom(REPLAY_MISSING, f"{where}: none is registered{hint}")
             yield from _contents(source, where)
+    for name, health in judged.items():
+        if health.state == NO_EVENTS and name not in told:
+            yield Symptom(EVENTS_SILENT, health.sentence(str(name)), of_worker(name.worker_id))
 
 
-def _served(snapshot: Snapshot) -> defaultdict[RankName, list[float]]:
-    """When requests were dispatched that the rank's events report, as ages in seconds."""
-    ages: defaultdict[RankName, list[float]] = defaultdict(list)
+class _Served(NamedTuple):
+    """Requests that a worker rank ran, and that its events report."""
+
+    ages: list[float]
+    """Seconds since they were dispatched."""
+    reports: bool
+    """The engine says what it had cached: the others computed something."""
+
+
+def _served(snapshot: Snapshot) -> defaultdict[RankName, _Served]:
+    """Return what the ranks ran, as all gateways saw it."""
+    found: defaultdict[RankName, _Served] = defaultdict(lambda: _Served([], reports=False))
     for _, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for seen in status.workers:
-            ages[observed_name(seen)] += seen.eventful_age_seconds
-    return ages
+            before = found[observed_name(seen)]
+            ages = [*before.ages, *seen.eventful_age_seconds]
+            found[observed_name(seen)] = _Served(ages, before.reports or seen.cached_tokens > 0 or seen.checked > 0)
+    return found
 
 
-def _condition(source: indexer_pb2.SourceStatus, served: list[float]) -> Condition | None:
+def _condition(source: indexer_pb2.SourceStatus, served: _Served) -> Condition | None:
     """Return what a source's state amounts to; None = nothing is wrong with it."""
     condition = _CONDITIONS.get(source.state)
     if condition is EVENTS_MISCONFIGURED and source.wrong_rank:
         return RANKS_DIFFER
     if condition is EVENTS_UNREACHABLE and source.transport in _NATS:
         return NATS_UNREACHABLE
-    if source.state == indexer_pb2.SOURCE_STATE_WAITING and _served_without_events(source, served):
-        return EVENTS_SILENT
-    return condition
+    return EVENTS_SILENT if silence(source, served.ages, reports=served.reports) else condition
 
 
-def _served_without_events(source: indexer_pb2.SourceStatus, served: list[float]) -> int:
-    """Requests that the worker served while the indexer listened, and whose events had time to arrive."""
-    if source.HasField("last_event_id") or not source.HasField("open_seconds"):
-        return 0
-    return sum(EVENTS_WITHIN_SECONDS < age < source.open_seconds for age in served)
-
-
-def _reason(source: indexer_pb2.SourceStatus, served: list[float], condition: Condition) -> str:
-    if condition is EVENTS_SILENT and source.state == indexer_pb2.SOURCE_STATE_WAITING:
-        missing = _served_without_events(source, served)
-        return f"{missing} request{'s' * (missing > 1)} served, and nothing came from {source.endpoint or 'it'}"
-    return source.reason
+def _reason(source: indexer_pb2.SourceStatus, served: _Served) -> str:
+    missing = silence(source, served.ages, reports=served.reports)
+    return f"it {missing}" if missing else source.reason
 
 
 def _contents(source: indexer_pb2.SourceStatus, where: str) -> Iterator[Symptom]:

@@ -29,7 +29,7 @@ def check_registrations(snapshot: Snapshot) -> Iterator[Symptom]:
             continue
         known = _by_name(gateway.workers)
         if not known:
-            yield Symptom(NO_WORKERS, f"{gateway.name} has no registration")
+            yield Symptom(NO_WORKERS, f"{gateway.name} has no registration", age_seconds=gateway.age_seconds)
         for one in status.helpers:
             helper = by_address.get(one.address)
             if helper is not None and helper.workers is not None:
@@ -71,19 +71,21 @@ def check_shards(snapshot: Snapshot) -> Iterator[Symptom]:
 def _compared(gateway: Service, known: dict[WorkerName, workers_pb2.Worker], helper: Service) -> Iterator[Symptom]:
     there = _by_name(helper.workers or ())
     lacking, further = known.keys() - there.keys(), there.keys() - known.keys()
+    age = min(gateway.age_seconds, helper.age_seconds)
     if helper.kind is Kind.SCHEDULER and known and not there:
         yield Symptom(
             SCHEDULER_WITHOUT_WORKERS,
             f"{helper.name} knows no worker, {gateway.name} {len(known):,}",
             (helper.address,),
+            age,
         )
     elif lacking:
         yield Symptom(
-            REGISTRATIONS_DIFFER, f"{helper.name} lacks {_names(lacking)} of {gateway.name}", (helper.address,)
+            REGISTRATIONS_DIFFER, f"{helper.name} lacks {_names(lacking)} of {gateway.name}", (helper.address,), age
         )
     if further:
         yield Symptom(
-            REGISTRATIONS_DIFFER, f"{gateway.name} lacks {_names(further)} of {helper.name}", (helper.address,)
+            REGISTRATIONS_DIFFER, f"{gateway.name} lacks {_names(further)} of {helper.name}", (helper.address,), age
         )
     for name in sorted(known.keys() & there.keys()):
         ours, theirs = known[name], there[name]

@@ -32,6 +32,7 @@ def check_services(snapshot: Snapshot) -> Iterator[Symptom]:
 
 def check_helpers(snapshot: Snapshot) -> Iterator[Symptom]:
     """Yield the gateways' last calls to their helpers; other checks may know better why one failed."""
+    ages = {service.address: service.age_seconds for service in snapshot.services}
     for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for helper in status.helpers:
             if helper.last_error:
@@ -41,6 +42,7 @@ def check_helpers(snapshot: Snapshot) -> Iterator[Symptom]:
                     f"{gateway.name} and its {kind} {helper.address}: {helper.last_error} "
                     f"({helper.failures:,} of {helper.calls:,} calls failed)",
                     (helper.address,),
+                    min(gateway.age_seconds, ages.get(helper.address, float("inf"))),
                 )
 
 
@@ -54,8 +56,8 @@ def _of_service(service: Service, helper: gateway_pb2.HelperStatus | None) -> Sy
     if service.error:
         return Symptom(SERVICE_UNREACHABLE, f"{service.name}{named}: {service.error}", explains)
     if service.info is not None and (service.info.draining or not service.serving):
-        why = "drains" if service.info.draining else "is not ready"
-        return Symptom(NOT_SERVING, f"{service.name} {why}", explains)
+        why, age = ("drains", float("inf")) if service.info.draining else ("is not ready", service.age_seconds)
+        return Symptom(NOT_SERVING, f"{service.name} {why}", explains, age)
     return None
 
 

@@ -88,6 +88,11 @@ class Service:
         return f"{self.kind or 'service'} {self.address}"
 
     @property
+    def age_seconds(self) -> float:
+        """Return the time since it was started; infinity = it does not say."""
+        return (self.info.uptime_seconds if self.info is not None else 0.0) or float("inf")
+
+    @property
     def info(self) -> types_pb2.ServiceInfo | None:
         """Return the part of the status that every service has; None = it does not answer."""
         return self.status.service if self.status is not None else None
@@ -134,6 +139,8 @@ class Snapshot:
     """Services and engines that were too many to ask."""
     proxies: tuple[Proxy, ...] = ()
     """Those that were named."""
+    is_own: bool = False
+    """A gateway took it itself: whatever it reaches is reachable from here."""
 
     def statuses(self, kind: type[S]) -> Iterator[tuple[Service, S]]:
         """Yield every service that sent a status of one kind, with that status."""

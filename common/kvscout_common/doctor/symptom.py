@@ -15,6 +15,8 @@ class Symptom(NamedTuple):
     """Subject and observation; one sentence."""
     explains: tuple[str, ...] = ()
     """Texts by which services' own warnings of the same thing are known."""
+    age_seconds: float = float("inf")
+    """Since what it is about was started or registered; infinity = that is no reason for it."""
 
 
 def of_worker(worker_id: str) -> tuple[str, ...]:

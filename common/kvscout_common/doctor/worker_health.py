@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
@@ -35,6 +35,8 @@ class Health:
     """Since the cause was first seen; None = not known."""
     gateway: str = ""
     """Address of the gateway that judges so; "" = there is only one, or it is well."""
+    is_down: bool = False
+    """Its engine does not answer, or may not."""
 
     @property
     def well(self) -> bool:
@@ -47,6 +49,13 @@ class Health:
         since = f"for {self.age_seconds:.0f} s" if self.age_seconds is not None else ""
         by = f"says gateway {self.gateway}" if self.gateway else ""
         return ", ".join(part for part in (self.cause, since, by) if part)
+
+    def sentence(self, name: str) -> str:
+        """Return all of it as one sentence about a worker of this name."""
+        since = "is" if self.age_seconds is None else "has been"
+        by = f", says gateway {self.gateway}," if self.gateway else ""
+        duration = "" if self.age_seconds is None else f" for {self.age_seconds:.0f} s"
+        return f"worker {name}{by} {since} {self.state}{duration}{f': it {self.cause}' if self.cause else ''}"
 
 
 def health_of(message: types_pb2.WorkerHealth, gateway: str = "") -> Health:
@@ -91,6 +100,8 @@ def judged_healths(snapshot: Snapshot) -> dict[RankName, Health]:
             name = observed_name(one)
             message = one.health if one.HasField("health") else _of_earlier_release(one)
             health = health_of(message, service.address if several else "")
+            if health.state == SUSPECTED or (health.state == LEFT_OUT and one.health_check_problem):
+                health = replace(health, is_down=True)
             found[name] = worst(found[name], health) if name in found else health
     return found
 

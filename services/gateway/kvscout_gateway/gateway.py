@@ -133,6 +133,7 @@ class Gateway:
                 config.security,
                 timeout_seconds=config.indexer_timeout_seconds,
                 served=self.observations.eventful,
+                reports=self.observations.reports_cached_tokens,
                 resync=self.registration.resync,
             )
             self._remote.append(remote_indexer)
@@ -169,7 +170,7 @@ class Gateway:
             self.observations,
             period_seconds=config.health_check_seconds,
         )
-        self.judge = Judge(self.health, self.observations, self._specs)
+        self.judge = Judge(self.health, self.observations, self.indexer.no_events, self._specs, self.catalog.spec_of)
         self._warnings = RateLimitedLog(log, period_seconds=10.0)
         vllm = VllmAdapter()
         plans = PlanChoice(
@@ -257,6 +258,7 @@ class Gateway:
         """Return the tasks that run beside the server, by name."""
         return {
             "membership": self.membership.run,
+            "speeds": self.judge.run,
             **({"health-checks": self.health_checks.run} if self.config.health_check_seconds else {}),
             **{name: task for upstream in self._remote for name, task in upstream.tasks().items()},
             **({"objectives": self.cluster_objectives.run} if self.cluster_objectives is not None else {}),

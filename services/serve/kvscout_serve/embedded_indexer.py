@@ -14,8 +14,8 @@ from kvscout.v1 import events_pb2, gateway_pb2, indexer_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.worker import ALL_TENANTS, PoolKey, WorkerRank
-from kvscout_gateway.upstreams.indexer.blindness import BlindRanks, Served
-from kvscout_gateway.upstreams.indexer.check import CHECK_SECONDS
+from kvscout_gateway.upstreams.indexer.blindness import BlindRanks, Reports, Served
+from kvscout_gateway.upstreams.indexer.check import CHECK_SECONDS, REST
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.overlaps import Columns, Overlaps, Rows, row_of
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
@@ -76,6 +76,8 @@ class EmbeddedIndexer:
         self._servicer = servicer
         self._blind: Mapping[tuple[str, WorkerRank], str] = {}
         """Why ranks are BLIND, by tenant and rank."""
+        self._no_events: Mapping[tuple[str, WorkerRank], str] = {}
+        """What says that the events of ranks are missing, by tenant and rank."""
         self._decisions: deque[Decision] = deque()
         self._waiting = asyncio.Event()
         self._predicts = indexer.routed.predicts
@@ -152,6 +154,10 @@ class EmbeddedIndexer:
             for (tenant, rank), reason in self._blind.items()
         ]
 
+    def no_events(self) -> Mapping[tuple[str, WorkerRank], str]:
+        """Return the worker ranks whose events are missing; see `Indexer.no_events` of the gateway."""
+        return self._no_events
+
     def status(self) -> gateway_pb2.HelperStatus:
         """Return its state, as of an upstream."""
         return gateway_pb2.HelperStatus(
@@ -184,18 +190,22 @@ class EmbeddedIndexer:
                     log.debug("a routing decision of %s was not recorded: %s", decision.model, error)
             self._waiting.clear()
 
-    async def check(self, served: Served) -> None:
+    async def check(self, served: Served, reports: Reports) -> None:
         """Compare its sources with the requests that workers served, every `CHECK_SECONDS`, for ever.
 
         Args:
             served: Gives when a worker rank was sent requests that should have brought events.
+            reports: Tells whether a worker reports the prompt tokens that it had cached.
         """
-        ranks = BlindRanks(served)
+        ranks = BlindRanks(served, reports)
+        took = 0.0
         while True:
-            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.sleep(max(CHECK_SECONDS, REST * took))
+            began = time.monotonic()
             status = await self._servicer.GetStatus(types_pb2.GetStatusRequest(tenant=ALL_TENANTS), None)
             requests = ranks.judge(status.sources, time.perf_counter())
-            self._blind = ranks.blind
+            self._blind, self._no_events = ranks.blind, ranks.no_events
+            took = time.monotonic() - began
             for request in requests:
                 try:
                     await self._servicer.RecordRouting(request, None)

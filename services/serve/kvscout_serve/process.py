@@ -81,9 +81,9 @@ class Process:
             if service is not None:
                 tasks |= service.tasks()
         if self.indexer is not None:
-            indexer, served = self.indexer, self.gateway.observations.eventful
+            indexer, seen = self.indexer, self.gateway.observations
             tasks["routing-decisions"] = indexer.record_decisions
-            tasks["blind-workers"] = lambda: indexer.check(served)
+            tasks["blind-workers"] = lambda: indexer.check(seen.eventful, seen.reports_cached_tokens)
         return tasks
 
     async def _warm(self) -> None:

@@ -155,6 +155,77 @@ def test_a_worker_that_served_is_silent_only_if_the_indexer_listened_and_the_eve
     assert not silent(30.0, last_event_id=4)
 
 
+def judged(state: types_pb2.WorkerState.ValueType, cause: str = "", **fields: object) -> gateway_pb2.WorkerObservation:
+    health = types_pb2.WorkerHealth(state=state, cause=cause, age_seconds=4.0)
+    worker = types_pb2.WorkerRank(worker_id="w")
+    return gateway_pb2.WorkerObservation(worker=worker, tenant="t", health=health, **fields)  # type: ignore[arg-type]
+
+
+def test_each_state_that_a_gateway_judges_a_worker_to_be_in_has_its_finding() -> None:
+    expected = {
+        types_pb2.WORKER_STATE_OK: None,
+        types_pb2.WORKER_STATE_NO_EVENTS: "events-silent",
+        types_pb2.WORKER_STATE_SLOW: "worker-slow",
+        types_pb2.WORKER_STATE_BUSY: None,
+        types_pb2.WORKER_STATE_DRAINING: None,
+        types_pb2.WORKER_STATE_SUSPECTED: "engine-suspected",
+        types_pb2.WORKER_STATE_LEFT_OUT: "worker-failing",
+    }
+    assert set(expected) == {number for number in types_pb2.WorkerState.values() if number}
+    for state, condition in expected.items():
+        told = found(gateway(workers=[judged(state, "does it", requests=3, failures=2)]))
+        assert set(told) == ({condition} if condition else set()), state
+        for finding in told.values():
+            assert "has been" in finding.evidence[0]
+            assert "for 4 s: it does it" in finding.evidence[0]
+
+
+def test_an_engine_that_is_down_is_one_finding_and_its_events_are_none() -> None:
+    lost = judged(types_pb2.WORKER_STATE_LEFT_OUT, "does not answer", health_check_problem="no answer")
+    closed = source(indexer_pb2.SOURCE_STATE_DISCONNECTED, open_seconds=60, last_event_id=4, reason="nothing answers")
+    engine = Engine(WorkerName("t", "w"), "http://e", error="http://e does not answer within 5 s")
+    told = found(gateway(workers=[lost]), indexer(closed), engines=(engine,))
+    assert told.keys() == {"engine-unreachable"}
+    assert told["engine-unreachable"].evidence == ("worker w has been left out for 4 s: it does not answer",)
+    # It answers its gateway, which is elsewhere; a gateway that asks itself is not told to go where it is.
+    served = judged(types_pb2.WORKER_STATE_OK, requests=3)
+    assert found(gateway(workers=[served]), engines=(engine,)).keys() == {"out-of-sight"}
+    assert found(gateway(workers=[served]), engines=(engine,), is_own=True).keys() == {"untold"}
+
+
+def test_of_two_gateways_the_one_that_judges_worse_is_named() -> None:
+    other = replace(gateway(workers=[judged(types_pb2.WORKER_STATE_SUSPECTED, "hangs")]), address="g:2")
+    told = found(gateway(workers=[judged(types_pb2.WORKER_STATE_OK)]), other)
+    [evidence] = told["engine-suspected"].evidence
+    assert evidence == "worker w, says gateway g:2, has been suspected for 4 s: it hangs"
+
+
+def test_events_that_stopped_are_missed_where_the_engine_reports_what_it_computed() -> None:
+    def told(ages: list[float], checked: int = 0) -> set[str]:
+        seen = judged(types_pb2.WORKER_STATE_OK, eventful_age_seconds=ages, checked=checked)
+        live = source(indexer_pb2.SOURCE_STATE_LIVE, open_seconds=60, last_event_id=4, last_event_age_seconds=20)
+        return set(found(gateway(workers=[seen]), indexer(live)))
+
+    assert told([30.0, 5.0, 4.0], checked=3) == {"events-silent"}
+    assert told([30.0, 5.0], checked=3) == set(), "one batch may have been lost"
+    assert told([5.0, 1.0], checked=3) == set(), "it may be on its way"
+    assert told([5.0, 4.0]) == set(), "nothing may have been computed"
+
+
+def test_what_is_missing_just_after_a_start_is_no_error() -> None:
+    young, old = info(uptime_seconds=3.0), info(uptime_seconds=30.0)
+    nobody = replace(gateway(about=young), workers=())
+    assert found(nobody)["starting"].evidence == ("gateway g:1 has no registration, 3 s after the start",)
+    assert found(replace(gateway(about=old), workers=())).keys() == {"no-workers"}
+
+    def closed(seconds: float, **fields: object) -> set[str]:
+        return set(found(indexer(source(indexer_pb2.SOURCE_STATE_DISCONNECTED, open_seconds=seconds, **fields))))
+
+    assert closed(3.0) == {"starting"}
+    assert closed(30.0) == {"events-unreachable"}
+    assert closed(3.0, last_event_id=7) == {"events-unreachable"}, "it was there"
+
+
 def test_predictions_are_judged_only_where_events_come_and_there_are_enough_of_them() -> None:
     def told(state: indexer_pb2.SourceState.ValueType, checked: int, wrong: int) -> set[str]:
         seen = gateway_pb2.WorkerObservation(

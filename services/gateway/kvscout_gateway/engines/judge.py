@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import asyncio
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -20,6 +22,7 @@ from kvscout.v1 import types_pb2
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.health import WorkerHealth
 from kvscout_gateway.engines.observation import Observations
+from kvscout_gateway.engines.speed import SAMPLE_SECONDS, Key, Speeds
 from kvscout_gateway.engines.worker_state import WELL, Judgement, WorkerState
 
 
@@ -29,15 +32,33 @@ class Judge(Collector):
     Args:
         health: Failures of requests and health checks.
         observations: Observations of each rank.
+        no_events: Gives the ranks whose events are missing at an indexer, and what says so.
         workers: Gives the registered workers.
+        spec_of: Gives one of them by tenant and worker id.
     """
 
     def __init__(
-        self, health: WorkerHealth, observations: Observations, workers: Callable[[], Iterable[WorkerSpec]]
+        self,
+        health: WorkerHealth,
+        observations: Observations,
+        no_events: Callable[[], Mapping[tuple[str, WorkerRank], str]],
+        workers: Callable[[], Iterable[WorkerSpec]],
+        spec_of: Callable[[str, str], WorkerSpec | None],
     ) -> None:
         self._health = health
         self._observations = observations
+        self._no_events = no_events
         self._workers = workers
+        self._spec_of = spec_of
+        self._speeds = Speeds()
+
+    async def run(self) -> None:
+        """Compare the speeds of workers, for ever."""
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            now = asyncio.get_running_loop().time()
+            totals = {key: seen.liveness.count(now) for key, seen in self._observations.by_rank.items()}
+            self._speeds.sample(now, totals, self._pool_of)
 
     def rank(self, spec: WorkerSpec, rank: WorkerRank) -> Judgement:
         """Return the worst that is known of a rank."""
@@ -46,12 +67,19 @@ class Judge(Collector):
             self._health.judge(key),
             self._observations.judge(key),
             Judgement(WorkerState.DRAINING) if spec.draining else WELL,
+            self._speeds.judge(key, time.monotonic()),
+            Judgement(WorkerState.NO_EVENTS, reason) if (reason := self._no_events().get(key)) else WELL,
         )
         return max(found, key=lambda one: one.state)
 
     def worker(self, spec: WorkerSpec) -> Judgement:
         """Return the worst that is known of a worker's ranks."""
         return max((self.rank(spec, rank) for rank in spec.ranks), key=lambda one: one.state, default=WELL)
+
+    def _pool_of(self, key: Key) -> Hashable | None:
+        tenant, rank = key
+        spec = self._spec_of(tenant, rank.worker_id)
+        return (tenant, spec.model, spec.role, spec.device_class) if spec is not None else None
 
     def collect(self) -> Iterator[Metric]:
         """Return the state of each worker rank."""

@@ -163,6 +163,10 @@ class Observations(Collector):
         seen = self.by_rank.get(key)
         return seen.eventful if seen is not None else ()
 
+    def reports_cached_tokens(self, tenant: str, worker_id: str) -> bool:
+        """Tell whether a worker has ever reported cached prompt tokens."""
+        return (tenant, worker_id) in self._reporting
+
     def has_output_within(self, spec: WorkerSpec, seconds: float) -> bool:
         """Return whether one of a worker's ranks has put out something in the last seconds."""
         since = asyncio.get_running_loop().time() - seconds

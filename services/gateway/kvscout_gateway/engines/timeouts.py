@@ -38,6 +38,16 @@ class Liveness:
     """Tokens that it has to compute for each request without a first token, in the order in which they came."""
     decoding: set[Watch] = field(default_factory=set)
     """Requests that have one."""
+    streamed_seconds: float = 0.0
+    """Time from the first token of each streamed answer to its last one, all requests together, as last counted."""
+    streamed_tokens: int = 0
+    """Tokens in that time."""
+
+    def count(self, now: float) -> tuple[float, int]:
+        """Count what is streamed until now; return seconds and tokens since start."""
+        for watch in self.decoding:
+            watch.count(now)
+        return self.streamed_seconds, self.streamed_tokens
 
     @property
     def waits(self) -> bool:
@@ -133,6 +143,8 @@ class Watch:
         self.on_lost: Callable[[], object] | None = None
         """Called when that becomes known."""
         self._noticed: Callable[[], StreamReport] | None = None
+        self._counted_at, self._counted_tokens = 0.0, 0
+        """Until when its answer has been counted, 0 = not yet, and the tokens until then."""
         liveness.prefilling[self] = uncached_tokens
 
     def end(self) -> None:
@@ -140,6 +152,7 @@ class Watch:
         liveness = self._liveness
         liveness.prefilling.pop(self, None)
         if self in liveness.decoding:
+            self.count(self.last_output_at)
             liveness.decoding.remove(self)
             liveness.beat_at = max(liveness.beat_at, self.last_output_at)
 
@@ -152,6 +165,18 @@ class Watch:
     def follow(self, noticed: Callable[[], StreamReport]) -> None:
         """Follow the report of an answer that begins: its output counts, too."""
         self._noticed = noticed
+
+    def count(self, now: float) -> None:
+        """Add to its worker rank's totals what has been streamed since the last call; nothing while nobody listens."""
+        report = self._noticed() if self._noticed is not None else None
+        if report is None or not report.first_output_at:
+            return
+        since, tokens = (self._counted_at, self._counted_tokens) if self._counted_at else (report.first_output_at, 1)
+        since = max(since, report.listening_since)
+        if since <= now:
+            self._liveness.streamed_seconds += now - since
+            self._liveness.streamed_tokens += max(0, report.tokens - tokens)
+        self._counted_at, self._counted_tokens = max(now, self._counted_at), report.tokens
 
     def chunk(self, now: float) -> None:
         """Something of an answer came that is no stream of events: the rest may take as long as all of it may."""

@@ -123,8 +123,12 @@ class Catalog:
 
     def model_of(self, tenant: str, worker_id: str) -> str:
         """Return the model of a registered worker; "" for any other."""
-        spec = self.tenant(tenant).specs.get(worker_id)
+        spec = self.spec_of(tenant, worker_id)
         return spec.model if spec is not None else ""
+
+    def spec_of(self, tenant: str, worker_id: str) -> WorkerSpec | None:
+        """Return a registered worker; None for any other."""
+        return self.tenant(tenant).specs.get(worker_id)
 
     def tenant(self, tenant: str) -> TenantView:
         """Return the workers of a tenant now."""

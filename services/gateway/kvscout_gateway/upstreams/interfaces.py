@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from kvscout.v1 import events_pb2, indexer_pb2, scheduler_pb2, types_pb2
 from kvscout_common.rpc.service_info import Warned
+from kvscout_common.worker import WorkerRank
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Choice, Decision
 from kvscout_gateway.values.overlaps import Overlaps
@@ -37,6 +38,9 @@ class Indexer(Protocol):
 
     def warnings(self) -> list[Warned]:
         """Return faults of indexers that no call of theirs shows, one sentence each."""
+
+    def no_events(self) -> Mapping[tuple[str, WorkerRank], str]:
+        """Return the worker ranks whose events are missing though they ran prompts, and what says so."""
 
 
 class Scheduler(Protocol):

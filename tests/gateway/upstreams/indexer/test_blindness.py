@@ -17,7 +17,7 @@ class World:
 
     def __init__(self) -> None:
         self.observations = Observations(lambda tenant, worker_id: "m")
-        self.ranks = BlindRanks(self.observations.eventful)
+        self.ranks = BlindRanks(self.observations.eventful, self.observations.reports_cached_tokens)
 
     def serve(self, *dispatched_at: float, worker_id: str = "w", dp_rank: int = 0) -> None:
         self.observations.of("default", WorkerRank(worker_id, dp_rank)).eventful.extend(dispatched_at)
@@ -97,9 +97,9 @@ def test_an_engine_that_does_not_even_open_its_socket_was_not_heard_either() -> 
 def test_a_publisher_that_never_answered_was_not_heard_either() -> None:
     world = World()
     world.serve(1.0)
-    sources = [source(0.0, now, state=indexer_pb2.SOURCE_STATE_INCOMPLETE) for now in (10.0, 20.0)]
-    assert world.told(10.0, sources[0]) == {}
-    assert world.told(20.0, sources[1]) == {("m", "w", 0): 1}
+    sources = [source(0.0, now, state=indexer_pb2.SOURCE_STATE_INCOMPLETE) for now in (40.0, 50.0)]
+    assert world.told(40.0, sources[0]) == {}
+    assert world.told(50.0, sources[1]) == {("m", "w", 0): 1}
 
 
 def test_ranks_and_models_are_told_apart_and_the_number_is_bounded() -> None:
@@ -115,5 +115,25 @@ def test_ranks_and_models_are_told_apart_and_the_number_is_bounded() -> None:
             source(0.0, now, "unknown here"),
         ]
 
-    assert world.told(1_010.0, *sources(1_010.0)) == {}
-    assert world.told(1_020.0, *sources(1_020.0)) == {("m", "w", 1): 1, ("n", "busy", 0): EVENTFUL_KEPT}
+    assert world.told(1_040.0, *sources(1_040.0)) == {}
+    assert world.told(1_050.0, *sources(1_050.0)) == {("m", "w", 1): 1, ("n", "busy", 0): EVENTFUL_KEPT}
+
+
+def test_what_is_missing_is_said_before_the_indexer_is_told_and_where_events_have_stopped() -> None:
+    world, key = World(), ("default", WorkerRank("w", 0))
+    world.serve(6.0)
+    assert world.told(7.0, source(0.0, 7.0, endpoint="tcp://e")) == {}
+    assert world.ranks.no_events == {}, "it may be on its way"
+    assert world.told(10.0, source(0.0, 10.0, endpoint="tcp://e")) == {}
+    assert world.ranks.no_events == {key: "ran 1 request, and no KV event ever came from tcp://e"}
+    live: dict[str, Any] = {"state": indexer_pb2.SOURCE_STATE_LIVE, "last_event_id": 3}
+    world.told(15.0, source(0.0, 15.0, **live, last_event_age_seconds=8.0))
+    assert world.ranks.no_events == {}
+    world.serve(16.0, 17.0)
+    stopped = source(0.0, 20.0, **live, last_event_age_seconds=13.0)
+    world.told(20.0, stopped)
+    assert world.ranks.no_events == {}, "an engine that does not say what it had cached may have computed nothing"
+    world.observations.reported("default", key[1], isl_tokens=64, cached=16, predicted=None)
+    world.told(20.0, stopped)
+    said = "ran 2 requests since its last KV event 13 s ago, and announced none of their blocks"
+    assert world.ranks.no_events == {key: said}

@@ -58,6 +58,7 @@ async def asking(shards: int, timeout_seconds: float = 10.0) -> AsyncIterator[tu
         PLAINTEXT,
         timeout_seconds=timeout_seconds,
         served=lambda key: (),
+        reports=lambda tenant, worker_id: True,
         resync=lambda member: None,
     )
     servicers = [Answering(f"of {index}") for index in range(shards)]  # type: ignore[abstract]

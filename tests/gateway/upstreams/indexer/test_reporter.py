@@ -128,6 +128,7 @@ class Told:
             PLAINTEXT,
             timeout_seconds=1.0,
             served=lambda key: (),
+            reports=lambda tenant, worker_id: True,
             resync=lambda member: self.suspected.append(member.address),
             clock=lambda: self.now,
         )

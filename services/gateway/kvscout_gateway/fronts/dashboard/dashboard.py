@@ -124,6 +124,7 @@ class Dashboard:
 
     async def _examine(self) -> None:
         while True:
+            await self._gateway.health_checks.check_all(ALL_TENANTS)
             snapshot = await self._gathering.snapshot((), known=[await self._gateway_service()], engines=True)
             found = document.findings(diagnose(snapshot))
             self.viewers.publish("doctor", {"at": self._clock(), "findings": found})

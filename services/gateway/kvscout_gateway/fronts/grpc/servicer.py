@@ -91,7 +91,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     ) -> workers_pb2.ListWorkersResponse:
         answer = await super().ListWorkers(request, context)
         for entry in answer.workers:
-            spec = self._gateway.catalog.tenant(entry.worker.tenant).specs.get(entry.worker.worker_id)
+            spec = self._gateway.catalog.spec_of(entry.worker.tenant, entry.worker.worker_id)
             if spec is not None:
                 entry.health.CopyFrom(health_to_proto(self._gateway.judge.worker(spec)))
         return answer
@@ -194,9 +194,8 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     ) -> scheduler_pb2.GetPotentialLoadsResponse:
         query = translate.loads_request(request, self._gateway.config.max_prompt_tokens)
         answer = await self._gateway.routing.potential_loads(query)
-        specs = self._gateway.catalog.tenant(query.tenant).specs
         for load in answer.loads:
-            spec = specs.get(load.worker.worker_id)
+            spec = self._gateway.catalog.spec_of(query.tenant, load.worker.worker_id)
             if spec is not None:
                 judged = health_to_proto(self._gateway.judge.rank(spec, rank_from_proto(load.worker)))
                 load.health.CopyFrom(max((judged, *load_healths(load)), key=lambda one: one.state))

@@ -1,7 +1,8 @@
 """Status of the indexers, read every `CHECK_SECONDS`: faults that no call of theirs shows.
 
 * An indexer with another shard of the workers than `--indexer` says: the overlaps of those it lacks are 0.
-* Workers from which no event ever came to it though they have served requests: so are theirs (blindness.py).
+* Workers from which no event ever came to it though they have served requests, or comes no longer: so are theirs
+  (blindness.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvscout.v1 import indexer_pb2, types_pb2
@@ -17,14 +18,17 @@ from kvscout_common.errors import KvscoutError
 from kvscout_common.rpc.channel import call
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
-from kvscout_common.worker import ALL_TENANTS
-from kvscout_gateway.upstreams.indexer.blindness import BlindRanks, Served
+from kvscout_common.worker import ALL_TENANTS, WorkerRank
+from kvscout_gateway.upstreams.indexer.blindness import BlindRanks, Reports, Served
 from kvscout_gateway.upstreams.indexer.link import IndexerMember
 
 log = logging.getLogger("kvscout.gateway")
 
-CHECK_SECONDS = 30.0
-"""Between two readings: an indexer may have restarted with other flags. Events have as long to arrive."""
+CHECK_SECONDS = 5.0
+"""Between two readings, at least: an indexer may have restarted with other flags. Events have as long to arrive."""
+REST = 100.0
+"""Pause after a reading, at least, as a multiple of its duration: a status of thousands of workers costs an indexer
+milliseconds."""
 RETRY_SECONDS = 1.0
 CALL_SECONDS = 2.0
 
@@ -46,17 +50,19 @@ class IndexerCheck:
 
     Args:
         served: Gives when a worker rank was sent requests that should have brought events.
+        reports: Tells whether a worker reports the prompt tokens that it had cached.
         clock: Seconds, as of those times.
     """
 
-    def __init__(self, served: Served, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, served: Served, reports: Reports, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._served = served
+        self._reports = reports
         self._clock = clock
         self.checked: list[CheckedIndexer] = []
 
     def join(self, member: IndexerMember, shard: Shard) -> CheckedIndexer:
         """Add an indexer; `keep` is its task until it leaves."""
-        one = CheckedIndexer(member, shard, BlindRanks(self._served))
+        one = CheckedIndexer(member, shard, BlindRanks(self._served, self._reports))
         self.checked.append(one)
         return one
 
@@ -73,11 +79,17 @@ class IndexerCheck:
             for (tenant, rank), reason in one.ranks.blind.items()
         ]
 
+    def no_events(self) -> Mapping[tuple[str, WorkerRank], str]:
+        """Return the worker ranks whose events are missing at an indexer, and what says so."""
+        return {rank: reason for one in self.checked for rank, reason in one.ranks.no_events.items()}
+
     async def keep(self, one: CheckedIndexer) -> None:
         """Read the status of an indexer, for ever."""
         while True:
+            began = time.monotonic()
             answered = await self._read(one)
-            await asyncio.sleep(CHECK_SECONDS if answered else RETRY_SECONDS)
+            rest = max(CHECK_SECONDS, REST * (time.monotonic() - began))
+            await asyncio.sleep(rest if answered else RETRY_SECONDS)
 
     async def _read(self, one: CheckedIndexer) -> bool:
         """Read the status of an indexer; return False if it did not answer."""

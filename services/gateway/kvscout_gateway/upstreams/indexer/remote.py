@@ -26,8 +26,9 @@ from kvscout_common.rpc.channel import stream
 from kvscout_common.rpc.service_info import Warned, shown
 from kvscout_common.shards import Shard, shard_of
 from kvscout_common.transport.wire_fields import bytes_field
+from kvscout_common.worker import WorkerRank
 from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown, is_member_fault
-from kvscout_gateway.upstreams.indexer.blindness import Served
+from kvscout_gateway.upstreams.indexer.blindness import Reports, Served
 from kvscout_gateway.upstreams.indexer.check import IndexerCheck
 from kvscout_gateway.upstreams.indexer.link import IndexerLink, IndexerMember, Replicas
 from kvscout_gateway.upstreams.indexer.overlaps import AnsweredRows
@@ -45,6 +46,7 @@ class RemoteIndexer(Collector):
         security: How they are called.
         timeout_seconds: Longest wait for the overlaps of a prompt.
         served: Gives when a worker rank was sent requests that should have brought events.
+        reports: Tells whether a worker reports the prompt tokens that it had cached.
         resync: Called with an indexer that does not know workers which this gateway knows.
         clock: Monotonic seconds.
     """
@@ -56,6 +58,7 @@ class RemoteIndexer(Collector):
         *,
         timeout_seconds: float,
         served: Served,
+        reports: Reports,
         resync: Callable[[Member[Any]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,7 +73,7 @@ class RemoteIndexer(Collector):
             Failover("indexer", addresses, IndexerLink, security, shard=share, order=order)
             for share, addresses in zip(shares, shards, strict=True)
         )
-        self.check = IndexerCheck(served)
+        self.check = IndexerCheck(served, reports)
         self.reports: dict[IndexerMember, ReplicaReports] = {}
         self._timeout = timeout_seconds
         self._resync = resync
@@ -148,6 +151,10 @@ class RemoteIndexer(Collector):
     def warnings(self) -> list[Warned]:
         """Return the faults of indexers that no call of theirs shows."""
         return self.check.warnings()
+
+    def no_events(self) -> Mapping[tuple[str, WorkerRank], str]:
+        """Return the worker ranks whose events are missing, and what says so."""
+        return self.check.no_events()
 
     def tasks(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         """Return what runs beside the server, by name: nothing, each replica has its own."""
