@@ -361,7 +361,7 @@ def test_loads_of_every_role_are_shown(gateway: FakeGateway) -> None:
     heading, *lines = kvscout(gateway, "loads", "--model", "m").stdout.splitlines()
     assert heading.split()[:2] == ["worker", "role"]
     roles = ["aggregated", "prefill", "decode"]
-    shown = ["1", "0", "0", "–", "left", "out", "7", "s", "hangs"]
+    shown = ["1", "0", "0", "–", "left", "out", "7.0", "s", "hangs"]
     assert [line.split() for line in lines] == [["w0/0", role, *shown] for role in roles]
     [load] = json.loads(kvscout(gateway, "loads", "--role", "decode", "--json").stdout)
     assert (load["role"], load["active_requests"], load["busy"]) == ("decode", 1, True)

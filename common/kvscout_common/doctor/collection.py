@@ -37,6 +37,7 @@ from kvscout_common.doctor.snapshot import (
     Snapshot,
     WorkerName,
 )
+from kvscout_common.doctor.worker_health import judged_healths
 from kvscout_common.endpoints import address_problem
 from kvscout_common.errors import InvalidArgument, KvscoutError, NotFound, Unavailable, Unimplemented
 from kvscout_common.http.engine_http import NoAnswer, read_json
@@ -284,9 +285,12 @@ def _named_by(service: Service) -> list[Named]:
 
 
 def _specs(snapshot: Snapshot) -> list[WorkerSpec]:
-    """Workers whose engines can be queried."""
+    """Workers whose engines can be queried, but for those that a gateway has just waited for in vain."""
+    down = {name.worker for name, health in judged_healths(snapshot).items() if health.is_down}
     found = []
-    for worker in snapshot.workers.values():
+    for name, worker in snapshot.workers.items():
+        if name in down:
+            continue
         try:
             spec = spec_from_proto(worker)
         except InvalidArgument:

@@ -47,8 +47,8 @@ class Health:
     def why(self) -> str:
         """Return the cause, for how long, and who says so; "" = the state says it."""
         since = f"for {self.age_seconds:.0f} s" if self.age_seconds is not None else ""
-        by = f"says gateway {self.gateway}" if self.gateway else ""
-        return ", ".join(part for part in (self.cause, since, by) if part)
+        notes = ", ".join(part for part in (since, f"says gateway {self.gateway}" if self.gateway else "") if part)
+        return f"{self.cause} ({notes})" if self.cause and notes else self.cause or notes
 
     def sentence(self, name: str) -> str:
         """Return all of it as one sentence about a worker of this name."""

@@ -1171,7 +1171,7 @@ class WorkerObservation(_message.Message):
     tenant: _builtins.str
     """Tenant of the worker."""
     health_check_problem: _builtins.str
-    """Failure of its last health check, once several in a row failed; empty = none."""
+    """Failure of its last health check, where the worker gets no requests; empty = none."""
     first_tokens: _builtins.int
     """Requests of which an output came."""
     ttft_seconds: _builtins.float

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kvscout_common.http.http import StreamReport
-from kvscout_gateway.engines.timeouts import Bounded, EngineTimeouts, Liveness, Watch
+from kvscout_gateway.engines.timeouts import SUSPICIOUS_SECONDS, Bounded, EngineTimeouts, Liveness, Watch
 
 TIMEOUTS = EngineTimeouts(
     first_output_seconds=10, prefill_tokens_per_second=100, idle_seconds=20, queue_seconds=200, answer_seconds=60
@@ -147,3 +147,46 @@ async def test_who_is_cancelled_while_the_deadline_passes_is_cancelled() -> None
     task = asyncio.create_task(wait())
     await asyncio.wait([task])
     assert task.cancelled()
+
+
+def test_a_rank_is_suspicious_when_it_is_silent_for_longer_than_its_prompts_explain() -> None:
+    liveness = Liveness()
+    assert not liveness.waits
+    assert liveness.silent_since(whole_answers=True) == math.inf
+    watch, whole = Watch(TIMEOUTS, 200, liveness, 1000.0), Watch(TIMEOUTS, 0, liveness, 990.0, whole_answer=True)
+    assert liveness.silent_since(whole_answers=True) == 990
+    assert liveness.silent_since(whole_answers=False) == 1000
+    explained = SUSPICIOUS_SECONDS + 2.0
+    assert liveness.suspicious_seconds(1000 + explained - 0.1) is None
+    assert liveness.suspicious_seconds(1000 + explained) == explained
+    other = Watch(TIMEOUTS, 0, liveness, 1001.0)
+    other.output(1004.0)
+    assert liveness.suspicious_seconds(1000 + explained) is None, "it works for another one"
+    for one in (watch, other, whole):
+        one.end()
+    assert not liveness.waits
+
+
+def test_an_engine_that_is_lost_for_a_short_time_may_go_on_with_what_it_began() -> None:
+    liveness = Liveness()
+    waiting, begun = Watch(TIMEOUTS, 0, liveness, 100.0), Watch(TIMEOUTS, 0, liveness, 100.0)
+    begun.output(101.0)
+    liveness.lose("is gone", 110.0, began=False)
+    assert (waiting.lost, begun.lost) == ("is gone", "")
+    liveness.lose("is gone", 130.0)
+    assert begun.lost == "is gone"
+
+
+def test_the_pace_of_answers_is_counted_from_their_first_tokens_while_they_run_and_at_their_ends() -> None:
+    liveness = Liveness()
+    watch = Watch(TIMEOUTS, 0, liveness, 100.0)
+    report = followed(watch)
+    assert liveness.count() == (0.0, 0)
+    watch.output(101.0)
+    report.first_output_at, report.last_output_at, report.tokens = 101.0, 103.0, 5
+    assert liveness.count() == (2.0, 4)
+    assert liveness.count() == (2.0, 4)
+    report.last_output_at, report.tokens = 104.0, 7
+    watch.end()
+    watch.end()
+    assert (liveness.streamed_seconds, liveness.streamed_tokens) == (3.0, 6)

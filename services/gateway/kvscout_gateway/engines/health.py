@@ -201,6 +201,11 @@ class WorkerHealth:
         """Return the last problem of each worker that missed several health checks, by tenant and worker id."""
         return {who: missed.problem for who, missed in self._missed.items() if missed.count >= MISSED_CHECKS}
 
+    def problem(self, tenant: str, worker_id: str) -> str:
+        """Return the problem of a worker's last health check; "" = it answered."""
+        missed = self._missed.get((tenant, worker_id))
+        return missed.problem if missed is not None else ""
+
     def is_silent(self, tenant: str, worker_id: str) -> bool:
         """Tell whether a worker missed enough health checks in a row to get no requests."""
         missed = self._missed.get((tenant, worker_id))
@@ -219,11 +224,14 @@ class WorkerHealth:
         """Return the state of a worker rank as failures and health checks show it."""
         now = self._clock()
         record, missed = self._records.get(key), self._missed.get((key[0], key[1].worker_id))
-        if missed is not None and missed.count >= MISSED_CHECKS:
+        is_ejected = record is not None and record.ejected_until is not None
+        if missed is not None and (is_ejected or missed.count >= MISSED_CHECKS):
             cause = f"does not answer its health checks: {missed.problem}"
             return Judgement(WorkerState.LEFT_OUT, cause, now - missed.since)
         if record is not None and record.ejected_until is not None:
-            return Judgement(WorkerState.LEFT_OUT, _sentence(record, now), now - record.ejected_at)
+            left = record.ejected_until - now
+            then = f"is tried again in {left:.0f} s" if left > 0 else "gets one request at a time"
+            return Judgement(WorkerState.LEFT_OUT, f"fails what others run; {then}", now - record.ejected_at)
         if missed is not None:
             return Judgement(
                 WorkerState.SUSPECTED, f"missed its last health check: {missed.problem}", now - missed.since
@@ -292,8 +300,8 @@ class WorkerHealth:
         """
         now = self._clock()
         ranks = [(key[0], rank) for spec in candidates for rank in spec.ranks]
-        if key not in ranks:
-            return 0.0  # it was removed meanwhile
+        if key not in ranks or self.is_silent(key[0], key[1].worker_id):
+            return 0.0  # it was removed meanwhile, or gets nothing until it answers its health checks
         record = self._of(key, now)
         record.roll(now)
         record.now.failed += 1

@@ -57,7 +57,7 @@ class Judge(Collector):
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
             now = asyncio.get_running_loop().time()
-            totals = {key: seen.liveness.count(now) for key, seen in self._observations.by_rank.items()}
+            totals = {key: seen.liveness.count() for key, seen in self._observations.by_rank.items()}
             self._speeds.sample(now, totals, self._pool_of)
 
     def rank(self, spec: WorkerSpec, rank: WorkerRank) -> Judgement:

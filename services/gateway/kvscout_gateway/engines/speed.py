@@ -1,8 +1,8 @@
 """Speed of workers' outputs, each compared with the others of its pool. Pure.
 
-Seconds a token, of the answers that were streamed in the last seconds: those of requests that wait for a first token do
-not count, nor the time in which a client took nothing. Load makes an engine slower, and a pool's workers have about the
-same; a worker that is several times as slow as the others has another trouble.
+Seconds a token, of the answers that were streamed in the last seconds, from their first tokens to their last ones. Load
+makes an engine slower, and a pool's workers have about the same; a worker that is several times as slow as the others
+has another trouble.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ SAMPLE_SECONDS = 1.0
 WINDOW_SAMPLES = 4
 SLOW_FACTOR = 4.0
 """A worker that takes this many times as long for a token as the median of the others is slow."""
+SLOW_SECONDS = 0.003
+"""And at least so long: what is faster than that differs by the gateway's own turns."""
 ENOUGH_TOKENS = 20
 ENOUGH_SECONDS = 2.0
 """Tokens of a window, or seconds that answers were streamed in it, from which on its speed says something."""
@@ -91,7 +93,7 @@ def _compare(now: float, speeds: list[_Speed]) -> None:
         # The lower median of the others: of two workers, the other one.
         faster_half = speed.seconds_a_token <= ordered[middle]
         speed.others = ordered[min(middle + 1, len(ordered) - 1) if faster_half else middle]
-        if len(ordered) < 2 or speed.seconds_a_token < SLOW_FACTOR * speed.others:
+        if len(ordered) < 2 or speed.seconds_a_token < max(SLOW_SECONDS, SLOW_FACTOR * speed.others):
             speed.slow_since = None
         elif speed.slow_since is None:
             speed.slow_since = now

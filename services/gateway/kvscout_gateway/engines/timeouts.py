@@ -43,10 +43,10 @@ class Liveness:
     streamed_tokens: int = 0
     """Tokens in that time."""
 
-    def count(self, now: float) -> tuple[float, int]:
+    def count(self) -> tuple[float, int]:
         """Count what is streamed until now; return seconds and tokens since start."""
         for watch in self.decoding:
-            watch.count(now)
+            watch.count()
         return self.streamed_seconds, self.streamed_tokens
 
     @property
@@ -152,7 +152,7 @@ class Watch:
         liveness = self._liveness
         liveness.prefilling.pop(self, None)
         if self in liveness.decoding:
-            self.count(self.last_output_at)
+            self.count()
             liveness.decoding.remove(self)
             liveness.beat_at = max(liveness.beat_at, self.last_output_at)
 
@@ -166,17 +166,15 @@ class Watch:
         """Follow the report of an answer that begins: its output counts, too."""
         self._noticed = noticed
 
-    def count(self, now: float) -> None:
-        """Add to its worker rank's totals what has been streamed since the last call; nothing while nobody listens."""
+    def count(self) -> None:
+        """Add to its worker rank's totals what has been streamed since the last call."""
         report = self._noticed() if self._noticed is not None else None
         if report is None or not report.first_output_at:
             return
         since, tokens = (self._counted_at, self._counted_tokens) if self._counted_at else (report.first_output_at, 1)
-        since = max(since, report.listening_since)
-        if since <= now:
-            self._liveness.streamed_seconds += now - since
-            self._liveness.streamed_tokens += max(0, report.tokens - tokens)
-        self._counted_at, self._counted_tokens = max(now, self._counted_at), report.tokens
+        self._liveness.streamed_seconds += max(0.0, report.last_output_at - since)
+        self._liveness.streamed_tokens += max(0, report.tokens - tokens)
+        self._counted_at, self._counted_tokens = report.last_output_at, report.tokens
 
     def chunk(self, now: float) -> None:
         """Something of an answer came that is no stream of events: the rest may take as long as all of it may."""

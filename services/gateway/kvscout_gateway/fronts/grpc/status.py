@@ -83,19 +83,20 @@ def _shadow_hour(hour: Hour, span: Span) -> gateway_pb2.ShadowHour:
 def _observations(gateway: Gateway, tenant: str, model: str) -> list[gateway_pb2.WorkerObservation]:
     """Return observations of the ranks that got requests, and of those that are not well."""
     # The clock of `Observation.eventful`.
-    now, failing, silent = time.perf_counter(), gateway.health.failing(), gateway.health.silent()
+    now, failing = time.perf_counter(), gateway.health.failing()
     seen = gateway.observations.by_rank
     found = []
     for entry in gateway.registry.entries(tenant, model):
         owner = entry.spec.tenant
-        unanswered = silent.get((owner, entry.spec.worker_id), "")
+        unanswered = gateway.health.problem(owner, entry.spec.worker_id)
         for rank in entry.spec.ranks:
             problem, judged = failing.get((owner, rank), ""), gateway.judge.rank(entry.spec, rank)
             if judged.state is WorkerState.OK and (owner, rank) not in seen:
                 continue
             one = _observation(owner, rank, seen.get((owner, rank), _NOTHING), now)
-            one.problem = problem or ("does not answer its health checks" if unanswered else "")
-            one.health_check_problem = unanswered
+            if judged.state is WorkerState.LEFT_OUT:
+                one.problem = problem or "does not answer its health checks"
+                one.health_check_problem = unanswered
             one.health.CopyFrom(health_to_proto(judged))
             found.append(one)
     return found

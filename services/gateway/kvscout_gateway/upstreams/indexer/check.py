@@ -24,7 +24,7 @@ from kvscout_gateway.upstreams.indexer.link import IndexerMember
 
 log = logging.getLogger("kvscout.gateway")
 
-CHECK_SECONDS = 5.0
+CHECK_SECONDS = 2.0
 """Between two readings, at least: an indexer may have restarted with other flags. Events have as long to arrive."""
 REST = 100.0
 """Pause after a reading, at least, as a multiple of its duration: a status of thousands of workers costs an indexer
