@@ -39,7 +39,9 @@ COMMANDS = (
     "replicas",
     "serve",
     "dump",
+    "record",
     "replay",
+    "plan",
     "bench",
 )
 """In the order of --help; command x is `commands.x.command`."""

@@ -175,4 +175,5 @@ class BlockingRouter(_Blocking):
     list_busy_thresholds = _answer(Router.list_busy_thresholds)
     set_busy_thresholds = _answer(Router.set_busy_thresholds)
     dump = _stream(Router.dump)
+    record = _stream(Router.record)
     status = _answer(Router.status)

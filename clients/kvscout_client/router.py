@@ -614,6 +614,27 @@ class Router:
             async for batch in batches:
                 yield batch
 
+    async def record(
+        self, key: bytes, *, model: str = "", tokens_per_hash: int = 0
+    ) -> AsyncGenerator[gateway_pb2.RecordRequestsResponse, None]:
+        """Yield the requests of the gateway as they end, without their content; for admins.
+
+        Args:
+            key: Sixteen secret bytes, by which hashes are keyed.
+            model: "" = every model of the tenant.
+            tokens_per_hash: Rounded down to whole blocks; 0 = 64.
+
+        Raises:
+            InvalidArgument: An argument is out of range.
+            ResourceExhausted: Too many record already.
+        """
+        request = gateway_pb2.RecordRequestsRequest(
+            tenant=self._tenant, model=model, key=key, tokens_per_hash=tokens_per_hash
+        )
+        async with aclosing(self._calls.stream(self._stub.RecordRequests, request)) as messages:
+            async for message in messages:
+                yield message
+
     async def status(self, *, model: str = "") -> RouterStatus:
         """Return the state of the gateway, its upstreams, and its observations of workers."""
         request = types_pb2.GetStatusRequest(tenant=self._tenant, model=model)

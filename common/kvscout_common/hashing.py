@@ -35,6 +35,7 @@ __all__ = [
     "block_seed",
     "engine_hash",
     "extend_sequence",
+    "keyed_sequence_hashes",
     "log_backend",
     "mm_hash",
     "native_available",
@@ -159,6 +160,26 @@ def sequence_hashes(local: Sequence[int] | bytes | bytearray | memoryview) -> li
         InvalidArgument: A hash is not in 0 .. 2^64-1, or the bytes are not whole u64s.
     """
     return _backend.sequence_hashes(local)
+
+
+def keyed_sequence_hashes(local: Sequence[int] | bytes | bytearray | memoryview, stride: int, key: bytes) -> bytes:
+    """Return hashes of the prefixes of a prompt that show which prompts share one, and nothing else.
+
+    SipHash-2-4 (Aumasson, Bernstein: "SipHash: a fast short-input PRF", 2012) of the sequence hash of every `stride`-th
+    block, which is hashed as eight little-endian bytes.
+
+    Args:
+        local: Local hashes, as integers or as little-endian u64s.
+        stride: Blocks a hash; those behind the last whole `stride` have none.
+        key: Sixteen secret bytes.
+
+    Returns:
+        Little-endian u64s, eight bytes a hash.
+
+    Raises:
+        InvalidArgument: A hash is not in 0 .. 2^64-1, the bytes are not whole u64s, or `stride` is below 1.
+    """
+    return _backend.keyed_sequence_hashes(local, stride, key)
 
 
 def extend_sequence(parent_sequence_hash: int | None, local: int) -> int:

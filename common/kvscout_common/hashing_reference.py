@@ -63,6 +63,43 @@ def sequence_hashes(local: Sequence[int] | bytes) -> list[int]:
     return chain
 
 
+def keyed_sequence_hashes(local: Sequence[int] | bytes, stride: int, key: bytes) -> bytes:
+    """Return keyed hashes of prefixes; see `kvscout_common.hashing.keyed_sequence_hashes`."""
+    if stride < 1:
+        raise InvalidArgument("must be at least 1 block", field="stride")
+    prefixes = sequence_hashes(local)[stride - 1 :: stride]
+    return b"".join(struct.pack("<Q", _siphash(key, prefix)) for prefix in prefixes)
+
+
+def _siphash(key: bytes, message: int) -> int:
+    """Return SipHash-2-4 of the eight little-endian bytes of a number."""
+    low, high = (int.from_bytes(half, "little") for half in (key[:8], key[8:]))
+    state = [low ^ 0x736F6D6570736575, high ^ 0x646F72616E646F6D, low ^ 0x6C7967656E657261, high ^ 0x7465646279746573]
+    # The bytes are one word; behind them comes one with their number in its highest byte.
+    for word in (message, 8 << 56):
+        state[3] ^= word
+        _sip_rounds(state, 2)
+        state[0] ^= word
+    state[2] ^= 0xFF
+    _sip_rounds(state, 4)
+    return state[0] ^ state[1] ^ state[2] ^ state[3]
+
+
+def _sip_rounds(state: list[int], rounds: int) -> None:
+    v0, v1, v2, v3 = state
+    for _ in range(rounds):
+        v0, v2 = (v0 + v1) & _MASK, (v2 + v3) & _MASK
+        v1, v3 = _rotated(v1, 13) ^ v0, _rotated(v3, 16) ^ v2
+        v0, v2 = (_rotated(v0, 32) + v3) & _MASK, (v2 + v1) & _MASK
+        v1, v3 = _rotated(v1, 17) ^ v2, _rotated(v3, 21) ^ v0
+        v2 = _rotated(v2, 32)
+    state[:] = v0, v1, v2, v3
+
+
+def _rotated(word: int, bits: int) -> int:
+    return (word << bits | word >> (64 - bits)) & _MASK
+
+
 def block_hashes(
     token_ids: Sequence[int] | bytes | bytearray | memoryview,
     block_size: int,

@@ -46,6 +46,9 @@ def block_hashes_packed(
 def sequence_hashes(local: Sequence[int] | bytes | bytearray | memoryview) -> list[int]:
     """Sequence hashes of a chain that begins at the prompt's first block."""
 
+def keyed_sequence_hashes(local: Sequence[int] | bytes | bytearray | memoryview, stride: int, key: bytes) -> bytes:
+    """SipHash-2-4 of the sequence hash of every `stride`-th block, as little-endian u64s."""
+
 def extend_sequence(parent_sequence_hash: int | None, local: int) -> int:
     """Sequence hash of a block after its parent."""
 

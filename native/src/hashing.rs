@@ -7,6 +7,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
+use siphasher::sip::SipHasher24;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 /// Seed of every chain, and of every block of a prompt without adapter and salt.
@@ -90,6 +91,21 @@ pub fn extend_sequence(parent: Option<u64>, local: u64) -> u64 {
 pub fn sequence_hashes(local: impl IntoIterator<Item = u64>) -> Vec<u64> {
     let mut parent = None;
     local.into_iter().map(|hash| *parent.insert(extend_sequence(parent, hash))).collect()
+}
+
+/// SipHash-2-4 of the sequence hash of every `stride`-th block of a chain of local hashes, as its little-endian bytes:
+/// equal prefixes have equal ones, and nobody without the key finds tokens for them.
+pub fn keyed_sequence_hashes(local: &[u64], stride: usize, key: &[u8; 16]) -> Vec<u64> {
+    let hasher = SipHasher24::new_with_key(key);
+    let mut parent = None;
+    let mut keyed = Vec::with_capacity(local.len() / stride);
+    for blocks in local.chunks_exact(stride) {
+        for &hash in blocks {
+            parent = Some(extend_sequence(parent, hash));
+        }
+        keyed.extend(parent.map(|prefix| hasher.hash(&prefix.to_le_bytes())));
+    }
+    keyed
 }
 
 /// A multimodal item of a prompt: the number of its id and the tokens that stand for it.

@@ -289,7 +289,7 @@ def test_an_unknown_command_or_flag_is_told_with_the_nearest(words: list[str], e
     assert f"Error: {expected}" in result.stderr
 
 
-WITHOUT_JSON = {("serve",), ("up",), ("down",), ("health",), ("break",), ("logs",)}
+WITHOUT_JSON = {("serve",), ("up",), ("down",), ("health",), ("break",), ("logs",), ("record",)}
 """What starts, breaks and ends processes or shows their logs, or tells by its exit code."""
 
 

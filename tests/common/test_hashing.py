@@ -54,6 +54,18 @@ def test_the_public_interface_gives_the_golden_vectors() -> None:
     assert hashing.backend_name() == ("native" if hashing.native_available() else "reference")
 
 
+def test_keyed_hashes_are_siphash_of_the_sequence_hashes_of_every_few_blocks(backend: ModuleType) -> None:
+    # Appendix A of the paper: the key and the message are 00 01 02 …; this is the hash of the first eight bytes.
+    key, message = bytes(range(16)), int.from_bytes(range(8), "little")
+    assert backend.keyed_sequence_hashes([message], 1, key).hex() == "6224939a79f5f593"
+    every = backend.keyed_sequence_hashes(GOLDEN_LOCAL, 1, key)
+    assert backend.keyed_sequence_hashes(GOLDEN_LOCAL, 2, key) == every[8:16], "the rest is no whole stride"
+    assert backend.keyed_sequence_hashes(GOLDEN_LOCAL, 4, key) == b""
+    assert backend.keyed_sequence_hashes(GOLDEN_LOCAL, 1, b"\1" * 16)[:8] != every[:8]
+    with pytest.raises(InvalidArgument, match="stride"):
+        backend.keyed_sequence_hashes(GOLDEN_LOCAL, 0, key)
+
+
 @pytest.mark.parametrize(("tokens", "blocks"), [(10, 2), (8, 2), (4, 1), (3, 0), (0, 0)])
 def test_only_complete_blocks_are_hashed(backend: ModuleType, tokens: int, blocks: int) -> None:
     assert backend.block_hashes(TWELVE[:tokens], 4) == GOLDEN_LOCAL[:blocks]
@@ -193,6 +205,9 @@ def test_both_backends_agree_on_random_prompts() -> None:
         assert packed == struct.pack(f"<{len(expected)}Q", *expected), context
         chain = hashing_reference.sequence_hashes(expected)
         assert kvscout_native.sequence_hashes(packed) == chain, context
+        stride, key = rng.randrange(1, 9), rng.randbytes(16)
+        keyed = [module.keyed_sequence_hashes(packed, stride, key) for module in BACKENDS]
+        assert keyed[0] == keyed[1], context
 
 
 def _import_hashing(**environment: str) -> subprocess.CompletedProcess[str]:

@@ -193,6 +193,13 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
                 version=1, worker_id="w0", model="m", event_id=7, events=[events_pb2.KvEvent(state=chunk)]
             )
 
+    async def RecordRequests(
+        self, request: gateway_pb2.RecordRequestsRequest, context: Any
+    ) -> AsyncIterator[gateway_pb2.RecordRequestsResponse]:
+        self._take("RecordRequests", request)
+        one = gateway_pb2.RecordedRequest(model="m", prompt_tokens=130, tokens_per_hash=64, prefix_hashes=[1 << 20] * 2)
+        yield gateway_pb2.RecordRequestsResponse(requests=[one], lost=3)
+
     async def GetBusyThresholds(
         self, request: types_pb2.GetBusyThresholdsRequest, context: Any
     ) -> types_pb2.GetBusyThresholdsResponse:

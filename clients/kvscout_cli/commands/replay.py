@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from kvscout_cli import completion
@@ -26,6 +27,7 @@ from kvscout_lab.cells import report
 from kvscout_lab.cells.cells import Cell, Contender, Experiment, cells_by_seed
 from kvscout_lab.cells.lab_policies import lab_policies
 from kvscout_lab.cells.measures import Objective
+from kvscout_lab.cells.plan import Planner
 from kvscout_lab.matrix import report as matrix_report
 from kvscout_lab.matrix.run import MatrixPlan, run_matrix
 from kvscout_lab.matrix.setups import matrix
@@ -36,6 +38,7 @@ from kvscout_lab.simulation.timing import StepTime
 from kvscout_lab.simulation.worker import EngineSettings
 from kvscout_lab.workloads.clients import SIGNS, Clients, as_clients_ask
 from kvscout_lab.workloads.generators import GENERATED, generate
+from kvscout_lab.workloads.recording import from_recording, is_recording, read_recording
 from kvscout_lab.workloads.trace import read_trace
 from kvscout_lab.workloads.workload import Burst, Workload, from_trace
 from kvscout_scheduler.policies import installed_policies
@@ -85,6 +88,12 @@ FIRST = (
 
 
 @click.command(cls=SectionedCommand, first=FIRST)
+@click.argument(
+    "recordings",
+    nargs=-1,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="[RECORDING]...",
+)
 @option(
     "--workload",
     type=click.Choice(GENERATED),
@@ -243,7 +252,12 @@ def command(**options: Any) -> None:
 
     The scheduler's own code decides; engines are simulated step by step. The same command prints the same numbers on
     every machine. Options that may be repeated make a cell of each combination.
+
+    Of a RECORDING (`kvscout record`), workers, caches, engine speeds and times are as they were recorded, but for what
+    options say.
     """
+    if options["recordings"]:
+        options = _as_recorded(options)
     mode = _matrix if options["matrix"] else _cross_check if options["cross_check"] else _replay
     policies = options["policies"] or DEFAULT_POLICIES[mode.__name__]
     # Real processes have the policies of schedulers only.
@@ -303,6 +317,36 @@ def _replay(contenders: Sequence[Contender], options: dict[str, Any]) -> None:
         plot(found, options["plot_path"])
 
 
+def _as_recorded(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with the set-up of a recording in the place of defaults.
+
+    Raises:
+        ConfigError: It cannot be read, or says too little.
+    """
+    if options["trace"] is not None or options["matrix"] or options["cross_check"]:
+        raise ConfigError("goes with no other trace, nor with --matrix or --cross-check", field="RECORDING")
+    planner = Planner(
+        read_recording(options["recordings"]), kv_tokens=next(iter(options["kv_tokens"]), None), warm_up=0.0
+    )
+    cluster, step = planner.cluster, planner.fit.step
+    made: dict[str, Any] = {
+        "workers": (cluster.workers,),
+        "prefill_workers": cluster.prefill_workers,
+        "kv_tokens": (cluster.engine.kv_tokens,),
+        "max_num_batched_tokens": cluster.engine.max_num_batched_tokens,
+        "step_base_ms": step.base_ms,
+        "prefill_us_per_token": step.prefill_us_per_token,
+        "decode_us_per_request": step.decode_us_per_request,
+        "context_ns_per_token": step.context_ns_per_token,
+        "rates": () if options["loads"] else (planner.workload.flow_rate,),
+    }
+    source = click.get_current_context().get_parameter_source
+    said = {name for name in made if source(name) is ParameterSource.COMMANDLINE}
+    return (
+        options | {name: value for name, value in made.items() if name not in said} | {"recording": planner.recording}
+    )
+
+
 def _clusters(options: dict[str, Any]) -> list[Cluster]:
     """Return a cluster for each number of workers, size of caches, and replicas; a delay makes none for one replica."""
     kv_tokens, step = options["kv_tokens"], _made(StepTime, options | {"base_ms": options["step_base_ms"]})
@@ -344,7 +388,11 @@ def _max_tokens(text: str | None) -> int:
 
 def _workload(options: dict[str, Any], seed: int) -> Workload:
     trace, requests = options["trace"], options["requests"]
+    if "recording" in options:
+        return from_recording("recording", options["recording"], requests or 0)
     if trace is not None:
+        if is_recording(trace):
+            raise ConfigError(f"{trace} is a recording: kvscout replay {trace}", field="--trace")
         return from_trace(trace.stem, read_trace(trace), requests or 0)
     return generate(options["workload"], requests or REQUESTS, seed, options["shared_tokens"])
 

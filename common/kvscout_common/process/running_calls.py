@@ -21,6 +21,7 @@ ENDLESS = frozenset(
         "/grpc.health.v1.Health/Watch",
         "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "/kvscout.v1.Gateway/RecordRequests",
         "/kvscout.v1.Indexer/PublishEvents",
         "/kvscout.v1.Indexer/StreamFindMatches",
         "/kvscout.v1.Scheduler/Lifecycle",

@@ -161,6 +161,21 @@ fn sequence_hashes(local: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
 }
 
 #[pyfunction]
+fn keyed_sequence_hashes<'py>(
+    local: &Bound<'py, PyAny>,
+    stride: usize,
+    key: [u8; 16],
+) -> PyResult<Bound<'py, PyBytes>> {
+    let py = local.py();
+    if stride < 1 {
+        return Err(invalid_argument(py, "stride", "must be at least 1 block"));
+    }
+    let keyed = hashing::keyed_sequence_hashes(&local_hashes(local)?, stride, &key);
+    let packed: Vec<u8> = keyed.iter().flat_map(|hash| hash.to_le_bytes()).collect();
+    Ok(PyBytes::new(py, &packed))
+}
+
+#[pyfunction]
 fn extend_sequence(parent_sequence_hash: Option<u64>, local: u64) -> u64 {
     hashing::extend_sequence(parent_sequence_hash, local)
 }
@@ -195,6 +210,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(block_hashes_packed, module)?)?;
     module.add_function(wrap_pyfunction!(sequence_hashes, module)?)?;
+    module.add_function(wrap_pyfunction!(keyed_sequence_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(extend_sequence, module)?)?;
     module.add_function(wrap_pyfunction!(mm_hash, module)?)?;
     module.add_function(wrap_pyfunction!(block_seed, module)?)?;

@@ -1532,3 +1532,163 @@ class GatewayGetStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GatewayGetStatusResponse: _TypeAlias = GatewayGetStatusResponse  # noqa: Y015
+
+@_typing.final
+class RecordRequestsRequest(_message.Message):
+    """What to record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_HASH_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant; unset = "default", "*" = all that the caller may see."""
+    model: _builtins.str
+    """Model; empty = all."""
+    key: _builtins.bytes
+    """Key of the hashes, 16 secret bytes; the recordings of several gateways match if they have the same one."""
+    tokens_per_hash: _builtins.int
+    """Tokens of a hash, at most 65536; rounded down to whole blocks, but not below one. 0 = 64."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        key: _builtins.bytes = ...,
+        tokens_per_hash: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "model", b"model", "tenant", b"tenant", "tokens_per_hash", b"tokens_per_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordRequestsRequest: _TypeAlias = RecordRequestsRequest  # noqa: Y015
+
+@_typing.final
+class RecordedRequest(_message.Message):
+    """A request that ended. Nothing in it tells a token or a text of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRIVED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    STREAMED_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_HASH_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DP_RANK_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_SECONDS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
+    arrived_unix_seconds: _builtins.float
+    """When it came, in seconds since the Unix epoch."""
+    tenant: _builtins.str
+    """Tenant."""
+    model: _builtins.str
+    """Model, or the name of the LoRA adapter."""
+    session: _builtins.int
+    """Keyed hash of its session; 0 = unknown."""
+    prompt_tokens: _builtins.int
+    """Tokens of its prompt, as its engine counted them, else as the gateway did."""
+    output_tokens: _builtins.int
+    """Tokens of its output; 0 = unknown, or none."""
+    max_tokens: _builtins.int
+    """Length to which its client limited the output; 0 = none."""
+    streamed: _builtins.bool
+    """Its output came as a stream."""
+    priority: _builtins.int
+    """Its priority."""
+    tokens_per_hash: _builtins.int
+    """Tokens of each hash: whole blocks."""
+    worker_id: _builtins.str
+    """Worker that ran it; empty = none did."""
+    dp_rank: _builtins.int
+    """Rank of that."""
+    predicted_tokens: _builtins.int
+    """Tokens that were expected to be cached there."""
+    cached_tokens: _builtins.int
+    """Tokens that its engine says were cached; unset = it does not say."""
+    ttft_seconds: _builtins.float
+    """Seconds from its arrival to the first output; 0 = there was none."""
+    seconds: _builtins.float
+    """Seconds from its arrival to its end."""
+    outcome: _builtins.str
+    """"ok", "cancelled" by its client, or the kind of error."""
+    degraded: _builtins.str
+    """Why it was placed with less knowledge than usual; empty = it was not."""
+    @_builtins.property
+    def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Keyed hash of the prompt up to each multiple of tokens_per_hash; none where its tokens are not known."""
+
+    def __init__(
+        self,
+        *,
+        arrived_unix_seconds: _builtins.float = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        session: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        streamed: _builtins.bool = ...,
+        priority: _builtins.int = ...,
+        tokens_per_hash: _builtins.int = ...,
+        prefix_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        worker_id: _builtins.str = ...,
+        dp_rank: _builtins.int = ...,
+        predicted_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int | None = ...,
+        ttft_seconds: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        outcome: _builtins.str = ...,
+        degraded: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "arrived_unix_seconds", b"arrived_unix_seconds", "cached_tokens", b"cached_tokens", "degraded", b"degraded", "dp_rank", b"dp_rank", "max_tokens", b"max_tokens", "model", b"model", "outcome", b"outcome", "output_tokens", b"output_tokens", "predicted_tokens", b"predicted_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "session", b"session", "streamed", b"streamed", "tenant", b"tenant", "tokens_per_hash", b"tokens_per_hash", "ttft_seconds", b"ttft_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
+
+Global___RecordedRequest: _TypeAlias = RecordedRequest  # noqa: Y015
+
+@_typing.final
+class RecordRequestsResponse(_message.Message):
+    """Requests that ended lately."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    lost: _builtins.int
+    """Requests that are missing since the last message: the caller reads too slowly."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RecordedRequest]:
+        """In the order in which they ended."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___RecordedRequest] | None = ...,
+        lost: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordRequestsResponse: _TypeAlias = RecordRequestsResponse  # noqa: Y015

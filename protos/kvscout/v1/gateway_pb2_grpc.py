@@ -134,6 +134,11 @@ class GatewayStub:
                 request_serializer=kvscout_dot_v1_dot_types__pb2.ListBusyThresholdsRequest.SerializeToString,
                 response_deserializer=kvscout_dot_v1_dot_types__pb2.ListBusyThresholdsResponse.FromString,
                 _registered_method=True)
+        self.RecordRequests = channel.unary_stream(
+                '/kvscout.v1.Gateway/RecordRequests',
+                request_serializer=kvscout_dot_v1_dot_gateway__pb2.RecordRequestsRequest.SerializeToString,
+                response_deserializer=kvscout_dot_v1_dot_gateway__pb2.RecordRequestsResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/kvscout.v1.Gateway/GetStatus',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.GetStatusRequest.SerializeToString,
@@ -309,6 +314,14 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordRequests(self, request, context):
+        """Streams the requests of this gateway as they end, without their content, to record them as a trace. For admins.
+        INVALID_ARGUMENT: a key that has not 16 bytes, tokens per hash out of range. RESOURCE_EXHAUSTED: too many do so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Reports the state of the gateway and of its upstreams.
         NOT_FOUND: unknown model.
@@ -414,6 +427,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.ListBusyThresholds,
                     request_deserializer=kvscout_dot_v1_dot_types__pb2.ListBusyThresholdsRequest.FromString,
                     response_serializer=kvscout_dot_v1_dot_types__pb2.ListBusyThresholdsResponse.SerializeToString,
+            ),
+            'RecordRequests': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecordRequests,
+                    request_deserializer=kvscout_dot_v1_dot_gateway__pb2.RecordRequestsRequest.FromString,
+                    response_serializer=kvscout_dot_v1_dot_gateway__pb2.RecordRequestsResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -935,6 +953,33 @@ class Gateway:
             '/kvscout.v1.Gateway/ListBusyThresholds',
             kvscout_dot_v1_dot_types__pb2.ListBusyThresholdsRequest.SerializeToString,
             kvscout_dot_v1_dot_types__pb2.ListBusyThresholdsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvscout.v1.Gateway/RecordRequests',
+            kvscout_dot_v1_dot_gateway__pb2.RecordRequestsRequest.SerializeToString,
+            kvscout_dot_v1_dot_gateway__pb2.RecordRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

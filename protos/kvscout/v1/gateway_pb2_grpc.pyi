@@ -123,6 +123,10 @@ class GatewayStub:
     """
     ListBusyThresholds: _grpc.UnaryUnaryMultiCallable[_types_pb2.ListBusyThresholdsRequest, _types_pb2.ListBusyThresholdsResponse]
     """Lists the thresholds of all models."""
+    RecordRequests: _grpc.UnaryStreamMultiCallable[_gateway_pb2.RecordRequestsRequest, _gateway_pb2.RecordRequestsResponse]
+    """Streams the requests of this gateway as they end, without their content, to record them as a trace. For admins.
+    INVALID_ARGUMENT: a key that has not 16 bytes, tokens per hash out of range. RESOURCE_EXHAUSTED: too many do so.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _gateway_pb2.GatewayGetStatusResponse]
     """Reports the state of the gateway and of its upstreams.
     NOT_FOUND: unknown model.
@@ -219,6 +223,10 @@ class GatewayAsyncStub(GatewayStub):
     """
     ListBusyThresholds: _aio.UnaryUnaryMultiCallable[_types_pb2.ListBusyThresholdsRequest, _types_pb2.ListBusyThresholdsResponse]  # type: ignore[assignment]
     """Lists the thresholds of all models."""
+    RecordRequests: _aio.UnaryStreamMultiCallable[_gateway_pb2.RecordRequestsRequest, _gateway_pb2.RecordRequestsResponse]  # type: ignore[assignment]
+    """Streams the requests of this gateway as they end, without their content, to record them as a trace. For admins.
+    INVALID_ARGUMENT: a key that has not 16 bytes, tokens per hash out of range. RESOURCE_EXHAUSTED: too many do so.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _gateway_pb2.GatewayGetStatusResponse]  # type: ignore[assignment]
     """Reports the state of the gateway and of its upstreams.
     NOT_FOUND: unknown model.
@@ -426,6 +434,16 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.ListBusyThresholdsResponse, _abc.Awaitable[_types_pb2.ListBusyThresholdsResponse]]:
         """Lists the thresholds of all models."""
+
+    @_abc_1.abstractmethod
+    def RecordRequests(
+        self,
+        request: _gateway_pb2.RecordRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_gateway_pb2.RecordRequestsResponse], _abc.AsyncIterator[_gateway_pb2.RecordRequestsResponse]]:
+        """Streams the requests of this gateway as they end, without their content, to record them as a trace. For admins.
+        INVALID_ARGUMENT: a key that has not 16 bytes, tokens per hash out of range. RESOURCE_EXHAUSTED: too many do so.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -48,6 +48,7 @@ from kvscout_gateway.request.exchange import Exchanges
 from kvscout_gateway.request.failures import FailureLog
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan_choice import PlanChoice
+from kvscout_gateway.request.recording import Recording
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.tokens.sources import Tokens
 from kvscout_gateway.upstreams.indexer.remote import RemoteIndexer
@@ -186,6 +187,7 @@ class Gateway:
                 observations=self.observations,
                 health=self.health,
                 metrics=self.metrics,
+                recording=Recording(time.perf_counter),
             ),
             plan=plans.plan_of,
             report_failure=self._report_failure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -39,6 +40,7 @@ from kvscout_gateway.request.exchange import Exchange, Exchanges
 from kvscout_gateway.request.failures import FailureLog
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan import Aggregated, Plan
+from kvscout_gateway.request.recording import Recording
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.prompt import Geometry, Prompt
@@ -138,6 +140,7 @@ class World:
         self.reported: list[tuple[str, Fault]] = []
         self.plan: Plan = Aggregated()
         fake = cast(Any, upstreams)
+        self.recording = Recording(time.perf_counter)
         self.context = AttemptContext(
             routing=fake,
             scheduler=fake,
@@ -146,6 +149,7 @@ class World:
             observations=Observations(lambda tenant, worker_id: "m"),
             health=WorkerHealth(),
             metrics=GatewayMetrics(CollectorRegistry()),
+            recording=self.recording,
         )
         self.exchanges = Exchanges(
             self.context,

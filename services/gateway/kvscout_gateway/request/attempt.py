@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvscout_gateway.engines.engine_call import EngineCall, Engines
     from kvscout_gateway.engines.health import Key, WorkerHealth
     from kvscout_gateway.request.metrics import GatewayMetrics
+    from kvscout_gateway.request.recording import Recording
     from kvscout_gateway.request.routing import RoutingFlow
     from kvscout_gateway.upstreams.interfaces import Scheduler
 
@@ -54,6 +55,7 @@ class AttemptContext:
     observations: Observations
     health: WorkerHealth
     metrics: GatewayMetrics
+    recording: Recording
     clock: Callable[[], float] = time.perf_counter
 
     def adapter_of(self, spec: WorkerSpec | None) -> EngineAdapter:
@@ -99,6 +101,8 @@ class Attempt:
         self._relayed: HttpAnswer | None = None
         self._freed = False
         self.has_output = False
+        self.ttft_seconds = 0.0
+        """From the client's request to the first output; 0 = there is none yet."""
         self.all_passed = False
         """The client has left with all of the answer."""
         self._generated = 0
@@ -226,10 +230,10 @@ class Attempt:
         self.has_output = True
         self._context.health.ran(self.key)
         self._on_output()
-        ttft_seconds = self._context.clock() - self._started
-        self._metrics.first_token(ttft_seconds)
+        self.ttft_seconds = self._context.clock() - self._started
+        self._metrics.first_token(self.ttft_seconds)
         self.seen.first_tokens += 1
-        self.seen.ttft_seconds += ttft_seconds
+        self.seen.ttft_seconds += self.ttft_seconds
         if not whole_answer and self.decision.booking is not None:
             self._context.scheduler.prefill_complete(self.decision.booking)
 
@@ -278,11 +282,11 @@ class Attempt:
         if self._relayed is not None:
             self._metrics.between_tokens(self._relayed.report)
         if self.decision.booking is not None:
-            self._context.scheduler.free(self.decision.booking, self._output_tokens)
+            self._context.scheduler.free(self.decision.booking, self.output_tokens)
 
     @property
-    def _output_tokens(self) -> int:
-        """Tokens that were generated, as its engine says, else as they were counted; 0 = unknown."""
+    def output_tokens(self) -> int:
+        """Return tokens that were generated, as its engine says, else as they were counted; 0 = unknown."""
         counted = self._relayed.report.tokens if self._relayed is not None else 0
         return (self.usage.output_tokens if self.usage is not None else 0) or self._generated or counted
 

@@ -145,8 +145,8 @@ class Exchanges:
         if self.in_flight == 0:
             self.idle.set()
 
-    def over(self, tenant: str, model: str, error: BaseException | None) -> None:
-        """Count a request that has ended."""
+    def over(self, tenant: str, model: str, error: BaseException | None) -> str:
+        """Count a request that has ended; return its outcome."""
         outcome = "ok"
         if isinstance(error, Exception) and not isinstance(error, SinkGone):
             outcome = type(error).__name__ if isinstance(error, KvscoutError) else InternalError.__name__
@@ -154,6 +154,7 @@ class Exchanges:
         elif error is not None:
             outcome = "cancelled"
         self.context.metrics.of(tenant, model).ended(outcome)
+        return outcome
 
 
 class Admission:
@@ -186,8 +187,8 @@ class Exchange:
         """The client has all of the answer."""
         self._placed: list[Attempt] = []
         """Attempts of `place`."""
-        self._decisions: list[Decision] = []
-        """Of all attempts, in order."""
+        self._attempts: list[Attempt] = []
+        """All of them, in order."""
         self._failed: EngineFailed | None = None
         """The last failure of an engine."""
         self._is_failed = False
@@ -226,9 +227,10 @@ class Exchange:
 
     def _over(self, error: BaseException | None) -> None:
         """Count the request, and whether it was answered as it should have been."""
-        self._all.over(self.request.tenant, self.request.model, error)
+        outcome = self._all.over(self.request.tenant, self.request.model, error)
+        self._context.recording.over(self.request, self._attempts, outcome, self._started)
         log, failed = self._all.failure_log, self._failed
-        worker_ids = [decision.worker.worker_id for decision in self._decisions]
+        worker_ids = [attempt.decision.worker.worker_id for attempt in self._attempts]
         if error is None and self._is_failed:
             error = failed
         log.over(self._asked, error, worker_ids)
@@ -236,8 +238,8 @@ class Exchange:
             return
         if failed is not None:
             log.answered(self._asked, cause_of(failed), failed.summary, str(failed), worker_ids)
-        if self._decisions and self._decisions[-1].degraded:
-            log.degraded(self._asked, self._decisions[-1])
+        if self._attempts and self._attempts[-1].decision.degraded:
+            log.degraded(self._asked, self._attempts[-1].decision)
 
     def run(self, reply: Reply) -> Awaitable[None]:
         """Run the request to its end, by the plan that suits it.
@@ -339,8 +341,9 @@ class Exchange:
         decision = await self._nearest(placed) if placed.preferred or placed.session.affinity else None
         if decision is None:
             decision = await self._context.routing.place(placed)
-        self._decisions.append(decision)
-        return Attempt(self._context, request, decision, started=self._started, on_output=on_output)
+        attempt = Attempt(self._context, request, decision, started=self._started, on_output=on_output)
+        self._attempts.append(attempt)
+        return attempt
 
     async def _nearest(self, request: Request) -> Decision | None:
         """Place the request among its preferred workers; None = none of them takes it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,12 +24,15 @@ from kvscout_gateway.fronts.grpc.failures import list_failures
 from kvscout_gateway.fronts.grpc.generate import generate
 from kvscout_gateway.fronts.grpc.status import gateway_status
 from kvscout_gateway.request.failures import Asked
+from kvscout_gateway.request.recording import Recorder
 from kvscout_gateway.values.decision import Decision
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
 
 SERVICE = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name
+RECORD_SECONDS = 0.1
+"""Time in which requests are collected for one message to whoever records them."""
 Named = TypeVar("Named", bound=NamesRequest)
 
 
@@ -208,6 +212,29 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         async with aclosing(self._gateway.indexer.dump(onward)) as batches:
             async for batch in batches:
                 yield batch
+
+    async def RecordRequests(
+        self, request: gateway_pb2.RecordRequestsRequest, context: Any
+    ) -> AsyncGenerator[gateway_pb2.RecordRequestsResponse, None]:
+        tenant = request.tenant or DEFAULT_TENANT
+        if tenant == ALL_TENANTS:
+            tenant = current_identity().tenant
+        news = asyncio.Event()
+        recorder = Recorder(tenant, request.model, request.key, request.tokens_per_hash, news.set)
+        recording = self._gateway.exchanges.context.recording
+        recording.add(recorder)
+        try:
+            # Headers go out immediately: the caller knows from when on it misses nothing.
+            await context.send_initial_metadata(())
+            while True:
+                await news.wait()
+                # One message for all requests of a moment costs a fraction of one for each.
+                await asyncio.sleep(RECORD_SECONDS)
+                news.clear()
+                while (message := recorder.take()) is not None:
+                    yield message
+        finally:
+            recording.remove(recorder)
 
     async def GetBusyThresholds(
         self, request: types_pb2.GetBusyThresholdsRequest, context: Any
