@@ -1,4 +1,4 @@
-"""`make screenshots`: the pictures of the dashboard in docs/images, of a stack that runs with some traffic."""
+"""`make screenshots`: the pictures of the dashboard in docs/images: empty, under traffic, an engine killed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from support.gateway_stack import MODEL, fresh_prompt, running_stack
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 SECONDS = 330.0
 """Of traffic, so that the charts have something to show."""
-WORKERS = 6
-LAPTOP: dict[str, Any] = {
-    "viewport": {"width": 1360, "height": 1730},
-    "color_scheme": "light",
-    "device_scale_factor": 1.2,
-}
+WORKERS = 8
+LAPTOP: dict[str, Any] = {"viewport": {"width": 1360, "height": 850}, "device_scale_factor": 1.2}
 PHONE: dict[str, Any] = {
-    "viewport": {"width": 390, "height": 844},
-    "color_scheme": "dark",
+    "viewport": {"width": 375, "height": 812},
     "device_scale_factor": 2,
     "is_mobile": True,
     "has_touch": True,
 }
+PICTURES: dict[str, dict[str, Any]] = {
+    "laptop": LAPTOP | {"color_scheme": "light"},
+    "laptop-dark": LAPTOP | {"color_scheme": "dark"},
+    "phone": PHONE | {"color_scheme": "light"},
+    "phone-dark": PHONE | {"color_scheme": "dark"},
+}
+"""Devices, by the end of a picture's name."""
 
 
 async def talk(url: str, draw: random.Random) -> None:
@@ -60,44 +62,59 @@ ENCODE = """async (url) => {
   canvas.getContext("2d").drawImage(image, 0, 0);
   return canvas.toDataURL("image/webp", 0.85);
 }"""
-SYSTEM_PROMPTS = [fresh_prompt(length).tolist() for length in (480, 960, 1600)]
+SYSTEM_PROMPTS = [fresh_prompt(length).tolist() for length in (480, 640, 960, 1280, 1600, 800, 1120, 560)]
 
 
 async def picture(chromium: Any, page: Any, name: str) -> None:
-    """What a page shows now, as WebP: a third of a PNG."""
-    png = base64.b64encode(await page.screenshot()).decode()
+    """All of a page as it is now, as WebP: a third of a PNG."""
+    # What is chosen is not where the pointer is, and the header is at the top.
+    await page.mouse.move(1, 1)
+    await page.evaluate("scrollTo(0, 0)")
+    png = base64.b64encode(await page.screenshot(full_page=True)).decode()
     blank = await chromium.new_page()
     encoded: str = await blank.evaluate(ENCODE, f"data:image/png;base64,{png}")
     await blank.close()
-    (IMAGES / f"{name}.webp").write_bytes(base64.b64decode(encoded.partition(",")[2]))
+    (IMAGES / f"dashboard-{name}.webp").write_bytes(base64.b64decode(encoded.partition(",")[2]))
+
+
+async def until(page: Any, selector: str) -> None:
+    """Waits for something to show."""
+    await page.locator(selector).first.wait_for(timeout=60_000)
 
 
 async def main(seconds: float) -> None:
-    """Takes the pictures after so many seconds of traffic."""
+    """Takes the pictures: before any request, after so many seconds of traffic, and with an engine that was killed."""
     draw = random.Random(7)
-    mockers = [("--speedup", "1", "--num-gpu-blocks", "2048") for _ in range(WORKERS)]
+    mockers = [("--speedup", "1", "--num-gpu-blocks", "4095") for _ in range(WORKERS)]
     async with (
-        running_stack("--port", "7050", mockers=mockers) as stack,
+        running_stack("--port", "7050", "--http-port", "8000", mockers=mockers) as stack,
         browser("--disable-lcd-text") as chromium,
         asyncio.TaskGroup() as group,
     ):
+        IMAGES.mkdir(exist_ok=True)
         url = f"http://127.0.0.1:{stack.gateway.ready['http_port']}"
-        laptop, phone = [await (await chromium.new_context(**kind)).new_page() for kind in (LAPTOP, PHONE)]
-        for page in (laptop, phone):
+        pages = {name: await (await chromium.new_context(**kind)).new_page() for name, kind in PICTURES.items()}
+        for page in pages.values():
             await page.goto(url)
+        laptop = pages["laptop"]
+        await until(laptop, "#doctor-line[data-kind=well]")
+        await until(laptop, f"#workers tbody tr >> nth={WORKERS - 1}")
+        await picture(chromium, laptop, "empty")
         traffic = group.create_task(converse(url, draw))
         await asyncio.sleep(seconds)
-        # Trouble is part of the picture.
+        for name, page in pages.items():
+            await picture(chromium, page, name)
         stack.mockers[2].process.kill()
-        await laptop.locator("#doctor li").first.wait_for(timeout=60_000)
-        await laptop.locator("#decisions summary").nth(1).click()
-        # The chosen candidate is not where the pointer is.
-        await laptop.mouse.move(5, 5)
-        IMAGES.mkdir(exist_ok=True)
-        await picture(chromium, laptop, "dashboard-laptop")
-        await picture(chromium, phone, "dashboard-phone")
-        await phone.evaluate("document.getElementById('workers-title').closest('.card').scrollIntoView()")
-        await picture(chromium, phone, "dashboard-phone-workers")
+        await until(laptop, "#doctor-line[data-kind=error]")
+        await until(laptop, "#workers .pill.error")
+        await until(laptop, "#failures tbody tr")
+        await laptop.get_by_role("button", name="Pause").click()
+        await laptop.locator("#doctor summary").click()
+        chosen = laptop.locator("#decisions li", has_text="but costs")
+        if not await chosen.count():
+            chosen = laptop.locator("#decisions li")
+        await chosen.first.locator(".toggle").click()
+        await picture(chromium, laptop, "broken")
         traffic.cancel()
 
 

@@ -142,6 +142,20 @@ async def test_trouble_shows_with_its_reason_and_remedy(stack: Stack, chromium: 
         assert "1 in trouble" in await page.inner_text("#workers-summary")
 
 
+@pytest.mark.services_only
+async def test_a_scheduler_that_is_gone_is_named_in_the_first_line(each_mode: None, chromium: Any) -> None:
+    async with running_stack() as started, opened(chromium, url_of(started)) as page:
+        await until(page, "document.querySelectorAll('#workers tbody tr').length === 2", "two workers")
+        await until(page, "document.getElementById('doctor-line').dataset.kind === 'well'", "all is well")
+        started.scheduler.process.kill()
+        await started.client.generate(fresh_prompt(64), max_tokens=4)
+        await until(page, "/^[✕▲]/.test(document.getElementById('doctor-line').textContent)", "it is missed")
+        await until(page, "document.getElementById('services-summary').className === 'trouble'", "which service")
+        assert started.scheduler.address in await page.inner_text("#services-summary")
+        await until(page, "!document.getElementById('failures-section').hidden", "what was answered without it")
+        assert "scheduler" in await page.inner_text("#failures tbody")
+
+
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
     path = tmp_path / "tokens.yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from importlib.resources import files
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.scripted_dashboard import ScriptedDashboard, decision, failure, mom
 
 from kvscout.v1 import indexer_pb2
 from kvscout_gateway.engines.causes import Cause
+from kvscout_gateway.fronts.dashboard import page as page_folder
 from kvscout_gateway.fronts.dashboard.document import failures
 
 pytest.importorskip("playwright.async_api", reason="Playwright is not installed")
@@ -219,6 +221,9 @@ async def test_failures_are_listed_with_cause_worker_and_id_and_callers_mistakes
         await page.get_by_role("button", name="Answered anyway").click()
         (late,) = await page.locator("#failures tbody tr").all_inner_texts()
         assert "✕ indexer" in late
+        dashboard.send("failures", failures([], [failure(2, NOW, Cause.TOKENS, answered=True)]))
+        await until(page, "document.getElementById('answered').hidden", "none failed")
+        assert "✕ tokens" in await page.inner_text("#failures tbody")
 
 
 async def test_what_services_say_at_once_is_said_before_doctor_looks_again(
@@ -240,3 +245,43 @@ async def test_a_model_whose_name_would_end_a_shell_word_stays_one(dashboard: Sc
     async with opened(chromium, dashboard.url, **LAPTOP) as page:
         await page.locator("#try").wait_for()
         assert """'{"model":"x'\\''; echo broken; '\\''",""" in await page.inner_text("#try-command")
+
+
+NUMBERS = {
+    "figure(null)": "–",
+    "figure(0)": "0",
+    "figure(7)": "7",
+    "figure(1234)": "1 234",
+    "figure(9999)": "9 999",
+    "figure(10000)": "10 k",
+    "figure(12345)": "12.3 k",
+    "figure(999949)": "1 M",
+    "figure(3460000)": "3.46 M",
+    "figure(8.42e12)": "8420 G",
+    "figure(24.257)": "24.3",
+    "figure(0.1)": "0.1",
+    "figure(4.44, 2)": "4.4",
+    "figure(1234.5)": "1 235",
+    "percent(0.7612)": "76.1 %",
+    "percent(1)": "100 %",
+    "percent(0)": "0 %",
+    "seconds(0)": "0",
+    "seconds(75e-6)": "75 µs",
+    "seconds(0.0084)": "8.4 ms",
+    "seconds(0.16)": "160 ms",
+    "seconds(1.234)": "1.2 s",
+    "seconds(100)": "100 s",
+    "seconds(3600)": "60 min",
+    "seconds(90000)": "25 h",
+    "many(1, 'rank')": "1 rank",
+    "many(1200, 'rank')": "1 200 ranks",
+}
+
+
+async def test_numbers_are_written_in_one_way(chromium: Any) -> None:
+    text = (files(page_folder) / "text.js").read_text("utf-8")
+    page = await chromium.new_page()
+    written = await page.evaluate(f"() => {{ {text}\nreturn [{', '.join(NUMBERS)}]; }}")
+    await page.close()
+    plain = [one.replace("\u202f", " ").replace("\u00a0", " ") for one in written]
+    assert dict(zip(NUMBERS, plain, strict=True)) == NUMBERS

@@ -42,7 +42,7 @@ def test_the_chosen_candidate_comes_first_then_the_cheapest() -> None:
     [
         (80, (60, 20), ""),
         (0, (0, 0), ""),
-        (60, (80, 20), "w1/0 has 20 more, but costs 1 more"),
+        (60, (80, 20), "w1/0 has 20 blocks more, but costs 1\u202f000 ms more"),
     ],
 )
 def test_it_says_why_not_the_worker_with_more(has: int, others: tuple[int, ...], why: str) -> None:
@@ -51,13 +51,24 @@ def test_it_says_why_not_the_worker_with_more(has: int, others: tuple[int, ...],
     assert row["best"] == max(has, *others)
 
 
+def test_a_cost_is_in_the_unit_of_its_policy() -> None:
+    event = decision("r", 5.0, 60, (61,), costs=(0.5, 0.5123))
+    row = row_of(event)
+    assert row["not_richest"] == "w1/0 has 1 block more, but costs 12.3 ms more"
+    assert ([one["cost"] for one in row["candidates"]], row["unit"]) == ([500.0, pytest.approx(512.3)], "ms")
+    event.decision.explanation.policy = "my-policy"
+    row = row_of(event)
+    assert row["not_richest"] == "w1/0 has 1 block more, but costs 0.0123 more"
+    assert (row["candidates"][0]["cost"], row["unit"]) == (0.5, "")
+
+
 def test_a_worker_with_more_that_might_not_be_chosen_is_named_with_the_reason() -> None:
     event = decision("r", 5.0, 10, (90,))
     other = event.decision.explanation.candidates[1]
     other.eligible, other.ineligible_reason = False, scheduler_pb2.INELIGIBLE_REASON_BUSY
-    assert row_of(event)["not_richest"] == "w1/0 has 80 more, but is busy"
+    assert row_of(event)["not_richest"] == "w1/0 has 80 blocks more, but is busy"
 
 
 def test_a_worker_with_more_that_costs_no_more_was_not_drawn() -> None:
     event = decision("r", 5.0, 10, (90,), costs=(2.0, 2.0))
-    assert row_of(event)["not_richest"] == "w1/0 has 80 more, but was not drawn"
+    assert row_of(event)["not_richest"] == "w1/0 has 80 blocks more, but was not drawn"

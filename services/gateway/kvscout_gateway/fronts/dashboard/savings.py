@@ -19,13 +19,13 @@ KEPT: Final = 500
 def savings(now: Moment) -> dict[str, Any]:
     """Return the prompt tokens that engines had cached since the gateways' start, and the time of prefill that they
     would have taken: at the speed that schedulers learned, one GPU a worker rank."""
-    speeds = _speeds(now)
+    speeds, workers = _speeds(now), now.snapshot.workers
     prompt = cached = 0
     timed, seconds = 0, 0.0
     for name, seen in seen_by_gateways(now.snapshot).items():
         prompt += seen.prompt_tokens
         cached += seen.cached_tokens
-        worker = now.snapshot.workers.get(WorkerName(name.tenant, name.worker_id))
+        worker = workers.get(WorkerName(name.tenant, name.worker_id))
         role = worker.role or types_pb2.ROLE_AGGREGATED if worker is not None else None
         speed = speeds.get((worker.tenant, worker.model, role)) if worker is not None else None
         if speed is not None:

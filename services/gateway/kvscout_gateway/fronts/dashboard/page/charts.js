@@ -39,7 +39,7 @@ function showCharts() {
   const chosen = chosenAt == null ? null : points.reduce((best, one) => (!best || Math.abs(one.at - chosenAt) < Math.abs(best.at - chosenAt) ? one : best), null);
   strips.forEach((one) => one.draw(points, frame, chosen));
   drawAxis(frame, width, chosen);
-  say($("charts-when"), chosen ? `at ${at(chosen.at)}` : `the last ${seconds(now - begin)}`);
+  say($("charts-when"), chosen ? `at ${at(chosen.at)}` : `the last ${many(Math.round((now - begin) / 60), "minute")}`);
 }
 function drawAxis(frame, width, chosen) {
   const length = frame.now - frame.begin;

@@ -4,7 +4,7 @@ let paused = false, allShown = false, decisions = [];
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", String(paused));
-  say($("pause"), paused ? "Go on" : "Pause");
+  say($("pause"), paused ? "Resume" : "Pause");
 });
 $("more-decisions").addEventListener("click", () => {
   allShown = !allShown;

@@ -13,10 +13,10 @@ $("more-failures").addEventListener("click", () => {
 });
 function showFailures(next = failures) {
   failures = next;
-  const { failed, answered } = failures, listed = showsAnswered ? answered : failed;
+  const { failed, answered } = failures, listed = showsAnswered || !failed.length ? answered : failed;
   $("failures-section").hidden = !failed.length && !answered.length;
-  say($("failures-summary"), showsAnswered ? "answered anyway" : failed.length ? "" : "none");
-  $("answered").hidden = !answered.length && !showsAnswered;
+  say($("failures-summary"), listed === failed ? "" : "answered anyway");
+  $("answered").hidden = !failed.length || !answered.length;
   rows($("failures").tBodies[0], listed.slice(0, shownFailures), (one) => String(one.number), (one) => [
     cell("Time", at(one.at)),
     cell("Cause", [element("span", { className: one.owner === "caller" ? "" : "error" }, `${one.owner === "caller" ? "○" : "✕"} ${one.cause}`), sub(WHOSE[one.owner])], "cause"),
