@@ -13,6 +13,7 @@ SOURCES := common services clients lab bench protos/generate.py protos/compatibi
 .DEFAULT_GOAL := help
 KUBECONFORM := github.com/yannh/kubeconform/cmd/kubeconform@v0.7.0
 HELM := helm.sh/helm/v3/cmd/helm@v3.19.2
+GRPCURL := github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.3
 
 help: ## List the targets.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-17s %s\n", $$1, $$2}'
@@ -131,6 +132,9 @@ h2spec: $(DEVELOP) ## The cases of h2spec (needs Go) against the native transpor
 screenshots: $(DEVELOP) ## Take the pictures of the dashboard in docs/images anew, of a stack under some traffic (needs Chromium).
 	PYTHONPATH=tests $(PY) tests/screenshots.py
 
+docs-outputs: $(DEVELOP) ## Run the commands whose outputs pages show, on default ports, and write the outputs anew (needs `make grpcurl`).
+	PYTHONPATH=tests $(PY) tests/docs_outputs.py $(PAGES)
+
 check: $(DEVELOP) protos-check docs ## Lint, format check, types and docs: exactly what CI runs besides the tests.
 	$(PY) -m ruff check $(SOURCES)
 	$(PY) -m ruff format --check $(SOURCES)
@@ -191,6 +195,9 @@ image-digests: $(DEVELOP) ## Pin the images of compose.yaml and Dockerfile anew,
 chart-tools: $(PY) ## Build Helm and kubeconform into .venv/bin, with which tests check the chart (needs Go; minutes, once).
 	for tool in $(KUBECONFORM) $(HELM); do \
 	  GOBIN=$(CURDIR)/.venv/bin CGO_ENABLED=0 go install -trimpath -ldflags '-s -w' $$tool || exit 1; done
+
+grpcurl: $(PY) ## Build grpcurl into .venv/bin, with which tests run the commands of docs/grpcurl.md (needs Go; a minute, once).
+	@test -x .venv/bin/grpcurl || GOBIN=$(CURDIR)/.venv/bin CGO_ENABLED=0 go install -trimpath -ldflags '-s -w' $(GRPCURL)
 
 KUBERNETES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvscout/kubernetes
 

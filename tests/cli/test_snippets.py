@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import click
 import pytest
-from cli.test_up import kvscout, output, up
+from cli.test_up import kvscout, output
 from support.free_ports import free_ports
 from support.mocker_process import running_mocker
 from support.processes import DEADLINE_SECONDS
@@ -97,21 +97,6 @@ async def test_the_readme_serves_an_engine_and_its_commands_and_python_run_as_th
         assert code == 0, text + (tmp_path / "serve.log").read_text()
         assert '"chat.completion"' in text
         assert text.rstrip().endswith(mocker.url)
-
-
-async def test_the_commands_of_the_quick_start_run_one_after_the_other(tmp_path: Path) -> None:
-    console = only(QUICK_START, "console", "kvscout down")
-    commands = re.findall(r"^\$ ((?:.*\\\n)*.*)", console, re.MULTILINE)
-    assert commands[-1] == "kvscout down"
-    state_dir = tmp_path / ".kvscout"
-    async with up(state_dir) as (process, state):
-        for command in commands:
-            address = state["openai"].removeprefix("http://").removesuffix("/v1")
-            code, text = await shell(
-                command.replace("localhost:8000", address), tmp_path, KVSCOUT_GATEWAY=state["gateway"]
-            )
-            assert code == 0, f"{command}: {text}"
-        assert await process.wait() == 0
 
 
 async def test_the_quick_starts_engines_are_a_workers_file(tmp_path: Path) -> None:
