@@ -101,7 +101,7 @@ class Indexer:
             self._transports[Transport.NATS_CORE] = self.nats_core
         self.jetstream = self._make_jetstream(config)
         """None without NATS."""
-        self.peers = Peers(config.peers, security=config.client)
+        self.peers = Peers(config.peers, security=config.client, warnings=self._warnings)
         self.registry.listen(self)
 
     def _make_jetstream(self, config: IndexerConfig) -> JetStream | None:
