@@ -74,7 +74,7 @@ impl Index {
         let restored = std::mem::take(&mut state.ledger.restored);
         self.enforce_bound(state, filled + restored);
         self.drain(state, DRAINED_BY_APPLY);
-        state.ledger.settle();
+        state.ledger.settle_many();
         let rank = &mut state.ranks[worker];
         if event_id.is_some() {
             (rank.epoch, rank.last_event_id) = (epoch, event_id);

@@ -12,6 +12,9 @@ use super::nodes::Nodes;
 use super::types::PresenceId;
 use super::worker::Worker;
 
+/// Workers that are counted at once: some ten microseconds.
+const MANY_TOUCHED: usize = 256;
+
 /// What one worker has, or all together; of a content that no rank has (yet, or any more) the bytes only.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
@@ -122,6 +125,13 @@ impl Ledger {
                 let before = std::mem::replace(&mut worker.counted, now);
                 self.totals.replace(slot, before, now, self.is_bounded);
             }
+        }
+    }
+
+    /// The same once there are many of them: a worker that changes again and again is counted once.
+    pub fn settle_many(&mut self) {
+        if self.totals.touched.len() >= MANY_TOUCHED {
+            self.settle();
         }
     }
 
