@@ -186,7 +186,9 @@ def test_the_pace_of_answers_is_counted_from_their_first_tokens_while_they_run_a
     report.first_output_at, report.last_output_at, report.tokens = 101.0, 103.0, 5
     assert liveness.count() == (2.0, 4)
     assert liveness.count() == (2.0, 4)
-    report.last_output_at, report.tokens = 104.0, 7
+    report.last_output_at, report.tokens = 103.0 + SUSPICIOUS_SECONDS, 6
+    assert liveness.count() == (2.0, 4), "it hung"
+    report.last_output_at, report.tokens = 104.0 + SUSPICIOUS_SECONDS, 8
     watch.end()
     watch.end()
     assert (liveness.streamed_seconds, liveness.streamed_tokens) == (3.0, 6)

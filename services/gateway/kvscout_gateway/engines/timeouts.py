@@ -172,8 +172,9 @@ class Watch:
         if report is None or not report.first_output_at:
             return
         since, tokens = (self._counted_at, self._counted_tokens) if self._counted_at else (report.first_output_at, 1)
-        self._liveness.streamed_seconds += max(0.0, report.last_output_at - since)
-        self._liveness.streamed_tokens += max(0, report.tokens - tokens)
+        if report.last_output_at - since < SUSPICIOUS_SECONDS:  # a longer pause says that it hung, not how fast it is
+            self._liveness.streamed_seconds += max(0.0, report.last_output_at - since)
+            self._liveness.streamed_tokens += max(0, report.tokens - tokens)
         self._counted_at, self._counted_tokens = report.last_output_at, report.tokens
 
     def chunk(self, now: float) -> None:
