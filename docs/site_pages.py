@@ -1,8 +1,8 @@
 """Hooks of mkdocs: add the pages that live beside their code, and keep the site free of other sites.
 
 A README of a service, a client or an example becomes a page at its own path. Links between pages are those of the
-repository, so they work on both; a link to a file that is no page becomes the file's name. The box with which a page begins (`> [!TIP]`,
-which GitHub draws, too) becomes an admonition.
+repository, so they work on both; a link to a file that is no page becomes the file's name. The box with which a page
+begins (`> [!TIP]`, which GitHub draws, too) becomes an admonition.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def on_post_build(config: Any) -> None:
     """Fails if a page of the site would load something from elsewhere: it is read where there is no network, too.
 
-    A page opened from disk may not fetch the search index, so the index becomes a script as well (`search_from_disk.js`).
+    A page opened from disk may not fetch the search index: the index becomes a script as well (`search_from_disk.js`).
     """
     search = Path(config["site_dir"]) / "search"
     (search / "search_index.js").write_text(f"var __index = {(search / 'search_index.json').read_text()}")

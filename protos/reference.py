@@ -17,6 +17,14 @@ FILES = ("gateway", "scheduler", "indexer", "bridge", "workers", "types", "event
 """Files that callers use, in this order. Those of replicas and snapshots are read by kvscout alone."""
 HEAD = """# API
 
+> [!TIP]
+> Ask a running service for its API:
+>
+> ```sh
+> grpcurl -plaintext localhost:7050 list
+> grpcurl -plaintext localhost:7050 describe kvscout.v1.Gateway.Route
+> ```
+
 Written by `make protos` from the comments of [protos/kvscout/v1](../protos/kvscout/v1): do not edit.
 
 Every service also answers `grpc.health.v1.Health` and reflection (`grpc.reflection.v1` and `v1alpha`):

@@ -23,7 +23,7 @@ from kvscout_common.registry.workers_file import load_workers
 
 ROOT = Path(__file__).parents[2]
 README, QUICK_START = ROOT / "README.md", ROOT / "docs" / "quick-start.md"
-FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^((?:> )? *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 NEEDS_MORE = ("make demo", "make setup", "vllm serve")
 """What a snippet begins with that other tests run (`test_demo`, `check-fresh-clone`), or that needs a GPU."""
 

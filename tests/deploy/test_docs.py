@@ -78,3 +78,14 @@ def test_every_page_is_where_a_newcomer_finds_it() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert {page for page in pages if not re.search(rf": {re.escape(page)}$", nav, re.MULTILINE)} == set()
+
+
+PAGES = (*sorted(DOCS.glob("*.md")), ROOT / "README.md", *sorted(ROOT.glob("services/*/README.md")))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_page_begins_with_a_box_that_says_what_to_do(page: Path) -> None:
+    box = re.match(r"# .+\n\n> \[!TIP\]\n((?:>.*\n)+)\n", page.read_text())
+    assert box, "the title is followed by `> [!TIP]` and at most eight lines that say what to do"
+    lines = [line for line in box[1].splitlines() if line.strip("> ") and not line.startswith("> ```")]
+    assert 1 <= len(lines) <= 8
