@@ -599,6 +599,21 @@ class AnswerTimes:
     def read(self) -> tuple[list[int], float]:
         """Answers by bucket, the last one without a bound, and the seconds of all of them together."""
 
+class ReuseSampler:
+    """A sample of the blocks that were used; see `kvscout_gateway.ladder.reuse.ReuseSampler`.
+
+    Not thread-safe; keeps the GIL: a call takes about 1 ns a block and 0.1 us a sampled one, 64 a request on average.
+    """
+
+    def __init__(self, max_samples: int) -> None: ...
+    @property
+    def weight(self) -> int: ...
+    def __len__(self) -> int: ...
+    def observe(
+        self, local: bytes, content: bytes, blocks: int, overlap: int, capacity: int, worker_capacity: int
+    ) -> tuple[int, ...]: ...
+
+
 class Rpc:
     """gRPC over HTTP/2, driven by one event loop, from one thread::
 

@@ -20,6 +20,7 @@ pub mod protobuf;
 #[cfg(feature = "python")]
 mod python;
 pub mod query;
+pub mod reuse;
 pub mod rpc;
 pub mod slab;
 pub mod table;

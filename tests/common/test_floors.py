@@ -77,6 +77,7 @@ HOUSES = {
             "engines",
             "members",
             "tokens",
+            "ladder",
             "request",
             "fronts",
             "fronts/openai",

@@ -23,6 +23,7 @@ mod json_scan;
 mod lifecycle;
 mod load;
 mod queries;
+mod reuse;
 mod rpc;
 mod slices;
 mod token_json;
@@ -45,6 +46,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     lifecycle::register(module)?;
     load::register(module)?;
     queries::register(module)?;
+    reuse::register(module)?;
     rpc::register(module)?;
     slices::register(module)?;
     token_json::register(module)
