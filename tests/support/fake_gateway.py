@@ -127,6 +127,30 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         )
         return gateway_pb2.ListFailuresResponse(failures=[failure], total=1)
 
+    async def GetLadder(self, request: gateway_pb2.GetLadderRequest, context: Any) -> gateway_pb2.GetLadderResponse:
+        self._take("GetLadder", request)
+        ladder = gateway_pb2.Ladder(
+            tenant="default",
+            model="m",
+            requests=10,
+            prompt_tokens=1_000,
+            ideal_tokens=800,
+            capacity_tokens=500,
+            routing_tokens=450,
+            predicted_tokens=400,
+            actual_tokens=390,
+            losses=[
+                gateway_pb2.LadderLoss(kind=gateway_pb2.LADDER_LOSS_KIND_NEVER_SEEN, tokens=200),
+                gateway_pb2.LadderLoss(kind=gateway_pb2.LADDER_LOSS_KIND_CAPACITY, tokens=300, gpu_seconds=1.5),
+            ],
+            gains=[gateway_pb2.LadderGain(capacity_factor=1.25, tokens=100)],
+            seconds_per_token=0.005,
+            sample_weight=1,
+            workers=4,
+            capacity_blocks=4_000,
+        )
+        return gateway_pb2.GetLadderResponse(ladders=[ladder], window_seconds=request.window_seconds or 300)
+
     async def RegisterWorker(
         self, request: workers_pb2.RegisterWorkerRequest, context: Any
     ) -> workers_pb2.RegisterWorkerResponse:

@@ -63,6 +63,7 @@ _VIEW = frozenset(
         "ListWorkers",
         "ListActiveRequests",
         "ListFailures",
+        "GetLadder",
         "ListBusyThresholds",
         "GetStatus",
         "GetPotentialLoads",
@@ -116,7 +117,7 @@ AUDITED = frozenset(
     }
 )
 """Calls that change what others get."""
-_NARROWED = frozenset({"ListWorkers", "ListFailures", "GetStatus"})
+_NARROWED = frozenset({"ListWorkers", "ListFailures", "GetLadder", "GetStatus"})
 """Calls that read tenant "*" as all that the caller may see."""
 ALLOWED: Mapping[AccessRole, frozenset[str]] = {
     AccessRole.VIEWER: _VIEW | {"WatchDashboard"},

@@ -105,6 +105,90 @@ HELPER_KIND_SCHEDULER: HelperKind.ValueType  # 2
 """A scheduler."""
 Global___HelperKind: _TypeAlias = HelperKind  # noqa: Y015
 
+class _SessionClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SessionClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SessionClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SESSION_CLASS_UNSPECIFIED: _SessionClass.ValueType  # 0
+    """All requests."""
+    SESSION_CLASS_NONE: _SessionClass.ValueType  # 1
+    """Nothing is known of a session."""
+    SESSION_CLASS_FIRST_TURN: _SessionClass.ValueType  # 2
+    """The first turn that this gateway saw of a session."""
+    SESSION_CLASS_LATER_TURN: _SessionClass.ValueType  # 3
+    """A later turn."""
+    SESSION_CLASS_SUBAGENT: _SessionClass.ValueType  # 4
+    """A turn of a subagent."""
+
+class SessionClass(_SessionClass, metaclass=_SessionClassEnumTypeWrapper):
+    """Requests by their place in a session."""
+
+SESSION_CLASS_UNSPECIFIED: SessionClass.ValueType  # 0
+"""All requests."""
+SESSION_CLASS_NONE: SessionClass.ValueType  # 1
+"""Nothing is known of a session."""
+SESSION_CLASS_FIRST_TURN: SessionClass.ValueType  # 2
+"""The first turn that this gateway saw of a session."""
+SESSION_CLASS_LATER_TURN: SessionClass.ValueType  # 3
+"""A later turn."""
+SESSION_CLASS_SUBAGENT: SessionClass.ValueType  # 4
+"""A turn of a subagent."""
+Global___SessionClass: _TypeAlias = SessionClass  # noqa: Y015
+
+class _LadderLossKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LadderLossKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LadderLossKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LADDER_LOSS_KIND_UNSPECIFIED: _LadderLossKind.ValueType  # 0
+    """Never sent."""
+    LADDER_LOSS_KIND_NEVER_SEEN: _LadderLossKind.ValueType  # 1
+    """Not seen before, as far as is remembered, or behind the last complete block."""
+    LADDER_LOSS_KIND_OTHER_NAME: _LadderLossKind.ValueType  # 2
+    """Not seen before, but the same tokens were, with another cache salt or LoRA adapter."""
+    LADDER_LOSS_KIND_CAPACITY: _LadderLossKind.ValueType  # 3
+    """One LRU cache of all workers' blocks would not hold them any more."""
+    LADDER_LOSS_KIND_SPLIT: _LadderLossKind.ValueType  # 4
+    """That cache would, but no worker does: the blocks are split over workers, and each has its own."""
+    LADDER_LOSS_KIND_NOT_REPORTED: _LadderLossKind.ValueType  # 5
+    """Seen so recently that any worker would still hold them, but no event says that one does."""
+    LADDER_LOSS_KIND_MOVED: _LadderLossKind.ValueType  # 6
+    """The policy chose another worker than the one that holds them."""
+    LADDER_LOSS_KIND_NOT_PLACED: _LadderLossKind.ValueType  # 7
+    """The policy had no choice: tokens unknown or not the engine's, worker named, scheduler or indexer missed, or another
+    balancer decides.
+    """
+    LADDER_LOSS_KIND_NOT_THERE: _LadderLossKind.ValueType  # 8
+    """Predicted at the worker that was chosen, but its engine reports less."""
+
+class LadderLossKind(_LadderLossKind, metaclass=_LadderLossKindEnumTypeWrapper):
+    """Why prompt tokens were not cached."""
+
+LADDER_LOSS_KIND_UNSPECIFIED: LadderLossKind.ValueType  # 0
+"""Never sent."""
+LADDER_LOSS_KIND_NEVER_SEEN: LadderLossKind.ValueType  # 1
+"""Not seen before, as far as is remembered, or behind the last complete block."""
+LADDER_LOSS_KIND_OTHER_NAME: LadderLossKind.ValueType  # 2
+"""Not seen before, but the same tokens were, with another cache salt or LoRA adapter."""
+LADDER_LOSS_KIND_CAPACITY: LadderLossKind.ValueType  # 3
+"""One LRU cache of all workers' blocks would not hold them any more."""
+LADDER_LOSS_KIND_SPLIT: LadderLossKind.ValueType  # 4
+"""That cache would, but no worker does: the blocks are split over workers, and each has its own."""
+LADDER_LOSS_KIND_NOT_REPORTED: LadderLossKind.ValueType  # 5
+"""Seen so recently that any worker would still hold them, but no event says that one does."""
+LADDER_LOSS_KIND_MOVED: LadderLossKind.ValueType  # 6
+"""The policy chose another worker than the one that holds them."""
+LADDER_LOSS_KIND_NOT_PLACED: LadderLossKind.ValueType  # 7
+"""The policy had no choice: tokens unknown or not the engine's, worker named, scheduler or indexer missed, or another
+balancer decides.
+"""
+LADDER_LOSS_KIND_NOT_THERE: LadderLossKind.ValueType  # 8
+"""Predicted at the worker that was chosen, but its engine reports less."""
+Global___LadderLossKind: _TypeAlias = LadderLossKind  # noqa: Y015
+
 @_typing.final
 class RouteRequest(_message.Message):
     """A prompt to place."""
@@ -1422,6 +1506,226 @@ class LateTokens(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LateTokens: _TypeAlias = LateTokens  # noqa: Y015
+
+@_typing.final
+class LadderLoss(_message.Message):
+    """One loss between two rungs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    GPU_SECONDS_FIELD_NUMBER: _builtins.int
+    kind: Global___LadderLossKind.ValueType
+    """Why."""
+    tokens: _builtins.int
+    """Prompt tokens."""
+    gpu_seconds: _builtins.float
+    """Time to compute them, in seconds: estimated by seconds_per_token."""
+    def __init__(
+        self,
+        *,
+        kind: Global___LadderLossKind.ValueType = ...,
+        tokens: _builtins.int = ...,
+        gpu_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_seconds", b"gpu_seconds", "kind", b"kind", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LadderLoss: _TypeAlias = LadderLoss  # noqa: Y015
+
+@_typing.final
+class LadderGain(_message.Message):
+    """What larger caches would have held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPACITY_FACTOR_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    capacity_factor: _builtins.float
+    """Size of all caches together, as a multiple of what it is."""
+    tokens: _builtins.int
+    """Of the tokens that are lost to capacity."""
+    def __init__(
+        self,
+        *,
+        capacity_factor: _builtins.float = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_factor", b"capacity_factor", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LadderGain: _TypeAlias = LadderGain  # noqa: Y015
+
+@_typing.final
+class Ladder(_message.Message):
+    """The ladder of some requests: prompt tokens that are cached on each rung, from the highest to the lowest. Each of the
+    first four is at most the one before it; actual_tokens may be more than predicted_tokens, by unpredicted_tokens.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    SESSION_CLASS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    IDEAL_TOKENS_FIELD_NUMBER: _builtins.int
+    CAPACITY_TOKENS_FIELD_NUMBER: _builtins.int
+    ROUTING_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACTUAL_TOKENS_FIELD_NUMBER: _builtins.int
+    UNPREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
+    UNREPORTED_REQUESTS_FIELD_NUMBER: _builtins.int
+    LOSSES_FIELD_NUMBER: _builtins.int
+    GAINS_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    SAMPLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SAMPLE_WEIGHT_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    CAPACITY_BLOCKS_FIELD_NUMBER: _builtins.int
+    FOREIGN_TOKENS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant."""
+    model: _builtins.str
+    """Base model."""
+    session_class: Global___SessionClass.ValueType
+    """Class of the requests' sessions; unset = all of them."""
+    requests: _builtins.int
+    """Requests that ended."""
+    prompt_tokens: _builtins.int
+    """Prompt tokens of these, as engines count them."""
+    ideal_tokens: _builtins.int
+    """With one cache that never forgets: an estimate from a sample."""
+    capacity_tokens: _builtins.int
+    """With one LRU cache of all workers' blocks: an estimate from a sample. Where the size of some worker's cache is
+    unknown, the same as ideal_tokens without what has another name.
+    """
+    routing_tokens: _builtins.int
+    """At the worker that holds most of each prompt, as the index says."""
+    predicted_tokens: _builtins.int
+    """At the worker that was chosen, as the index says."""
+    actual_tokens: _builtins.int
+    """As engines report."""
+    unpredicted_tokens: _builtins.int
+    """Reported, though not predicted: events that were late, or tokens on a slower tier."""
+    unreported_requests: _builtins.int
+    """Requests whose engine reports no cached tokens: what was predicted counts as reported."""
+    seconds_per_token: _builtins.float
+    """Time to compute one prompt token, in seconds, learned from times to the first token; 0 = unknown yet."""
+    sampled_blocks: _builtins.int
+    """Sampled blocks that the estimates rest on, in this window."""
+    sample_weight: _builtins.int
+    """Blocks that each sampled one stands for now; 1 = the estimates are exact."""
+    workers: _builtins.int
+    """Workers that compute prompts of the model."""
+    capacity_blocks: _builtins.int
+    """Blocks that they hold together; 0 = unknown."""
+    foreign_tokens: _builtins.int
+    """Tokens that workers held, though this gateway never sent them there: other routers use the same workers."""
+    @_builtins.property
+    def losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___LadderLoss]:
+        """Losses, in the order of the rungs."""
+
+    @_builtins.property
+    def gains(self) -> _containers.RepeatedCompositeFieldContainer[Global___LadderGain]:
+        """What larger caches would have held."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        session_class: Global___SessionClass.ValueType = ...,
+        requests: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        ideal_tokens: _builtins.int = ...,
+        capacity_tokens: _builtins.int = ...,
+        routing_tokens: _builtins.int = ...,
+        predicted_tokens: _builtins.int = ...,
+        actual_tokens: _builtins.int = ...,
+        unpredicted_tokens: _builtins.int = ...,
+        unreported_requests: _builtins.int = ...,
+        losses: _abc.Iterable[Global___LadderLoss] | None = ...,
+        gains: _abc.Iterable[Global___LadderGain] | None = ...,
+        seconds_per_token: _builtins.float = ...,
+        sampled_blocks: _builtins.int = ...,
+        sample_weight: _builtins.int = ...,
+        workers: _builtins.int = ...,
+        capacity_blocks: _builtins.int = ...,
+        foreign_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual_tokens", b"actual_tokens", "capacity_blocks", b"capacity_blocks", "capacity_tokens", b"capacity_tokens", "foreign_tokens", b"foreign_tokens", "gains", b"gains", "ideal_tokens", b"ideal_tokens", "losses", b"losses", "model", b"model", "predicted_tokens", b"predicted_tokens", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "routing_tokens", b"routing_tokens", "sample_weight", b"sample_weight", "sampled_blocks", b"sampled_blocks", "seconds_per_token", b"seconds_per_token", "session_class", b"session_class", "tenant", b"tenant", "unpredicted_tokens", b"unpredicted_tokens", "unreported_requests", b"unreported_requests", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ladder: _TypeAlias = Ladder  # noqa: Y015
+
+@_typing.final
+class GetLadderRequest(_message.Message):
+    """Asks for ladders."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    WINDOW_SECONDS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant; unset = "default", "*" = all that the caller may see."""
+    model: _builtins.str
+    """Only of this model; unset = of all."""
+    window_seconds: _builtins.int
+    """Requests of the last so many seconds, at most 3600; unset = 300. Rounded up to minutes."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        window_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tenant", b"tenant", "window_seconds", b"window_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLadderRequest: _TypeAlias = GetLadderRequest  # noqa: Y015
+
+@_typing.final
+class GetLadderResponse(_message.Message):
+    """Answer to GetLadder."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LADDERS_FIELD_NUMBER: _builtins.int
+    WINDOW_SECONDS_FIELD_NUMBER: _builtins.int
+    window_seconds: _builtins.int
+    """Length of the window."""
+    @_builtins.property
+    def ladders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ladder]:
+        """Ladders, by tenant, model and session class; of all classes first."""
+
+    def __init__(
+        self,
+        *,
+        ladders: _abc.Iterable[Global___Ladder] | None = ...,
+        window_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ladders", b"ladders", "window_seconds", b"window_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLadderResponse: _TypeAlias = GetLadderResponse  # noqa: Y015
 
 @_typing.final
 class GatewayGetStatusResponse(_message.Message):

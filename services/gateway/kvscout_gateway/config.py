@@ -64,6 +64,8 @@ class GatewayConfig:
     """Port of the OpenAI front; 0 = any free one, -1 = none."""
     dashboard: bool = True
     """At / of that port."""
+    ladder: bool = True
+    """Explain the hit rate."""
     cors_origins: tuple[str, ...] = ()
     """Origins of pages of the web that may ask the OpenAI front; "*" = any."""
     client_paths: ClientPaths = field(default_factory=ClientPaths)
@@ -140,6 +142,7 @@ class GatewayConfig:
             engine_ca=values["engine_ca"],
             http_port=values["http_port"],
             dashboard=not values["no_dashboard"],
+            ladder=not values["no_ladder"],
             cors_origins=values["cors_origin"],
             client_paths=ClientPaths(values["client_path"]),
             shadow=ShadowConfig.from_flags(values),

@@ -176,6 +176,7 @@ def gateway_flags() -> Callable[[F], F]:
             help="Additional engine path open to clients, such as /v1/videos/*; * = one path segment. Repeatable.",
         ),
         flag("--no-dashboard", is_flag=True, section=SERVER, help="Disable the dashboard at / of the HTTP port."),
+        flag("--no-ladder", is_flag=True, section=PERFORMANCE, help="Do not explain the hit rate (kvscout why)."),
         flag(
             "--tokenizer",
             multiple=True,

@@ -40,6 +40,7 @@ from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.fronts.stored_responses import StoredResponses
 from kvscout_gateway.fronts.terms import Terms
+from kvscout_gateway.ladder.ladders import Ladders
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.members.membership import Membership
 from kvscout_gateway.members.registration import Registration
@@ -188,6 +189,7 @@ class Gateway:
                 health=self.health,
                 metrics=self.metrics,
                 recording=Recording(time.perf_counter),
+                ladders=Ladders(self.catalog, self.observations.reports) if config.ladder else None,
             ),
             plan=plans.plan_of,
             report_failure=self._report_failure,

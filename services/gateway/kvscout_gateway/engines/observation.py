@@ -158,6 +158,10 @@ class Observations(Collector):
         for totals in (seen.reports, self.total):
             totals.add(isl_tokens=isl_tokens, cached=cached or 0, predicted=predicted)
 
+    def reports(self, tenant: str, worker_id: str) -> bool:
+        """Return whether a worker has ever reported cached tokens."""
+        return (tenant, worker_id) in self._reporting
+
     def eventful(self, key: tuple[str, WorkerRank]) -> Iterable[float]:
         """Return when a rank was sent the requests that should have brought events, by tenant and rank."""
         seen = self.by_rank.get(key)

@@ -1,7 +1,7 @@
 """`reuse` in plain Python: the definition that the extension is tested against.
 
 The samples are SHARDS's (Waldspurger et al., FAST 2015): a block is sampled where the hash of its content begins with
-enough zero bits. Whoever is sampled once is so at each use, and a distance among samples, times the weight, is one among
+enough zero bits. So each use of a sampled block is seen, and a distance among samples, times the weight, is one among
 all blocks. The weight doubles where samples become too many, in memory or for a request.
 """
 

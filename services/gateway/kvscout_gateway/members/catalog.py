@@ -7,9 +7,10 @@ a few look-ups however many workers there are.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.registry.registry import Registry
@@ -29,6 +30,16 @@ class Target:
     lora_name: str
 
 
+class Caches(NamedTuple):
+    """Caches of several workers, in blocks."""
+
+    workers: int
+    blocks: int
+    """Of all ranks together; 0 = unknown."""
+    smallest: int
+    """Of the smallest; 0 = unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Serving:
     """The workers of one model."""
@@ -42,6 +53,8 @@ class Serving:
     """Roles of the others."""
     longest_prompt: int | None = None
     """Tokens that the largest cache of a rank holds; None = some worker's size is unknown."""
+    caches: Mapping[Geometry, Caches] = field(default_factory=dict)
+    """Of the workers that compute prompts."""
     target: Target | None = None
     """The model, without an adapter; None = nobody serves it."""
 
@@ -145,6 +158,23 @@ def _is_routable(spec: WorkerSpec) -> bool:
     return bool(spec.http_endpoint) and spec.engine in ROUTABLE_ENGINES
 
 
+def _caches(specs: Iterable[WorkerSpec]) -> dict[Geometry, Caches]:
+    found: defaultdict[Geometry, list[WorkerSpec]] = defaultdict(list)
+    for spec in specs:
+        if spec.role is not Role.DECODE:
+            found[Geometry(spec.block_size, spec.eagle)].append(spec)
+    return {
+        pool: Caches(
+            len(members),
+            sum(spec.total_kv_blocks * len(spec.ranks) for spec in members),
+            min(spec.total_kv_blocks for spec in members),
+        )
+        if all(spec.total_kv_blocks for spec in members)
+        else Caches(len(members), 0, 0)
+        for pool, members in found.items()
+    }
+
+
 def _view(specs: list[WorkerSpec]) -> TenantView:
     by_model: defaultdict[str, list[WorkerSpec]] = defaultdict(list)
     for spec in specs:
@@ -160,6 +190,7 @@ def _view(specs: list[WorkerSpec]) -> TenantView:
                 longest_prompt=max(spec.total_kv_blocks * spec.block_size for spec in members)
                 if all(spec.total_kv_blocks for spec in members)
                 else None,
+                caches=_caches(members),
                 target=Target(model, ""),
             )
             for model, members in by_model.items()

@@ -21,6 +21,7 @@ from kvscout_gateway.values.request import NO_FIELDS, EngineAdapter, Request
 if TYPE_CHECKING:
     from kvscout_gateway.engines.engine_call import EngineCall, Engines
     from kvscout_gateway.engines.health import Key, WorkerHealth
+    from kvscout_gateway.ladder.ladders import Ladders, Placed
     from kvscout_gateway.request.metrics import GatewayMetrics
     from kvscout_gateway.request.recording import Recording
     from kvscout_gateway.request.routing import RoutingFlow
@@ -56,6 +57,8 @@ class AttemptContext:
     health: WorkerHealth
     metrics: GatewayMetrics
     recording: Recording
+    ladders: Ladders | None = None
+    """None = it is switched off."""
     clock: Callable[[], float] = time.perf_counter
 
     def adapter_of(self, spec: WorkerSpec | None) -> EngineAdapter:
@@ -95,6 +98,9 @@ class Attempt:
         self._on_output = on_output
         self._started = started
         self._sent_at = 0.0
+        self._placed: Placed | None = None
+        self._prefill_seconds = 0.0
+        """From being sent to the first token; 0 = unknown."""
         self._call: EngineCall | None = None
         self._answer: HttpAnswer | None = None
         """Answer of which not all has been read."""
@@ -133,6 +139,8 @@ class Attempt:
         self.seen.requests += 1
         self.seen.prompt_tokens += self.request.prompt.isl_tokens
         self._sent_at = self._context.clock()
+        if self._context.ladders is not None and not self.request.remote_prefill:
+            self._placed = self._context.ladders.placed(self.request, self.decision)
         self._context.routing.dispatched(self.decision)
 
     async def send(self, fields: Mapping[str, Any] = NO_FIELDS, *, whole_answer: bool | None = None) -> HttpAnswer:
@@ -232,6 +240,8 @@ class Attempt:
         self._on_output()
         self.ttft_seconds = self._context.clock() - self._started
         self._metrics.first_token(self.ttft_seconds)
+        if self._sent_at and not whole_answer:
+            self._prefill_seconds = self._context.clock() - self._sent_at
         self.seen.first_tokens += 1
         self.seen.ttft_seconds += self.ttft_seconds
         if not whole_answer and self.decision.booking is not None:
@@ -259,6 +269,7 @@ class Attempt:
             return  # what it says of the prompt is another worker's doing
         if usage is not None:
             self._check(usage)
+            self._count(usage)
         cached = usage.cached_tokens if usage is not None else None
         if self._call is not None and usage is not None:
             self._call.span.record(prompt_tokens=usage.prompt_tokens)
@@ -311,6 +322,19 @@ class Attempt:
         if error:
             raise reported(error)
         return document
+
+    def _count(self, usage: Usage) -> None:
+        if self._placed is None or self._context.ladders is None:
+            return
+        prompt = self.request.prompt
+        self._context.ladders.ended(
+            self._placed,
+            usage,
+            self.decision.worker.worker_id,
+            estimated=bool(prompt.partial or prompt.further_tokens),
+            ttft_seconds=self._prefill_seconds,
+        )
+        self._placed = None
 
     def _check(self, usage: Usage) -> None:
         decision, prompt, isl_tokens = self.decision, self.request.prompt, usage.prompt_tokens

@@ -25,7 +25,7 @@ from kvscout_gateway.upstreams.interfaces import Indexer, Scheduler
 from kvscout_gateway.upstreams.scheduler.select_request import loads_request
 from kvscout_gateway.values.booking import UNBOOKED_ATTEMPT, Booking
 from kvscout_gateway.values.decision import POLICY_FAILED, Decision
-from kvscout_gateway.values.overlaps import Overlaps
+from kvscout_gateway.values.overlaps import Overlaps, longest
 from kvscout_gateway.values.prompt import Geometry, PromptTooLong, hash_prompt
 from kvscout_gateway.values.request import Request
 
@@ -208,6 +208,7 @@ class RoutingFlow:
         decision.overlap_blocks = choice.overlap_blocks
         rows = overlaps.rows.get(decision.pool)
         if rows is not None:
+            decision.held_blocks = longest(rows.columns)
             decision.confirmed_blocks = rows.confirmed(request.tenant, worker, choice.overlap_blocks)
         decision.effective_overlap_blocks = choice.effective_overlap_blocks
         decision.uncached_tokens = choice.uncached_tokens

@@ -54,6 +54,8 @@ class Decision:
     """The worker's registration; None if this gateway does not know it (yet)."""
     overlap_blocks: int = 0
     """Confirmed or predicted, whichever reaches further."""
+    held_blocks: int | None = None
+    """Longest overlap of any worker, confirmed or predicted; None = nobody looked, or no indexer knows."""
     confirmed_blocks: int | None = None
     """Overlap that the worker's events confirm; None = no indexer knows, or what it knows is incomplete."""
     effective_overlap_blocks: float = 0.0

@@ -50,6 +50,11 @@ class Overlaps:
         return not self.rows and (bool(self.problems) or not any(self.hashes.values()))
 
 
+def longest(columns: Columns) -> int:
+    """Return the longest overlap of any worker, confirmed or predicted, in blocks."""
+    return max(max(columns[2], default=0), max(columns[6], default=0))
+
+
 def row_of(columns: Columns, worker: WorkerRank) -> int | None:
     """Return the row of a worker rank; None = it has none."""
     ids, ranks = list(columns[0]), columns[1]

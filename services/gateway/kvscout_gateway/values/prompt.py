@@ -80,6 +80,8 @@ class Prompt:
     """The request, if its tokens are to be compared with the engine's one by one; None = only their number is."""
     judge: Judge | None = None
     """Called with whether the engine counted as many tokens; None = nobody learns from it."""
+    reuse: tuple[tuple[int, ...], int] | None = None
+    """What `ladder` found of its blocks, and the weight of its sample; None = it was not looked at yet."""
 
     @classmethod
     def of_tokens(cls, token_ids: bytes, *, further_tokens: int = 0) -> Prompt:

@@ -22,6 +22,7 @@ from kvscout_gateway.engines.judge import health_to_proto
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.failures import list_failures
 from kvscout_gateway.fronts.grpc.generate import generate
+from kvscout_gateway.fronts.grpc.ladder import get_ladder
 from kvscout_gateway.fronts.grpc.status import gateway_status
 from kvscout_gateway.request.failures import Asked
 from kvscout_gateway.request.recording import Recorder
@@ -181,6 +182,18 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
             self._gateway.failure_log, request, tenant=tenant, in_full=identity.role is AccessRole.ADMIN
         )
 
+    async def GetLadder(self, request: gateway_pb2.GetLadderRequest, context: Any) -> gateway_pb2.GetLadderResponse:
+        tenant = request.tenant or DEFAULT_TENANT
+        if tenant == ALL_TENANTS:
+            tenant = current_identity().tenant
+        self._require_model(tenant, request.model)
+        return get_ladder(self._gateway.exchanges.context.ladders, self._gateway.catalog, request, tenant=tenant)
+
+    def _require_model(self, tenant: str, model: str) -> None:
+        if model and not self.registry.entries(tenant, model):
+            known = or_known(model, (entry.spec.model for entry in self.registry.entries(tenant)))
+            raise NotFound(f"no worker of model {model!r}{known}", field="model")
+
     def _of_base_model(self, request: Named, tenant: str) -> Named:
         """Have a message name its request as the scheduler does: by the base model, where it names an adapter.
 
@@ -258,9 +271,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         tenant = request.tenant or DEFAULT_TENANT
         if tenant == ALL_TENANTS:
             tenant = current_identity().tenant
-        if request.model and not self.registry.entries(tenant, request.model):
-            known = or_known(request.model, (entry.spec.model for entry in self.registry.entries(tenant)))
-            raise NotFound(f"no worker of model {request.model!r}{known}", field="model")
+        self._require_model(tenant, request.model)
         if request.check_workers:
             await gateway.health_checks.check_all(tenant)
         return gateway_status(gateway, tenant, request.model)

@@ -23,6 +23,7 @@ from kvscout_gateway.fronts.body import JsonBody
 from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.shadow.report import Comparison, LeftOut, ShadowReport
+from kvscout_gateway.ladder.ladders import Placed
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.dialects import ApiDialect
@@ -77,6 +78,7 @@ class Score:
     def __init__(self, context: FrontContext, report: ShadowReport, generation: Generation) -> None:
         self._context = context
         self._scheduler = context.exchanges.context.scheduler
+        self._ladders = context.exchanges.context.ladders
         self._report = report
         self.generation = generation
         self._at = time.time()
@@ -87,6 +89,7 @@ class Score:
         self._failed = True
         self._usage: Usage | None = None
         self._served_by = ""
+        self._looked_at: Placed | None = None
         self.task: asyncio.Task[None] | None = None
         """None = it is not scored."""
 
@@ -165,6 +168,8 @@ class Score:
                 lease_seconds=self._context.exchanges.lease_seconds,
             )
         )
+        if self._ladders is not None:
+            self._looked_at = self._ladders.placed(request, decision, decided=False)
         if decision.booking is not None:
             self._booking = decision.booking
             self._scheduler.hold(decision.booking)
@@ -185,6 +190,8 @@ class Score:
     def _compared(self, decision: Decision) -> Comparison | LeftOut:
         if self._usage is None:
             return LeftOut.USAGE
+        if self._looked_at is not None and self._ladders is not None:
+            self._ladders.ended(self._looked_at, self._usage, self._served_by)
         prompt = self._usage.prompt_tokens
         if prompt != self._isl_tokens:
             return LeftOut.TOKENS

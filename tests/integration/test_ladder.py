@@ -1,0 +1,159 @@
+"""A fleet with one loss built in: the ladder names it as the largest."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+from support.gateway_stack import (
+    CALL_SECONDS,
+    GatewayClient,
+    connected,
+    fresh_prompt,
+    mocker_worker,
+    running_services,
+    together,
+)
+from support.mocker_process import running_mocker
+
+from kvscout.v1 import gateway_pb2
+from kvscout_common import errors
+from kvscout_common.enum_words import word_of
+from kvscout_common.rpc.channel import call
+
+TOKENS, BLOCKS = 320, 19
+"""Of a prompt; the last token is computed always."""
+PROMPTS, ROUNDS = 6, 4
+UNCONTESTED = PROMPTS * (ROUNDS - 1) * BLOCKS * 16
+"""Tokens that could be cached where nothing is lost."""
+
+
+@asynccontextmanager
+async def fleet(
+    *gateway_flags: str,
+    mocker_flags: Sequence[str] = (),
+    blocks: int = 4095,
+    scheduler_flags: Sequence[str] = (),
+) -> AsyncIterator[GatewayClient]:
+    engines = [running_mocker("--speedup", "20", "--num-gpu-blocks", str(blocks + 1), *mocker_flags) for _ in range(2)]
+    services = running_services(*gateway_flags, scheduler_flags=scheduler_flags)
+    async with together(services, *engines) as (served, *mockers):
+        async with connected(served.gateway, served.scheduler, served.indexer) as client:
+            for index, mocker in enumerate(mockers):
+                await client.register(mocker_worker(f"w{index}", mocker, total_kv_blocks=blocks))
+            yield client
+
+
+async def ladders(client: GatewayClient) -> dict[str, gateway_pb2.Ladder]:
+    """By session class; "" = all of them."""
+    answer = await call(client.stub.GetLadder, gateway_pb2.GetLadderRequest(), timeout=CALL_SECONDS)
+    return {word_of(gateway_pb2.SessionClass, one.session_class): one for one in answer.ladders}
+
+
+def losses(ladder: gateway_pb2.Ladder) -> dict[str, int]:
+    """Tokens by kind; what was new is no loss of anybody's."""
+    found = {word_of(gateway_pb2.LadderLossKind, one.kind): one.tokens for one in ladder.losses}
+    assert found.pop("never seen") == ladder.prompt_tokens - ladder.ideal_tokens
+    return found
+
+
+def largest(ladder: gateway_pb2.Ladder) -> str:
+    rungs = [ladder.prompt_tokens, ladder.ideal_tokens, ladder.capacity_tokens, ladder.routing_tokens]
+    assert sorted([*rungs, ladder.predicted_tokens], reverse=True) == [*rungs, ladder.predicted_tokens]
+    found = losses(ladder)
+    assert ladder.ideal_tokens - sum(found.values()) + ladder.unpredicted_tokens == ladder.actual_tokens
+    return max(found, key=lambda name: found[name])
+
+
+@pytest.mark.timeout(120)
+async def test_nothing_is_lost_where_prompts_return_to_roomy_caches() -> None:
+    prompts = [fresh_prompt(TOKENS) for _ in range(PROMPTS)]
+    async with fleet() as client:
+        for round_ in range(ROUNDS):
+            for prompt in prompts:
+                await client.generate(prompt, session=f"s{prompt[0]}")
+                if not round_:
+                    await client.until_indexed(prompt, BLOCKS)
+        by_class = await ladders(client)
+        ladder = by_class[""]
+        assert ladder.requests == PROMPTS * ROUNDS
+        assert ladder.prompt_tokens == PROMPTS * ROUNDS * TOKENS
+        assert ladder.ideal_tokens == UNCONTESTED
+        assert ladder.actual_tokens >= 0.9 * UNCONTESTED, losses(ladder)
+        assert (ladder.workers, ladder.capacity_blocks, ladder.sample_weight) == (2, 2 * 4095, 1)
+        assert {name: one.requests for name, one in by_class.items() if name} == {
+            "first turn": PROMPTS,
+            "later turn": PROMPTS * (ROUNDS - 1),
+        }
+        with pytest.raises(errors.InvalidArgument, match="at most 3600"):
+            await call(client.stub.GetLadder, gateway_pb2.GetLadderRequest(window_seconds=3601), timeout=CALL_SECONDS)
+        with pytest.raises(errors.NotFound, match="gpt"):
+            await call(client.stub.GetLadder, gateway_pb2.GetLadderRequest(model="gpt"), timeout=CALL_SECONDS)
+
+
+@pytest.mark.timeout(120)
+async def test_a_salt_of_each_request_is_named() -> None:
+    prompt = fresh_prompt(TOKENS)
+    async with fleet() as client:
+        for number in range(12):
+            await client.generate(prompt, cache_salt=f"user-{number}")
+        ladder = (await ladders(client))[""]
+        assert largest(ladder) == "other name"
+        assert losses(ladder)["other name"] == 11 * BLOCKS * 16
+
+
+@pytest.mark.timeout(120)
+async def test_tiny_caches_are_named_with_what_larger_ones_would_hold() -> None:
+    prompts = [fresh_prompt(TOKENS) for _ in range(PROMPTS)]
+    async with fleet(blocks=40) as client:  # 80 blocks for 120
+        for _ in range(ROUNDS):
+            for prompt in prompts:
+                await client.generate(prompt)
+        ladder = (await ladders(client))[""]
+        assert largest(ladder) == "capacity"
+        gains = {gain.capacity_factor: gain.tokens for gain in ladder.gains}
+        assert gains[1.25] < gains[1.5] == losses(ladder)["capacity"], gains
+
+
+@pytest.mark.timeout(120)
+async def test_a_balancer_in_front_that_names_the_worker_is_named() -> None:
+    prompts = [fresh_prompt(TOKENS) for _ in range(PROMPTS)]
+    async with fleet() as client:
+        for number in range(2):
+            for prompt in prompts:
+                await client.generate(prompt, pinned_worker_id=f"w{number}")
+                await client.until_indexed(prompt, BLOCKS)
+        ladder = (await ladders(client))[""]
+        assert largest(ladder) == "not placed"
+
+
+@pytest.mark.timeout(120)
+async def test_events_that_do_not_come_are_named() -> None:
+    prompts = [fresh_prompt(TOKENS) for _ in range(PROMPTS)]
+    async with fleet(mocker_flags=("--drop-events", "1.0", "--no-replay")) as client:
+        for _ in range(ROUNDS):
+            for prompt in prompts:
+                await client.generate(prompt)
+        ladder = (await ladders(client))[""]
+        assert largest(ladder) == "not reported"
+
+
+@pytest.mark.timeout(120)
+async def test_a_policy_that_balances_is_named() -> None:
+    prompts = [fresh_prompt(TOKENS) for _ in range(PROMPTS - 1)]
+    async with fleet(scheduler_flags=("--router-mode", "round-robin")) as client:
+        for _ in range(2):
+            for prompt in prompts:  # an odd number: each goes to the other worker the second time
+                await client.generate(prompt)
+                await client.until_indexed(prompt, BLOCKS)
+        ladder = (await ladders(client))[""]
+        assert largest(ladder) == "moved"
+
+
+@pytest.mark.timeout(120)
+async def test_switched_off_it_says_so() -> None:
+    async with fleet("--no-ladder") as client:
+        await client.generate(fresh_prompt(TOKENS))
+        with pytest.raises(errors.FailedPrecondition, match="--no-ladder"):
+            await ladders(client)
