@@ -36,6 +36,7 @@ COMMANDS = (
     "loads",
     "requests",
     "failures",
+    "why",
     "replicas",
     "serve",
     "dump",

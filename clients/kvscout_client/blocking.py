@@ -164,6 +164,7 @@ class BlockingRouter(_Blocking):
     add_output = _answer(Router.add_output)
     active_requests = _answer(Router.active_requests)
     failures = _answer(Router.failures)
+    ladders = _answer(Router.ladders)
     register_worker = _answer(Router.register_worker)
     update_worker = _answer(Router.update_worker)
     remove_worker = _answer(Router.remove_worker)

@@ -457,6 +457,16 @@ class Router:
                 break
         return found
 
+    async def ladders(self, *, model: str = "", window_seconds: int = 0) -> gateway_pb2.GetLadderResponse:
+        """Return why the hit rate is what it is, by model and session class (docs/why.md).
+
+        Args:
+            model: Only of this one; "" = of all.
+            window_seconds: Requests of the last so many seconds; 0 = 300.
+        """
+        request = gateway_pb2.GetLadderRequest(tenant=self._tenant, model=model, window_seconds=window_seconds)
+        return await self._calls.unary(self._stub.GetLadder, request, repeatable=True)
+
     # Workers
 
     async def register_worker(self, spec: WorkerSpec, *, lease_seconds: int = 0) -> RegisteredWorker:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -157,3 +160,25 @@ async def test_switched_off_it_says_so() -> None:
         await client.generate(fresh_prompt(TOKENS))
         with pytest.raises(errors.FailedPrecondition, match="--no-ladder"):
             await ladders(client)
+
+
+@pytest.mark.timeout(120)
+async def test_the_command_names_the_largest_loss_within_80_columns() -> None:
+    prompt = fresh_prompt(TOKENS)
+    async with fleet() as client:
+        for number in range(12):
+            await client.generate(prompt, cache_salt=f"user-{number}")
+        text = await why("--gateway", client.gateway)
+        assert "87 points: same tokens, another salt or adapter." in text, text
+        assert max(map(len, text.splitlines())) <= 80
+        [ladder] = json.loads(await why("--gateway", client.gateway, "--json"))
+        assert ladder["requests"] == "12"
+
+
+async def why(*flags: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvscout_cli.main", "why", *flags), stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return output.decode()

@@ -65,6 +65,7 @@ class GatewayClient:
     """Stubs of a gateway and of its helpers, with the calls that tests make often."""
 
     def __init__(self, gateway: str, scheduler: str, indexer: str) -> None:
+        self.gateway = gateway
         self._channels = [open_channel(address) for address in (gateway, scheduler, indexer)]
         self.stub: gateway_pb2_grpc.GatewayAsyncStub = gateway_pb2_grpc.GatewayStub(self._channels[0])
         self.scheduler: scheduler_pb2_grpc.SchedulerAsyncStub = scheduler_pb2_grpc.SchedulerStub(self._channels[1])

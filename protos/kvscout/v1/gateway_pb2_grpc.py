@@ -139,6 +139,11 @@ class GatewayStub:
                 request_serializer=kvscout_dot_v1_dot_gateway__pb2.RecordRequestsRequest.SerializeToString,
                 response_deserializer=kvscout_dot_v1_dot_gateway__pb2.RecordRequestsResponse.FromString,
                 _registered_method=True)
+        self.GetLadder = channel.unary_unary(
+                '/kvscout.v1.Gateway/GetLadder',
+                request_serializer=kvscout_dot_v1_dot_gateway__pb2.GetLadderRequest.SerializeToString,
+                response_deserializer=kvscout_dot_v1_dot_gateway__pb2.GetLadderResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/kvscout.v1.Gateway/GetStatus',
                 request_serializer=kvscout_dot_v1_dot_types__pb2.GetStatusRequest.SerializeToString,
@@ -322,6 +327,16 @@ class GatewayServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetLadder(self, request, context):
+        """Explains the hit rate of the last requests: how many prompt tokens could have been cached, and where each part of
+        them was lost (docs/why.md). Answers with one ladder a model, and one for each class of its sessions.
+        INVALID_ARGUMENT: window_seconds is out of range. NOT_FOUND: unknown model.
+        FAILED_PRECONDITION: it is switched off (--no-ladder).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Reports the state of the gateway and of its upstreams.
         NOT_FOUND: unknown model.
@@ -432,6 +447,11 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.RecordRequests,
                     request_deserializer=kvscout_dot_v1_dot_gateway__pb2.RecordRequestsRequest.FromString,
                     response_serializer=kvscout_dot_v1_dot_gateway__pb2.RecordRequestsResponse.SerializeToString,
+            ),
+            'GetLadder': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLadder,
+                    request_deserializer=kvscout_dot_v1_dot_gateway__pb2.GetLadderRequest.FromString,
+                    response_serializer=kvscout_dot_v1_dot_gateway__pb2.GetLadderResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -980,6 +1000,33 @@ class Gateway:
             '/kvscout.v1.Gateway/RecordRequests',
             kvscout_dot_v1_dot_gateway__pb2.RecordRequestsRequest.SerializeToString,
             kvscout_dot_v1_dot_gateway__pb2.RecordRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLadder(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvscout.v1.Gateway/GetLadder',
+            kvscout_dot_v1_dot_gateway__pb2.GetLadderRequest.SerializeToString,
+            kvscout_dot_v1_dot_gateway__pb2.GetLadderResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -127,6 +127,12 @@ class GatewayStub:
     """Streams the requests of this gateway as they end, without their content, to record them as a trace. For admins.
     INVALID_ARGUMENT: a key that has not 16 bytes, tokens per hash out of range. RESOURCE_EXHAUSTED: too many do so.
     """
+    GetLadder: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetLadderRequest, _gateway_pb2.GetLadderResponse]
+    """Explains the hit rate of the last requests: how many prompt tokens could have been cached, and where each part of
+    them was lost (docs/why.md). Answers with one ladder a model, and one for each class of its sessions.
+    INVALID_ARGUMENT: window_seconds is out of range. NOT_FOUND: unknown model.
+    FAILED_PRECONDITION: it is switched off (--no-ladder).
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _gateway_pb2.GatewayGetStatusResponse]
     """Reports the state of the gateway and of its upstreams.
     NOT_FOUND: unknown model.
@@ -226,6 +232,12 @@ class GatewayAsyncStub(GatewayStub):
     RecordRequests: _aio.UnaryStreamMultiCallable[_gateway_pb2.RecordRequestsRequest, _gateway_pb2.RecordRequestsResponse]  # type: ignore[assignment]
     """Streams the requests of this gateway as they end, without their content, to record them as a trace. For admins.
     INVALID_ARGUMENT: a key that has not 16 bytes, tokens per hash out of range. RESOURCE_EXHAUSTED: too many do so.
+    """
+    GetLadder: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetLadderRequest, _gateway_pb2.GetLadderResponse]  # type: ignore[assignment]
+    """Explains the hit rate of the last requests: how many prompt tokens could have been cached, and where each part of
+    them was lost (docs/why.md). Answers with one ladder a model, and one for each class of its sessions.
+    INVALID_ARGUMENT: window_seconds is out of range. NOT_FOUND: unknown model.
+    FAILED_PRECONDITION: it is switched off (--no-ladder).
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_types_pb2.GetStatusRequest, _gateway_pb2.GatewayGetStatusResponse]  # type: ignore[assignment]
     """Reports the state of the gateway and of its upstreams.
@@ -443,6 +455,18 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.RecordRequestsResponse], _abc.AsyncIterator[_gateway_pb2.RecordRequestsResponse]]:
         """Streams the requests of this gateway as they end, without their content, to record them as a trace. For admins.
         INVALID_ARGUMENT: a key that has not 16 bytes, tokens per hash out of range. RESOURCE_EXHAUSTED: too many do so.
+        """
+
+    @_abc_1.abstractmethod
+    def GetLadder(
+        self,
+        request: _gateway_pb2.GetLadderRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.GetLadderResponse, _abc.Awaitable[_gateway_pb2.GetLadderResponse]]:
+        """Explains the hit rate of the last requests: how many prompt tokens could have been cached, and where each part of
+        them was lost (docs/why.md). Answers with one ladder a model, and one for each class of its sessions.
+        INVALID_ARGUMENT: window_seconds is out of range. NOT_FOUND: unknown model.
+        FAILED_PRECONDITION: it is switched off (--no-ladder).
         """
 
     @_abc_1.abstractmethod
