@@ -153,6 +153,16 @@ def test_active_requests_are_listed(gateway: FakeGateway) -> None:
     assert (active["request_id"], active["blocks"]) == ("r", 7)
 
 
+def test_failures_are_listed_with_cause_owner_and_workers(gateway: FakeGateway) -> None:
+    heading, line = kvscout(gateway, "failures", "--whose", "engine", "--worker", "w0").stdout.splitlines()
+    assert heading.split() == ["time", "whose", "cause", "status", "path", "model", "workers", "request", "message"]
+    assert "engine  worker  UNAVAILABLE  Generate  m      w0, w1   r        the worker broke off" in line
+    assert (gateway.last.worker_id, gateway.last.tenant) == ("w0", "*")
+    [failure] = json.loads(kvscout(gateway, "failures", "--json").stdout)
+    assert (failure["owner"], failure["worker_ids"]) == ("engine", ["w0", "w1"])
+    assert kvscout(gateway, "failures", "--whose", "nobody").exit_code == 2
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -17,6 +17,7 @@ from support.fake_gateway import FakeGateway, fake_gateway
 from kvscout.v1 import gateway_pb2, types_pb2
 from kvscout_client import (
     ClientSecurity,
+    FaultOwner,
     FinishReason,
     FreeOutcome,
     MmItem,
@@ -106,6 +107,15 @@ async def test_what_is_known_of_an_output_is_told(router: Router, gateway: FakeG
     last = gateway.last
     assert (last.expected_output_tokens, last.max_output_tokens, last.output_class) == (7, 9, "summary")
     assert (last.estimate_prefill_complete, last.session) == (True, "chat 1")
+
+
+async def test_failures_are_typed(router: Router, gateway: FakeGateway) -> None:
+    [failure] = await router.failures(worker_id="w0", owner=FaultOwner.ENGINE, answered=True, after=3, limit=5)
+    assert (failure.number, failure.request_id, failure.owner, failure.cause) == (4, "r", FaultOwner.ENGINE, "worker")
+    assert (failure.worker_ids, failure.answered, failure.status) == (("w0", "w1"), False, "UNAVAILABLE")
+    asked = gateway.last
+    assert (asked.worker_id, asked.owner, asked.answered) == ("w0", gateway_pb2.FAULT_OWNER_ENGINE, True)
+    assert (asked.after_number, asked.page_size) == (3, 5)
 
 
 async def test_a_booking_is_freed_when_its_block_ends(router: Router, gateway: FakeGateway) -> None:

@@ -81,7 +81,10 @@ class World:
 @asynccontextmanager
 async def world(gateway: Running, scheduler: Running, indexer: Running) -> AsyncIterator[World]:
     """What tests ask of running services."""
-    async with connected(gateway, scheduler, indexer) as client, aiohttp.ClientSession() as http:
+    async with (
+        connected(gateway, scheduler, indexer) as client,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(DEADLINE_SECONDS)) as http,
+    ):
         yield World(gateway, client, http)
 
 
@@ -235,7 +238,14 @@ async def test_prompts_that_no_source_has_tokens_of_are_degraded_requests() -> N
         assert "were placed without tokens" in first.evidence[0]
 
 
-def worker(worker_id: str, url: str) -> workers_pb2.Worker:
+async def hanging(request: web.Request, _: bytes) -> web.StreamResponse:
+    """An engine that is well, and never completes anything."""
+    if request.path == "/v1/completions":
+        await hangs(request)
+    return web.json_response({})
+
+
+def worker(worker_id: str, url: str, **fields: Any) -> workers_pb2.Worker:
     """A worker whose events nobody reads."""
     return workers_pb2.Worker(
         worker_id=worker_id,
@@ -244,6 +254,7 @@ def worker(worker_id: str, url: str) -> workers_pb2.Worker:
         dp_size=1,
         http_endpoint=url,
         engine=workers_pb2.ENGINE_KIND_VLLM,
+        **fields,
     )
 
 
@@ -293,13 +304,12 @@ async def refused(made: World, **request: Any) -> Failure:
 
 
 async def test_each_refusal_has_its_cause_and_owner() -> None:
-    flags = ("--router-queue-threshold", "0.5", "--router-queue-limit", "1")
-    slow = ("--speedup", "1", "--step-base-ms", "200", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
-    async with serving(*flags) as made, running_mocker(*slow) as mocker:
-        await made.client.register(mocker_worker("w0", mocker, max_num_batched_tokens=64))
+    flags = ("--no-kv-events", "--router-queue-threshold", "0.5", "--router-queue-limit", "1")
+    async with serving(*flags) as made, engine(hanging) as slow:
+        await made.client.register(worker("w0", slow.url, max_num_batched_tokens=64))
         one = await refused(made, model="no-such-model")
         assert (one.cause, one.owner, one.status) == ("unknown", FaultOwner.CALLER, "404")
-        one = await refused(made, cache_salt=7, prompt="x", model=MODEL, priority="high")
+        one = await refused(made, headers={"x-kvscout-deadline-ms": "soon"})
         assert (one.cause, one.owner, one.status) == ("request", FaultOwner.CALLER, "400")
         # One runs, one waits, and there is no place for a third.
         calls = [made.client.start(fresh_prompt(64), max_tokens=50)]
@@ -379,10 +389,54 @@ async def test_deadlines_and_busy_workers_are_the_routers_and_limits_of_tenants_
         assert len(json.loads(text)) == 2 * FEW
 
 
+async def test_busy_workers_are_the_routers_failure() -> None:
+    async with serving("--no-kv-events") as made, engine(hanging) as slow:
+        await made.client.register(worker("w0", slow.url))
+        request = types_pb2.SetBusyThresholdsRequest(model=MODEL, active_prefill_tokens_threshold=1)
+        await call(made.client.stub.SetBusyThresholds, request, timeout=20)
+        running_call = made.client.start(fresh_prompt(4_000), max_tokens=500)
+        await made.client.until_active()
+        for _ in range(FEW):
+            one = await refused(made)
+            assert (one.cause, one.owner, one.status) == ("busy", FaultOwner.ROUTER, "429")
+        assert (await made.doctor()).id == "requests-refused"
+        running_call.cancel()
+
+
+async def test_an_answer_that_takes_too_long_is_the_engines_failure() -> None:
+    async with serving("--engine-answer-seconds", "1") as made, engine(hanging) as slow:
+        await made.client.register(worker("w0", slow.url))
+        prompt = fresh_prompt(32).tolist()
+        answers = await asyncio.gather(*(made.complete(prompt) for _ in range(REQUESTS)))
+        assert {status for status, _ in answers} == {504}
+        rows = await made.failures(owner=FaultOwner.ENGINE)
+        assert len(rows) == REQUESTS
+        assert {(one.cause, one.status, one.worker_ids) for one in rows} == {("time", "504", ("w0",))}
+        assert "requests-failing" in {found.id for found in diagnose(await made.snapshot())}
+
+
+async def test_a_client_that_closes_its_connection_is_a_callers_failure() -> None:
+    slow = ("--speedup", "1", "--step-base-ms", "200")
+    async with serving() as made, running_mocker(*slow) as mocker:
+        await made.client.register(mocker_worker("w0", mocker))
+        body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 500, "stream": True}
+        async with made.http.post(f"{made.url}/v1/completions", json=body, headers={"x-request-id": "r-1"}) as answer:
+            await answer.content.readany()
+            answer.close()
+
+        async def listed() -> bool:
+            return bool(await made.failures(cause="gone"))
+
+        await eventually(listed, what="a client that went away")
+        (one,) = await made.failures()
+        assert (one.request_id, one.owner, one.status) == ("r-1", FaultOwner.CALLER, "")
+        assert (one.front, one.worker_ids) == ("/v1/completions", ("w0",))
+        assert (await made.overview()).troubles == ()
+
+
 async def test_a_deadline_that_passes_is_the_routers_failure() -> None:
-    slow = ("--speedup", "1", "--step-base-ms", "200", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
-    async with serving("--router-queue-threshold", "0.5") as made, running_mocker(*slow) as mocker:
-        await made.client.register(mocker_worker("w0", mocker, max_num_batched_tokens=64))
+    async with serving("--router-queue-threshold", "0.5") as made, engine(hanging) as slow:
+        await made.client.register(worker("w0", slow.url, max_num_batched_tokens=64))
         call_ = made.client.start(fresh_prompt(64), max_tokens=500)
         await made.client.until_active()
         one = await refused(made, headers={"x-kvscout-deadline-ms": "50"})

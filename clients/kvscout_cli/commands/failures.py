@@ -29,7 +29,7 @@ MAX_NEW: Final = 1_000
 @of_model_flag
 @option("--worker", "worker_id", default="", shell_complete=completion.workers, help="Only what was sent to it.")
 @option("--cause", default="", help="Only of this cause, such as queue or worker: see docs/failure-modes.md.")
-@option("--whose", type=click.Choice([*FaultOwner]), help="Only this one's fault.")
+@option("--whose", type=click.Choice([owner.value for owner in FaultOwner]), help="Only this one's fault.")
 @option(
     "--answered",
     is_flag=True,

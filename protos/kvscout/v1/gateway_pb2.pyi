@@ -392,7 +392,7 @@ class RouteResponse(_message.Message):
     cost: _builtins.float
     """Cost, in blocks (policy kv) or the policy's own unit."""
     degraded: _builtins.bool
-    """True = an upstream was unreachable: the choice was made with less knowledge than usual."""
+    """True = an upstream was unreachable, or the policy failed: the choice was made with less knowledge than usual."""
     confirmed_overlap_blocks: _builtins.int
     """Blocks of overlap_blocks that the worker's events confirm; the rest is predicted."""
     booked: _builtins.bool
@@ -405,7 +405,7 @@ class RouteResponse(_message.Message):
 
     @_builtins.property
     def degraded_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Reasons, one entry per upstream."""
+        """Reasons, one entry each."""
 
     @_builtins.property
     def explanation(self) -> _scheduler_pb2.Explanation:
@@ -1793,7 +1793,9 @@ class GatewayGetStatusResponse(_message.Message):
 
     @_builtins.property
     def degraded(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Decisions made without an upstream: "scheduler", "indexer", or each shard that was missed, such as "indexer 0/2"."""
+        """Decisions made without an upstream: "scheduler", "indexer", or each shard that was missed, such as "indexer 0/2";
+        without the tokens of the prompt: "tokenizer"; by the default policy in place of one that failed: "policy".
+        """
 
     @_builtins.property
     def token_differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDifference]:

@@ -176,3 +176,26 @@ async def test_one_request_in_many_is_compared_token_by_token() -> None:
 def test_without_the_extra_nothing_of_it_is_imported() -> None:
     assert "jinja2" not in sys.modules["kvscout_gateway.tokens.prompt_tokens"].__dict__
     assert "tokenizers" not in sys.modules["kvscout_gateway.tokens.tokenizer"].__dict__
+
+
+@pytest.mark.parametrize(
+    ("error", "is_late"),
+    [
+        (TimeoutError(), True),
+        (Unavailable("it did not tokenize within 50 ms"), True),
+        (NotText("not known here"), False),
+        (InvalidArgument("no prompt"), False),
+    ],
+)
+async def test_a_source_that_is_late_is_counted_where_no_other_has_the_tokens(error: Exception, is_late: bool) -> None:
+    late, none = Scripted(SourceName.RENDERER, error), Scripted(SourceName.ENGINE_TOKENIZE, None)
+    registry = CollectorRegistry()
+    alone = of(late, none)
+    registry.register(alone)
+    for _ in range(2):
+        assert (await alone.of_chat(CHAT, size=9, model="m", tenant="a")).unknown
+    labels = {"source": "renderer", "tenant": "a", "model": "m"}
+    assert registry.get_sample_value("kvscout_late_tokens_total", labels) == (2 if is_late else None)
+    relieved = of(late, Scripted(SourceName.ENGINE_TOKENIZE, Found(packed(1, 2))))
+    assert not (await relieved.of_chat(CHAT, size=9, model="m", tenant="a")).unknown
+    assert not relieved.late.total

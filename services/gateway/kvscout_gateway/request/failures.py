@@ -139,6 +139,23 @@ class _Ring:
             self._bytes -= self.kept.popleft().size
 
 
+class Watch:
+    """Records an error that leaves the block as the failure of a request."""
+
+    __slots__ = ("_asked", "_log")
+
+    def __init__(self, log: FailureLog, asked: Asked) -> None:
+        self._log = log
+        self._asked = asked
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            self._log.failed(self._asked, error)
+
+
 class FailureLog(Collector):
     """Failures of one gateway's requests.
 
@@ -179,6 +196,10 @@ class FailureLog(Collector):
     def _failed(self, *owners: Owner) -> int:
         counts = self.counts.total.items()
         return sum(number for kind, number in counts if not kind.answered and OWNERS[kind.cause] in owners)
+
+    def watch(self, asked: Asked) -> Watch:
+        """Return a block to enter: an error that leaves it is recorded, unless it is already."""
+        return Watch(self, asked)
 
     def over(self, asked: Asked, error: BaseException | None, worker_ids: Sequence[str] = ()) -> None:
         """Record the end of a request.

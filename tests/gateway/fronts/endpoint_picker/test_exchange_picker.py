@@ -25,6 +25,7 @@ from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicke
 from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.gateway import Gateway
+from kvscout_gateway.request.failures import Wanted
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.output import Output
@@ -275,3 +276,61 @@ async def test_a_response_is_nowhere_else_whatever_the_proxy_allows() -> None:
         with pytest.raises(Unavailable, match="the proxy does not allow"):
             await one.pick(continuing("resp_1", (address(2),)))
         assert not scheduler_of(gateway).bookings.in_flight()
+
+
+def listed(gateway: Gateway, *, answered: bool = False) -> list[tuple[str, str, tuple[str, ...], str]]:
+    found, _ = gateway.failure_log.listed(Wanted(answered=answered), 10)
+    return [(one.kind.cause, one.asked.front, one.worker_ids, one.status) for one in found]
+
+
+async def test_what_an_engine_answered_through_the_proxy_is_its_failure() -> None:
+    async with picker(worker(1)) as (one, gateway):
+        for status, cause in ((503, "refused"), (422, "request")):
+            pick = await one.pick(generation(stream=True))
+            pick.answering(status, address(1), None)
+            pick.ended(None)
+            assert listed(gateway)[0] == (cause, "/v1/completions", ("w1",), str(status))
+        found, _ = gateway.failure_log.listed(Wanted(), 10)
+        assert all("10.0.0.1" not in each.message and "10.0.0.1" in each.detail for each in found)
+
+
+async def test_a_request_that_the_proxy_sent_elsewhere_is_listed_as_answered() -> None:
+    async with picker(worker(1), worker(2)) as (one, gateway):
+        pick = await one.pick(generation(stream=True))
+        first = pick.headers[wire.DESTINATION].partition(",")[0]
+        (other,) = {address(1), address(2)} - {first}
+        pick.answering(200, other, True)
+        pick.ended(None)
+
+        async def moved() -> bool:
+            return any(cause == "worker" for cause, *_ in listed(gateway, answered=True))
+
+        await eventually(moved, what="a request that the proxy moved")
+        assert listed(gateway) == []
+
+
+async def test_a_pick_that_cannot_be_made_is_a_failure_once() -> None:
+    async with picker(worker(1)) as (one, gateway):
+        with pytest.raises(Unavailable):
+            await picked(one, (address(2),))
+        assert listed(gateway) == [("unserved", "/v1/models", (), "503")]
+
+
+async def test_a_pick_whose_time_is_over_is_no_client_that_went_away() -> None:
+    async with picker(worker(1)) as (one, gateway):
+        scheduler = scheduler_of(gateway)
+        asked = asyncio.Event()
+
+        async def hangs(*_: Any, **__: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+        scheduler.reserve = hangs  # type: ignore[method-assign]
+        picking = asyncio.create_task(one.pick(generation(stream=True)))
+        await asked.wait()
+        picking.cancel()
+        await asyncio.wait([picking])
+        assert listed(gateway) == []
+        pick = await one.pick(generation(stream=True), without_upstreams=True)
+        pick.aborted()
+        assert [row[0] for row in listed(gateway)] == ["gone"]

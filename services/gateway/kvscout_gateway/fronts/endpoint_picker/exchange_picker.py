@@ -128,13 +128,11 @@ class ExchangePicker:
             about = Asked(asked.path or "/", self._config.tenant, asked.model)
             failure_log = self._exchanges.failure_log
             try:
-                return await self._pick(asked, without_upstreams=without_upstreams)
+                with failure_log.watch(about):
+                    return await self._pick(asked, without_upstreams=without_upstreams)
             except asyncio.CancelledError:
                 if without_upstreams:
                     failure_log.failed(about, Unavailable("there was no time left to pick an endpoint"))
-                raise
-            except Exception as error:
-                failure_log.failed(about, error)
                 raise
 
     async def _pick(self, asked: PickRequest, *, without_upstreams: bool) -> ExchangePick:

@@ -27,11 +27,8 @@ async def generate(
 ) -> None:
     """Answer one call: bytes are written to its context, no chunk of output becomes an object on its way."""
     asked = Asked("Generate", message.tenant or DEFAULT_TENANT, message.model, message.request_id)
-    try:
+    with fronts.exchanges.failure_log.watch(asked):
         await _answer(fronts, message, context, identity)
-    except Exception as error:
-        fronts.exchanges.failure_log.failed(asked, error)
-        raise
 
 
 async def _answer(fronts: FrontContext, message: gateway_pb2.GenerateRequest, context: Any, identity: Identity) -> None:

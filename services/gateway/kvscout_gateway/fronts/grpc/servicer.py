@@ -107,11 +107,8 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     async def Route(self, request: gateway_pb2.RouteRequest, context: Any) -> gateway_pb2.RouteResponse:
         log = self._gateway.failure_log
         asked = Asked("Route", request.tenant or DEFAULT_TENANT, request.model, request.request_id)
-        try:
+        with log.watch(asked):
             decision = await self._routed(request, context)
-        except Exception as error:
-            log.failed(asked, error)
-            raise
         log.ended.add(None)
         if decision.degraded:
             log.degraded(asked, decision)

@@ -19,6 +19,7 @@ from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.outputs import tool_choice
 from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.reserved import changes_of
+from kvscout_gateway.request.failures import Asked
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.dialects import API_DIALECTS, ApiDialect
 from kvscout_gateway.values.request import EngineAdapter, Request
@@ -192,10 +193,12 @@ class Generation:
 
     async def _answer(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
         tenant, model, comparison = caller.tenant, model_of(body.fields), self._context.tokens.comparison
-        request = await request_of(
-            self._context, call.path, call.headers, body.fields, size=body.size, tenant=tenant, model=model
-        )
-        request = self._context.terms.apply(request, call.headers, caller.identity, body.fields)
+        asked = Asked(call.path, tenant, model, header(call.headers, _REQUEST_ID_FIELD))
+        with self._context.exchanges.failure_log.watch(asked):
+            request = await request_of(
+                self._context, call.path, call.headers, body.fields, size=body.size, tenant=tenant, model=model
+            )
+            request = self._context.terms.apply(request, call.headers, caller.identity, body.fields)
         compared = comparison.begin(request.prompt)
         sent = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
         client = Client(call, request.api, whole_answer=sent.whole_answer, in_full=caller.is_admin)
