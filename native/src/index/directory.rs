@@ -81,8 +81,8 @@ impl Directory {
         self.names.get(worker)
     }
 
-    /// Worker ranks.
-    pub fn len(&self) -> usize {
+    /// How many worker ranks there are.
+    pub fn ranks(&self) -> usize {
         self.names.len()
     }
 

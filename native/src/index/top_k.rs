@@ -20,7 +20,7 @@ pub struct Common {
 pub fn top_k(rows: &[Row], most: usize, directory: &Directory) -> (Vec<Row>, Common) {
     let none = [0; LEVELS];
     let mut groups: HashMap<[u32; LEVELS], usize> = HashMap::new();
-    groups.insert(none, directory.len() - rows.len());
+    groups.insert(none, directory.ranks() - rows.len());
     // Those with the same come one after the other, mostly.
     for alike in rows.chunk_by(|a, b| a.blocks == b.blocks) {
         *groups.entry(alike[0].blocks).or_insert(0) += alike.len();
@@ -28,9 +28,9 @@ pub fn top_k(rows: &[Row], most: usize, directory: &Directory) -> (Vec<Row>, Com
     let (blocks, ranks) =
         groups.into_iter().max_by_key(|&(blocks, ranks)| (ranks, blocks)).unwrap_or((none, 0));
     let mut shown: Vec<Row>;
-    if directory.len() - ranks <= most {
+    if directory.ranks() - ranks <= most {
         shown = rows.iter().filter(|row| row.blocks != blocks).copied().collect();
-        if blocks != none && directory.len() > rows.len() {
+        if blocks != none && directory.ranks() > rows.len() {
             let without = directory.without_row(rows).into_iter();
             shown.extend(without.map(|worker| Row { worker, blocks: none }));
         }
@@ -39,10 +39,10 @@ pub fn top_k(rows: &[Row], most: usize, directory: &Directory) -> (Vec<Row>, Com
     shown = rows.to_vec();
     shown.sort_by_key(|row| Reverse(row.blocks));
     let rest = shown.split_off(most);
-    let mut least = if directory.len() > rows.len() { none } else { [u32::MAX; LEVELS] };
+    let mut least = if directory.ranks() > rows.len() { none } else { [u32::MAX; LEVELS] };
     for row in &rest {
         least = std::array::from_fn(|level| least[level].min(row.blocks[level]));
     }
-    let ranks = directory.len() - shown.len();
+    let ranks = directory.ranks() - shown.len();
     (shown, Common { ranks, exact: false, blocks: least })
 }
