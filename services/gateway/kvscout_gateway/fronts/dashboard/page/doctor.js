@@ -24,8 +24,9 @@ function showFolded(found) {
   $("doctor").hidden = !found.length || Boolean(lostText);
   const others = found.length - 1, notes = found.every((one) => one.severity === "note");
   say($("doctor-more"), notes ? many(found.length, "note") : others > 0 ? `What to do, and ${many(others, "more finding", "more findings")}` : "What to do");
-  // The first one's sentence is the line above.
-  rows($("findings"), found.map((one, index) => ({ ...one, titled: index > 0 || notes })), (one) => one.id, (one) => [
+  // The first one's sentence is the line above, with its first evidence.
+  const rest = ([first, ...others]) => [{ ...first, evidence: first.evidence.slice(1) }, ...others.map((one) => ({ ...one, titled: true }))];
+  rows($("findings"), notes ? found.map((one) => ({ ...one, titled: true })) : rest(found), (one) => one.id, (one) => [
     one.titled ? element("b", { className: SEVERITY[one.severity]?.[1] }, `${SEVERITY[one.severity]?.[0] ?? "▲"} ${one.what}`) : "",
     element("ul", {}, ...one.evidence.slice(0, 5).map((text) => element("li", {}, text)), one.evidence.length > 5 ? element("li", {}, `and ${many(one.evidence.length - 5, "more", "more")}`) : ""),
     element("p", { className: "remedy" }, one.remedy),
