@@ -6,7 +6,7 @@ import asyncio
 from bisect import bisect_right
 from typing import Any
 
-from kvscout.v1 import workers_pb2
+from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.identity.identity import current_identity
@@ -98,6 +98,7 @@ class WorkerRpcs:
                 lease_remaining_seconds=self.registry.lease_remaining(entry),
                 lease_seconds=entry.lease_seconds,
                 registered=spec_to_proto(entry.registered) if entry.registered != entry.spec else None,
+                health=self.health(entry.spec),
             )
         return answer
 
@@ -110,6 +111,10 @@ class WorkerRpcs:
         spec = spec_from_proto(request.worker, request.tenant)
         self.registry.admit(spec)
         return spec
+
+    def health(self, spec: WorkerSpec) -> types_pb2.WorkerHealth | None:
+        """Return the health of a worker; None where the service does not judge it."""
+        return None
 
     def active_requests(self, tenant: str, worker_id: str) -> int:
         """Requests active on a worker; 0 where the service does not know."""

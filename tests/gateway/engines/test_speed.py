@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.engines.speed import KEPT_SECONDS, Key, Speeds
+from kvscout_gateway.engines.speed import KEPT_SECONDS, WINDOW_SAMPLES, Key, Speeds
 from kvscout_gateway.engines.worker_state import WELL, WorkerState
 
 
@@ -30,7 +30,11 @@ class World:
                 if pace:
                     streamed, tokens = streamed + 1.0, tokens + round(1.0 / pace)
                 self._totals[key(name)] = streamed, tokens
-            self.speeds.sample(self.now, self._totals, lambda rank: (pools or {}).get(rank[1].worker_id, "pool"))
+            due = {rank: total for rank, total in self._totals.items() if self._is_due(rank, seconds_a_token)}
+            self.speeds.sample(self.now, due, lambda rank: (pools or {}).get(rank[1].worker_id, "pool"))
+
+    def _is_due(self, rank: Key, seconds_a_token: Mapping[str, float]) -> bool:
+        return rank in self.speeds or bool(seconds_a_token.get(rank[1].worker_id))
 
     def state(self, name: str) -> WorkerState:
         return self.speeds.judge(key(name), self.now).state
@@ -86,3 +90,12 @@ def test_a_rank_that_is_gone_is_forgotten() -> None:
     world.run(5, {"a": 0.01, "b": 0.1})
     world.speeds.sample(world.now, {}, lambda _: "pool")
     assert world.state("b") is WorkerState.OK
+
+
+def test_a_rank_that_streams_nothing_any_more_is_sampled_no_longer() -> None:
+    world = World()
+    world.run(5, {"a": 0.01, "b": 0.01})
+    assert key("b") in world.speeds
+    world.run(int(KEPT_SECONDS) + WINDOW_SAMPLES + 1, {"a": 0.01, "b": 0.0})
+    assert key("a") in world.speeds
+    assert key("b") not in world.speeds

@@ -61,7 +61,11 @@ class Judge(Collector):
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
             now = asyncio.get_running_loop().time()
-            totals = {key: seen.liveness.count() for key, seen in self._observations.by_rank.items()}
+            totals = {
+                key: seen.liveness.count()
+                for key, seen in self._observations.by_rank.items()
+                if seen.liveness.streams or key in self._speeds
+            }
             self._speeds.sample(now, totals, self._pool_of)
 
     def rank(self, spec: WorkerSpec, rank: WorkerRank) -> Judgement:

@@ -41,7 +41,14 @@ class _Speed:
     others: float = 0.0
     """Seconds a token of the other workers, while it is slow."""
 
+    @property
+    def is_over(self) -> bool:
+        """Tell whether nothing is known of it, and nothing has been streamed for a whole window."""
+        full = len(self.totals) == self.totals.maxlen
+        return full and not self.seconds_a_token and self.totals[0] == self.totals[-1]
+
     def sample(self, now: float, total: tuple[float, int]) -> None:
+        """Take one sample."""
         self.totals.append(total)
         seconds, tokens = (last - first for last, first in zip(self.totals[-1], self.totals[0], strict=True))
         if tokens >= ENOUGH_TOKENS or seconds >= ENOUGH_SECONDS:
@@ -56,6 +63,9 @@ class Speeds:
     def __init__(self) -> None:
         self._by_rank: dict[Key, _Speed] = {}
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._by_rank
+
     def sample(
         self, now: float, totals: Mapping[Key, tuple[float, int]], pool_of: Callable[[Key], Hashable | None]
     ) -> None:
@@ -63,7 +73,8 @@ class Speeds:
 
         Args:
             now: Seconds.
-            totals: Seconds of streaming and tokens since start, of each rank that got requests.
+            totals: Seconds of streaming and tokens since start, of each rank that streamed since the last sample or is
+                known here.
             pool_of: Gives what ranks have in common that are compared; None = it is gone.
         """
         for gone in self._by_rank.keys() - totals.keys():
@@ -72,6 +83,8 @@ class Speeds:
         for key, total in totals.items():
             speed = self._by_rank.setdefault(key, _Speed())
             speed.sample(now, total)
+            if speed.is_over:
+                del self._by_rank[key]
             if speed.seconds_a_token and (pool := pool_of(key)) is not None:
                 pools.setdefault(pool, []).append(speed)
         for speeds in pools.values():

@@ -42,11 +42,14 @@ class Liveness:
     """Time from the first token of each streamed answer to its last one, all requests together, as last counted."""
     streamed_tokens: int = 0
     """Tokens in that time."""
+    streams: bool = False
+    """An answer was streamed since the last count."""
 
     def count(self) -> tuple[float, int]:
         """Count what is streamed until now; return seconds and tokens since start."""
         for watch in self.decoding:
             watch.count()
+        self.streams = bool(self.decoding)
         return self.streamed_seconds, self.streamed_tokens
 
     @property
@@ -188,6 +191,7 @@ class Watch:
         self._seconds, self._uncached = self._timeouts.idle_seconds, 0
         self._liveness.prefilling.pop(self, None)
         self._liveness.decoding.add(self)
+        self._liveness.streams = True
 
     @property
     def last_output_at(self) -> float:

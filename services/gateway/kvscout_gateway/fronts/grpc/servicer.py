@@ -17,7 +17,7 @@ from kvscout_common.known_names import or_known
 from kvscout_common.registry.worker_proto import rank_from_proto, spec_from_proto
 from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
 from kvscout_common.rpc.request_names import NamesRequest
-from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, WorkerSpec
 from kvscout_gateway.engines.judge import health_to_proto
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.failures import list_failures
@@ -91,15 +91,9 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         await self._gateway.registration.flush()
         return answer
 
-    async def ListWorkers(
-        self, request: workers_pb2.ListWorkersRequest, context: Any
-    ) -> workers_pb2.ListWorkersResponse:
-        answer = await super().ListWorkers(request, context)
-        for entry in answer.workers:
-            spec = self._gateway.catalog.spec_of(entry.worker.tenant, entry.worker.worker_id)
-            if spec is not None:
-                entry.health.CopyFrom(health_to_proto(self._gateway.judge.worker(spec)))
-        return answer
+    def health(self, spec: WorkerSpec) -> types_pb2.WorkerHealth:
+        """See `WorkerRpcs.health`."""
+        return health_to_proto(self._gateway.judge.worker(spec))
 
     def _take_over(self, tenant: str, worker_id: str) -> None:
         self._gateway.registration.take_over(tenant or DEFAULT_TENANT, worker_id)
