@@ -48,8 +48,8 @@ async def kvscout(stack: Stack, *words: str) -> str:
     return printed.decode()
 
 
-async def dashboard(stack: Stack) -> dict[str, Any]:
-    """The workers of the dashboard's next event, by id."""
+async def dashboard(stack: Stack) -> dict[str, str]:
+    """The states of the workers in the dashboard's next event, by id."""
     url = f"http://127.0.0.1:{stack.gateway.ready['http_port']}/dashboard/events"
     async with aiohttp.ClientSession() as http, http.get(url) as response:
         kind = b""
@@ -57,7 +57,9 @@ async def dashboard(stack: Stack) -> dict[str, Any]:
             if line.startswith(b"event:"):
                 kind = line.split()[1]
             elif line.startswith(b"data:") and kind == b"state":
-                return {one["worker"]: one for one in json.loads(line.removeprefix(b"data:"))["workers"]}
+                workers = json.loads(line.removeprefix(b"data:"))["workers"]
+                rows = (dict(zip(workers["columns"], row, strict=True)) for row in workers["rows"])
+                return {row["worker"]: row["word"] for row in rows}
     raise AssertionError("the dashboard ended")
 
 
@@ -82,7 +84,7 @@ async def states(stack: Stack, worker_id: str) -> dict[str, str]:
         "loads": next(one["health"]["state"] for one in loads if one["worker"]["worker_id"] == worker_id),
         "status": next(one["health"]["state"] for one in overview["sources"] if one["worker_id"] == worker_id),
         "top": next(one["state"] for one in top["workers"] if worker_id in one["name"]),
-        "dashboard": (await dashboard(stack))[worker_id]["state"],
+        "dashboard": (await dashboard(stack))[worker_id],
         "metric": next(STATE.findall(name)[0] for name in samples if f'worker="{worker_id}"' in name),
     }
 
