@@ -41,6 +41,7 @@ from kvscout_gateway.fronts.shadow.report import ShadowReport
 from kvscout_gateway.fronts.stored_responses import StoredResponses
 from kvscout_gateway.fronts.terms import Terms
 from kvscout_gateway.ladder.ladders import Ladders
+from kvscout_gateway.ladder.metrics import LadderMetrics
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.members.membership import Membership
 from kvscout_gateway.members.registration import Registration
@@ -235,7 +236,13 @@ class Gateway:
             Terms(self.catalog, ChainMap(dict(config.objectives), followed)),
             self.charge,
         )
-        for collector in (self.observations, self.judge, self.failure_log, *self._remote):
+        for collector in (
+            self.observations,
+            self.judge,
+            self.failure_log,
+            LadderMetrics(self.exchanges.context.ladders),
+            *self._remote,
+        ):
             metrics.register(collector)
         in_flight = Gauge("kvscout_requests_in_flight", "Requests running", registry=metrics)
         in_flight.set_function(lambda: self.exchanges.in_flight)

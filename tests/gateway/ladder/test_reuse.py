@@ -7,6 +7,7 @@ import struct
 from collections import OrderedDict
 
 import pytest
+from support.cpu_cost import TIMES, assert_in_proportion
 
 from kvscout_common.hashing import native_module
 from kvscout_gateway.ladder.reuse import MAX_SAMPLES, Reuse, ReuseSampler, sampler_type
@@ -84,16 +85,16 @@ def test_without_sampling_hits_are_those_of_an_exact_cache(seed: int) -> None:
         assert found.split == cache.use(prompt)
 
 
-def test_sampled_hit_rate_is_near_the_exact_one(seed: int) -> None:
+def test_sampled_share_of_hits_is_near_the_exact_one(seed: int) -> None:
     capacity = 3_000
-    sampler, cache = sampler_type()(512), ExactCache(capacity)
-    estimated = exact = total = 0
+    sampler, cache = sampler_type()(2_048), ExactCache(capacity)
+    hits = sampled = exact = total = 0
     for prompt in prompts(random.Random(seed), 3_000, sessions=120, growth=12):
-        estimated += Reuse(*sampler.observe(packed(prompt), b"", len(prompt), 0, capacity, 0)).split
-        exact += cache.use(prompt)
-        total += len(prompt)
+        found = Reuse(*sampler.observe(packed(prompt), b"", len(prompt), 0, capacity, 0))
+        hits, sampled = hits + found.split, sampled + sum(found)
+        exact, total = exact + cache.use(prompt), total + len(prompt)
     assert sampler.weight > 4
-    assert abs(estimated - exact) / total < 0.1, (estimated / total, exact / total)
+    assert abs(hits / sampled - exact / total) < 0.1, (hits / sampled, exact / total)
 
 
 def test_same_tokens_with_another_salt_are_told_from_new_ones() -> None:
@@ -117,6 +118,20 @@ def test_number_of_samples_is_bounded(seed: int) -> None:
         prompt = packed([draw.getrandbits(64) for _ in range(64)])
         sampler.observe(prompt, b"", 64, 0, 1_000, 100)
         assert len(sampler) <= 100
+
+
+def test_work_on_a_request_grows_no_faster_than_its_blocks() -> None:
+    def use(prompts: list[bytes]) -> None:
+        sampler = sampler_type()(MAX_SAMPLES)
+        for prompt in prompts:
+            sampler.observe(prompt, b"", len(prompt) // 8, 0, 0, 0)
+
+    def of(blocks: int) -> list[bytes]:
+        draw = random.Random(blocks)
+        return [draw.randbytes(8 * blocks) for _ in range(400)]
+
+    if NATIVE is not None:  # the reference is to be read, not to be fast
+        assert_in_proportion(use, of(1_000), of(1_000 * TIMES), "blocks of a prompt")
 
 
 @pytest.mark.parametrize("made", [sampler_type(), Reference])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_gateway.ladder.counts import Counts, rungs_of
 from kvscout_gateway.ladder.ladders import MAX_WINDOW_SECONDS, Ladders
+from kvscout_gateway.ladder.metrics import WINDOW_SECONDS
 from kvscout_gateway.members.catalog import Catalog
-
-WINDOW_SECONDS: Final = 300
 
 
 def get_ladder(
