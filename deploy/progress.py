@@ -1,6 +1,7 @@
 """Run a command and show how far it is and how long it has run: `progress.py NAME COMMAND...`.
 
-On a terminal one line is rewritten each second, elsewhere a line is written every ten. The output of the command is
+On a terminal one line is rewritten each second; elsewhere, and with PROGRESS_LINES=1, for commands that run beside each
+other, a line is written every ten. The output of the command is
 written only if it fails. The exit code is the command's. It shows how everything else is installed, and so needs
 nothing but Python's standard library.
 """
@@ -34,7 +35,7 @@ class Progress:
         self._line = ""
         self._packages = 0
         self._started = self._written = time.monotonic()
-        self._terminal = sys.stdout.isatty()
+        self._terminal = sys.stdout.isatty() and os.environ.get("PROGRESS_LINES") != "1"
 
     def read(self, chunk: bytes) -> None:
         """Take what the command wrote."""
