@@ -219,13 +219,19 @@ def _decisions(decisions: Sequence[scheduler_pb2.WatchDecisionsResponse], width:
         _Column("cached", [Text(_bar(hit), style=_hit_style(hit)) for hit in hits], 9),
         _Column("tokens", each(lambda one: f"{one.isl_tokens:,}"), 8),
         _Column("overlap", of_winner(lambda winner: f"{winner.overlap_blocks:,}"), 3),
-        _Column("cost", of_winner(lambda winner: f"{winner.cost:.1f}"), 5),
+        _Column("cost", of_winner(_cost), 5),
         _Column("session", each(lambda one: session_name(one.session)), 6, right=False),
         _Column("request", each(lambda one: one.request.request_id or "query"), 4, right=False),
     ]
     if len({one.request.model for one in decisions} - {""}) > 1:
         found.insert(1, _Column("model", each(lambda one: one.request.model), 2, right=False))
     return _fitting(found, width)
+
+
+def _cost(winner: scheduler_pb2.SelectResponse) -> str:
+    """Return the cost of a decision with its unit; the number, where the scheduler does not say the unit."""
+    texts = (each.cost_text for each in winner.explanation.candidates if each.worker == winner.worker)
+    return next(filter(None, texts), f"{winner.cost:.1f}")
 
 
 def _fitting(found: Sequence[_Column], width: int) -> Table:

@@ -128,9 +128,12 @@ def _explanation(message: scheduler_pb2.Explanation) -> Explanation:
                 decode_blocks=c.decode_blocks,
                 cost=c.cost,
                 probability=c.probability,
+                cached_tokens=c.cached_tokens,
+                cost_text=c.cost_text,
             )
             for c in message.candidates
         ),
+        summary=message.summary,
     )
 
 

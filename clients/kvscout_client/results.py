@@ -26,6 +26,10 @@ class Candidate:
     cost: float
     probability: float
     """Probability of being drawn, where the temperature is above 0."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that it has, slower tiers weighted."""
+    cost_text: str = ""
+    """Cost with its unit, such as "38 ms"; "" = costs do not show why a worker was chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Explanation:
     router_temperature: float
     reason: str
     candidates: tuple[Candidate, ...]
+    summary: str = ""
+    """Why this worker and no other, in one sentence; "" = the scheduler is too old to say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,3 +179,12 @@ def test_a_worker_that_gets_no_requests_is_in_trouble_and_its_page_says_why() ->
     text = console.file.getvalue()
     assert "state          left out: 5 health checks failed in a row" in text
     assert "1 in trouble: see kvscout doctor" in text
+
+
+def test_a_decision_shows_its_cost_with_the_unit_that_the_scheduler_gives() -> None:
+    made = scheduler_pb2.WatchDecisionsResponse(isl_tokens=64)
+    made.decision.worker.worker_id = "w"
+    made.decision.cost = 0.038
+    candidate = made.decision.explanation.candidates.add(cost=0.038, cost_text="38 ms")
+    candidate.worker.worker_id = "w"
+    assert "38 ms" in shown(moment(1.0, 1, 0), None, made)

@@ -455,6 +455,6 @@ def test_its_reason_says_what_the_cost_is_made_of() -> None:
     explanation = world.ask(explain=True).explanation
     assert explanation is not None
     assert explanation.reason == (
-        "least cost: 0.17 s of prompts ahead, 0.0512 s of its own that count 4 times, "
-        "0.463 s for decoding beside others, cost 0.838 s"
+        "least cost: 170 ms of prompts ahead, 51 ms of its own that count 4 times, "
+        "463 ms for decoding beside others, cost 838 ms"
     )

@@ -172,4 +172,4 @@ def test_a_joiner_sees_no_prompts_ahead_where_requests_decode() -> None:
         explanation = world[name].core.select(request(isl=100, explain=True)).explanation
         assert explanation is not None
         reasons.append(explanation.reason)
-    assert all("0 s of prompts ahead" in reason for reason in reasons), reasons
+    assert all("0 ms of prompts ahead" in reason for reason in reasons), reasons

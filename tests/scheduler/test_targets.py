@@ -50,7 +50,7 @@ def test_the_cheapest_worker_is_chosen_among_those_that_keep_the_target() -> Non
     assert reasons(core) == {"busy": "over target", "idle": ""}
     explanation = core.select(request(isl=1000, explain=True)).explanation
     assert explanation is not None
-    assert "1 of 2 workers keep the target of 0.5 s to the first token" in explanation.reason
+    assert "1 of 2 workers keep the target of 500 ms to the first token" in explanation.reason
 
 
 def test_without_a_target_nobody_is_left_out() -> None:

@@ -66,7 +66,8 @@ def command(
                     role=role,
                     pinned_worker_id=pinned_worker_id,
                     override=RouterOverride(overlap_score_weight, router_temperature, policy),
-                    explain=explain,
+                    # A person is told why; a program when it asks.
+                    explain=explain or not as_json,
                 )
             except Unavailable as error:
                 roles = sorted({record.spec.role.value for record in await router.list_workers(model=chosen)})
@@ -87,19 +88,24 @@ def command(
     console.print(
         f"overlap   {decision.overlap_blocks} of {decision.num_blocks} blocks, {cached} of {isl_tokens} tokens"
     )
-    console.print(f"cost      {decision.cost:g}")
+    why = decision.explanation
+    chosen = next((each for each in why.candidates if each.worker == decision.worker), None) if why else None
+    console.print(f"cost      {chosen.cost_text if chosen and chosen.cost_text else f'{decision.cost:g}'}")
     if decision.degraded:
         console.print(f"degraded  {'; '.join(decision.degraded_reasons)}")
-    if decision.explanation is not None:
-        console.print(f"reason    {decision.explanation.reason} (policy {decision.explanation.policy})\n")
-        console.print(_candidates(decision.explanation))
+    if why is not None:
+        console.print(f"why       {why.summary or why.reason} (policy {why.policy})", soft_wrap=True)
+    if why is not None and explain:
+        console.print(f"reason    {why.reason}\n", soft_wrap=True)
+        console.print(_candidates(why))
 
 
 def _candidates(explanation: Explanation) -> Table:
-    headings = ("rank", "device", "host", "disk", "prefill blocks", "decode blocks", "cost")
-    table = columns("worker", *headings, "not eligible", right=headings)
+    headings = ("rank", "device", "host", "disk", "prefill blocks", "decode blocks")
+    table = columns("worker", *headings, "cost", "not eligible", right=(*headings, "cost"))
     for c in sorted(explanation.candidates, key=lambda c: (not c.eligible, c.cost, c.worker)):
         numbers = (c.worker.dp_rank, c.device_blocks, c.host_blocks, c.disk_blocks)
-        costs = (c.prefill_blocks, c.decode_blocks, c.cost)
-        table.add_row(c.worker.worker_id, *(str(n) for n in numbers), *(f"{n:g}" for n in costs), c.ineligible_reason)
+        blocks = (f"{c.prefill_blocks:g}", f"{c.decode_blocks:g}")
+        cost = c.cost_text or f"{c.cost:g}"
+        table.add_row(c.worker.worker_id, *(str(n) for n in numbers), *blocks, cost, c.ineligible_reason)
     return table

@@ -67,7 +67,7 @@ async def _look_on(services: Services, interval: float, take: Look) -> None:
     """Look once an interval, for the first time immediately, until it is enough."""
     gathering, named = services.gathering, services.named
     past = deque([await gathering.look(named)])
-    async with gathering.decisions(kept=KEPT_DECISIONS) as decisions:
+    async with gathering.decisions(kept=KEPT_DECISIONS, explain=True) as decisions:
         decisions.follow(past[-1].snapshot)
         is_enough = take(past[-1], None, decisions)
         while not is_enough:

@@ -390,7 +390,7 @@ class RouteResponse(_message.Message):
     block_size: _builtins.int
     """Tokens a block on that worker."""
     cost: _builtins.float
-    """Cost, in blocks (policy kv) or the policy's own unit."""
+    """Cost: in seconds (policy kv-time), blocks (kv), or the policy's own unit; explanations have it with its unit."""
     degraded: _builtins.bool
     """True = an upstream was unreachable, or the policy failed: the choice was made with less knowledge than usual."""
     confirmed_overlap_blocks: _builtins.int

@@ -412,7 +412,7 @@ class SelectResponse(_message.Message):
     effective_overlap_blocks: _builtins.float
     """Overlap as the cost counted it, slower tiers weighted, in blocks."""
     cost: _builtins.float
-    """Its cost, in blocks (policy kv) or the policy's own unit."""
+    """Its cost: in seconds (policy kv-time), blocks (kv), or the policy's own unit."""
     uncached_tokens: _builtins.int
     """Prompt tokens charged as uncached."""
     block_size: _builtins.int
@@ -464,6 +464,7 @@ class Explanation(_message.Message):
     ROUTER_TEMPERATURE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Policy that decided."""
     overlap_score_weight: _builtins.float
@@ -471,7 +472,11 @@ class Explanation(_message.Message):
     router_temperature: _builtins.float
     """Temperature in effect."""
     reason: _builtins.str
-    """One sentence: why the winner won."""
+    """What the winner's cost is made of, as the policy words it."""
+    summary: _builtins.str
+    """Why this worker and no other, in one sentence for a person, with units: its cost, what is cached there, and why not
+    the worker that has more cached, or the next best. At most 1,000 characters. Unset by versions before 0.3.
+    """
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """Every worker rank of the model and role."""
@@ -484,10 +489,11 @@ class Explanation(_message.Message):
         router_temperature: _builtins.float = ...,
         reason: _builtins.str = ...,
         candidates: _abc.Iterable[Global___Candidate] | None = ...,
+        summary: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "overlap_score_weight", b"overlap_score_weight", "policy", b"policy", "reason", b"reason", "router_temperature", b"router_temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "overlap_score_weight", b"overlap_score_weight", "policy", b"policy", "reason", b"reason", "router_temperature", b"router_temperature", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -510,6 +516,8 @@ class Candidate(_message.Message):
     DECODE_BLOCKS_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
     PROBABILITY_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COST_TEXT_FIELD_NUMBER: _builtins.int
     eligible: _builtins.bool
     """True = it could be chosen."""
     ineligible_reason: Global___IneligibleReason.ValueType
@@ -527,9 +535,15 @@ class Candidate(_message.Message):
     decode_blocks: _builtins.float
     """Active blocks it would have, this request included."""
     cost: _builtins.float
-    """Cost."""
+    """Cost: in seconds (policy kv-time), blocks (kv), or the policy's own unit."""
     probability: _builtins.float
     """Probability of being drawn, where the temperature is above 0."""
+    cached_tokens: _builtins.int
+    """Tokens of the prompt that it has, slower tiers weighted."""
+    cost_text: _builtins.str
+    """Cost with its unit, such as "38 ms" or "12.5 blocks". Unset where costs do not show why a worker was chosen, as with
+    round-robin.
+    """
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -548,10 +562,12 @@ class Candidate(_message.Message):
         decode_blocks: _builtins.float = ...,
         cost: _builtins.float = ...,
         probability: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
+        cost_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "decode_blocks", b"decode_blocks", "device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "eligible", b"eligible", "external_blocks", b"external_blocks", "host_blocks", b"host_blocks", "ineligible_reason", b"ineligible_reason", "prefill_blocks", b"prefill_blocks", "probability", b"probability", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "cost", b"cost", "cost_text", b"cost_text", "decode_blocks", b"decode_blocks", "device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "eligible", b"eligible", "external_blocks", b"external_blocks", "host_blocks", b"host_blocks", "ineligible_reason", b"ineligible_reason", "prefill_blocks", b"prefill_blocks", "probability", b"probability", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -238,6 +238,9 @@ class RoutingFlow:
         decision.spec = spec
         decision.uncached_tokens = request.prompt.isl_tokens
         decision.degraded += (problem,)
+        if request.explain:
+            turn = f"{rank.worker_id}: its turn, as no scheduler chose"
+            decision.explanation = scheduler_pb2.Explanation(policy="round-robin", reason="its turn", summary=turn)
         return decision
 
     def _round_robin_instead(self, request: Request, overlaps: Overlaps, error: NotFound) -> Decision:

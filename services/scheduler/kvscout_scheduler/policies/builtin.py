@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import inf
 from random import Random
 from statistics import fmean, pstdev
-from typing import Final
+from typing import ClassVar, Final
 
 from kvscout_common.errors import InvalidArgument, ResourceExhausted
 from kvscout_common.worker import DeviceClass, WorkerRank
@@ -24,6 +24,7 @@ class Kv(Policy):
     """
 
     formula = Formula.BLOCKS
+    unit = "blocks"
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         return candidates.kv_costs
@@ -118,6 +119,8 @@ class LMetric(Policy):
     the two: whatever the scale of either, doubling one counts as much as doubling the other.
     """
 
+    unit = "blocks × requests"
+
     def costs(self, candidates: Candidates) -> Sequence[float]:
         columns = zip(candidates.prefill_blocks, candidates.active_requests, strict=True)
         return [blocks * (requests + 1) for blocks, requests in columns]
@@ -129,6 +132,8 @@ class LMetric(Policy):
 
 class LeastLoaded(Policy):
     """The worker with the fewest active requests, ties uniformly at random; caches do not matter, nor temperatures."""
+
+    unit: ClassVar[str | None] = "active requests"
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         return candidates.active_requests
@@ -146,6 +151,8 @@ class PowerOfTwo(LeastLoaded):
     It needs no look at all workers and does not herd: of those with the least load not everyone picks the same. Source:
     M. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 1996.
     """
+
+    unit = None
 
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
         if len(costs) == 1:
@@ -181,6 +188,8 @@ class DeviceAwareWeighted(LeastLoaded):
     requests an accelerator carries in the time of one CPU worker (--cpu-to-gpu-ratio). Source: NVIDIA Dynamo.
     """
 
+    unit = None
+
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
         members = min(_device_groups(candidates), key=lambda group: _normalized_load(group, candidates, costs))
         return members[choose([costs[index] for index in members], 0.0, rng)]
@@ -198,6 +207,8 @@ class Direct(LeastLoaded):
     A request that pins no worker is refused.
     """
 
+    unit = None
+
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
         if not candidates.request.constraints.pinned_worker_id:
             raise InvalidArgument("policy direct takes no request without it", field="pinned_worker_id")
@@ -209,6 +220,8 @@ class Direct(LeastLoaded):
 
 class UniformRandom(Policy):
     """Any eligible worker, all equally likely."""
+
+    unit = None
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         return [0.0] * len(candidates)
@@ -234,6 +247,8 @@ class RoundRobin(Policy):
     others. Queries have a position of their own: a client that queries before it books must not meet the same worker
     each time.
     """
+
+    unit = None
 
     def __init__(self) -> None:
         self._last: dict[bool, WorkerRank] = {}

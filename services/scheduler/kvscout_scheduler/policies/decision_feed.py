@@ -23,7 +23,7 @@ KEPT_BYTES = 4 * 1024 * 1024
 MAX_MESSAGE_CHARACTERS = 1_024
 
 _RECORD_BYTES = 1_024
-_CANDIDATE_BYTES = 512
+_CANDIDATE_BYTES = 640
 """About; measured with 64-bit CPython, ids of 256 bytes are counted beside them."""
 
 
@@ -45,8 +45,8 @@ class DecisionRecord:
     @property
     def bytes(self) -> int:
         """Return what keeping it takes, about."""
-        names = len(self.key.request_id) + len(self.message)
         explanation = self.decision.explanation if self.decision is not None else None
+        names = len(self.key.request_id) + len(self.message) + (len(explanation.summary) if explanation else 0)
         candidates = len(explanation.candidates) if explanation is not None else 0
         return _RECORD_BYTES + 4 * names + candidates * _CANDIDATE_BYTES
 

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from kvscout_common.errors import DeadlineExceeded, ResourceExhausted
 from kvscout_scheduler.costs.targets import keeps
+from kvscout_scheduler.costs.words import milliseconds
 from kvscout_scheduler.policies.eligibility import Exclusions
 from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.values.slot_sets import slot_set
@@ -74,13 +75,15 @@ def require_time(candidates: Candidates, slot: int) -> None:
     """
     left, ((ttft, _),) = candidates.request.deadline_seconds, candidates.of(1 << slot).response_times()
     if ttft > left:
-        raise DeadlineExceeded(f"its first token would come in {ttft:.3g} s, its deadline is in {left:.3g} s")
+        raise DeadlineExceeded(
+            f"its first token would come in {milliseconds(ttft)}, its deadline is in {milliseconds(left)}"
+        )
 
 
 def _words(targets: Targets) -> str:
     """Return targets in words."""
     words = [
-        f"{seconds:.3g} s {what}"
+        f"{milliseconds(seconds)} {what}"
         for seconds, what in zip(targets, ("to the first token", "between tokens"), strict=True)
         if seconds < inf
     ]

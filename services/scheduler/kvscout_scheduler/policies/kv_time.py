@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvscout_scheduler.costs.time_cost import ahead_of, crowding_of, decode_of, fewest_waiting, own_of
+from kvscout_scheduler.costs.words import SECONDS, milliseconds
 from kvscout_scheduler.policies.policy import Candidates, Formula, Policy
 
 
@@ -12,6 +13,7 @@ class KvTime(Policy):
     """The formula is that of `time_cost`, what it takes is learned by `learned_times`."""
 
     formula = Formula.SECONDS
+    unit = SECONDS
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         return candidates.seconds(candidates.time_cost_inputs())
@@ -25,6 +27,7 @@ class KvTime(Policy):
         ahead, own = ahead_of(row, now), own_of(row, question, isl, cached)
         times = crowding_of(row, now) + fewest_waiting(rows)
         return (
-            f"{ahead:.3g} s of prompts ahead, {own:.3g} s of its own{evicts} that count {times:.3g} times, "
-            f"{decode_of(row, question, isl):.3g} s for decoding beside others, cost {costs[index]:.3g} s"
+            f"{milliseconds(ahead)} of prompts ahead, {milliseconds(own)} of its own{evicts} that count {times:.3g} "
+            f"times, {milliseconds(decode_of(row, question, isl))} for decoding beside others, "
+            f"cost {milliseconds(costs[index])}"
         )

@@ -303,6 +303,9 @@ class Policy(ABC):
     formula: ClassVar[Formula | None] = None
     """What `costs` returns, if `pick` is the one below: such a class is not asked at temperature 0 without explanation.
     It says nothing of its subclasses."""
+    unit: ClassVar[str | None] = ""
+    """Unit of `costs` in explanations, such as "blocks"; "s" = seconds, shown as milliseconds; "" = a plain number;
+    None = costs do not show why a worker was picked, `reason` does."""
 
     @abstractmethod
     def costs(self, candidates: Candidates) -> Sequence[float]:

@@ -61,6 +61,10 @@ class PolicyFailures:
         return PolicyFailed(policy, line)
 
 
+MAX_UNIT = 32
+"""Characters of the unit of a policy that are shown."""
+
+
 class CheckedPolicy:
     """A policy, with its answers checked.
 
@@ -91,6 +95,12 @@ class CheckedPolicy:
         """True: it observes bookings."""
         self.booked, self.prefill_completed, self.ended = (self._observer(*each) for each in listening.items())
         """See `Observer`."""
+
+    @property
+    def unit(self) -> str | None:
+        """See `Policy`; "" where a policy has none, or no text."""
+        unit = getattr(self._policy, "unit", "")
+        return unit[:MAX_UNIT] if isinstance(unit, str) else None if unit is None else ""
 
     def costs(self, candidates: Candidates) -> Sequence[float]:
         """See `Policy`."""

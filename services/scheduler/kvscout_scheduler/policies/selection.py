@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs
 from kvscout_scheduler.estimates.sessions import Session
 from kvscout_scheduler.policies.eligibility import Exclusions, eligible, with_room
+from kvscout_scheduler.policies.explanation import explain, shortened
 from kvscout_scheduler.policies.headroom import KV_TIME, headroom_of, require_time
 from kvscout_scheduler.policies.policy import Candidates, Formula, uncached_tokens
 from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyFailed, PolicyRegistry
-from kvscout_scheduler.values.decision import Candidate, Decision, Explanation
+from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import Overlaps
 from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt, SelectionRequest
 from kvscout_scheduler.values.settings import SchedulerSettings
@@ -98,7 +99,11 @@ class Selector:
                 raise
             request = replace(request, override=replace(request.override, policy=KV_TIME))
             selection = self._select(pool, request, now, books=books, explains=explains)
-            selection.decision.policy_problem = str(failed)
+            decision = selection.decision
+            decision.policy_problem = str(failed)
+            if (why := decision.explanation) is not None:
+                note = f"policy {failed.policy} failed, so {KV_TIME} decided"
+                decision.explanation = why._replace(summary=shortened(f"{why.summary}; {note}"))
             return selection
 
     def _select(self, pool: Pool, request: SelectionRequest, now: float, *, books: bool, explains: bool) -> Selection:
@@ -112,9 +117,11 @@ class Selector:
             prompts = _expecting(prompts, known, request.isl_tokens)
         dropped = Exclusions() if request.explain or explains else None
         members = eligible(pool, request, now, dropped)
+        full = False
         if pool.queues_requests:
             # A query is answered all the same when everyone is full.
-            members = with_room(pool, members, dropped) or members
+            roomy = with_room(pool, members, dropped)
+            full, members = not roomy, roomy or members
         settings = self._settings if request.override is NO_OVERRIDE else self._in_effect(request.override)
         name = settings.policy
         policy = self._policy(pool, name)
@@ -153,11 +160,17 @@ class Selector:
                 require_time(candidates, slot)
             if dropped is not None:
                 try:
+                    waits = "every worker is full: a booking would wait" if full else ""
                     explanation = explain(
-                        pool, name, policy, candidates=candidates, costs=costs, index=index, dropped=dropped.by_slot()
+                        pool,
+                        name,
+                        policy,
+                        candidates=candidates,
+                        costs=costs,
+                        index=index,
+                        dropped=dropped.by_slot(),
+                        notes=[each for each in (note, waits) if each],
                     )
-                    if note:
-                        explanation = explanation._replace(reason=f"{explanation.reason}; {note}")
                 except PolicyFailed:
                     # A caller that wants no explanation gets the worker all the same.
                     if request.explain:
@@ -228,55 +241,3 @@ def _cheapest(
     )
     slots = None if members == pool.everyone else members
     return pool.load.cheapest(question, prompt.overlaps, slots, times, home, rng.randrange)
-
-
-def explain(
-    pool: Pool,
-    name: str,
-    policy: CheckedPolicy,
-    *,
-    candidates: Candidates,
-    costs: Sequence[float],
-    index: int,
-    dropped: dict[int, str],
-) -> Explanation:
-    """Return why the policy picked a candidate, beside all that it did not.
-
-    Args:
-        pool: Where they come from; as it was when the policy picked.
-        name: Of the policy.
-        policy: The policy.
-        candidates: The eligible ones.
-        costs: What the policy said of them.
-        index: The one it picked.
-        dropped: Why each other worker of the pool was not eligible, by slot.
-    """
-    settings = candidates.settings
-    everyone = candidates.of(pool.everyone)
-    # A policy may compare candidates with each other: the eligible ones are shown as they were compared.
-    shown = dict(zip(everyone.slots, policy.costs(everyone), strict=True))
-    shown.update(zip(candidates.slots, costs, strict=True))
-    all_costs = [shown[slot] for slot in everyone.slots]
-    drawn = dict(zip(candidates.slots, policy.probabilities(candidates, costs), strict=True))
-    rows = zip(
-        everyone.slots, everyone.tiers(), everyone.prefill_blocks, everyone.decode_blocks, all_costs, strict=True
-    )
-    return Explanation(
-        policy=name,
-        overlap_score_weight=settings.overlap_score_weight,
-        router_temperature=settings.router_temperature,
-        reason=policy.reason(candidates, costs, index),
-        candidates=tuple(
-            Candidate(
-                pool.ranks[slot],
-                slot not in dropped,
-                dropped.get(slot, ""),
-                *tiers,
-                prefill_blocks=prefill_blocks,
-                decode_blocks=decode_blocks,
-                cost=cost,
-                probability=drawn.get(slot, 0.0),
-            )
-            for slot, tiers, prefill_blocks, decode_blocks, cost in rows
-        ),
-    )

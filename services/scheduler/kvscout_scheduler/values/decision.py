@@ -25,6 +25,10 @@ class Candidate(NamedTuple):
     cost: float
     probability: float
     """Probability of being drawn; 0 where the policy drew without a temperature."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that it has, slower tiers weighted."""
+    cost_text: str = ""
+    """Cost with its unit, such as "38 ms"; "" where the policy's costs say nothing."""
 
 
 class Explanation(NamedTuple):
@@ -36,6 +40,8 @@ class Explanation(NamedTuple):
     reason: str
     candidates: tuple[Candidate, ...]
     """Every worker rank of the pool, by rank."""
+    summary: str = ""
+    """Why this worker and no other, in one sentence for a person."""
 
 
 @dataclass(slots=True)
@@ -50,7 +56,7 @@ class Decision:
     effective_overlap_blocks: float
     """Slower tiers weighted; 0 where prefix caches are ignored."""
     cost: float
-    """In blocks for `kv`, else in the policy's own unit."""
+    """In seconds for `kv-time`, in blocks for `kv`, else in the policy's own unit (`Policy.unit`)."""
     uncached_tokens: int
     """Prompt tokens charged as prefill."""
     explanation: Explanation | None = None

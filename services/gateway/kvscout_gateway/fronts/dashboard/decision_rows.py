@@ -50,7 +50,7 @@ def decision_row(event: scheduler_pb2.WatchDecisionsResponse) -> dict[str, Any]:
         "uncached": decision.uncached_tokens,
         "policy": printable(why.policy),
         "unit": unit.name,
-        "reason": printable(why.reason, 500),
+        "reason": printable(why.summary or why.reason, 1_000),
         "not_richest": _why_not(richest, ranked[0], decision, unit) if richest is not None else "",
         "candidates": [_candidate(one, chosen, unit) for one in ranked[:MAX_CANDIDATES]],
         "more_candidates": max(0, len(ranked) - MAX_CANDIDATES),

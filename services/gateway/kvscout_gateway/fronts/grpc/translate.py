@@ -7,11 +7,12 @@ import struct
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from kvscout.v1 import gateway_pb2, types_pb2
+from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
 from kvscout_common.errors import InvalidArgument, Unimplemented
 from kvscout_common.hashing import MmItem
 from kvscout_common.http.http import Form
 from kvscout_common.http.json_scan import load_json
+from kvscout_common.plain_text import printable
 from kvscout_common.registry.worker_proto import rank_to_proto, role_from_proto
 from kvscout_common.transport.wire_fields import bytes_of_field
 from kvscout_common.worker import DEFAULT_TENANT
@@ -301,6 +302,22 @@ def loads_request(request: gateway_pb2.GatewayGetPotentialLoadsRequest, max_prom
     )
 
 
+MAX_SUMMARY = 1_000
+"""Characters of why a worker was chosen, with what was missing."""
+
+
+def _explanation(decision: Decision, *, in_full: bool) -> scheduler_pb2.Explanation | None:
+    """Return why the worker was chosen, in its sentence what was missing."""
+    why = decision.explanation
+    if why is None or not why.summary or not decision.degraded:
+        return why
+    told = scheduler_pb2.Explanation()
+    told.CopyFrom(why)
+    reasons = "; ".join(decision.degraded_for(in_full=in_full))
+    told.summary = printable(f"{why.summary}; degraded: {reasons}", MAX_SUMMARY)
+    return told
+
+
 def route_response(decision: Decision, *, in_full: bool) -> gateway_pb2.RouteResponse:
     """Return a decision as the answer of Route; `in_full`: with the addresses of upstreams that failed."""
     return gateway_pb2.RouteResponse(
@@ -314,6 +331,6 @@ def route_response(decision: Decision, *, in_full: bool) -> gateway_pb2.RouteRes
         cost=decision.cost,
         degraded=bool(decision.degraded),
         degraded_reasons=decision.degraded_for(in_full=in_full) or None,
-        explanation=decision.explanation,
+        explanation=_explanation(decision, in_full=in_full),
         booked=decision.booking is not None and decision.booking.scheduler is not None,
     )

@@ -58,7 +58,6 @@ function explained(one) {
   const head = element("tr", {}, ...heads.map((text, index) => element("th", { scope: "col", className: index ? "number" : "" }, text)));
   return [
     element("p", {}, one.reason),
-    one.not_richest ? element("p", {}, one.not_richest) : "",
     about,
     element("div", { className: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...body))),
     one.more_candidates ? element("p", { className: "faint" }, `${many(one.more_candidates, "dearer candidate")} not shown`) : "",
