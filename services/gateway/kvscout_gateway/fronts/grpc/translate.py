@@ -314,7 +314,7 @@ def _explanation(decision: Decision, *, in_full: bool) -> scheduler_pb2.Explanat
     told = scheduler_pb2.Explanation()
     told.CopyFrom(why)
     reasons = "; ".join(decision.degraded_for(in_full=in_full))
-    told.summary = printable(f"{why.summary}; degraded: {reasons}", MAX_SUMMARY)
+    told.summary = printable(f"{why.summary}; degraded: {reasons}", MAX_SUMMARY)[:MAX_SUMMARY]
     return told
 
 
