@@ -110,7 +110,7 @@ async def main(seconds: float) -> None:
         await until(laptop, "#failures tbody tr")
         await laptop.get_by_role("button", name="Pause").click()
         await laptop.locator("#doctor summary").click()
-        chosen = laptop.locator("#decisions li", has_text="but costs")
+        chosen = laptop.locator("#decisions li", has_text="which has more")
         if not await chosen.count():
             chosen = laptop.locator("#decisions li")
         await chosen.first.locator(".toggle").click()

@@ -31,7 +31,11 @@ def decision(
     """A prompt of 100 blocks that went to w0, which had so many of them, as others had."""
     candidates = [
         scheduler_pb2.Candidate(
-            worker=types_pb2.WorkerRank(worker_id=f"w{index}"), eligible=True, device_blocks=blocks, cost=cost
+            worker=types_pb2.WorkerRank(worker_id=f"w{index}"),
+            eligible=True,
+            device_blocks=blocks,
+            cost=cost,
+            cost_text=f"{38 * cost:.0f} ms",
         )
         for index, (blocks, cost) in enumerate(zip((has, *others), costs, strict=False))
     ]
@@ -44,7 +48,13 @@ def decision(
             block_size=16,
             overlap_blocks=has,
             uncached_tokens=1600 - 16 * has,
-            explanation=scheduler_pb2.Explanation(policy="kv-time", reason="it is cheapest", candidates=candidates),
+            explanation=scheduler_pb2.Explanation(
+                policy="kv-time",
+                reason="it is cheapest",
+                candidates=candidates,
+                summary=f"w0: 38 ms expected, with {16 * has:,} of 1,600 prompt tokens cached there; "
+                "w1, which has more (1,280), has 3,000 prompt tokens ahead: 76 ms",
+            ),
         ),
     )
 

@@ -1,11 +1,10 @@
-"""Decisions as rows: what the chosen worker had, and why not the one with more."""
+"""Decisions as rows: what the chosen worker had, and why it was chosen."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import pytest
 from support.scripted_dashboard import decision
 
 from kvscout.v1 import scheduler_pb2, types_pb2
@@ -37,38 +36,25 @@ def test_the_chosen_candidate_comes_first_then_the_cheapest() -> None:
     assert (row["candidates"][0]["device"], row["candidates"][0]["slower"]) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    ("has", "others", "why"),
-    [
-        (80, (60, 20), ""),
-        (0, (0, 0), ""),
-        (60, (80, 20), "w1/0 has 20 blocks more, but costs 1\u202f000 ms more"),
-    ],
-)
-def test_it_says_why_not_the_worker_with_more(has: int, others: tuple[int, ...], why: str) -> None:
-    row = row_of(decision("r", 5.0, has, others))
-    assert row["not_richest"] == why
-    assert row["best"] == max(has, *others)
-
-
-def test_a_cost_is_in_the_unit_of_its_policy() -> None:
-    event = decision("r", 5.0, 60, (61,), costs=(0.5, 0.5123))
+def test_it_says_in_a_sentence_why_it_was_chosen_and_what_the_others_would_cost() -> None:
+    event = decision("r", 5.0, 60, (80, 95))
     row = row_of(event)
-    assert row["not_richest"] == "w1/0 has 1 block more, but costs 12.3 ms more"
-    assert ([one["cost"] for one in row["candidates"]], row["unit"]) == ([500.0, pytest.approx(512.3)], "ms")
-    event.decision.explanation.policy = "my-policy"
+    assert row["summary"].startswith("38 ms expected, with 960 of 1,600 prompt tokens cached there; w1, ")
+    assert row["best"] == 95
+    assert [one["cost"] for one in row["candidates"]] == ["38 ms", "76 ms", "114 ms"]
+
+
+def test_of_a_scheduler_without_such_a_sentence_the_reason_and_the_numbers_are_shown() -> None:
+    event = decision("r", 5.0, 60, (80,))
+    event.decision.explanation.summary = ""
+    for one in event.decision.explanation.candidates:
+        one.cost_text = ""
     row = row_of(event)
-    assert row["not_richest"] == "w1/0 has 1 block more, but costs 0.0123 more"
-    assert (row["candidates"][0]["cost"], row["unit"]) == (0.5, "")
+    assert (row["summary"], row["reason"]) == ("it is cheapest", "")
+    assert [one["cost"] for one in row["candidates"]] == [1.0, 2.0]
 
 
-def test_a_worker_with_more_that_might_not_be_chosen_is_named_with_the_reason() -> None:
-    event = decision("r", 5.0, 10, (90,))
-    other = event.decision.explanation.candidates[1]
-    other.eligible, other.ineligible_reason = False, scheduler_pb2.INELIGIBLE_REASON_BUSY
-    assert row_of(event)["not_richest"] == "w1/0 has 80 blocks more, but is busy"
-
-
-def test_a_worker_with_more_that_costs_no_more_was_not_drawn() -> None:
-    event = decision("r", 5.0, 10, (90,), costs=(2.0, 2.0))
-    assert row_of(event)["not_richest"] == "w1/0 has 80 blocks more, but was not drawn"
+def test_a_sentence_that_does_not_begin_with_the_workers_name_stays_whole() -> None:
+    event = decision("r", 5.0, 60)
+    event.decision.explanation.summary = "note: all are busy"
+    assert row_of(event)["summary"] == "note: all are busy"

@@ -1,4 +1,4 @@
-// The last decisions: how much of the prompt the chosen worker had, and why not the one with more.
+// The last decisions: how much of the prompt the chosen worker had, and why it was chosen.
 const FIRST_DECISIONS = 5;
 let paused = false, allShown = false, decisions = [];
 $("pause").addEventListener("click", () => {
@@ -38,26 +38,26 @@ function summary(one) {
     time,
     element("b", { className: "worker" }, `→ ${one.worker}`),
     element("span", { className: "hit" }, bar(one.overlap / whole, one.best / whole), element("span", {}, `${figure(one.overlap)} of ${many(one.blocks, "block")}`)),
-    element("span", { className: "why" }, one.not_richest || (one.overlap ? "no worker has more" : one.best ? "" : "no worker has any of it")),
+    element("span", { className: "why" }, one.summary),
   ];
 }
 function explained(one) {
   const facts = `${one.model} · ${many(one.tokens, "token")}${one.error ? "" : `, ${figure(one.uncached)} to compute`}`;
   const about = element("p", { className: "faint" }, facts, one.request ? element("span", { className: "full" }, ` · request ${one.request}`) : "");
   if (one.error) return [about];
-  const unit = one.unit ? `, ${one.unit}` : "";
-  const heads = ["Candidate", "Cached blocks", "On slower tiers", "To prefill, blocks", "Active blocks", `Cost${unit}`];
+  const heads = ["Candidate", "Cached blocks", "On slower tiers", "To prefill, blocks", "Active blocks", "Cost"];
   const body = one.candidates.map((each) =>
     element(
       "tr", { className: each.chosen ? "chosen" : "" },
       element("td", {}, `${each.chosen ? "✓ " : ""}${each.worker}`),
       ...[each.device, each.slower, each.prefill, each.decode].map((value) => element("td", { className: "number" }, figure(value))),
-      element("td", { className: "number" }, each.why_not ? `left out: ${each.why_not}` : figure(each.cost)),
+      element("td", { className: "number" }, each.why_not ? `left out: ${each.why_not}` : typeof each.cost === "string" ? each.cost : figure(each.cost)),
     ),
   );
   const head = element("tr", {}, ...heads.map((text, index) => element("th", { scope: "col", className: index ? "number" : "" }, text)));
   return [
-    element("p", {}, one.reason),
+    element("p", {}, one.summary),
+    one.reason ? element("p", { className: "faint" }, one.reason) : "",
     about,
     element("div", { className: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...body))),
     one.more_candidates ? element("p", { className: "faint" }, `${many(one.more_candidates, "dearer candidate")} not shown`) : "",
