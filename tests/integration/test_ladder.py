@@ -104,6 +104,7 @@ async def test_a_salt_of_each_request_is_named() -> None:
         ladder = (await ladders(client))[""]
         assert largest(ladder) == "other name"
         assert losses(ladder)["other name"] == 11 * BLOCKS * 16
+        assert list((await client.status()).ladders) == [ladder]
 
 
 @pytest.mark.timeout(120)

@@ -270,6 +270,11 @@ PREDICTIONS_WRONG = _warning(
     "Possible causes are lagging events, evictions from a cache that is too small, or an engine without prefix "
     "caching: check the worker's events in `kvscout status`.",
 )
+HIT_RATE_LOW = _note(
+    "hit-rate-low",
+    "Few of the prompt tokens that could be cached are: the largest loss is named.",
+    "`kvscout why` shows every loss; docs/why.md says what helps.",
+)
 CACHED_TOKENS_UNTOLD = _warning(
     "cached-tokens-untold",
     "An engine does not report cached prompt tokens: hit rate and predictions cannot be verified.",

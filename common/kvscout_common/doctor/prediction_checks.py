@@ -8,9 +8,11 @@ from kvscout.v1 import gateway_pb2, indexer_pb2
 from kvscout_common.doctor.conditions import (
     CACHED_TOKENS_UNTOLD,
     HASHES_NEVER_MATCH,
+    HIT_RATE_LOW,
     PREDICTIONS_WRONG,
     TOKENS_DIFFER,
 )
+from kvscout_common.doctor.ladder import share, verdict
 from kvscout_common.doctor.overview import seen_by_gateways
 from kvscout_common.doctor.snapshot import RankName, Snapshot, source_name
 from kvscout_common.doctor.symptom import Symptom
@@ -19,6 +21,10 @@ FEW = 3
 """Requests that say nothing, or do not match, before it is no accident."""
 ENOUGH = 20
 """Requests from which a share is taken."""
+LOW = 0.5
+"""Part of the tokens that could be cached."""
+MANY_POINTS = 10.0
+"""Lost of all prompt tokens, though they could be cached."""
 MUCH = 0.25
 """Prediction error that is worth a look."""
 
@@ -30,6 +36,16 @@ def check_predictions(snapshot: Snapshot) -> Iterator[Symptom]:
             yield Symptom(
                 TOKENS_DIFFER, f"model {one.model!r} at {gateway.name}: {one.difference}", (f"model {one.model!r}",)
             )
+        for ladder in status.ladders:
+            lost = share(ladder.ideal_tokens - ladder.actual_tokens, ladder)
+            if ladder.requests >= ENOUGH and lost >= MANY_POINTS and ladder.actual_tokens < LOW * ladder.ideal_tokens:
+                sentence = verdict(ladder).replace("\n", " ")
+                yield Symptom(
+                    HIT_RATE_LOW,
+                    f"model {ladder.model!r} at {gateway.name}: {share(ladder.actual_tokens, ladder):.0f} % of "
+                    f"prompt tokens are cached, {share(ladder.ideal_tokens, ladder):.0f} % could be; {sentence}",
+                    (f"model {ladder.model!r}",),
+                )
     received = _received(snapshot)
     for name, seen in seen_by_gateways(snapshot).items():
         if seen.unreported >= FEW:

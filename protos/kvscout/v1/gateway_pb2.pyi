@@ -1767,6 +1767,7 @@ class GatewayGetStatusResponse(_message.Message):
     RECENT_REQUESTS_FIELD_NUMBER: _builtins.int
     RECENT_SECONDS_FIELD_NUMBER: _builtins.int
     LATE_TOKENS_FIELD_NUMBER: _builtins.int
+    LADDERS_FIELD_NUMBER: _builtins.int
     in_flight: _builtins.int
     """Requests in flight."""
     requests: _builtins.int
@@ -1813,6 +1814,10 @@ class GatewayGetStatusResponse(_message.Message):
     def late_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___LateTokens]:
         """Sources that did not have the tokens of prompts in time."""
 
+    @_builtins.property
+    def ladders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ladder]:
+        """Why the hit rate of the last 5 minutes is what it is, by model; those of session classes are GetLadder's."""
+
     def __init__(
         self,
         *,
@@ -1830,10 +1835,11 @@ class GatewayGetStatusResponse(_message.Message):
         recent_requests: _builtins.int = ...,
         recent_seconds: _builtins.int = ...,
         late_tokens: _abc.Iterable[Global___LateTokens] | None = ...,
+        ladders: _abc.Iterable[Global___Ladder] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["service", b"service"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "failure_counts", b"failure_counts", "failures", b"failures", "helpers", b"helpers", "in_flight", b"in_flight", "late_tokens", b"late_tokens", "recent_requests", b"recent_requests", "recent_seconds", b"recent_seconds", "requests", b"requests", "service", b"service", "shadow_hours", b"shadow_hours", "shadowed_balancer", b"shadowed_balancer", "token_differences", b"token_differences", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "failure_counts", b"failure_counts", "failures", b"failures", "helpers", b"helpers", "in_flight", b"in_flight", "ladders", b"ladders", "late_tokens", b"late_tokens", "recent_requests", b"recent_requests", "recent_seconds", b"recent_seconds", "requests", b"requests", "service", b"service", "shadow_hours", b"shadow_hours", "shadowed_balancer", b"shadowed_balancer", "token_differences", b"token_differences", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

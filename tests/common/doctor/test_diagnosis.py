@@ -246,6 +246,26 @@ def test_predictions_are_judged_only_where_events_come_and_there_are_enough_of_t
     assert told(indexer_pb2.SOURCE_STATE_BLIND, 40, 20) == {"events-silent"}
 
 
+def test_a_low_hit_rate_is_a_note_with_its_largest_loss() -> None:
+    def told(requests: int, actual: int, ideal: int = 800) -> dict[str, Finding]:
+        ladder = gateway_pb2.Ladder(
+            tenant="t",
+            model="m",
+            requests=requests,
+            prompt_tokens=1_000,
+            ideal_tokens=ideal,
+            actual_tokens=actual,
+            losses=[gateway_pb2.LadderLoss(kind=gateway_pb2.LADDER_LOSS_KIND_OTHER_NAME, tokens=ideal - actual)],
+        )
+        return found(gateway(ladders=[ladder]))
+
+    [evidence] = told(20, 300)["hit-rate-low"].evidence
+    assert "30 % of prompt tokens are cached, 80 % could be; 50 points: same tokens, another salt" in evidence
+    assert not told(19, 300), "too few"
+    assert not told(20, 500), "most of what could be"
+    assert not told(20, 10, ideal=90), "little could be"
+
+
 def test_what_comes_from_outside_is_escaped_and_bounded() -> None:
     differing = [
         gateway_pb2.TokenDifference(model=f"m{number}", tenant="t", difference="\x1b[2J" + "x" * 100_000)

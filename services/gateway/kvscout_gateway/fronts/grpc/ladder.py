@@ -33,27 +33,49 @@ def get_ladder(
     window = request.window_seconds or WINDOW_SECONDS
     if window > MAX_WINDOW_SECONDS:
         raise InvalidArgument(f"must be at most {MAX_WINDOW_SECONDS}", field="window_seconds")
-    found = ladders.counts(tenant, request.model, window)
-    answer = gateway_pb2.GetLadderResponse(window_seconds=window)
-    for owner, model in sorted({(key.tenant, key.model) for key in found}):
-        parts = {key.session_class: counts for key, counts in found.items() if key[:2] == (owner, model)}
-        serving = catalog.tenant(owner).serving(model)
-        common = gateway_pb2.Ladder(
-            tenant=owner,
-            model=model,
-            seconds_per_token=ladders.seconds_per_token(owner, model),
-            sample_weight=ladders.weight(owner, model),
-            workers=sum(caches.workers for caches in serving.caches.values()),
-            capacity_blocks=sum(caches.blocks for caches in serving.caches.values())
-            if all(caches.blocks for caches in serving.caches.values())
-            else 0,
-        )
-        for name, counts in (("", _sum(parts.values())), *sorted(parts.items())):
-            made = answer.ladders.add()
-            made.CopyFrom(common)
-            made.session_class = value_of(gateway_pb2.SessionClass, name)
-            _fill(made, counts)
-    return answer
+    return gateway_pb2.GetLadderResponse(
+        ladders=ladders_of(ladders, catalog, tenant, request.model, window, by_class=True), window_seconds=window
+    )
+
+
+def ladders_of(
+    ladders: Ladders | None,
+    catalog: Catalog,
+    tenant: str,
+    model: str,
+    window_seconds: int = WINDOW_SECONDS,
+    *,
+    by_class: bool = False,
+) -> list[gateway_pb2.Ladder]:
+    """Return the ladder of each model.
+
+    Args:
+        ladders: The counts; None = it is switched off, and there are none.
+        catalog: The workers.
+        tenant: Whose; "*" = all.
+        model: "" = all.
+        window_seconds: Of the requests.
+        by_class: Also those of each session class.
+    """
+    found = ladders.counts(tenant, model, window_seconds) if ladders is not None else {}
+    made: list[gateway_pb2.Ladder] = []
+    for owner, name in sorted({(key.tenant, key.model) for key in found}):
+        assert ladders is not None
+        parts = {key.session_class: counts for key, counts in found.items() if key[:2] == (owner, name)}
+        caches = catalog.tenant(owner).serving(name).caches.values()
+        for session_class, counts in (("", _sum(parts.values())), *(sorted(parts.items()) if by_class else ())):
+            ladder = gateway_pb2.Ladder(
+                tenant=owner,
+                model=name,
+                session_class=value_of(gateway_pb2.SessionClass, session_class),
+                seconds_per_token=ladders.seconds_per_token(owner, name),
+                sample_weight=ladders.weight(owner, name),
+                workers=sum(one.workers for one in caches),
+                capacity_blocks=sum(one.blocks for one in caches) if all(one.blocks for one in caches) else 0,
+            )
+            _fill(ladder, counts)
+            made.append(ladder)
+    return made
 
 
 def _sum(parts: Iterable[Counts]) -> Counts:

@@ -22,7 +22,7 @@ from kvscout_gateway.engines.judge import health_to_proto
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.failures import list_failures
 from kvscout_gateway.fronts.grpc.generate import generate
-from kvscout_gateway.fronts.grpc.ladder import get_ladder
+from kvscout_gateway.fronts.grpc.ladder import get_ladder, ladders_of
 from kvscout_gateway.fronts.grpc.status import gateway_status
 from kvscout_gateway.request.failures import Asked
 from kvscout_gateway.request.recording import Recorder
@@ -265,4 +265,6 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self._require_model(tenant, request.model)
         if request.check_workers:
             await gateway.health_checks.check_all(tenant)
-        return gateway_status(gateway, tenant, request.model)
+        status = gateway_status(gateway, tenant, request.model)
+        status.ladders.extend(ladders_of(gateway.exchanges.context.ladders, gateway.catalog, tenant, request.model))
+        return status
