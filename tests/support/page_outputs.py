@@ -94,7 +94,7 @@ def shape(output: str) -> list[str]:
     """
     text = NUMBER.sub("0", REQUEST_ID.sub("gen-0", output.strip()).replace("localhost", "127.0.0.1"))
     lines = [" ".join(line.split()) for line in text.split("\n")]
-    return sorted({line.rstrip(",") for line in lines}) if text.startswith("{") else lines
+    return sorted({re.sub("( w0)+", " w0", line.rstrip(",")) for line in lines}) if text.startswith("{") else lines
 
 
 class Shell:
