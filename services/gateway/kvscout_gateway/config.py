@@ -51,6 +51,7 @@ class GatewayConfig:
     health_check_seconds: float = 5.0
     """Between two health checks of an engine that puts out nothing; 0 = there are none."""
     max_prompt_tokens: int = 1 << 20
+    response_headers: str = "admins"
     """Longer prompts are refused."""
     client_write_seconds: float = 60.0
     """Longest wait for a client of Generate that does not read what was generated."""
@@ -133,6 +134,7 @@ class GatewayConfig:
             ),
             health_check_seconds=values["engine_health_seconds"],
             max_prompt_tokens=values["max_prompt_tokens"],
+            response_headers=values["response_headers"],
             client_write_seconds=values["client_write_seconds"],
             max_in_flight=values["max_in_flight"],
             lease_seconds=values["lease_seconds"],

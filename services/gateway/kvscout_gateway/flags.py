@@ -151,6 +151,15 @@ def gateway_flags() -> Callable[[F], F]:
             help="Maximum prompt length; longer prompts, and those too large for the cache of every worker of the "
             "model, are refused.",
         ),
+        flag(
+            "--response-headers",
+            default="admins",
+            type=click.Choice(("all", "admins", "none")),
+            section=BEHAVIOUR,
+            help="Callers to whom x-kvscout-worker, -cached-tokens and -decision-ms in answers over HTTP say where "
+            "their request went; without tokens every caller is an admin. all = also through a proxy's endpoint "
+            "picker.",
+        ),
         endpoint_picker_flags(),
         shadow_flags(),
         flag(

@@ -234,6 +234,7 @@ class Gateway:
             sessions,
             StoredResponses(self.catalog, self.engines, sessions),
             Terms(self.catalog, ChainMap(dict(config.objectives), followed)),
+            config.response_headers,
             self.charge,
         )
         for collector in (

@@ -129,8 +129,8 @@ def test_every_rpc_of_every_service_is_in_some_role() -> None:
         for module in (indexer_pb2, scheduler_pb2, gateway_pb2, bridge_pb2)
         for service in module.DESCRIPTOR.services_by_name.values()
     ]
-    # Changing state for everybody is the administrator's.
-    admin_only = {"ClearCooldowns", "ResetWorker", "SetBusyThresholds"}
+    # Changing state for everybody, and recording everybody, is the administrator's.
+    admin_only = {"ClearCooldowns", "RecordRequests", "ResetWorker", "SetBusyThresholds"}
     methods = {method.name for service in services for method in service.methods}
     assert methods - granted == admin_only
     # What only browsers ask for has a name there, too.

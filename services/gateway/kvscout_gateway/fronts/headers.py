@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvscout_common.http.http import Headers
 from kvscout_gateway.fronts.reserved import is_reserved_header
+
+if TYPE_CHECKING:
+    from kvscout_gateway.values.decision import Decision
 
 JSON_HEADERS: Final = (("Content-Type", "application/json"),)
 _OF_ONE_HOP: Final = frozenset(
@@ -20,7 +23,10 @@ _NOT_FOR_ENGINES: Final = frozenset(("accept-encoding", "cookie", *KEYS))
 _NOT_FOR_CLIENTS: Final = frozenset(("date", "server", "set-cookie"))
 _FOR_BROWSERS: Final = "access-control-"
 """Which pages may see an answer is the gateway's to say."""
+_GATEWAYS_OWN: Final = "x-kvscout-"
 MAX_VALUE: Final = 512
+WORKER_HEADER: Final = "x-kvscout-worker"
+"""Worker that a request went to. A refusal that does not come from an engine has none."""
 
 
 def to_engine(client: Headers, own: Iterable[tuple[str, str]], *, with_key: bool) -> list[tuple[str, str]]:
@@ -53,7 +59,20 @@ def to_client(engine: Headers) -> list[tuple[str, str]]:
         if (lower := name.lower()) not in _OF_ONE_HOP
         and lower not in _NOT_FOR_CLIENTS
         and lower not in named
-        and not lower.startswith(_FOR_BROWSERS)
+        and not lower.startswith((_FOR_BROWSERS, _GATEWAYS_OWN))
+    ]
+
+
+def of_decision(decision: Decision) -> list[tuple[str, str]]:
+    """Return the headers that tell a client where its request went.
+
+    An engine computes the last token of a prompt anew: of one that is wholly cached, the last block does not count.
+    """
+    cached_blocks = max(0, decision.overlap_blocks - (decision.uncached_tokens == 0))
+    return [
+        (WORKER_HEADER, as_value(decision.worker.worker_id)),
+        ("x-kvscout-cached-tokens", str(cached_blocks * decision.block_size)),
+        ("x-kvscout-decision-ms", f"{decision.seconds * 1000:.3f}"),
     ]
 
 

@@ -29,7 +29,7 @@ from kvscout_common.plain_text import printable
 from kvscout_common.transport.statuses import status_code
 from kvscout_gateway.engines.faults import EngineFailed, Payer, failure_behind
 from kvscout_gateway.fronts.client_paths import UnknownPath
-from kvscout_gateway.fronts.headers import JSON_HEADERS
+from kvscout_gateway.fronts.headers import JSON_HEADERS, WORKER_HEADER
 from kvscout_gateway.fronts.stored_responses import ResponseNotFound
 from kvscout_gateway.values.dialects import ErrorShape
 from kvscout_gateway.values.prompt import PromptTooLong
@@ -69,8 +69,6 @@ _ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 """Anthropic's type of each status; of another one by its hundreds: `invalid_request_error`, `api_error`."""
 _OURS_TO_SETTLE: Final = frozenset({401, 403, 407})
 """Statuses about the gateway's own key: a client would take them for its own key's."""
-WORKER_HEADER: Final = "x-kvscout-worker"
-"""Worker whose engine refused; a refusal without it is the gateway's own."""
 _KEPT: Final = frozenset({"content-type", "retry-after", "www-authenticate"})
 """Headers of an engine's refusal."""
 

@@ -96,6 +96,7 @@ class RoutingFlow:
             if tracing.enabled():
                 _record(span, request, decision)
         finished = self._clock()
+        decision.seconds = finished - started
         self._metrics.observe_routing(
             hash_seconds=hashed - started,
             find_matches_seconds=matched - hashed,

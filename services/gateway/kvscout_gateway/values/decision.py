@@ -69,6 +69,8 @@ class Decision:
     explanation: scheduler_pb2.Explanation | None = None
     booking: Booking | None = None
     """None for a query; its scheduler is None where none answered."""
+    seconds: float = 0.0
+    """Time that it took, with the wait in a scheduler's queue; 0 = no upstream was asked."""
     withdrawn: bool = False
     """Not reported to the indexers, or not any more: prefix caches are ignored, or the worker failed before it had
     anything to cache."""

@@ -56,6 +56,7 @@ class Noted:
 
     def __init__(self, told: list[Any]) -> None:
         self.headers = {wire.DESTINATION: FIRST}
+        self.answer_headers: Mapping[str, str] = wire.NO_HEADERS
         self._told = told
 
     def answering(self, status: int, served: str, in_chunks: bool | None) -> None:

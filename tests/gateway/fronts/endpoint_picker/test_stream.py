@@ -63,6 +63,16 @@ def until_picked(
     return one
 
 
+def test_headers_of_a_pick_are_set_in_the_response_that_the_proxy_shows() -> None:
+    one = stream()
+    one.receive(request_headers(BUFFERED))
+    one.receive(request_body(body_of()))
+    one.picked(PICK, answer_headers={"x-kvscout-worker": "w1"})
+    [answer] = parsed(one.receive(response_headers()).answers)
+    [header] = answer.response_headers.response.header_mutation.set_headers
+    assert (header.header.key, header.header.raw_value) == ("x-kvscout-worker", b"w1")
+
+
 def test_buffered_headers_pass_at_once_and_the_pick_is_in_the_answer_to_the_body() -> None:
     one = stream()
     step = one.receive(request_headers(BUFFERED))

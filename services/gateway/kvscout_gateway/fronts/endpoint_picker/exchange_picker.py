@@ -38,6 +38,7 @@ from kvscout_gateway.fronts.endpoint_picker.access_log import Over
 from kvscout_gateway.fronts.endpoint_picker.addresses import address_of, reachable
 from kvscout_gateway.fronts.endpoint_picker.config import EndpointPickerConfig
 from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
+from kvscout_gateway.fronts.headers import of_decision
 from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.random_workers import random_workers
 from kvscout_gateway.fronts.stored_responses import name_in, named_by
@@ -178,6 +179,7 @@ class ExchangePicker:
                 headers[wire.RANK] = str(attempt.decision.rank_header)
             attempt.sent()
             compared = self.comparison.begin(request.prompt)
+            shows_decision = self._context.response_headers == "all"
             return ExchangePick(
                 self,
                 headers,
@@ -186,6 +188,7 @@ class ExchangePicker:
                 attempt=attempt,
                 prefill=prefill,
                 compared=compared,
+                answer_headers=dict(of_decision(attempt.decision)) if shows_decision else wire.NO_HEADERS,
             )
 
     def prefill_seconds(self, attempt: Attempt) -> float:
@@ -290,6 +293,7 @@ class ExchangePick:
         attempt: Attempt | None = None,
         prefill: Attempt | None = None,
         compared: Compared | None = None,
+        answer_headers: Mapping[str, str] = wire.NO_HEADERS,
     ) -> None:
         """Hold a pick.
 
@@ -301,9 +305,11 @@ class ExchangePick:
             attempt: Where it goes.
             prefill: Where its prompt is computed; None = there as well.
             compared: What of its tokens is compared with the engine's.
+            answer_headers: To be set in the response.
         """
         self._picker = picker
         self.headers = headers
+        self.answer_headers = answer_headers
         self._held = held
         self._exchange = exchange
         self._attempt = attempt

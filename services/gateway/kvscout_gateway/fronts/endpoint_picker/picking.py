@@ -19,6 +19,11 @@ class Pick(Protocol):
         """To be set, `wire.DESTINATION` among them."""
         ...
 
+    @property
+    def answer_headers(self) -> Mapping[str, str]:
+        """To be set in the response, where the proxy shows it."""
+        ...
+
     def answering(self, status: int, served: str, in_chunks: bool | None) -> None:
         """Record that an engine, or the proxy in its place, begins to answer.
 

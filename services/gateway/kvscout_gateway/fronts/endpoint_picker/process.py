@@ -144,7 +144,7 @@ class ExternalProcessor:
             error = raised
         else:
             self._count("picked")
-            return call.stream.picked(call.pick.headers, asked.changed)
+            return call.stream.picked(call.pick.headers, asked.changed, call.pick.answer_headers)
         self._count(type(error).__name__)
         return call.stream.refused(_refused(error, wanted.headers))
 

@@ -167,6 +167,7 @@ class RequestStream:
         self._follow = follow
         self._report = report
         self._picked = ""
+        self._answer_headers = wire.NO_HEADERS
         self._ends_with_answers = ends_with_answers
         self._max_body_bytes = max_body_bytes
         self._phase = _Phase.HEADERS
@@ -256,14 +257,18 @@ class RequestStream:
             return wire.duplex_response_answer(chunk.fields)
         return wire.ANSWER_RESPONSE_CHUNK
 
-    def picked(self, headers: Mapping[str, str], body: bytes | None = None) -> Step:
+    def picked(
+        self, headers: Mapping[str, str], body: bytes | None = None, answer_headers: Mapping[str, str] = wire.NO_HEADERS
+    ) -> Step:
         """Let the request go where it was picked to go.
 
         Args:
             headers: To set, `wire.DESTINATION` among them.
             body: Goes on in place of the one that came; None = as it came.
+            answer_headers: To set in the response.
         """
         assert self._phase is _Phase.PICKING
+        self._answer_headers = answer_headers
         self._phase = _Phase.PICKED
         self._picked = headers[wire.DESTINATION]
         override = None if self._headers_answered else self._override()
@@ -366,6 +371,8 @@ class RequestStream:
             self._mark = api.output_mark
         ended = self._end() if request.response_headers.end_of_stream else ()
         answer = wire.ANSWER_RESPONSE_HEADERS
+        if self._answer_headers:
+            answer = wire.response_headers_answer(self._answer_headers)
         if self._report is not None:
             answer = wire.response_headers_answer(self._report(request, self._picked))
         return Step((answer,), (answering, *ended))

@@ -21,6 +21,7 @@ SERVED: Final = "x-gateway-destination-endpoint-served"
 PREFILLER: Final = "x-prefiller-host-port"
 """Address of the prefill worker, for llm-d's sidecar at a decode worker."""
 RANK: Final = "x-data-parallel-rank"
+NO_HEADERS: Final[Mapping[str, str]] = {}
 PICK: Final = "x-kvscout-pick"
 """The name of the pick: what a proxy's access log is to say of the request."""
 PROXY_HEADERS: Final = "x-gateway-"

@@ -85,11 +85,14 @@ class ClientJson:
 class Client:
     """See `Reply`: an HTTP client that waits for an answer."""
 
-    def __init__(self, call: HttpCall, api: ApiDialect, *, whole_answer: bool, in_full: bool) -> None:
+    def __init__(
+        self, call: HttpCall, api: ApiDialect, *, whole_answer: bool, in_full: bool, shows_decision: bool
+    ) -> None:
         self._call = call
         self._api = api
         self._in_full = in_full
         """Its errors may name addresses."""
+        self._shows_decision = shows_decision
         self._whole_answer = whole_answer
         self._answer: HttpAnswer | None = None
         self._answered = False
@@ -154,6 +157,8 @@ class Client:
 
     def _headers(self, answer: HttpAnswer) -> list[tuple[str, str]]:
         headers = proxied.to_client(answer.headers)
+        if self.decision is not None and self._shows_decision:
+            headers += proxied.of_decision(self.decision)
         if self.decision is not None and self.decision.degraded:
             reasons = self.decision.degraded_for(in_full=self._in_full)
             headers.append((DEGRADED_HEADER, proxied.as_value("; ".join(reasons))))
@@ -201,7 +206,13 @@ class Generation:
             request = self._context.terms.apply(request, call.headers, caller.identity, body.fields)
         compared = comparison.begin(request.prompt)
         sent = ClientJson(call, body, with_key=self._passes_keys(), max_priority=caller.identity.max_priority)
-        client = Client(call, request.api, whole_answer=sent.whole_answer, in_full=caller.is_admin)
+        client = Client(
+            call,
+            request.api,
+            whole_answer=sent.whole_answer,
+            in_full=caller.is_admin,
+            shows_decision=self._context.shows_decision(caller.identity),
+        )
         client.request_id = sent.request_id or request.request_id
         request.body = sent
         stores = request.api.stores and body.fields.get("store") is not False

@@ -67,7 +67,7 @@ class Passthrough:
             workers = self._workers(caller.tenant, read.model)
         for tries, spec in enumerate(workers, 1):
             try:
-                await self._send(call, read, spec, caller.tenant)
+                await self._send(call, read, spec, caller)
                 return
             except EngineFailed as error:
                 error.worker_id = spec.worker_id
@@ -91,7 +91,7 @@ class Passthrough:
             )
         return able
 
-    async def _send(self, call: HttpCall, body: ClientBody, spec: WorkerSpec, tenant: str) -> None:
+    async def _send(self, call: HttpCall, body: ClientBody, spec: WorkerSpec, caller: Caller) -> None:
         with_key = self._passes_keys()
         request_id = header(call.headers, "x-request-id") or f"pass-{uuid.uuid4().hex}"
         target = f"{call.path}?{call.query}" if call.query else call.path
@@ -101,7 +101,7 @@ class Passthrough:
             headers=proxied.to_engine(call.headers, (("X-Request-Id", request_id),), with_key=with_key),
             body=body.data,
         )
-        liveness = self._observations.of(tenant, WorkerRank(spec.worker_id, spec.dp_start_rank)).liveness
+        liveness = self._observations.of(caller.tenant, WorkerRank(spec.worker_id, spec.dp_start_rank)).liveness
         engine = self._engines.call(
             spec.http_endpoint,
             uncached_tokens=0,
@@ -113,7 +113,10 @@ class Passthrough:
         passed = False
         try:
             answer = await engine.send(request)
-            await call.start(answer.status, proxied.to_client(answer.headers))
+            headers = proxied.to_client(answer.headers)
+            if self._context.shows_decision(caller.identity):
+                headers.append((proxied.WORKER_HEADER, proxied.as_value(spec.worker_id)))
+            await call.start(answer.status, headers)
             async for chunk in engine.chunks(answer):
                 passed = True
                 await call.write(chunk)
