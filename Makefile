@@ -125,6 +125,9 @@ chaos-flood: $(DEVELOP) ## Floods from other processes, one after another; no ho
 	PYTHONPATH=tests $(PY) -m chaos.flood
 	CHAOS_ONE_PROCESS=1 PYTHONPATH=tests $(PY) -m chaos.flood
 
+first-hour: $(DEVELOP) ## What a newcomer does, from a clone on; then each part is broken, and doctor must name it first, within 5 s. HERE=1: no clone.
+	PYTHONPATH=tests $(PY) tests/first_hour.py
+
 openai-sdist: $(DEVELOP) ## The tests that OpenAI ships with its Python client (downloaded) against a gateway and simulated engines.
 	PYTHONPATH=tests $(PY) tests/openai_sdist.py
 

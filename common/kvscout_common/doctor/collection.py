@@ -54,6 +54,8 @@ from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 
 CONCURRENT_CALLS = 32
+HEALTH_SECONDS = 3.0
+"""Longest wait for a service to say what it is: that takes it no work."""
 MAX_ASKED = 1000
 """Largest number of services, and of engines, that are queried; more are left out."""
 
@@ -150,6 +152,7 @@ class Collection:
                 queried.add((service.kind, one.place))
                 services.append(service)
             waiting = [other for service in answered for other in _named_by(service)]
+        services = await self._asked_again(services)
         services.sort(key=lambda service: list(Kind).index(service.kind) if service.kind else len(Kind))
         snapshot = Snapshot(tuple(services), left_out=left_out, is_own=is_own)
         specs = _specs(snapshot) if engines else []
@@ -165,6 +168,21 @@ class Collection:
             left_out=left_out + max(0, len(specs) - MAX_ASKED),
             proxies=tuple(asked_proxies),
         )
+
+    async def _asked_again(self, services: list[Service]) -> list[Service]:
+        """Ask gateways again that spoke well of a service which then did not answer: it may have begun to hang."""
+        silent = {service.address for service in services if service.error and service.actual is None}
+        doubtful = [
+            place
+            for place, service in enumerate(services)
+            if isinstance(service.status, gateway_pb2.GatewayGetStatusResponse)
+            and any(helper.healthy and helper.address in silent for helper in service.status.helpers)
+        ]
+        asked = [Named(services[place].address, Kind.GATEWAY, services[place].named_by) for place in doubtful]
+        for place, service in zip(doubtful, await asyncio.gather(*map(self._ask, asked)), strict=True):
+            if not service.error:
+                services[place] = service
+        return services
 
     async def _ask(self, named: Named) -> Service:
         if problem := address_problem(named.address):
@@ -231,7 +249,7 @@ class Collection:
         for kind in kinds:
             request = health_pb2.HealthCheckRequest(service=_NAMES[kind])
             try:
-                answer = await call(probe.Check, request, timeout=self._timeout)
+                answer = await call(probe.Check, request, timeout=min(self._timeout, HEALTH_SECONDS))
             except (NotFound, Unimplemented):
                 continue
             return kind, answer.status == health_pb2.HealthCheckResponse.SERVING
