@@ -120,7 +120,7 @@ def test_a_policy_that_fails_when_it_is_told_disturbs_nobody(caplog: pytest.LogC
     assert loads(made)["w"][0] == 3
     check_scheduler(made)
     (record,) = caplog.records
-    assert "failed as an observer of: booked" in record.getMessage()
+    assert "failed: as an observer, booked: RuntimeError: not listening" in record.getMessage()
 
 
 def test_what_ran_before_it_was_booked_here_is_no_prefill_and_teaches_nothing() -> None:

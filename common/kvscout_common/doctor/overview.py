@@ -12,7 +12,11 @@ from kvscout_common.doctor.request_checks import check_requests
 from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot, WorkerName, observed_name, source_name
 from kvscout_common.doctor.worker_health import Health, judged_healths, shown_health
 from kvscout_common.enum_words import word_of
+from kvscout_common.plain_text import printable
 from kvscout_common.worker import MAX_RANKS
+
+TROUBLE_CHARACTERS = 1_000
+"""Longest sentence on requests; services say a part of it."""
 
 TROUBLED = frozenset(
     {
@@ -196,7 +200,7 @@ def overview(snapshot: Snapshot) -> Overview:
             for one in pool.queue
         ),
         troubles=tuple(
-            f"{found.condition.id}: {found.evidence}"
+            printable(f"{found.condition.id}: {found.evidence}", TROUBLE_CHARACTERS)
             for found in sorted(check_requests(snapshot), key=lambda one: one.condition.severity is not Severity.ERROR)
         ),
         failed=failed_by_owner(snapshot),
