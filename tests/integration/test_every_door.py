@@ -177,12 +177,8 @@ async def refuses_other_tenants(channel: grpc.aio.Channel, method: MethodDescrip
     assert any(tenant_paths(method.input_type)), f"{path}: whose is it?"
     # Its own is named in the message around each: "" would be the default tenant, which is another one.
     wrong = [*foreign_messages(method.input_type, THEIRS), *foreign_messages(method.input_type, "default")]
-    if name not in (
-        "ListWorkers",
-        "ListFailures",
-        "GetLadder",
-        "GetStatus",
-    ):  # there it means all that the caller may see
+    # There it means all that the caller may see.
+    if name not in ("ListWorkers", "ListFailures", "GetLadder", "GetStatus"):
         wrong += foreign_messages(method.input_type, ALL_TENANTS)
     if "tenant" in method.input_type.fields_by_name:
         wrong.append(("nowhere", GetMessageClass(method.input_type)()))
