@@ -185,6 +185,9 @@ class KvEventPublisher(CacheEvents):
         total_kv_blocks: KV blocks of one rank's device cache; 0 = unknown.
         copies: "count" if a block that is stored twice must be removed twice, "set" if once.
         http_endpoint: Base URL of the engine, for the registration; "" = none.
+        engine: API of the engine, for the registration: "custom" = gateways only say where a request should go;
+            "openai" = they dispatch requests over HTTP to it; "vllm" and "sglang" = they also ask it what such engines
+            answer, such as health, metrics and tokens.
         labels: Labels of the worker, for the registration.
         epoch: Number of this incarnation of the engine, above those before; None = wall clock in milliseconds.
 
@@ -194,7 +197,7 @@ class KvEventPublisher(CacheEvents):
         InvalidArgument: A field of the worker is out of range.
     """
 
-    def __init__(  # noqa: C901  # one check of a field after the other
+    def __init__(  # noqa: C901, PLR0912  # one check of a field after the other
         self,
         *,
         worker_id: str,
@@ -216,6 +219,7 @@ class KvEventPublisher(CacheEvents):
         total_kv_blocks: int = 0,
         copies: str = "count",
         http_endpoint: str = "",
+        engine: str = "custom",
         labels: Mapping[str, str] | None = None,
         epoch: int | None = None,
     ) -> None:
@@ -223,6 +227,10 @@ class KvEventPublisher(CacheEvents):
             raise ValueError(f"transport {transport!r} is none of {', '.join(_TRANSPORTS)}")
         if copies not in tuple(CopyMode):
             raise ValueError(f"copies {copies!r} is none of {', '.join(CopyMode)}")
+        if engine not in tuple(EngineKind):
+            raise ValueError(f"engine {engine!r} is none of {', '.join(EngineKind)}")
+        if engine != EngineKind.CUSTOM and not http_endpoint:
+            raise ValueError(f"http_endpoint must be given for an engine {engine!r}: requests are dispatched there")
         if (transport == Transport.GRPC) != bool(indexers):
             raise ValueError("indexers must be given for transport grpc, and for no other")
         if isinstance(indexers, str) or isinstance(nats_servers, str):
@@ -240,7 +248,7 @@ class KvEventPublisher(CacheEvents):
             model=model,
             block_size=block_size,
             tenant=tenant,
-            engine=EngineKind.CUSTOM,
+            engine=EngineKind(engine),
             http_endpoint=http_endpoint,
             dp_size=dp_size,
             total_kv_blocks=total_kv_blocks,

@@ -42,6 +42,8 @@ class EngineKind(StrEnum):
     TRTLLM = "trtllm"
     MOCK = "mock"
     CUSTOM = "custom"
+    OPENAI = "openai"
+    """Any engine with OpenAI's API, of which nothing else is asked."""
 
 
 class DeviceClass(StrEnum):

@@ -42,6 +42,8 @@ class _EngineKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineKind
     """kvscout-mocker; speaks vLLM's API and events."""
     ENGINE_KIND_CUSTOM: _EngineKind.ValueType  # 5
     """An engine of one's own: events through the publisher library; the gateway does not dispatch to it."""
+    ENGINE_KIND_OPENAI: _EngineKind.ValueType  # 6
+    """Any engine with OpenAI's API at its http_endpoint: requests over HTTP are dispatched to it. Nothing else is asked of it."""
 
 class EngineKind(_EngineKind, metaclass=_EngineKindEnumTypeWrapper):
     """Which engine a worker runs: decides its HTTP API and event dialect."""
@@ -58,6 +60,8 @@ ENGINE_KIND_MOCK: EngineKind.ValueType  # 4
 """kvscout-mocker; speaks vLLM's API and events."""
 ENGINE_KIND_CUSTOM: EngineKind.ValueType  # 5
 """An engine of one's own: events through the publisher library; the gateway does not dispatch to it."""
+ENGINE_KIND_OPENAI: EngineKind.ValueType  # 6
+"""Any engine with OpenAI's API at its http_endpoint: requests over HTTP are dispatched to it. Nothing else is asked of it."""
 Global___EngineKind: _TypeAlias = EngineKind  # noqa: Y015
 
 class _DeviceClass:
