@@ -160,7 +160,7 @@ class Recording:
             tenant=request.tenant,
             model=request.lora_name or request.model,
             prompt_tokens=request.prompt.isl_tokens,
-            max_tokens=max(0, request.body.max_tokens or 0),
+            max_tokens=_u32(request.body.max_tokens or 0),
             streamed=not request.body.whole_answer,
             priority=request.priority,
             seconds=seconds,
@@ -172,14 +172,19 @@ class Recording:
             session_id = decision.session_id or session_id
             made.worker_id, made.dp_rank = decision.worker
             if usage is not None:
-                made.prompt_tokens = usage.prompt_tokens
+                made.prompt_tokens = _u32(usage.prompt_tokens)
                 if usage.cached_tokens is not None:
-                    made.cached_tokens = usage.cached_tokens
+                    made.cached_tokens = _u32(usage.cached_tokens)
             made.predicted_tokens = predicted_cached_tokens(
                 decision.overlap_blocks, made.prompt_tokens, decision.block_size
             )
             made.degraded = ", ".join(decision.degraded_for(in_full=False))
         if output is not None:
-            made.output_tokens, made.ttft_seconds = output.output_tokens, output.ttft_seconds
+            made.output_tokens, made.ttft_seconds = _u32(output.output_tokens), output.ttft_seconds
         for recorder in interested:
             recorder.put(made, session_id, prompt)
+
+
+def _u32(claimed: int) -> int:
+    """Return a number that a client or an engine says, in the range of its field."""
+    return min(max(0, claimed), 2**32 - 1)
