@@ -1,9 +1,13 @@
-"""The transport of the tests' own calls, the order of the tests, and a marker on those that start processes."""
+"""The transport of the tests' own calls, the order of the tests, a marker on those that start processes, and a look at
+what each event loop leaves open."""
 
 import ast
+import asyncio
 import os
 import re
 import sys
+import warnings
+from asyncio.selector_events import BaseSelectorEventLoop
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +23,28 @@ TESTS = Path(__file__).parent
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(TESTS.parent / "build" / "bytecode"))
+_close_loop = BaseSelectorEventLoop.close
+
+
+def _close_loop_and_its_connections(loop: BaseSelectorEventLoop) -> None:
+    """Close an event loop with what its servers accepted in its last turns, and warn of any other open connection.
+
+    Both would otherwise be found by a garbage collection in some later test, and fail that one.
+    """
+    transports = [] if loop.is_closed() else [each for each in loop._transports.values() if not each.is_closing()]  # type: ignore[attr-defined]  # no public list of them
+    accepted = [each for each in transports if each._server is not None]
+    others = [repr(each) for each in transports if each._server is None]
+    for transport in accepted:
+        transport.abort()
+    if accepted:
+        loop.run_until_complete(asyncio.sleep(0))
+    _close_loop(loop)
+    if others:
+        warnings.warn(f"left open when its event loop was closed: {', '.join(others)}", ResourceWarning, stacklevel=2)
+
+
+BaseSelectorEventLoop.close = _close_loop_and_its_connections  # type: ignore[method-assign, assignment]
+
 STARTS_PROCESSES = re.compile(
     r"\b(subprocess|multiprocessing|create_subprocess_\w+|os\.fork|kvscout_bench|playwright)\b"
 )

@@ -12,8 +12,8 @@ T_95: Final = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
 )
 """Two-sided 95 % quantiles of Student's distribution with 1, 2, … degrees of freedom."""
-NORMAL_95: Final = 1.960
-"""With very many."""
+NORMAL_95: Final = 1.959964
+"""The quantile of the normal distribution, which Student's approaches with many degrees of freedom."""
 
 
 class Estimate(NamedTuple):
@@ -39,8 +39,20 @@ def estimate(values: Sequence[float]) -> Estimate:
     if len(values) < 2:
         return Estimate(values[0], None)
     degrees = len(values) - 1
-    quantile = T_95[degrees - 1] if degrees <= len(T_95) else NORMAL_95
-    return Estimate(fmean(values), quantile * stdev(values) / sqrt(len(values)))
+    return Estimate(fmean(values), quantile_95(degrees) * stdev(values) / sqrt(len(values)))
+
+
+def quantile_95(degrees: int) -> float:
+    """Return the two-sided 95 % quantile of Student's distribution, with an error below 0.001.
+
+    Above the table by the first terms of its expansion around the normal quantile (Abramowitz and Stegun, 26.7.5).
+    """
+    if degrees <= len(T_95):
+        return T_95[degrees - 1]
+    normal = NORMAL_95
+    first = (normal**3 + normal) / 4
+    second = (5 * normal**5 + 16 * normal**3 + 3 * normal) / 96
+    return normal + first / degrees + second / degrees**2
 
 
 def percent_apart(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:

@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from support.free_ports import first_of_free_ports
 from support.mocker_process import DEADLINE_SECONDS, MockerProcess, running_mocker
 
 from kvscout_common.errors import ConfigError, InvalidArgument
@@ -108,7 +109,9 @@ async def test_cached_tokens_are_told_as_the_engine_was_told_to(details: str, to
 
 @pytest.mark.parametrize("replay", [True, False])
 async def test_a_restart_keeps_the_ports_and_forgets_everything_else(replay: bool) -> None:
-    async with running_mocker("--dp-size", "2") as mocker:
+    # A port of the kernel's own range may be another process's by the time it is bound again.
+    ports = [f"--{name}={first_of_free_ports(2)}" for name in ("port", "events-port", "replay-port", "bootstrap-port")]
+    async with running_mocker("--dp-size", "2", *ports) as mocker:
         first = await mocker.complete(PROMPTS[0], {"X-data-parallel-rank": "0"}, max_tokens=1)
         before = await truth(mocker)
         status, _ = await mocker.post("/mock/faults", {"restart": True, "replay": replay})

@@ -24,14 +24,26 @@ def free_ports(number: int) -> list[int]:
     for port in random.SystemRandom().sample(RANGE, len(RANGE)):
         if len(found) == number:
             return found
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        if _claimed(port):
+        if _is_free(port) and _claimed(port):
             found.append(port)
     raise AssertionError(f"{number} free ports are not to be had")
+
+
+def first_of_free_ports(number: int) -> int:
+    """Return the first of so many ports in a row that nobody has now, as `free_ports` gives them."""
+    for first in random.SystemRandom().sample(RANGE[:-number], len(RANGE) - number):
+        if all(_is_free(port) and _claimed(port) for port in range(first, first + number)):
+            return first
+    raise AssertionError(f"{number} free ports in a row are not to be had")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _claimed(port: int) -> bool:
