@@ -166,6 +166,11 @@ def current_identity() -> Identity:
     return _current.get()
 
 
+def tenant_to_show(named: str) -> str:
+    """Return the tenant whose data a running rpc shows: the one it names, the default one, or for "*" its caller's."""
+    return current_identity().tenant if named == ALL_TENANTS else named or DEFAULT_TENANT
+
+
 def enter(identity: Identity) -> Token[Identity]:
     """From here on an rpc of this caller runs, until `leave` is given what this returns."""
     return _current.set(identity)

@@ -9,12 +9,12 @@ from typing import Any
 from kvscout.v1 import types_pb2, workers_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.identity.identity import current_identity
+from kvscout_common.identity.identity import tenant_to_show
 from kvscout_common.registry.registrar import OwnRegistrar, Registrar
 from kvscout_common.registry.registry import Registry, WorkerName
 from kvscout_common.registry.worker_proto import spec_from_proto, spec_to_proto
 from kvscout_common.rpc.pages import page_token, read_page_token
-from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, WorkerSpec
+from kvscout_common.worker import DEFAULT_TENANT, WorkerSpec
 
 MAX_LEASE_SECONDS = 86_400
 WORKERS_A_TURN = 64
@@ -76,9 +76,7 @@ class WorkerRpcs:
     async def ListWorkers(
         self, request: workers_pb2.ListWorkersRequest, context: Any
     ) -> workers_pb2.ListWorkersResponse:
-        tenant = request.tenant or DEFAULT_TENANT
-        if tenant == ALL_TENANTS:
-            tenant = current_identity().tenant
+        tenant = tenant_to_show(request.tenant)
         answer = workers_pb2.ListWorkersResponse(version=self.registry.version)
         if request.known_version == answer.version:
             return answer

@@ -8,10 +8,9 @@ from typing import Any
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc, types_pb2
 from kvscout_bridge.bridge import Bridge, problems
 from kvscout_bridge.rank import BridgedRank
-from kvscout_common.identity.identity import current_identity
+from kvscout_common.identity.identity import tenant_to_show
 from kvscout_common.registry.worker_proto import rank_to_proto
 from kvscout_common.rpc.service_info import service_info
-from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 
 
 class BridgeServicer(bridge_pb2_grpc.BridgeServicer):
@@ -27,9 +26,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServicer):
             yield part
 
     async def GetStatus(self, request: types_pb2.GetStatusRequest, context: Any) -> bridge_pb2.BridgeGetStatusResponse:
-        tenant = request.tenant or DEFAULT_TENANT
-        if tenant == ALL_TENANTS:
-            tenant = current_identity().tenant
+        tenant = tenant_to_show(request.tenant)
         return bridge_pb2.BridgeGetStatusResponse(
             service=service_info(
                 self._bridge.started, warnings=self._bridge.warnings(), nats=self._bridge.link.status()

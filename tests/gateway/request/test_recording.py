@@ -14,6 +14,7 @@ from kvscout_common.worker import Role, WorkerRank
 from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.recording import KEPT_BYTES, MAX_RECORDERS, MESSAGE_BYTES, Recorder, Recording
 from kvscout_gateway.values.decision import Decision
+from kvscout_gateway.values.output import Output
 from kvscout_gateway.values.prompt import Geometry, Prompt
 from kvscout_gateway.values.request import Request, TokenBody
 from kvscout_gateway.values.session import Session
@@ -24,19 +25,26 @@ TOKENS = 1_000
 
 def request(**fields: Any) -> Request:
     usual: dict[str, Any] = {
-        "model": "m", "tenant": "default", "prompt": Prompt(TOKENS), "body": TokenBody({"max_tokens": 7}),
+        "model": "m", "tenant": "default", "prompt": Prompt(TOKENS), "body": TokenBody({}),
+        "output": Output(max_tokens=7),
     }  # fmt: skip
     return Request(**(usual | fields))
 
 
 def attempt(
-    of: Request, *, worker: str = "w", usage: Usage | None = None, role: Role = Role.AGGREGATED, remote: bool = False
+    of: Request,
+    *,
+    worker: str = "w",
+    usage: Usage | None = None,
+    role: Role = Role.AGGREGATED,
+    remote: bool = False,
+    output: int = 5,
 ) -> Attempt:
     """What an attempt has when it is over."""
     blocks = block_hashes_packed(range(TOKENS), 16)
     decision = Decision("default", "m", WorkerRank(worker, 1), Geometry(16, False), blocks, overlap_blocks=4)
     asked = SimpleNamespace(role=role, remote_prefill=remote)
-    made = SimpleNamespace(request=asked, decision=decision, usage=usage, output_tokens=5, ttft_seconds=0.5)
+    made = SimpleNamespace(request=asked, decision=decision, usage=usage, output_tokens=output, ttft_seconds=0.5)
     return cast(Attempt, made)
 
 
@@ -65,6 +73,20 @@ def test_a_request_is_recorded_with_its_decision_and_its_outcome() -> None:
     assert len(made.prefix_hashes) == TOKENS // 64
     assert made.session not in (0, 9)
     assert mine.take() is None
+
+
+def test_numbers_that_are_only_claimed_are_recorded_as_far_as_they_go() -> None:
+    """No usage that an engine claims may keep a booking from being freed."""
+    mine = recorder()
+    for claimed in (2**40, 2**64, -1):
+        one = request()
+        run = attempt(one, usage=Usage(claimed, claimed, claimed), output=claimed)
+        recording(mine).over(one, [run], "ok", started=10.0)
+        message = mine.take()
+        assert message is not None
+        [made] = message.requests
+        most = 0 if claimed < 0 else 2**32 - 1
+        assert {made.prompt_tokens, made.cached_tokens, made.output_tokens} == {most}
 
 
 def test_hashes_show_shared_prefixes_and_nothing_without_the_key() -> None:

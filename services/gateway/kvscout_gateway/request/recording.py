@@ -160,7 +160,7 @@ class Recording:
             tenant=request.tenant,
             model=request.lora_name or request.model,
             prompt_tokens=request.prompt.isl_tokens,
-            max_tokens=_u32(request.body.max_tokens or 0),
+            max_tokens=request.output.max_tokens,
             streamed=not request.body.whole_answer,
             priority=request.priority,
             seconds=seconds,

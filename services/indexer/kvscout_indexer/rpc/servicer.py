@@ -22,7 +22,7 @@ from kvscout_blocks.index.native import NativeQueries
 from kvscout_blocks.index.top_k import top_k
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import MmItem, block_hashes_packed
-from kvscout_common.identity.identity import current_identity
+from kvscout_common.identity.identity import current_identity, tenant_to_show
 from kvscout_common.observability import tracing
 from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
 from kvscout_common.rpc.handlers import Synchronous
@@ -186,9 +186,7 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
     async def GetStatus(
         self, request: types_pb2.GetStatusRequest, context: Any
     ) -> indexer_pb2.IndexerGetStatusResponse:
-        tenant = request.tenant or DEFAULT_TENANT
-        if tenant == ALL_TENANTS:
-            tenant = current_identity().tenant
+        tenant = tenant_to_show(request.tenant)
         self._indexer.pools.require_model(tenant, request.model)
         now = time.monotonic()
         status = indexer_pb2.IndexerGetStatusResponse(

@@ -12,7 +12,7 @@ import grpc
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import native_available
-from kvscout_common.identity.identity import AccessRole, current_identity
+from kvscout_common.identity.identity import AccessRole, current_identity, tenant_to_show
 from kvscout_common.observability import tracing
 from kvscout_common.registry.backends import Backends
 from kvscout_common.registry.registry import Registry
@@ -287,9 +287,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
     async def GetStatus(
         self, request: types_pb2.GetStatusRequest, context: Any
     ) -> scheduler_pb2.SchedulerGetStatusResponse:
-        tenant = request.tenant or DEFAULT_TENANT
-        if tenant == ALL_TENANTS:
-            tenant = current_identity().tenant
+        tenant = tenant_to_show(request.tenant)
         settings, stats = self._scheduler.settings, self._scheduler.stats
         pools = [
             pool

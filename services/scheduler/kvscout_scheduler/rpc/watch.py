@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.identity.identity import current_identity
+from kvscout_common.identity.identity import tenant_to_show
 from kvscout_common.transport.statuses import status_code
-from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT
 from kvscout_scheduler.messages import translate
 from kvscout_scheduler.policies.decision_feed import DecisionRecord, DecisionWatcher
 from kvscout_scheduler.rpc.listing import load_to_proto, potential_loads
@@ -54,9 +53,7 @@ class WatchRpcs:
     async def WatchDecisions(
         self, request: scheduler_pb2.WatchDecisionsRequest, context: Any
     ) -> AsyncGenerator[scheduler_pb2.WatchDecisionsResponse, None]:
-        tenant = request.tenant or DEFAULT_TENANT
-        if tenant == ALL_TENANTS:
-            tenant = current_identity().tenant
+        tenant = tenant_to_show(request.tenant)
         news = asyncio.Event()
         watcher = DecisionWatcher(tenant, request.model, request.explain, news.set)
         self._scheduler.decision_feed.add(watcher)

@@ -12,12 +12,12 @@ import grpc
 from kvscout.v1 import events_pb2, gateway_pb2, gateway_pb2_grpc, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.worker_health import load_healths
 from kvscout_common.errors import InvalidArgument, NotFound
-from kvscout_common.identity.identity import AccessRole, current_identity
+from kvscout_common.identity.identity import AccessRole, current_identity, tenant_to_show
 from kvscout_common.known_names import or_known
 from kvscout_common.registry.worker_proto import rank_from_proto, spec_from_proto
 from kvscout_common.registry.worker_rpcs import WorkerRpcs, required_id
 from kvscout_common.rpc.request_names import NamesRequest
-from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, WorkerSpec
+from kvscout_common.worker import DEFAULT_TENANT, WorkerSpec
 from kvscout_gateway.engines.judge import health_to_proto
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.failures import list_failures
@@ -165,18 +165,11 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     async def ListFailures(
         self, request: gateway_pb2.ListFailuresRequest, context: Any
     ) -> gateway_pb2.ListFailuresResponse:
-        identity = current_identity()
-        tenant = request.tenant or DEFAULT_TENANT
-        if tenant == ALL_TENANTS:
-            tenant = identity.tenant
-        return list_failures(
-            self._gateway.failure_log, request, tenant=tenant, in_full=identity.role is AccessRole.ADMIN
-        )
+        in_full = current_identity().role is AccessRole.ADMIN
+        return list_failures(self._gateway.failure_log, request, tenant=tenant_to_show(request.tenant), in_full=in_full)
 
     async def GetLadder(self, request: gateway_pb2.GetLadderRequest, context: Any) -> gateway_pb2.GetLadderResponse:
-        tenant = request.tenant or DEFAULT_TENANT
-        if tenant == ALL_TENANTS:
-            tenant = current_identity().tenant
+        tenant = tenant_to_show(request.tenant)
         self._require_model(tenant, request.model)
         return get_ladder(self._gateway.exchanges.context.ladders, self._gateway.catalog, request, tenant=tenant)
 
@@ -220,9 +213,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
     async def RecordRequests(
         self, request: gateway_pb2.RecordRequestsRequest, context: Any
     ) -> AsyncGenerator[gateway_pb2.RecordRequestsResponse, None]:
-        tenant = request.tenant or DEFAULT_TENANT
-        if tenant == ALL_TENANTS:
-            tenant = current_identity().tenant
+        tenant = tenant_to_show(request.tenant)
         news = asyncio.Event()
         recorder = Recorder(tenant, request.model, request.key, request.tokens_per_hash, news.set)
         recording = self._gateway.exchanges.context.recording
@@ -259,9 +250,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
         self, request: types_pb2.GetStatusRequest, context: Any
     ) -> gateway_pb2.GatewayGetStatusResponse:
         gateway = self._gateway
-        tenant = request.tenant or DEFAULT_TENANT
-        if tenant == ALL_TENANTS:
-            tenant = current_identity().tenant
+        tenant = tenant_to_show(request.tenant)
         self._require_model(tenant, request.model)
         if request.check_workers:
             await gateway.health_checks.check_all(tenant)
