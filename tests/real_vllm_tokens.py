@@ -24,7 +24,7 @@ from kvscout_common.errors import KvscoutError
 from kvscout_common.http.factory import connect
 from kvscout_gateway.tokens.remote_source import render_call, tokenize_call
 from kvscout_gateway.tokens.remote_tokens import RemoteTokens, Server
-from kvscout_gateway.tokens.source import Wanted
+from kvscout_gateway.tokens.source import TokenRequest
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
 
@@ -85,7 +85,7 @@ async def asked(port: int, rows: list[dict[str, Any]]) -> dict[str, Counter[str]
     for name, call_of in (("the render endpoints", render_call), ("/tokenize", tokenize_call)):
         results[name] = Counter()
         for row in rows:
-            wanted = Wanted(row["request"], row["dialect"], MODEL, "a", 1)
+            wanted = TokenRequest(row["request"], row["dialect"], MODEL, "a", 1)
             try:
                 tokens = array("I", (await remote.fetch(server, call_of(wanted))).token_ids).tolist()
                 results[name]["same" if tokens == row.get("token_ids") else "different"] += 1

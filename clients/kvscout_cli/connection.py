@@ -14,9 +14,9 @@ from google.protobuf.message import Message
 from kvscout.v1 import scheduler_pb2_grpc
 from kvscout_cli import completion
 from kvscout_client import ClientSecurity, NotGrpc, NotSecured, Router
-from kvscout_common.doctor.collection import Named
+from kvscout_common.doctor.collection import NamedService
 from kvscout_common.doctor.gathering import Gathering
-from kvscout_common.doctor.snapshot import Kind, Snapshot
+from kvscout_common.doctor.snapshot import ServiceKind, Snapshot
 from kvscout_common.errors import NotFound, Unavailable
 from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.settings.flags import SectionedOption, client_flags, flag
@@ -136,9 +136,9 @@ class Services:
     security: ClientSecurity
 
     @property
-    def named(self) -> list[Named]:
+    def named(self) -> list[NamedService]:
         """Return the services that are queried first."""
-        return [Named(self.gateway, Kind.GATEWAY), *(Named(address) for address in self.further)]
+        return [NamedService(self.gateway, ServiceKind.GATEWAY), *(NamedService(address) for address in self.further)]
 
     @property
     def gathering(self) -> Gathering:

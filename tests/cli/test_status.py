@@ -24,9 +24,9 @@ from support.gateway_stack import Stack, fresh_prompt, running_stack
 from support.processes import DEADLINE_SECONDS, eventually
 
 from kvscout.v1 import workers_pb2
-from kvscout_common.doctor.collection import Collection, Named
+from kvscout_common.doctor.collection import Collection, NamedService
 from kvscout_common.doctor.overview import Overview, overview
-from kvscout_common.doctor.snapshot import Kind
+from kvscout_common.doctor.snapshot import ServiceKind
 from kvscout_common.identity.client_security import PLAINTEXT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -51,7 +51,7 @@ async def stack() -> AsyncIterator[Stack]:
 
 
 async def seen(stack: Stack, *further: str) -> Overview:
-    named = [Named(stack.gateway.address, Kind.GATEWAY), *map(Named, further)]
+    named = [NamedService(stack.gateway.address, ServiceKind.GATEWAY), *map(NamedService, further)]
     return overview(await Collection(PLAINTEXT, timeout_seconds=DEADLINE_SECONDS).snapshot(named, engines=False))
 
 
@@ -110,7 +110,10 @@ async def test_further_services_are_known_by_what_they_say_and_shown_once(stack:
 
 
 async def test_a_gateway_that_was_told_of_another_service_as_its_scheduler_is_said_so(stack: Stack) -> None:
-    named = [Named(stack.indexer.address, Kind.SCHEDULER), Named(stack.gateway.address, Kind.INDEXER)]
+    named = [
+        NamedService(stack.indexer.address, ServiceKind.SCHEDULER),
+        NamedService(stack.gateway.address, ServiceKind.INDEXER),
+    ]
     shown = overview(await Collection(PLAINTEXT).snapshot(named))
     assert sorted(row.state for row in shown.services) == [
         "no indexer: it is a service of another kind, gateway",

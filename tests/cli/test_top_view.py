@@ -12,7 +12,7 @@ from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2
 from kvscout_cli.top_keys import View
 from kvscout_cli.top_view import frame, shown_rows
 from kvscout_common.doctor.moment import Moment
-from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot
+from kvscout_common.doctor.snapshot import RankName, Service, ServiceKind, Snapshot
 
 NAME = RankName("t", "w", 0)
 
@@ -35,8 +35,10 @@ def moment(at: float, requests: int, cached: int, problem: str = "") -> Moment:
     )
     pools = [scheduler_pb2.PoolLoad(model="m", queued=5)]
     services = (
-        Service("g:1", Kind.GATEWAY, serving=True, status=status),
-        Service("s:1", Kind.SCHEDULER, serving=True, status=scheduler_pb2.SchedulerGetStatusResponse(pools=pools)),
+        Service("g:1", ServiceKind.GATEWAY, serving=True, status=status),
+        Service(
+            "s:1", ServiceKind.SCHEDULER, serving=True, status=scheduler_pb2.SchedulerGetStatusResponse(pools=pools)
+        ),
     )
     return Moment(at, Snapshot(services), {NAME: load})
 
@@ -62,7 +64,7 @@ def test_the_callers_whose_requests_wait_are_named_the_largest_first() -> None:
     queue = [scheduler_pb2.QueueShare(caller=name, fairness_id=fid, waiting=count) for name, fid, count in waiting]
     pools = [scheduler_pb2.PoolLoad(tenant="t", model="m", queued=19, queue=queue)]
     status = scheduler_pb2.SchedulerGetStatusResponse(pools=pools)
-    service = Service("s:1", Kind.SCHEDULER, serving=True, status=status)
+    service = Service("s:1", ServiceKind.SCHEDULER, serving=True, status=status)
     text = shown(Moment(1.0, Snapshot((service,)), {}), None)
     assert "queued 19 (flood 9, t/b\\n 4, flood/a 3, …)" in text
 
@@ -75,7 +77,7 @@ def test_a_worker_of_several_indexers_is_one_line_that_shows_trouble_first() -> 
     live, lost = indexer_pb2.SOURCE_STATE_LIVE, indexer_pb2.SOURCE_STATE_DISCONNECTED
     for states, expected in (((live, live), "live"), ((live, lost), "disconnected"), ((lost, live), "disconnected")):
         services = [
-            Service(f"i:{number}", Kind.INDEXER, serving=True, status=status(state))
+            Service(f"i:{number}", ServiceKind.INDEXER, serving=True, status=status(state))
             for number, state in enumerate(states)
         ]
         text = shown(Moment(1.0, Snapshot(tuple(services)), {}), None)
@@ -122,8 +124,8 @@ def fleet(*names: str) -> Moment:
         for number, source in enumerate(sources)
     ]
     services = (
-        Service("g:1", Kind.GATEWAY, serving=True, status=gateway_pb2.GatewayGetStatusResponse(workers=seen)),
-        Service("i:1", Kind.INDEXER, serving=True, status=indexer_pb2.IndexerGetStatusResponse(sources=sources)),
+        Service("g:1", ServiceKind.GATEWAY, serving=True, status=gateway_pb2.GatewayGetStatusResponse(workers=seen)),
+        Service("i:1", ServiceKind.INDEXER, serving=True, status=indexer_pb2.IndexerGetStatusResponse(sources=sources)),
     )
     load = scheduler_pb2.WorkerLoad(active_requests=12, active_prefill_tokens=20_000, total_kv_blocks=4_096)
     return Moment(1.0, Snapshot(services), {RankName("t", name, 0): load for name in names})

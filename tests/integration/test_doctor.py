@@ -21,10 +21,10 @@ from support.processes import DEADLINE_SECONDS, Running, eventually, running
 from support.trained_tokenizers import byte_level, save
 
 from kvscout.v1 import workers_pb2
-from kvscout_common.doctor.collection import Collection, Named
+from kvscout_common.doctor.collection import Collection, NamedService
 from kvscout_common.doctor.diagnosis import Finding, diagnose
 from kvscout_common.doctor.prediction_checks import ENOUGH
-from kvscout_common.doctor.snapshot import Kind
+from kvscout_common.doctor.snapshot import ServiceKind
 from kvscout_common.hashing import native_available
 from kvscout_common.identity.client_security import PLAINTEXT, ClientSecurity
 from kvscout_common.process.descriptors import FEW
@@ -39,7 +39,7 @@ NAMED = re.compile(r"worker ([\w-]+)")
 
 async def findings(gateway: Running, *further: str, security: ClientSecurity = PLAINTEXT) -> list[Finding]:
     """What doctor says now."""
-    named = [Named(gateway.address, Kind.GATEWAY), *map(Named, further)]
+    named = [NamedService(gateway.address, ServiceKind.GATEWAY), *map(NamedService, further)]
     return diagnose(await Collection(security, timeout_seconds=DEADLINE_SECONDS).snapshot(named))
 
 

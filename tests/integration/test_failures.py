@@ -24,11 +24,11 @@ from support.processes import DEADLINE_SECONDS, Running, eventually, running
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_client import Failure, FaultOwner, Router
-from kvscout_common.doctor.collection import Collection, Named
+from kvscout_common.doctor.collection import Collection, NamedService
 from kvscout_common.doctor.diagnosis import Finding, diagnose
 from kvscout_common.doctor.overview import Overview, overview
 from kvscout_common.doctor.request_checks import FEW
-from kvscout_common.doctor.snapshot import Kind, Snapshot
+from kvscout_common.doctor.snapshot import ServiceKind, Snapshot
 from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_common.rpc.channel import call
 
@@ -54,7 +54,7 @@ class World:
 
     async def snapshot(self) -> Snapshot:
         """What all services say of themselves."""
-        named = [Named(self.gateway.address, Kind.GATEWAY)]
+        named = [NamedService(self.gateway.address, ServiceKind.GATEWAY)]
         return await Collection(PLAINTEXT, timeout_seconds=DEADLINE_SECONDS).snapshot(named, engines=False)
 
     async def doctor(self) -> Finding:

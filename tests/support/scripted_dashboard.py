@@ -13,12 +13,12 @@ from aiohttp import web
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.moment import Moment
-from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot
+from kvscout_common.doctor.snapshot import RankName, Service, ServiceKind, Snapshot
 from kvscout_gateway.engines.causes import Cause
 from kvscout_gateway.fronts.dashboard.document import state
 from kvscout_gateway.fronts.dashboard.page import page
 from kvscout_gateway.request import failures
-from kvscout_gateway.request.failures import Asked, Failure
+from kvscout_gateway.request.failures import Failure, RequestSummary
 from support.web_servers import web_server
 
 MODEL = "llama-3-8b"
@@ -112,13 +112,16 @@ def moment(draw: Random, workers: int, requests: int = 5_000, left_out: Sequence
         requests=requests, in_flight=7, failures=8, workers=seen, failure_counts=counts
     )
     services = (
-        Service("10.0.0.1:7050", Kind.GATEWAY, serving=True, status=status, workers=entries),
+        Service("10.0.0.1:7050", ServiceKind.GATEWAY, serving=True, status=status, workers=entries),
         Service(
-            "10.0.0.2:7051", Kind.INDEXER, serving=True, status=indexer_pb2.IndexerGetStatusResponse(sources=sources)
+            "10.0.0.2:7051",
+            ServiceKind.INDEXER,
+            serving=True,
+            status=indexer_pb2.IndexerGetStatusResponse(sources=sources),
         ),
         Service(
             "10.0.0.3:7052",
-            Kind.SCHEDULER,
+            ServiceKind.SCHEDULER,
             serving=True,
             status=scheduler_pb2.SchedulerGetStatusResponse(policy="kv-time", pools=[pool]),
         ),
@@ -128,9 +131,9 @@ def moment(draw: Random, workers: int, requests: int = 5_000, left_out: Sequence
 
 def failure(number: int, at: float, cause: Cause = Cause.WORKER, *, answered: bool = False) -> Failure:
     """A request that failed on w0."""
-    asked = Asked("/v1/chat/completions", "default", MODEL, f"gen-8de15c117fc841678608a74c3c1d{number:04}")
+    asked = RequestSummary("/v1/chat/completions", "default", MODEL, f"gen-8de15c117fc841678608a74c3c1d{number:04}")
     text = "the engine's connection broke before its first token"
-    return Failure(number, at, asked, "502", failures.Kind(cause, answered), ("w0",), text, text, "")
+    return Failure(number, at, asked, "502", failures.FailureKind(cause, answered), ("w0",), text, text, "")
 
 
 def point(at: float, *, hit: float | None = 0.8, **more: Any) -> dict[str, Any]:

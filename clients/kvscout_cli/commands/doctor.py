@@ -14,7 +14,7 @@ from kvscout_cli.output import print_json
 from kvscout_cli.tables import stdout
 from kvscout_common.doctor.conditions import Severity
 from kvscout_common.doctor.diagnosis import Finding, diagnose, is_wrong
-from kvscout_common.doctor.snapshot import Kind, Snapshot
+from kvscout_common.doctor.snapshot import ServiceKind, Snapshot
 from kvscout_common.settings.flags import SectionedCommand
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold"}
@@ -75,7 +75,7 @@ def _say(console: Console, text: str, *, indent: str) -> None:
 
 
 def _summary(snapshot: Snapshot, findings: list[Finding]) -> str:
-    counts = [(kind, sum(service.info is not None for service in snapshot.of_kind(kind))) for kind in Kind]
+    counts = [(kind, sum(service.info is not None for service in snapshot.of_kind(kind))) for kind in ServiceKind]
     counted = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts if count) or "nobody answered"
     workers = len(snapshot.workers)
     about = f"asked: {counted}; {workers:,} worker{'s' * (workers != 1)}"

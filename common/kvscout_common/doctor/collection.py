@@ -31,11 +31,10 @@ from kvscout_common.doctor.snapshot import (
     HELPER_KINDS,
     PROXY_COUNTERS,
     Engine,
-    Kind,
     Proxy,
     Service,
+    ServiceKind,
     Snapshot,
-    WorkerName,
 )
 from kvscout_common.doctor.worker_health import judged_healths
 from kvscout_common.endpoints import address_problem
@@ -49,6 +48,7 @@ from kvscout_common.identity.tls_probe import tls_trouble
 from kvscout_common.plain_text import printable
 from kvscout_common.registry.engine_facts import QUERIED_ENGINES
 from kvscout_common.registry.engine_query import query_engine
+from kvscout_common.registry.registry import WorkerName
 from kvscout_common.registry.worker_proto import spec_from_proto
 from kvscout_common.rpc.channel import call, open_channel
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
@@ -59,26 +59,26 @@ HEALTH_SECONDS = 3.0
 MAX_ASKED = 1000
 """Largest number of services, and of engines, that are queried; more are left out."""
 
-_STUBS: dict[Kind, Callable[[Any], Any]] = {
-    Kind.GATEWAY: gateway_pb2_grpc.GatewayStub,
-    Kind.INDEXER: indexer_pb2_grpc.IndexerStub,
-    Kind.SCHEDULER: scheduler_pb2_grpc.SchedulerStub,
-    Kind.BRIDGE: bridge_pb2_grpc.BridgeStub,
+_STUBS: dict[ServiceKind, Callable[[Any], Any]] = {
+    ServiceKind.GATEWAY: gateway_pb2_grpc.GatewayStub,
+    ServiceKind.INDEXER: indexer_pb2_grpc.IndexerStub,
+    ServiceKind.SCHEDULER: scheduler_pb2_grpc.SchedulerStub,
+    ServiceKind.BRIDGE: bridge_pb2_grpc.BridgeStub,
 }
 _NAMES = {
-    Kind.GATEWAY: gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name,
-    Kind.INDEXER: indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name,
-    Kind.SCHEDULER: scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
-    Kind.BRIDGE: bridge_pb2.DESCRIPTOR.services_by_name["Bridge"].full_name,
+    ServiceKind.GATEWAY: gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].full_name,
+    ServiceKind.INDEXER: indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name,
+    ServiceKind.SCHEDULER: scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
+    ServiceKind.BRIDGE: bridge_pb2.DESCRIPTOR.services_by_name["Bridge"].full_name,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedService:
     """A service to ask."""
 
     address: str
-    kind: Kind | None = None
+    kind: ServiceKind | None = None
     """None = find out."""
     named_by: str = ""
 
@@ -118,7 +118,7 @@ class Collection:
 
     async def snapshot(
         self,
-        named: Iterable[Named],
+        named: Iterable[NamedService],
         *,
         known: Iterable[Service] = (),
         engines: bool = True,
@@ -133,9 +133,9 @@ class Collection:
             proxies: Base URLs of the admin interfaces of Envoys to ask.
         """
         services = list(known)
-        is_own = any(one.kind is Kind.GATEWAY for one in services)
+        is_own = any(one.kind is ServiceKind.GATEWAY for one in services)
         self._checks_workers = engines
-        queried: set[tuple[Kind | None, str]] = {(one.kind, one.address) for one in services}
+        queried: set[tuple[ServiceKind | None, str]] = {(one.kind, one.address) for one in services}
         waiting, left_out = [*named, *(other for service in services for other in _named_by(service))], 0
         while waiting:
             due = []
@@ -153,7 +153,7 @@ class Collection:
                 services.append(service)
             waiting = [other for service in answered for other in _named_by(service)]
         services = await self._asked_again(services)
-        services.sort(key=lambda service: list(Kind).index(service.kind) if service.kind else len(Kind))
+        services.sort(key=lambda service: list(ServiceKind).index(service.kind) if service.kind else len(ServiceKind))
         snapshot = Snapshot(tuple(services), left_out=left_out, is_own=is_own)
         specs = _specs(snapshot) if engines else []
         if not specs and not proxies:
@@ -178,13 +178,15 @@ class Collection:
             if isinstance(service.status, gateway_pb2.GatewayGetStatusResponse)
             and any(helper.healthy and helper.address in silent for helper in service.status.helpers)
         ]
-        asked = [Named(services[place].address, Kind.GATEWAY, services[place].named_by) for place in doubtful]
+        asked = [
+            NamedService(services[place].address, ServiceKind.GATEWAY, services[place].named_by) for place in doubtful
+        ]
         for place, service in zip(doubtful, await asyncio.gather(*map(self._ask, asked)), strict=True):
             if not service.error:
                 services[place] = service
         return services
 
-    async def _ask(self, named: Named) -> Service:
+    async def _ask(self, named: NamedService) -> Service:
         if problem := address_problem(named.address):
             return Service(named.address, named.kind, named_by=named.named_by, error=f"is no address: {problem}")
         async with self._places:
@@ -200,11 +202,11 @@ class Collection:
             finally:
                 await channel.close()
 
-    async def _answers(self, channel: Any, named: Named) -> Service:
-        kind, serving = await self._health(channel, [named.kind] if named.kind is not None else list(Kind))
+    async def _answers(self, channel: Any, named: NamedService) -> Service:
+        kind, serving = await self._health(channel, [named.kind] if named.kind is not None else list(ServiceKind))
         service = Service(named.address, kind or named.kind, named_by=named.named_by, serving=serving)
         if kind is None:
-            other, _ = await self._health(channel, [one for one in Kind if one is not named.kind])
+            other, _ = await self._health(channel, [one for one in ServiceKind if one is not named.kind])
             answers = (
                 f"it is a service of another kind, {other}" if other is not None else "something else answers there"
             )
@@ -223,10 +225,10 @@ class Collection:
             )
         untold: list[str] = []
         workers = replicas = None
-        if kind is not Kind.BRIDGE:
+        if kind is not ServiceKind.BRIDGE:
             every = workers_pb2.ListWorkersRequest(tenant=self._tenant)
             workers = await self._or_none(stub.ListWorkers, every, "its workers", untold)
-        if kind is Kind.SCHEDULER:
+        if kind is ServiceKind.SCHEDULER:
             tenant = "" if self._tenant == ALL_TENANTS else self._tenant
             replicas = await self._or_none(
                 stub.GetReplicas, scheduler_pb2.GetReplicasRequest(tenant=tenant), "its replicas", untold
@@ -239,7 +241,7 @@ class Collection:
             untold=tuple(untold),
         )
 
-    async def _health(self, channel: Any, kinds: Sequence[Kind]) -> tuple[Kind | None, bool]:
+    async def _health(self, channel: Any, kinds: Sequence[ServiceKind]) -> tuple[ServiceKind | None, bool]:
         """Return which of some kinds a service is, and whether it serves; None = it is none of them.
 
         Raises:
@@ -288,7 +290,7 @@ class Collection:
                 return Proxy(url, error="no admin interface of Envoy: its /stats has another form")
 
 
-def _named_by(service: Service) -> list[Named]:
+def _named_by(service: Service) -> list[NamedService]:
     """Return the services that one names."""
     helpers = service.status.helpers if isinstance(service.status, gateway_pb2.GatewayGetStatusResponse) else ()
     bridges = {
@@ -297,8 +299,12 @@ def _named_by(service: Service) -> list[Named]:
         if entry.worker.bridge_endpoint
     }
     return [
-        *(Named(one.address, HELPER_KINDS[one.kind], service.address) for one in helpers if one.kind in HELPER_KINDS),
-        *(Named(address, Kind.BRIDGE, f"worker {worker_id}") for address, worker_id in bridges.items()),
+        *(
+            NamedService(one.address, HELPER_KINDS[one.kind], service.address)
+            for one in helpers
+            if one.kind in HELPER_KINDS
+        ),
+        *(NamedService(address, ServiceKind.BRIDGE, f"worker {worker_id}") for address, worker_id in bridges.items()),
     ]
 
 

@@ -17,10 +17,11 @@ from kvscout_common.doctor.conditions import (
     Condition,
 )
 from kvscout_common.doctor.overview import seen_by_gateways
-from kvscout_common.doctor.snapshot import Snapshot, WorkerName
+from kvscout_common.doctor.snapshot import Snapshot
 from kvscout_common.doctor.symptom import Symptom, of_worker
 from kvscout_common.doctor.worker_health import LEFT_OUT, SLOW, SUSPECTED, judged_healths
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.registry.registry import WorkerName
 from kvscout_common.registry.worker_proto import spec_from_proto
 
 _BY_STATE = {LEFT_OUT: WORKER_FAILING, SUSPECTED: ENGINE_SUSPECTED, SLOW: WORKER_SLOW}

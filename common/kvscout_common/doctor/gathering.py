@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
-from kvscout_common.doctor.collection import Collection, Named
+from kvscout_common.doctor.collection import Collection, NamedService
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.snapshot import RankName, Service, Snapshot
 from kvscout_common.errors import KvscoutError
@@ -46,13 +46,18 @@ class Gathering:
         self._clock = clock
 
     async def snapshot(
-        self, named: Iterable[Named], *, known: Iterable[Service] = (), engines: bool, proxies: Sequence[str] = ()
+        self,
+        named: Iterable[NamedService],
+        *,
+        known: Iterable[Service] = (),
+        engines: bool,
+        proxies: Sequence[str] = (),
     ) -> Snapshot:
         """Return what they, and some proxies, say of themselves; see `Collection.snapshot`."""
         collection = Collection(self._security, tenant=self._tenant, timeout_seconds=self._timeout)
         return await collection.snapshot(named, known=known, engines=engines, proxies=proxies)
 
-    async def look(self, named: Iterable[Named], *, known: Iterable[Service] = ()) -> Moment:
+    async def look(self, named: Iterable[NamedService], *, known: Iterable[Service] = ()) -> Moment:
         """Return what is known now; never fails.
 
         Args:

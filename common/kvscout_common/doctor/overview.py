@@ -9,10 +9,18 @@ from dataclasses import dataclass, field
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, workers_pb2
 from kvscout_common.doctor.conditions import Severity
 from kvscout_common.doctor.request_checks import check_requests
-from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot, WorkerName, observed_name, source_name
+from kvscout_common.doctor.snapshot import (
+    RankName,
+    Service,
+    ServiceKind,
+    Snapshot,
+    observed_name,
+    source_name,
+)
 from kvscout_common.doctor.worker_health import Health, judged_healths, shown_health
 from kvscout_common.enum_words import word_of
 from kvscout_common.plain_text import printable
+from kvscout_common.registry.registry import WorkerName
 from kvscout_common.worker import MAX_RANKS
 
 TROUBLE_CHARACTERS = 1_000
@@ -263,7 +271,7 @@ def _source_rows(snapshot: Snapshot) -> list[SourceRow]:
             name = source_name(source)
             reported.add(name.worker)
             rows.append(_source_row(service, source, seen.get(name, Seen()), health(name)))
-    without_indexer = not snapshot.of_kind(Kind.INDEXER)
+    without_indexer = not snapshot.of_kind(ServiceKind.INDEXER)
     for worker in snapshot.workers.values():
         if WorkerName(worker.tenant, worker.worker_id) not in reported:
             rows += _unknown_rows(worker, seen, health, without_indexer=without_indexer)

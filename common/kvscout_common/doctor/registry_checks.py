@@ -12,8 +12,9 @@ from kvscout_common.doctor.conditions import (
     SHARDS_DIFFER,
     TENANTS_SHARE_ENGINE,
 )
-from kvscout_common.doctor.snapshot import Kind, Service, Snapshot, WorkerName, worker_name
+from kvscout_common.doctor.snapshot import Service, ServiceKind, Snapshot, worker_name
 from kvscout_common.doctor.symptom import Symptom
+from kvscout_common.registry.registry import WorkerName
 
 SHOWN = 8
 """Workers named in a sentence."""
@@ -72,7 +73,7 @@ def _compared(gateway: Service, known: dict[WorkerName, workers_pb2.Worker], hel
     there = _by_name(helper.workers or ())
     lacking, further = known.keys() - there.keys(), there.keys() - known.keys()
     age = min(gateway.age_seconds, helper.age_seconds)
-    if helper.kind is Kind.SCHEDULER and known and not there:
+    if helper.kind is ServiceKind.SCHEDULER and known and not there:
         yield Symptom(
             SCHEDULER_WITHOUT_WORKERS,
             f"{helper.name} knows no worker, {gateway.name} {len(known):,}",

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvscout.v1 import bridge_pb2, gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.registry.engine_facts import EngineFacts
+from kvscout_common.registry.registry import WorkerName
 
 Status: TypeAlias = (
     gateway_pb2.GatewayGetStatusResponse
@@ -19,7 +20,7 @@ Status: TypeAlias = (
 S = TypeVar("S", bound=Status)
 
 
-class Kind(StrEnum):
+class ServiceKind(StrEnum):
     """Kind of a service."""
 
     GATEWAY = "gateway"
@@ -28,15 +29,11 @@ class Kind(StrEnum):
     BRIDGE = "bridge"
 
 
-HELPER_KINDS = {gateway_pb2.HELPER_KIND_INDEXER: Kind.INDEXER, gateway_pb2.HELPER_KIND_SCHEDULER: Kind.SCHEDULER}
+HELPER_KINDS = {
+    gateway_pb2.HELPER_KIND_INDEXER: ServiceKind.INDEXER,
+    gateway_pb2.HELPER_KIND_SCHEDULER: ServiceKind.SCHEDULER,
+}
 """Kinds of a gateway's upstreams."""
-
-
-class WorkerName(NamedTuple):
-    """Which worker."""
-
-    tenant: str
-    worker_id: str
 
 
 class RankName(NamedTuple):
@@ -60,9 +57,9 @@ class Service:
     """One service, and what it said."""
 
     address: str
-    kind: Kind | None = None
+    kind: ServiceKind | None = None
     """Kind that it is taken for; None = nobody says, and it does not."""
-    actual: Kind | None = None
+    actual: ServiceKind | None = None
     """Kind of the service that answers there, where it is no `kind`."""
     named_by: str = ""
     """Address of the gateway, or worker, that names it; "" = whoever asks."""
@@ -148,7 +145,7 @@ class Snapshot:
             if isinstance(service.status, kind):
                 yield service, service.status
 
-    def of_kind(self, kind: Kind) -> list[Service]:
+    def of_kind(self, kind: ServiceKind) -> list[Service]:
         """Return every service that is taken for one of a kind."""
         return [service for service in self.services if service.kind is kind]
 
@@ -156,7 +153,7 @@ class Snapshot:
     def workers(self) -> dict[WorkerName, workers_pb2.Worker]:
         """Every worker that any service knows, as the first service says: gateways come first."""
         found: dict[WorkerName, workers_pb2.Worker] = {}
-        for kind in (Kind.GATEWAY, Kind.INDEXER, Kind.SCHEDULER):
+        for kind in (ServiceKind.GATEWAY, ServiceKind.INDEXER, ServiceKind.SCHEDULER):
             for service in self.of_kind(kind):
                 for entry in service.workers or ():
                     found.setdefault(worker_name(entry.worker), entry.worker)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2
-from kvscout_common.doctor.snapshot import Kind, RankName, Snapshot, observed_name
+from kvscout_common.doctor.snapshot import RankName, ServiceKind, Snapshot, observed_name
 from kvscout_common.enum_words import word_of
 
 OK: Final = "ok"
@@ -93,7 +93,7 @@ def worst(*healths: Health) -> Health:
 
 def judged_healths(snapshot: Snapshot) -> dict[RankName, Health]:
     """Return the health of the worker ranks that gateways observe; of several gateways, the gravest judgement."""
-    several = len(snapshot.of_kind(Kind.GATEWAY)) > 1
+    several = len(snapshot.of_kind(ServiceKind.GATEWAY)) > 1
     found: dict[RankName, Health] = {}
     for service, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for one in status.workers:

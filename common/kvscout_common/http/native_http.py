@@ -10,11 +10,11 @@ can be passed on by the other without Python.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from kvscout_common.http.http import VANISHED_SECONDS, StreamReport
 from kvscout_common.process.ticks import until_tick
-from kvscout_common.transport.native_core import HTTP_EVENTS, Http, NativeCore
+from kvscout_common.transport.native_core import HTTP_EVENTS, EventHandler, Http, NativeCore
 
 REQUEST: Final = HTTP_EVENTS["REQUEST"]
 BODY: Final = HTTP_EVENTS["BODY"]
@@ -36,13 +36,6 @@ _OF_CALLS = frozenset({BODY, BODY_FAILED, GONE, WRITABLE})
 TICK_SECONDS = 0.25
 RESTING_TICK_SECONDS = 1.0
 """While no connection has anything under way."""
-
-
-class EventHandler(Protocol):
-    """Receives the events of one call, answer or listener."""
-
-    def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """Something happened; `event` is as the extension's stub says."""
 
 
 class ServerCall:

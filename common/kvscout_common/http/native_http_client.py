@@ -172,7 +172,7 @@ class NativeAnswer:
         return self._last_report or self._core.report(self._number) or StreamReport()
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """See `native_http.EventHandler`."""
+        """See `native_core.EventHandler`."""
         if kind == FIRST:
             if self._begins is not None:
                 self._begins()

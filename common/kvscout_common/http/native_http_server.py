@@ -108,7 +108,7 @@ class NativeHttpServer:
         return {**core.http.stats(), "connections": core.http.open_connections(self._listener or 0)}
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """See `native_http.EventHandler`."""
+        """See `native_core.EventHandler`."""
         if kind == ACCEPT_FAILED:
             self._accept_log.warning("accept", "connections cannot be accepted: %s", event[2])
             return
@@ -179,7 +179,7 @@ class NativeHttpCall(ServerCall):
         core.calls[number] = self
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """See `native_http.EventHandler`."""
+        """See `native_core.EventHandler`."""
         if kind == BODY:
             self._body = event[2]
         elif kind == BODY_FAILED:

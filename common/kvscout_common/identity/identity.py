@@ -300,7 +300,7 @@ def _digest(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-class Admission:
+class MethodAccess:
     """Roles that may call one method, and the tenants they may name; without tokens, everybody all.
 
     Args:

@@ -29,7 +29,7 @@ EXPORT_SECONDS: Final = 5.0
 Fact = str | int | float | bool
 
 
-class Kind(StrEnum):
+class SpanKind(StrEnum):
     """Which side of a call a span is."""
 
     SERVER = "SERVER"
@@ -110,7 +110,7 @@ def enabled() -> bool:
     return _tracer is not None
 
 
-def span(name: str, kind: Kind = Kind.INTERNAL, *, parent: str | None = None) -> Span:
+def span(name: str, kind: SpanKind = SpanKind.INTERNAL, *, parent: str | None = None) -> Span:
     """Return a span, begun when it is entered, or by `begun`.
 
     Args:
@@ -210,7 +210,7 @@ class _Tracer:
         self.api = trace
         self.context = context
         self.propagator = TraceContextTextMapPropagator()
-        self.kinds = {kind: trace.SpanKind[kind.value] for kind in Kind}
+        self.kinds = {kind: trace.SpanKind[kind.value] for kind in SpanKind}
         self.failed = trace.StatusCode.ERROR
         self.gone = (asyncio.CancelledError, GeneratorExit, NobodyWaits)
         """Nobody waits for it any more, which is no failure."""
@@ -229,7 +229,7 @@ class _Span:
 
     __slots__ = ("_entered", "_kind", "_name", "_parent", "_span", "_tracer")
 
-    def __init__(self, tracer: _Tracer, name: str, kind: Kind, parent: str | None) -> None:
+    def __init__(self, tracer: _Tracer, name: str, kind: SpanKind, parent: str | None) -> None:
         self._tracer = tracer
         self._name = name
         self._kind = kind
@@ -240,7 +240,7 @@ class _Span:
     @classmethod
     def running(cls, tracer: _Tracer) -> _Span:
         """Return the current span, to record attributes on."""
-        found = cls(tracer, "", Kind.INTERNAL, None)
+        found = cls(tracer, "", SpanKind.INTERNAL, None)
         found._span = tracer.api.get_current_span()
         return found
 

@@ -21,7 +21,7 @@ import grpc
 
 from kvscout_common.errors import KvscoutError, PermissionDenied, Unauthenticated, Unimplemented
 from kvscout_common.identity.audit import audited
-from kvscout_common.identity.identity import AUDITED, AccessRole, Admission, Identity, TokenTable, enter, leave
+from kvscout_common.identity.identity import AUDITED, AccessRole, Identity, MethodAccess, TokenTable, enter, leave
 from kvscout_common.observability import tracing
 from kvscout_common.observability.rpc_metrics import MethodTimes, RpcTimes
 from kvscout_common.process.endings import INTENDED
@@ -60,7 +60,7 @@ class Guard(grpc.aio.ServerInterceptor):
             name: Its full name.
             handler: As it was registered.
         """
-        return GuardedMethod(name, handler, Admission(name, self._tokens), self.calls, self._times.method(name))
+        return GuardedMethod(name, handler, MethodAccess(name, self._tokens), self.calls, self._times.method(name))
 
     async def intercept_service(
         self,
@@ -87,7 +87,7 @@ class GuardedMethod:
     """
 
     def __init__(
-        self, name: str, handler: Handler, admission: Admission, calls: RunningCalls, times: MethodTimes
+        self, name: str, handler: Handler, admission: MethodAccess, calls: RunningCalls, times: MethodTimes
     ) -> None:
         self.name = name
         self.handler = handler
@@ -230,7 +230,7 @@ class GuardedMethod:
         parent = next((str(value) for key, value in metadata if key == tracing.TRACEPARENT), "")
         if not parent and not self._begins_traces:
             return tracing.NOTHING
-        return tracing.span(self.name.lstrip("/"), tracing.Kind.SERVER, parent=parent)
+        return tracing.span(self.name.lstrip("/"), tracing.SpanKind.SERVER, parent=parent)
 
     async def _counted(self, request: Any, context: Context, identity: Identity) -> Any:
         task = running_task()

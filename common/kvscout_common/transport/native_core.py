@@ -71,7 +71,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 class EventHandler(Protocol):
-    """Gets the events of one call or connection."""
+    """Receives the events of one call, answer, connection or listener."""
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
         """Something happened; `event` is as the extension's stub says."""

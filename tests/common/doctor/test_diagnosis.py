@@ -9,7 +9,8 @@ from typing import Any
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.conditions import CONDITIONS, Severity
 from kvscout_common.doctor.diagnosis import SHOWN, Finding, diagnose, is_wrong
-from kvscout_common.doctor.snapshot import Engine, Kind, Proxy, Service, Snapshot, WorkerName
+from kvscout_common.doctor.snapshot import Engine, Proxy, Service, ServiceKind, Snapshot
+from kvscout_common.registry.registry import WorkerName
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -26,13 +27,13 @@ def entries(*worker_ids: str) -> tuple[workers_pb2.WorkerEntry, ...]:
 
 def gateway(*worker_ids: str, about: types_pb2.ServiceInfo | None = None, **fields: object) -> Service:
     status = gateway_pb2.GatewayGetStatusResponse(service=about or info(), **fields)  # type: ignore[arg-type]
-    return Service("g:1", Kind.GATEWAY, serving=True, status=status, workers=entries(*(worker_ids or ("w",))))
+    return Service("g:1", ServiceKind.GATEWAY, serving=True, status=status, workers=entries(*(worker_ids or ("w",))))
 
 
 def scheduler(address: str = "s:1", offset: float | None = None, **replicas: object) -> Service:
     return Service(
         address,
-        Kind.SCHEDULER,
+        ServiceKind.SCHEDULER,
         serving=True,
         status=scheduler_pb2.SchedulerGetStatusResponse(service=info()),
         workers=entries("w"),
@@ -43,7 +44,7 @@ def scheduler(address: str = "s:1", offset: float | None = None, **replicas: obj
 
 def indexer(*sources: indexer_pb2.SourceStatus) -> Service:
     status = indexer_pb2.IndexerGetStatusResponse(service=info(), sources=sources, shard_count=1)
-    return Service("i:1", Kind.INDEXER, serving=True, status=status, workers=entries("w"))
+    return Service("i:1", ServiceKind.INDEXER, serving=True, status=status, workers=entries("w"))
 
 
 def source(state: indexer_pb2.SourceState.ValueType, **fields: object) -> indexer_pb2.SourceStatus:
@@ -106,7 +107,7 @@ def test_the_clock_that_differs_is_that_of_the_service_or_that_of_whoever_asks()
 def test_what_only_the_gateway_reaches_is_a_note_and_nothing_wrong() -> None:
     helpers = [gateway_pb2.HelperStatus(kind=gateway_pb2.HELPER_KIND_INDEXER, address="i:1", healthy=True)]
     seen = [gateway_pb2.WorkerObservation(worker=types_pb2.WorkerRank(worker_id="w"), tenant="t", requests=3)]
-    services = (gateway(helpers=helpers, workers=seen), Service("i:1", Kind.INDEXER, error="failed to connect"))
+    services = (gateway(helpers=helpers, workers=seen), Service("i:1", ServiceKind.INDEXER, error="failed to connect"))
     engine = Engine(WorkerName("t", "w"), "http://w", error="http://w does not answer")
     findings = diagnose(Snapshot(services, (engine,)))
     assert [finding.id for finding in findings] == ["out-of-sight"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.overview import Seen, overview
-from kvscout_common.doctor.snapshot import Kind, Service, Snapshot
+from kvscout_common.doctor.snapshot import Service, ServiceKind, Snapshot
 from kvscout_common.enum_words import value_of
 
 INFO = types_pb2.ServiceInfo(version="1", uptime_seconds=60.0)
@@ -15,7 +15,7 @@ def gateway(*helpers: gateway_pb2.HelperStatus, dp_size: int = 1) -> Service:
         worker=workers_pb2.Worker(worker_id="w", tenant="t", model="m", block_size=16, dp_size=dp_size)
     )
     status = gateway_pb2.GatewayGetStatusResponse(service=INFO, helpers=helpers)
-    return Service("g:1", Kind.GATEWAY, serving=True, status=status, workers=(entry,))
+    return Service("g:1", ServiceKind.GATEWAY, serving=True, status=status, workers=(entry,))
 
 
 def helper(kind: str, *, healthy: bool) -> gateway_pb2.HelperStatus:
@@ -24,7 +24,7 @@ def helper(kind: str, *, healthy: bool) -> gateway_pb2.HelperStatus:
 
 
 def test_a_service_that_only_its_gateway_reaches_is_well_and_said_to_be_out_of_reach() -> None:
-    unreached = Service("h:1", Kind.SCHEDULER, error="failed to connect")
+    unreached = Service("h:1", ServiceKind.SCHEDULER, error="failed to connect")
     _, row = overview(Snapshot((gateway(helper("scheduler", healthy=True)), unreached))).services
     assert (row.state, row.well) == ("ok, says the gateway; from here: failed to connect", True)
     _, row = overview(Snapshot((gateway(helper("scheduler", healthy=False)), unreached))).services
@@ -33,7 +33,7 @@ def test_a_service_that_only_its_gateway_reaches_is_well_and_said_to_be_out_of_r
 
 def test_a_service_that_answers_here_and_not_to_its_gateway_is_not_well() -> None:
     status = indexer_pb2.IndexerGetStatusResponse(service=INFO)
-    indexer = Service("h:1", Kind.INDEXER, serving=True, status=status)
+    indexer = Service("h:1", ServiceKind.INDEXER, serving=True, status=status)
     _, row = overview(Snapshot((gateway(helper("indexer", healthy=False)), indexer))).services
     assert (row.state, row.well) == ("its gateway: late", False)
 
@@ -42,14 +42,14 @@ def test_a_service_that_drains_or_is_not_ready_is_not_well() -> None:
     draining = types_pb2.ServiceInfo(draining=True)
     for info, serving, state in ((draining, True, "draining"), (INFO, False, "not serving")):
         status = indexer_pb2.IndexerGetStatusResponse(service=info)
-        [row] = overview(Snapshot((Service("h:1", Kind.INDEXER, serving=serving, status=status),))).services
+        [row] = overview(Snapshot((Service("h:1", ServiceKind.INDEXER, serving=serving, status=status),))).services
         assert (row.state, row.well) == (state, False)
 
 
 def test_a_worker_that_no_indexer_told_of_and_one_where_there_is_no_indexer_are_told_apart() -> None:
     [row] = overview(Snapshot((gateway(),))).sources
     assert (row.state, row.reason, row.well) == ("unknown", "there is no indexer", True)
-    [row] = overview(Snapshot((gateway(), Service("h:1", Kind.INDEXER, error="no answer")))).sources
+    [row] = overview(Snapshot((gateway(), Service("h:1", ServiceKind.INDEXER, error="no answer")))).sources
     assert (row.state, row.reason, row.well) == ("unknown", "no indexer reported it", False)
 
 
@@ -68,5 +68,5 @@ def test_a_state_of_a_newer_release_has_a_row() -> None:
     source = indexer_pb2.SourceStatus(worker=types_pb2.WorkerRank(worker_id="w"), tenant="t")
     source.state = 77  # type: ignore[assignment]
     status = indexer_pb2.IndexerGetStatusResponse(service=INFO, sources=[source])
-    [row] = overview(Snapshot((Service("h:1", Kind.INDEXER, serving=True, status=status),))).sources
+    [row] = overview(Snapshot((Service("h:1", ServiceKind.INDEXER, serving=True, status=status),))).sources
     assert row.state == "state 77"

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.doctor.shadow import Shadow, sentences, shadow_of
-from kvscout_common.doctor.snapshot import Kind, Service, Snapshot
+from kvscout_common.doctor.snapshot import Service, ServiceKind, Snapshot
 
 
 def hour(begin: int, **fields: Any) -> gateway_pb2.ShadowHour:
@@ -14,7 +14,7 @@ def hour(begin: int, **fields: Any) -> gateway_pb2.ShadowHour:
 
 
 def seen(*gateways: gateway_pb2.GatewayGetStatusResponse) -> Shadow:
-    services = (Service(f"g:{index}", Kind.GATEWAY, status=status) for index, status in enumerate(gateways))
+    services = (Service(f"g:{index}", ServiceKind.GATEWAY, status=status) for index, status in enumerate(gateways))
     return shadow_of(Snapshot(tuple(services)))
 
 

@@ -37,7 +37,7 @@ async def traced(use: Callable[[], object], *, ratio: float = 1.0) -> list[Any]:
 
 def test_off_a_span_is_nothing_and_nothing_of_opentelemetry_is_imported() -> None:
     assert not tracing.enabled()
-    with tracing.span("x", tracing.Kind.SERVER, parent=CALLER) as span:
+    with tracing.span("x", tracing.SpanKind.SERVER, parent=CALLER) as span:
         assert span is tracing.NOTHING
         assert (tracing.traceparent(), tracing.call_options(), tracing.ids()) == ("", {}, {})
     services = "kvscout_gateway.main, kvscout_indexer.main, kvscout_scheduler.main"
@@ -49,9 +49,9 @@ async def test_a_span_is_part_of_its_callers_trace_and_what_is_begun_in_it_is_pa
     told = []
 
     def use() -> None:
-        with tracing.span("outer", tracing.Kind.SERVER, parent=CALLER) as outer:
+        with tracing.span("outer", tracing.SpanKind.SERVER, parent=CALLER) as outer:
             outer.record(worker="w", cost=1.5)
-            with tracing.span("inner", tracing.Kind.CLIENT):
+            with tracing.span("inner", tracing.SpanKind.CLIENT):
                 told.append(tracing.traceparent())
             aside = tracing.span("aside").begun()
             told.append(tracing.traceparent())
@@ -84,9 +84,9 @@ async def test_an_error_is_told_by_its_kind_and_without_its_words() -> None:
 @pytest.mark.parametrize("parent", ["", "00-zz-b7ad6b7169203331-01", "rubbish" * 1000])
 async def test_what_is_no_trace_context_begins_a_trace_where_one_in_so_many_is_wanted(parent: str) -> None:
     def use() -> None:
-        with tracing.span("x", tracing.Kind.SERVER, parent=parent):
+        with tracing.span("x", tracing.SpanKind.SERVER, parent=parent):
             pass
-        with tracing.span("y", tracing.Kind.SERVER, parent=CALLER):
+        with tracing.span("y", tracing.SpanKind.SERVER, parent=CALLER):
             pass
 
     x, y = await traced(use)

@@ -9,14 +9,14 @@ import time
 import pytest
 
 from kvscout_common.http.http import StreamReport
-from kvscout_gateway.engines.timeouts import SUSPICIOUS_SECONDS, Bounded, EngineTimeouts, Liveness, Watch
+from kvscout_gateway.engines.timeouts import SUSPICIOUS_SECONDS, Bounded, EngineTimeouts, Liveness, SilenceWatch
 
 TIMEOUTS = EngineTimeouts(
     first_output_seconds=10, prefill_tokens_per_second=100, idle_seconds=20, queue_seconds=200, answer_seconds=60
 )
 
 
-def followed(watch: Watch) -> StreamReport:
+def followed(watch: SilenceWatch) -> StreamReport:
     """What a pump notices of the request's answer."""
     report = StreamReport()
     watch.follow(lambda: report)
@@ -24,14 +24,14 @@ def followed(watch: Watch) -> StreamReport:
 
 
 def test_the_own_prompt_explains_silence_before_the_first_token_and_not_after() -> None:
-    watch = Watch(TIMEOUTS, 500, Liveness(), 1000.0)
+    watch = SilenceWatch(TIMEOUTS, 500, Liveness(), 1000.0)
     assert watch.deadline() == 1015
     watch.output(1014)
     assert watch.deadline() == 1034
 
 
 def test_who_is_not_listened_to_is_not_silent() -> None:
-    watch = Watch(TIMEOUTS, 500, Liveness(), 1000.0)
+    watch = SilenceWatch(TIMEOUTS, 500, Liveness(), 1000.0)
     report = followed(watch)
     watch.output(1014)
     report.listening_since = math.inf  # its client is slow
@@ -42,7 +42,10 @@ def test_who_is_not_listened_to_is_not_silent() -> None:
 
 def test_an_answer_that_comes_as_a_whole_has_its_time_and_that_of_its_prompt_and_shows_that_the_rank_works() -> None:
     liveness = Liveness()
-    whole, waiting = Watch(TIMEOUTS, 500, liveness, 1000.0, whole_answer=True), Watch(TIMEOUTS, 0, liveness, 1000.0)
+    whole, waiting = (
+        SilenceWatch(TIMEOUTS, 500, liveness, 1000.0, whole_answer=True),
+        SilenceWatch(TIMEOUTS, 0, liveness, 1000.0),
+    )
     assert whole.deadline() == 1065
     whole.output(1012)
     whole.end()
@@ -52,17 +55,17 @@ def test_an_answer_that_comes_as_a_whole_has_its_time_and_that_of_its_prompt_and
 
 async def test_what_waits_for_an_engine_that_is_lost_ends_at_once_and_what_was_heard_since_goes_on() -> None:
     loop, liveness = asyncio.get_running_loop(), Liveness()
-    ranks = [Watch(TIMEOUTS, 0, liveness, 100.0), Watch(TIMEOUTS, 0, liveness, 100.0, whole_answer=True)]
-    decoding, slow_client = Watch(TIMEOUTS, 0, liveness, 100.0), Watch(TIMEOUTS, 0, liveness, 100.0)
+    ranks = [SilenceWatch(TIMEOUTS, 0, liveness, 100.0), SilenceWatch(TIMEOUTS, 0, liveness, 100.0, whole_answer=True)]
+    decoding, slow_client = SilenceWatch(TIMEOUTS, 0, liveness, 100.0), SilenceWatch(TIMEOUTS, 0, liveness, 100.0)
     decoding.output(120.0)
     slow_client.output(100.0)
     followed(slow_client).listening_since = math.inf
-    later = Watch(TIMEOUTS, 0, liveness, 119.0)
+    later = SilenceWatch(TIMEOUTS, 0, liveness, 119.0)
     liveness.lose("is gone", 110.0)
     assert [watch.lost for watch in ranks] == ["is gone"] * 2
     assert [watch.lost for watch in (decoding, slow_client, later)] == [""] * 3
 
-    waiting = Watch(TIMEOUTS, 0, liveness, loop.time())
+    waiting = SilenceWatch(TIMEOUTS, 0, liveness, loop.time())
     loop.call_soon(lambda: liveness.lose("is gone", loop.time()))
     with pytest.raises(TimeoutError):
         with Bounded(waiting):
@@ -74,9 +77,9 @@ async def test_what_waits_for_an_engine_that_is_lost_ends_at_once_and_what_was_h
 
 def test_prompts_that_came_before_explain_silence_and_those_that_came_later_do_not() -> None:
     liveness = Liveness()
-    running = Watch(TIMEOUTS, 500, liveness, 0.0)
+    running = SilenceWatch(TIMEOUTS, 500, liveness, 0.0)
     running.output(0.0)
-    long, short = Watch(TIMEOUTS, 3000, liveness, 1.0), Watch(TIMEOUTS, 100, liveness, 2.0)
+    long, short = SilenceWatch(TIMEOUTS, 3000, liveness, 1.0), SilenceWatch(TIMEOUTS, 100, liveness, 2.0)
     assert long.deadline() == 1 + 10 + 30
     assert short.deadline() == 2 + 10 + 31
     # Both may hold up who decodes beside them.
@@ -94,8 +97,8 @@ def test_prompts_that_came_before_explain_silence_and_those_that_came_later_do_n
 
 def test_a_request_that_failed_explains_nothing_any_more() -> None:
     liveness = Liveness()
-    second = Watch(TIMEOUTS, 100, liveness, 0.0)
-    first = Watch(TIMEOUTS, 5000, liveness, 0.0)
+    second = SilenceWatch(TIMEOUTS, 100, liveness, 0.0)
+    first = SilenceWatch(TIMEOUTS, 5000, liveness, 0.0)
     assert first.deadline() == 61
     first.end()
     first.end()
@@ -104,7 +107,7 @@ def test_a_request_that_failed_explains_nothing_any_more() -> None:
 
 def test_output_for_others_bears_silence_up_to_a_limit() -> None:
     liveness = Liveness()
-    waiting, served = Watch(TIMEOUTS, 0, liveness, 0.0), Watch(TIMEOUTS, 0, liveness, 0.0)
+    waiting, served = SilenceWatch(TIMEOUTS, 0, liveness, 0.0), SilenceWatch(TIMEOUTS, 0, liveness, 0.0)
     report = followed(served)
     served.output(0.0)
     for now in range(0, 400, 5):
@@ -114,7 +117,7 @@ def test_output_for_others_bears_silence_up_to_a_limit() -> None:
     assert served.deadline() == 395 + 20
     served.end()
     assert liveness.last_beat() == 395
-    assert Watch(TIMEOUTS, 50_000, liveness, 1000.0).deadline() == 1510, (
+    assert SilenceWatch(TIMEOUTS, 50_000, liveness, 1000.0).deadline() == 1510, (
         "a prompt that takes longer than that has its time"
     )
 
@@ -122,7 +125,7 @@ def test_output_for_others_bears_silence_up_to_a_limit() -> None:
 async def test_a_deadline_may_move_while_something_is_awaited() -> None:
     loop = asyncio.get_running_loop()
     timeouts = EngineTimeouts(first_output_seconds=0.05, idle_seconds=0.05)
-    watch = Watch(timeouts, 0, Liveness(), loop.time())
+    watch = SilenceWatch(timeouts, 0, Liveness(), loop.time())
     began = loop.time()
     loop.call_later(0.03, lambda: watch.output(loop.time()))
     with pytest.raises(TimeoutError):
@@ -136,7 +139,7 @@ async def test_a_deadline_may_move_while_something_is_awaited() -> None:
 
 async def test_who_is_cancelled_while_the_deadline_passes_is_cancelled() -> None:
     loop = asyncio.get_running_loop()
-    watch = Watch(EngineTimeouts(first_output_seconds=0.0), 0, Liveness(), loop.time())
+    watch = SilenceWatch(EngineTimeouts(first_output_seconds=0.0), 0, Liveness(), loop.time())
 
     async def wait() -> None:
         with Bounded(watch):
@@ -153,13 +156,16 @@ def test_a_rank_is_suspicious_when_it_is_silent_for_longer_than_its_prompts_expl
     liveness = Liveness()
     assert not liveness.waits
     assert liveness.silent_since(whole_answers=True) == math.inf
-    watch, whole = Watch(TIMEOUTS, 200, liveness, 1000.0), Watch(TIMEOUTS, 0, liveness, 990.0, whole_answer=True)
+    watch, whole = (
+        SilenceWatch(TIMEOUTS, 200, liveness, 1000.0),
+        SilenceWatch(TIMEOUTS, 0, liveness, 990.0, whole_answer=True),
+    )
     assert liveness.silent_since(whole_answers=True) == 990
     assert liveness.silent_since(whole_answers=False) == 1000
     explained = SUSPICIOUS_SECONDS + 2.0
     assert liveness.suspicious_seconds(1000 + explained - 0.1) is None
     assert liveness.suspicious_seconds(1000 + explained) == explained
-    other = Watch(TIMEOUTS, 0, liveness, 1001.0)
+    other = SilenceWatch(TIMEOUTS, 0, liveness, 1001.0)
     other.output(1004.0)
     assert liveness.suspicious_seconds(1000 + explained) is None, "it works for another one"
     for one in (watch, other, whole):
@@ -169,7 +175,7 @@ def test_a_rank_is_suspicious_when_it_is_silent_for_longer_than_its_prompts_expl
 
 def test_an_engine_that_is_lost_for_a_short_time_may_go_on_with_what_it_began() -> None:
     liveness = Liveness()
-    waiting, begun = Watch(TIMEOUTS, 0, liveness, 100.0), Watch(TIMEOUTS, 0, liveness, 100.0)
+    waiting, begun = SilenceWatch(TIMEOUTS, 0, liveness, 100.0), SilenceWatch(TIMEOUTS, 0, liveness, 100.0)
     begun.output(101.0)
     liveness.lose("is gone", 110.0, began=False)
     assert (waiting.lost, begun.lost) == ("is gone", "")
@@ -179,7 +185,7 @@ def test_an_engine_that_is_lost_for_a_short_time_may_go_on_with_what_it_began() 
 
 def test_the_pace_of_answers_is_counted_from_their_first_tokens_while_they_run_and_at_their_ends() -> None:
     liveness = Liveness()
-    watch = Watch(TIMEOUTS, 0, liveness, 100.0)
+    watch = SilenceWatch(TIMEOUTS, 0, liveness, 100.0)
     report = followed(watch)
     assert liveness.count() == (0.0, 0)
     watch.output(101.0)

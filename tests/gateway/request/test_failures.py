@@ -10,12 +10,20 @@ from kvscout_common.worker import WorkerRank
 from kvscout_gateway.engines.causes import Cause, Owner
 from kvscout_gateway.engines.faults import EngineFailed, Fault
 from kvscout_gateway.fronts.refusals import status_of
-from kvscout_gateway.request.failures import MAX_KEPT, MAX_KEPT_BYTES, MAX_MESSAGE, Asked, FailureLog, Kind, Wanted
+from kvscout_gateway.request.failures import (
+    MAX_KEPT,
+    MAX_KEPT_BYTES,
+    MAX_MESSAGE,
+    FailureFilter,
+    FailureKind,
+    FailureLog,
+    RequestSummary,
+)
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.prompt import Geometry
 
-CHAT = Asked("/v1/chat/completions", "default", "m", "r-1")
-GENERATE = Asked("Generate", "acme", "m", "r-2")
+CHAT = RequestSummary("/v1/chat/completions", "default", "m", "r-1")
+GENERATE = RequestSummary("Generate", "acme", "m", "r-2")
 
 
 class World:
@@ -24,7 +32,7 @@ class World:
         self.log = FailureLog(status_of, clock=lambda: self.now, monotonic=lambda: self.now)
 
     def listed(self, **wanted: object) -> list[int]:
-        return [one.number for one in self.log.listed(Wanted(**wanted), 10)[0]]  # type: ignore[arg-type]
+        return [one.number for one in self.log.listed(FailureFilter(**wanted), 10)[0]]  # type: ignore[arg-type]
 
 
 def engine_error() -> Unavailable:
@@ -38,16 +46,16 @@ def engine_error() -> Unavailable:
 def test_a_failure_is_remembered_with_its_request_status_cause_and_workers() -> None:
     world = World()
     world.log.failed(CHAT, engine_error(), ["w0", "w1", "w1"])
-    (one,), total = world.log.listed(Wanted(), 10)
+    (one,), total = world.log.listed(FailureFilter(), 10)
     assert (one.number, one.at, one.asked, total) == (1, 1_000.0, CHAT, 1)
-    assert (one.status, one.kind, one.owner) == ("503", Kind(Cause.WORKER, False), Owner.ENGINE)
+    assert (one.status, one.kind, one.owner) == ("503", FailureKind(Cause.WORKER, False), Owner.ENGINE)
     assert one.worker_ids == ("w0", "w1")
 
 
 def test_addresses_are_for_administrators_and_words_of_engines_for_nobody() -> None:
     world = World()
     world.log.failed(CHAT, engine_error())
-    (one,), _ = world.log.listed(Wanted(), 10)
+    (one,), _ = world.log.listed(FailureFilter(), 10)
     assert one.message == "the worker broke off"
     assert one.detail == "the worker broke off (http://10.0.0.5:8000: reset)"
 
@@ -60,7 +68,7 @@ def test_a_status_is_that_of_the_front() -> None:
     refused = InvalidArgument("no")
     refused.__cause__ = EngineFailed("engine answered 422", fault=Fault.REQUEST, answer=(422, (), b""))
     world.log.failed(CHAT, refused)
-    assert [one.status for one in world.log.listed(Wanted(), 10)[0]] == ["422", "RESOURCE_EXHAUSTED", "429"]
+    assert [one.status for one in world.log.listed(FailureFilter(), 10)[0]] == ["422", "RESOURCE_EXHAUSTED", "429"]
 
 
 def test_an_error_that_several_places_report_is_one_failure() -> None:
@@ -86,8 +94,8 @@ def test_lists_are_narrowed_by_what_is_asked_for() -> None:
     assert world.listed(cause="worker") == [2]
     assert world.listed(cause="no such cause") == []
     assert world.listed(after=1) == [2]
-    assert [one.number for one in world.log.listed(Wanted(), 1)[0]] == [2]
-    assert [one.number for one in world.log.listed(Wanted(), 1, before=2)[0]] == [1]
+    assert [one.number for one in world.log.listed(FailureFilter(), 1)[0]] == [2]
+    assert [one.number for one in world.log.listed(FailureFilter(), 1, before=2)[0]] == [1]
 
 
 def test_a_flood_of_callers_mistakes_drives_out_no_failure_of_an_engine() -> None:
@@ -97,16 +105,16 @@ def test_a_flood_of_callers_mistakes_drives_out_no_failure_of_an_engine() -> Non
         world.log.failed(CHAT, InvalidArgument("wrong"))
         world.log.answered(CHAT, Cause.INDEXER, "placed without: indexer")
     assert world.listed(owner=Owner.ENGINE) == [1]
-    assert world.log.listed(Wanted(answered=None), 10)[1] == 1 + 2 * MAX_KEPT
-    assert world.log.counts.total[Kind(Cause.REQUEST, False)] == 3 * MAX_KEPT
+    assert world.log.listed(FailureFilter(answered=None), 10)[1] == 1 + 2 * MAX_KEPT
+    assert world.log.counts.total[FailureKind(Cause.REQUEST, False)] == 3 * MAX_KEPT
 
 
 def test_what_is_remembered_is_bounded_in_bytes_whatever_callers_send() -> None:
     world = World()
     for number in range(MAX_KEPT):
         text = f"{number}" + "x\n" * 100_000
-        world.log.failed(Asked(text, text, text, text), InvalidArgument(text), ["w0"])
-    kept, _ = world.log.listed(Wanted(), MAX_KEPT)
+        world.log.failed(RequestSummary(text, text, text, text), InvalidArgument(text), ["w0"])
+    kept, _ = world.log.listed(FailureFilter(), MAX_KEPT)
     assert 1 < len(kept) < MAX_KEPT
     assert sum(one.size for one in kept) <= MAX_KEPT_BYTES
     assert all(len(one.message) < 2 * MAX_MESSAGE + 50 and one.message.isprintable() for one in kept)
@@ -114,7 +122,7 @@ def test_what_is_remembered_is_bounded_in_bytes_whatever_callers_send() -> None:
 
 def test_recent_counts_end() -> None:
     world = World()
-    kind = Kind(Cause.REQUEST, False)
+    kind = FailureKind(Cause.REQUEST, False)
     world.log.failed(CHAT, InvalidArgument("wrong"))
     world.log.over(CHAT, None)
     assert (world.log.counts.recent()[kind], world.log.ended.recent()[None]) == (1, 2)
@@ -128,8 +136,8 @@ def test_a_degraded_request_counts_for_its_first_reason_and_names_all() -> None:
     decision = Decision("default", "m", WorkerRank("w0", 0), Geometry(16, False), b"")
     decision.degraded = ("policy failed: policy 'mine': KeyError: 'x' (mine.py:7)", "tokenizer: none")
     world.log.degraded(CHAT, decision)
-    (one,), _ = world.log.listed(Wanted(answered=True), 10)
-    assert (one.kind, one.owner) == (Kind(Cause.POLICY, True), Owner.ROUTER)
+    (one,), _ = world.log.listed(FailureFilter(answered=True), 10)
+    assert (one.kind, one.owner) == (FailureKind(Cause.POLICY, True), Owner.ROUTER)
     assert one.message == "placed without: policy, tokenizer"
     assert one.detail == "policy failed: policy 'mine': KeyError: 'x' (mine.py:7); tokenizer: none"
 

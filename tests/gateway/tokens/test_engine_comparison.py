@@ -16,13 +16,13 @@ from kvscout_gateway.tokens.engine_comparison import EngineComparison
 from kvscout_gateway.tokens.parity import MAX_MISMATCHES, ParityCheck
 from kvscout_gateway.tokens.remote_tokens import Call, RemoteTokens, Server
 from kvscout_gateway.tokens.rendered import Rendered
-from kvscout_gateway.tokens.source import Wanted
+from kvscout_gateway.tokens.source import TokenRequest
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.prompt import Geometry, Prompt, TokenClass
 
 OF = TokenClass("a", "m", "chat", False, "tokenizer")
 TOKENS = array("I", range(100)).tobytes()
-WANTED = Wanted({"messages": [{"role": "user", "content": "hi"}]}, "chat", "m", "a", 1)
+WANTED = TokenRequest({"messages": [{"role": "user", "content": "hi"}]}, "chat", "m", "a", 1)
 
 
 class Tokenizes:
@@ -97,7 +97,7 @@ async def test_all_tokens_are_compared_with_the_engine_that_ran_the_prompt(token
 async def test_responses_are_compared_with_what_renders_them_not_with_chat_completions() -> None:
     engine = Tokenizes()
     compares, _ = comparison(engine)
-    wanted = Wanted({"input": "hi"}, "responses", "m", "a", 1)
+    wanted = TokenRequest({"input": "hi"}, "responses", "m", "a", 1)
     compared = compares.begin(prompt(wanted=wanted, token_class=OF._replace(dialect="responses")))
     assert compared is not None
     compares.end(compared, decision(), Usage(100, None))

@@ -19,7 +19,7 @@ from kvscout_gateway.tokens.conversation import NotOnlyText, NotText
 from kvscout_gateway.tokens.local_source import LocalSource
 from kvscout_gateway.tokens.parity import AGAIN_SECONDS, MAX_MISMATCHES, ParityCheck
 from kvscout_gateway.tokens.prompt_tokens import PromptTokenizer
-from kvscout_gateway.tokens.source import Found, SourceName, TokenSource, Wanted
+from kvscout_gateway.tokens.source import Found, SourceName, TokenRequest, TokenSource
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
 
@@ -40,15 +40,15 @@ class Scripted:
 
     def __init__(self, name: SourceName, answer: Found | Exception | None, beginning: Found | None = None) -> None:
         self.name, self.answer, self.beginning = name, answer, beginning
-        self.asked: list[Wanted] = []
+        self.asked: list[TokenRequest] = []
 
-    async def find(self, wanted: Wanted) -> Found | None:
+    async def find(self, wanted: TokenRequest) -> Found | None:
         self.asked.append(wanted)
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
-    async def find_beginning(self, wanted: Wanted) -> Found | None:
+    async def find_beginning(self, wanted: TokenRequest) -> Found | None:
         return self.beginning
 
 

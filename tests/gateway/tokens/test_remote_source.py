@@ -15,14 +15,14 @@ from kvscout_gateway.tokens.conversation import NotOnlyText, NotText
 from kvscout_gateway.tokens.remote_source import RemoteSource, render_call, tokenize_call
 from kvscout_gateway.tokens.remote_tokens import Call, RemoteTokens, Server
 from kvscout_gateway.tokens.rendered import Rendered
-from kvscout_gateway.tokens.source import SourceName, Wanted
+from kvscout_gateway.tokens.source import SourceName, TokenRequest
 
 HELLO = {"role": "user", "content": "hello"}
 ALWAYS = {"model": "m", "mm_payload": "none"}
 
 
-def wanted(dialect: str, request: dict[str, Any], **more: Any) -> Wanted:
-    return Wanted(request, dialect, "m", "a", 1, remote_seconds=1.0, **more)
+def wanted(dialect: str, request: dict[str, Any], **more: Any) -> TokenRequest:
+    return TokenRequest(request, dialect, "m", "a", 1, remote_seconds=1.0, **more)
 
 
 def body_of(call: Call) -> Any:
@@ -64,7 +64,7 @@ def test_a_renderer_is_sent_what_the_prompt_depends_on(
     call = render_call(wanted(dialect, request_))
     assert (call.path, body_of(call)) == (path, ALWAYS | body)
     fields = Fields.scanned(json.dumps(request_).encode())
-    assert body_of(render_call(Wanted(fields, dialect, "m", "a", 1))) == ALWAYS | body
+    assert body_of(render_call(TokenRequest(fields, dialect, "m", "a", 1))) == ALWAYS | body
 
 
 def test_a_completions_first_prompt_is_rendered() -> None:

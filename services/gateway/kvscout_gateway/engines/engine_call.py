@@ -31,7 +31,7 @@ from kvscout_gateway.engines.faults import (
     reported,
     transport_failure,
 )
-from kvscout_gateway.engines.timeouts import Bounded, EngineTimeouts, Liveness, Watch
+from kvscout_gateway.engines.timeouts import Bounded, EngineTimeouts, Liveness, SilenceWatch
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -109,7 +109,7 @@ class EngineCall:
         self._clients_key = clients_key
         self._endpoint = endpoint
         self._now = asyncio.get_running_loop().time
-        self._watch = Watch(engines.timeouts, uncached_tokens, liveness, self._now(), whole_answer=whole_answer)
+        self._watch = SilenceWatch(engines.timeouts, uncached_tokens, liveness, self._now(), whole_answer=whole_answer)
         self._bounded = Bounded(self._watch)
         self.span = tracing.NOTHING
         """From when it is sent to its end."""
@@ -144,7 +144,7 @@ class EngineCall:
     def _traced(self, request: HttpRequest) -> HttpRequest:
         """Return the request with the trace context of the current span, which replaces its client's."""
         parts = urlsplit(request.url)
-        self.span = tracing.span(f"engine {request.method} {parts.path[:100]}", tracing.Kind.CLIENT).begun()
+        self.span = tracing.span(f"engine {request.method} {parts.path[:100]}", tracing.SpanKind.CLIENT).begun()
         self.span.record(engine=parts.netloc)
         traceparent = self.span.traceparent
         if not traceparent:

@@ -34,9 +34,9 @@ class Liveness:
 
     beat_at: float = float("-inf")
     """When it last put out something for a request that has ended, on the loop's clock."""
-    prefilling: dict[Watch, int] = field(default_factory=dict)
+    prefilling: dict[SilenceWatch, int] = field(default_factory=dict)
     """Tokens that it has to compute for each request without a first token, in the order in which they came."""
-    decoding: set[Watch] = field(default_factory=set)
+    decoding: set[SilenceWatch] = field(default_factory=set)
     """Requests that have one."""
     streamed_seconds: float = 0.0
     """Time from the first token of each streamed answer to its last one, all requests together, as last counted."""
@@ -113,7 +113,7 @@ class EngineTimeouts:
     """Longest time for an answer that comes as a whole, beside that of its prompt."""
 
 
-class Watch:
+class SilenceWatch:
     """Over the silence of one request, from when it goes to its engine; ended with it."""
 
     def __init__(
@@ -256,7 +256,7 @@ class Bounded:
 
     __slots__ = ("_cancelling", "_expired", "_loop", "_task", "_timer", "_watch")
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: SilenceWatch) -> None:
         self._watch = watch
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None

@@ -50,7 +50,7 @@ class ResponseNotFound(NotFound):
     """No worker has the response."""
 
 
-class Named(NamedTuple):
+class ResponseRef(NamedTuple):
     """A response that a request names."""
 
     tenant: str
@@ -61,7 +61,7 @@ class Named(NamedTuple):
     """Field of the body that names it; None = the path does."""
 
 
-def named_by(tenant: str, method: str, path: str) -> Named | None:
+def named_by(tenant: str, method: str, path: str) -> ResponseRef | None:
     """Return the response that a path below `RESPONSES` means; None = it means none.
 
     Args:
@@ -72,7 +72,7 @@ def named_by(tenant: str, method: str, path: str) -> Named | None:
     found = _PATH.fullmatch(path)
     if found is None or path in COUNT_PATHS or (method == "POST" and found[2] != "/cancel"):
         return None
-    return Named(tenant, found[1])
+    return ResponseRef(tenant, found[1])
 
 
 def name_in(head: bytes) -> str:
@@ -157,13 +157,13 @@ class StoredResponses:
         response_id = fields.get(PREVIOUS) if request.api.stores else None
         if not isinstance(response_id, str) or not _ID.fullmatch(response_id):
             return request  # what is no name is the engine's to refuse
-        spec = await self.worker_of(Named(request.tenant, response_id, request.model, PREVIOUS), headers)
+        spec = await self.worker_of(ResponseRef(request.tenant, response_id, request.model, PREVIOUS), headers)
         reason = f"only worker {spec.worker_id!r} has the previous response"
         known = self._stored.get((request.tenant, response_id), _UNKNOWN).session_id
         session = self._sessions.continued(request.tenant, request.session, response_id, known)
         return replace(request, pinned=spec.worker_id, undivided=reason, session=session)
 
-    async def worker_of(self, named: Named, headers: Headers = ()) -> WorkerSpec:
+    async def worker_of(self, named: ResponseRef, headers: Headers = ()) -> WorkerSpec:
         """Return the worker that has a response; workers are asked where it is not known here.
 
         Args:
@@ -196,7 +196,7 @@ class StoredResponses:
         if not search.cancelled():
             search.exception()  # seen, also where nobody waits any more
 
-    def _known(self, named: Named) -> WorkerSpec | None:
+    def _known(self, named: ResponseRef) -> WorkerSpec | None:
         key = named.tenant, named.response_id
         stored = self._stored.get(key, _UNKNOWN)
         spec = self._catalog.tenant(named.tenant).specs.get(stored.worker_id)
@@ -206,11 +206,11 @@ class StoredResponses:
         self.learn(*key, stored.worker_id, stored.session_id)
         return spec
 
-    def _specs(self, named: Named) -> Iterable[WorkerSpec]:
+    def _specs(self, named: ResponseRef) -> Iterable[WorkerSpec]:
         view = self._catalog.tenant(named.tenant)
         return view.serving(named.model).specs if named.model else view.specs.values()
 
-    async def _search(self, named: Named, specs: Sequence[WorkerSpec], headers: Headers) -> WorkerSpec:
+    async def _search(self, named: ResponseRef, specs: Sequence[WorkerSpec], headers: Headers) -> WorkerSpec:
         silent = 0
         for begin in range(0, len(specs), MAX_ASKED):
             asked = specs[begin : begin + MAX_ASKED]
@@ -239,7 +239,7 @@ class StoredResponses:
         return None if answer.status >= 500 else answer.status == 200
 
 
-def _missing(named: Named, silent: int) -> KvscoutError:
+def _missing(named: ResponseRef, silent: int) -> KvscoutError:
     what = f"the response {named.response_id!r}"
     if silent:
         who = "a worker" if silent == 1 else f"{silent} workers"

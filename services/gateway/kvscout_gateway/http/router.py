@@ -18,7 +18,7 @@ from kvscout_gateway.fronts.client_paths import HEALTH, MODELS, ClientPaths, Unk
 from kvscout_gateway.fronts.dashboard.front import EVENTS, METHOD, PAGE
 from kvscout_gateway.fronts.headers import JSON_HEADERS
 from kvscout_gateway.fronts.refusals import WrongMethod, refusal_of, refusal_of_http
-from kvscout_gateway.request.failures import Asked, FailureLog
+from kvscout_gateway.request.failures import FailureLog, RequestSummary
 from kvscout_gateway.values.dialects import API_DIALECTS, errors_of
 
 Answer: TypeAlias = Callable[[HttpCall, Caller], Awaitable[None]]
@@ -123,7 +123,9 @@ class Router:
         is_output = call.path in API_DIALECTS
         if is_output or (caller is not None and _route(call.path) is None and not isinstance(error, _NO_REQUEST)):
             tenant = caller.tenant if caller is not None else ""
-            self._failure_log.failed(Asked(call.path, tenant, request_id=header(call.headers, "x-request-id")), error)
+            self._failure_log.failed(
+                RequestSummary(call.path, tenant, request_id=header(call.headers, "x-request-id")), error
+            )
 
     def _answer(self, call: HttpCall, caller: Caller) -> Awaitable[None]:
         route = _route(call.path)
@@ -146,7 +148,7 @@ class Router:
 
 async def _traced(name: str, answer: Answer, call: HttpCall, caller: Caller) -> None:
     parent = header(call.headers, tracing.TRACEPARENT)
-    with tracing.span(name, tracing.Kind.SERVER, parent=parent) as span:
+    with tracing.span(name, tracing.SpanKind.SERVER, parent=parent) as span:
         span.record(tenant=caller.tenant)
         await answer(call, caller)
 

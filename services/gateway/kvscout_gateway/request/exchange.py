@@ -32,7 +32,7 @@ from kvscout_common.identity.tenant_limits import Limit, TenantLimits
 from kvscout_gateway.engines.causes import cause_of
 from kvscout_gateway.engines.faults import Ejection, EngineFailed, failed_everywhere
 from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
-from kvscout_gateway.request.failures import Asked, FailureLog
+from kvscout_gateway.request.failures import FailureLog, RequestSummary
 from kvscout_gateway.request.plan import Plan
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import Request, new_request_id
@@ -113,13 +113,13 @@ class Exchanges:
         if self.draining:
             raise Draining("the gateway is draining")
 
-    def admit(self, tenant: str) -> Admission:
+    def admit(self, tenant: str) -> AdmittedRequest:
         """Return one of the places for requests, to be entered and left: before the body is read, where there is one.
 
         Args:
             tenant: Whose request it is.
         """
-        return Admission(self, tenant)
+        return AdmittedRequest(self, tenant)
 
     def enter(self, tenant: str) -> None:
         """Take a place; see `admit`.
@@ -157,7 +157,7 @@ class Exchanges:
         return outcome
 
 
-class Admission:
+class AdmittedRequest:
     """A place for one request; see `Exchanges.admit`."""
 
     __slots__ = ("_exchanges", "_tenant")
@@ -221,9 +221,9 @@ class Exchange:
                 self._all.leave(self.request.tenant)
 
     @property
-    def _asked(self) -> Asked:
+    def _asked(self) -> RequestSummary:
         request = self.request
-        return Asked(request.front, request.tenant, request.model, request.request_id)
+        return RequestSummary(request.front, request.tenant, request.model, request.request_id)
 
     def _over(self, error: BaseException | None) -> None:
         """Count the request, and whether it was answered as it should have been."""

@@ -49,7 +49,7 @@ _MISSED: Final = {
 """Causes by what a decision says that was missed."""
 
 
-class Asked(NamedTuple):
+class RequestSummary(NamedTuple):
     """Request, as far as it is known."""
 
     front: str
@@ -62,7 +62,7 @@ class Asked(NamedTuple):
     """Where the log has none; "" = unknown."""
 
 
-class Kind(NamedTuple):
+class FailureKind(NamedTuple):
     """What is counted together."""
 
     cause: Cause
@@ -76,10 +76,10 @@ class Failure:
     number: int
     at: float
     """Seconds since the Unix epoch."""
-    asked: Asked
+    asked: RequestSummary
     status: str
     """Status that the client got; "" = none of ours."""
-    kind: Kind
+    kind: FailureKind
     worker_ids: tuple[str, ...]
     message: str
     """For anyone who may see the request."""
@@ -99,7 +99,7 @@ class Failure:
         return RECORD_BYTES + sum(map(len, texts))
 
 
-class Wanted(NamedTuple):
+class FailureFilter(NamedTuple):
     """Failures that are listed."""
 
     tenant: str = ALL_TENANTS
@@ -139,12 +139,12 @@ class _Ring:
             self._bytes -= self.kept.popleft().size
 
 
-class Watch:
+class FailureWatch:
     """Records an error that leaves the block as the failure of a request."""
 
     __slots__ = ("_asked", "_log")
 
-    def __init__(self, log: FailureLog, asked: Asked) -> None:
+    def __init__(self, log: FailureLog, asked: RequestSummary) -> None:
         self._log = log
         self._asked = asked
 
@@ -174,10 +174,10 @@ class FailureLog(Collector):
     ) -> None:
         self._status_of = status_of
         self._clock = clock
-        self.counts: RecentCounts[Kind] = RecentCounts(monotonic)
+        self.counts: RecentCounts[FailureKind] = RecentCounts(monotonic)
         self.ended: RecentCounts[None] = RecentCounts(monotonic)
         """Requests that ended, or were refused."""
-        self.last_messages: dict[Kind, str] = {}
+        self.last_messages: dict[FailureKind, str] = {}
         """With addresses."""
         self._rings = {(owner, answered): _Ring() for owner in Owner for answered in (False, True)}
         self.number = 0
@@ -197,11 +197,11 @@ class FailureLog(Collector):
         counts = self.counts.total.items()
         return sum(number for kind, number in counts if not kind.answered and OWNERS[kind.cause] in owners)
 
-    def watch(self, asked: Asked) -> Watch:
+    def watch(self, asked: RequestSummary) -> FailureWatch:
         """Return a block to enter: an error that leaves it is recorded, unless it is already."""
-        return Watch(self, asked)
+        return FailureWatch(self, asked)
 
-    def over(self, asked: Asked, error: BaseException | None, worker_ids: Sequence[str] = ()) -> None:
+    def over(self, asked: RequestSummary, error: BaseException | None, worker_ids: Sequence[str] = ()) -> None:
         """Record the end of a request.
 
         Args:
@@ -214,7 +214,7 @@ class FailureLog(Collector):
         else:
             self.failed(asked, error, worker_ids)
 
-    def failed(self, asked: Asked, error: BaseException, worker_ids: Sequence[str] = ()) -> None:
+    def failed(self, asked: RequestSummary, error: BaseException, worker_ids: Sequence[str] = ()) -> None:
         """Record a request that failed; an error that is recorded already is not recorded again."""
         if getattr(error, _LISTED, False):
             return
@@ -223,14 +223,14 @@ class FailureLog(Collector):
         cause = cause_of(error)
         message, detail = _texts(error)
         status = "" if cause is Cause.GONE else self._status_of(asked.front, error)
-        self._record(asked, Kind(cause, False), status, worker_ids, message, detail)
+        self._record(asked, FailureKind(cause, False), status, worker_ids, message, detail)
 
     def leave_out(self, error: BaseException) -> None:
         """Record no failure for an error, whoever reports it."""
         setattr(error, _LISTED, True)
 
     def answered(
-        self, asked: Asked, cause: Cause, message: str, detail: str = "", worker_ids: Sequence[str] = ()
+        self, asked: RequestSummary, cause: Cause, message: str, detail: str = "", worker_ids: Sequence[str] = ()
     ) -> None:
         """Record a request that was answered, but not as it should have been.
 
@@ -241,9 +241,9 @@ class FailureLog(Collector):
             detail: The same with addresses.
             worker_ids: Workers that it was sent to.
         """
-        self._record(asked, Kind(cause, True), "", worker_ids, message, detail)
+        self._record(asked, FailureKind(cause, True), "", worker_ids, message, detail)
 
-    def degraded(self, asked: Asked, decision: Decision) -> None:
+    def degraded(self, asked: RequestSummary, decision: Decision) -> None:
         """Record a request that was answered, and placed with less knowledge than usual: once, for its first reason."""
         missed = decision.degraded_for(in_full=False)
         self.answered(
@@ -255,7 +255,13 @@ class FailureLog(Collector):
         )
 
     def _record(
-        self, asked: Asked, kind: Kind, status: str, worker_ids: Sequence[str], message: str, detail: str
+        self,
+        asked: RequestSummary,
+        kind: FailureKind,
+        status: str,
+        worker_ids: Sequence[str],
+        message: str,
+        detail: str,
     ) -> None:
         self.number += 1
         self.counts.add(kind)
@@ -264,7 +270,7 @@ class FailureLog(Collector):
         one = Failure(
             self.number,
             self._clock(),
-            Asked(
+            RequestSummary(
                 printable(asked.front, MAX_NAME_BYTES),
                 printable(asked.tenant, MAX_NAME_BYTES),
                 printable(asked.model, MAX_NAME_BYTES),
@@ -279,7 +285,7 @@ class FailureLog(Collector):
         )
         self._rings[one.owner, kind.answered].add(one)
 
-    def listed(self, wanted: Wanted, limit: int, before: int | None = None) -> tuple[list[Failure], int]:
+    def listed(self, wanted: FailureFilter, limit: int, before: int | None = None) -> tuple[list[Failure], int]:
         """Return failures, the newest first, and how many there are of them.
 
         Args:

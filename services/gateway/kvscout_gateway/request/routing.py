@@ -81,12 +81,12 @@ class RoutingFlow:
             return self._round_robin(request, overlaps, request.fallback_reason)
         hashed = self._clock()
         if self._wants_overlaps(request):
-            with tracing.span("find_matches", tracing.Kind.CLIENT) as span:
+            with tracing.span("find_matches", tracing.SpanKind.CLIENT) as span:
                 overlaps = await self._match(request, hashes)
                 self._count_missed(overlaps)
                 span.record(degraded=bool(overlaps.problems))
         matched = self._clock()
-        with tracing.span("select", tracing.Kind.CLIENT) as span:
+        with tracing.span("select", tracing.SpanKind.CLIENT) as span:
             try:
                 decision = await self._reserve(request, overlaps)
             except UpstreamDown as error:

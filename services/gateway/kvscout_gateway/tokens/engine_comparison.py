@@ -17,7 +17,7 @@ from kvscout_gateway.tokens.conversation import NotText
 from kvscout_gateway.tokens.parity import ParityCheck
 from kvscout_gateway.tokens.remote_source import render_call, tokenize_call
 from kvscout_gateway.tokens.remote_tokens import Call, RemoteTokens, Server
-from kvscout_gateway.tokens.source import Wanted
+from kvscout_gateway.tokens.source import TokenRequest
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.prompt import Judge, Prompt, TokenClass
 
@@ -63,7 +63,7 @@ class EngineComparison:
         if of is None:
             return None
         all_of_them = None
-        if isinstance(prompt.wanted, Wanted) and self._running is None:
+        if isinstance(prompt.wanted, TokenRequest) and self._running is None:
             try:
                 # What an engine makes of responses is no chat completion in all its details.
                 call_of = render_call if of.dialect == RESPONSES else tokenize_call

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from kvscout_gateway.tokens.source import COMPLETIONS, Found, SourceName, Wanted
+from kvscout_gateway.tokens.source import COMPLETIONS, Found, SourceName, TokenRequest
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 from kvscout_gateway.values.prompt import Judge
 
@@ -34,7 +34,7 @@ class LocalSource:
         self._tokenizer_of = tokenizer_of
         self._judge = judge
 
-    async def find(self, wanted: Wanted) -> Found | None:
+    async def find(self, wanted: TokenRequest) -> Found | None:
         """See `TokenSource`."""
         tokenizer = self._tokenizer_of(wanted.tenant, wanted.model)
         if tokenizer is None:
@@ -54,7 +54,7 @@ class LocalSource:
                 )
         return found if self._judge is None else found._replace(judge=self._both(wanted.model, found.judge))
 
-    async def find_beginning(self, wanted: Wanted) -> Found | None:
+    async def find_beginning(self, wanted: TokenRequest) -> Found | None:
         """See `TokenSource`."""
         tokenizer = self._tokenizer_of(wanted.tenant, wanted.model)
         if tokenizer is None:

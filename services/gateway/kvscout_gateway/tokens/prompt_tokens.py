@@ -15,7 +15,7 @@ from kvscout_common.observability.recent_counts import RecentCounts
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.conversation import NotOnlyText, NotText
 from kvscout_gateway.tokens.parity import ParityCheck
-from kvscout_gateway.tokens.source import COMPLETIONS, ENGINES, Found, SourceName, TokenSource, Wanted
+from kvscout_gateway.tokens.source import COMPLETIONS, ENGINES, Found, SourceName, TokenRequest, TokenSource
 from kvscout_gateway.values.prompt import Prompt, TokenClass
 
 CHARACTERS_A_TOKEN: Final = 4
@@ -75,7 +75,7 @@ class PromptTokenizer(Collector):
             return _given(prompt)
         if not isinstance(prompt, str):
             return unknown_prompt("the prompt is neither text nor tokens")
-        wanted = Wanted(request, COMPLETIONS, model, tenant, size, text=prompt)
+        wanted = TokenRequest(request, COMPLETIONS, model, tenant, size, text=prompt)
         return await self._find(wanted, further=further)
 
     async def of_chat(
@@ -98,9 +98,9 @@ class PromptTokenizer(Collector):
             engine: What will render it.
             dialect: Of the body: see `as_chat`.
         """
-        return await self._find(Wanted(request, dialect, model, tenant, size, engine))
+        return await self._find(TokenRequest(request, dialect, model, tenant, size, engine))
 
-    async def _find(self, wanted: Wanted, *, further: int = 0) -> Prompt:
+    async def _find(self, wanted: TokenRequest, *, further: int = 0) -> Prompt:
         if _has(wanted.request, "truncate_prompt_tokens") or _has(wanted.request, "prompt_embeds"):
             return unknown_prompt("the engine shortens the prompt, or adds to it")
         wanted.remote_seconds = self._remote_seconds
@@ -133,7 +133,7 @@ class PromptTokenizer(Collector):
         prompt.partial = f"tokenizer: {problem}"
         return prompt
 
-    def _ordered(self, wanted: Wanted) -> Iterator[tuple[TokenClass, TokenSource]]:
+    def _ordered(self, wanted: TokenRequest) -> Iterator[tuple[TokenClass, TokenSource]]:
         """Yield the sources, each with the class that it makes of a request: last those that had other tokens."""
         tools, differing = "tools" in wanted.request, []
         for source in self._sources:
@@ -144,7 +144,7 @@ class PromptTokenizer(Collector):
                 yield of, source
         yield from differing
 
-    async def _beginning(self, wanted: Wanted) -> Found | None:
+    async def _beginning(self, wanted: TokenRequest) -> Found | None:
         for source in self._sources:
             try:
                 if (found := await source.find_beginning(wanted)) is not None:

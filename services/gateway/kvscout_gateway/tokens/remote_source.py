@@ -14,7 +14,7 @@ from kvscout_gateway.tokens.as_chat import CHAT, MESSAGES, RESPONSES, as_chat
 from kvscout_gateway.tokens.conversation import NotText, conversation, template_variables
 from kvscout_gateway.tokens.remote_tokens import Call, RemoteTokens, Server
 from kvscout_gateway.tokens.rendered import read_rendered, read_tokenized
-from kvscout_gateway.tokens.source import COMPLETIONS, Found, SourceName, Wanted
+from kvscout_gateway.tokens.source import COMPLETIONS, Found, SourceName, TokenRequest
 from kvscout_gateway.tokens.text_tokenizer import INLINE_RENDERED
 
 TOKENIZE: Final = "/tokenize"
@@ -61,8 +61,8 @@ class RemoteSource:
         self,
         name: SourceName,
         remote: RemoteTokens,
-        choose: Callable[[Wanted], Server | None],
-        call_of: Callable[[Wanted], Call],
+        choose: Callable[[TokenRequest], Server | None],
+        call_of: Callable[[TokenRequest], Call],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,7 +81,7 @@ class RemoteSource:
         self._call_of = call_of
         self._clock = clock
 
-    async def find(self, wanted: Wanted) -> Found | None:
+    async def find(self, wanted: TokenRequest) -> Found | None:
         """See `TokenSource`."""
         server = self._choose(wanted)
         if server is None:
@@ -99,12 +99,12 @@ class RemoteSource:
             wanted.remote_seconds -= self._clock() - begin
         return Found(*rendered)
 
-    async def find_beginning(self, wanted: Wanted) -> Found | None:
+    async def find_beginning(self, wanted: TokenRequest) -> Found | None:
         """Return None: what a server does not take, it does not begin either."""
         return None
 
 
-def render_call(wanted: Wanted) -> Call:
+def render_call(wanted: TokenRequest) -> Call:
     """Return the call of a render endpoint.
 
     Raises:
@@ -125,7 +125,7 @@ def render_call(wanted: Wanted) -> Call:
     return Call.of(render.path, body, read_rendered)
 
 
-def tokenize_call(wanted: Wanted) -> Call:
+def tokenize_call(wanted: TokenRequest) -> Call:
     """Return the call of `/tokenize`.
 
     Raises:

@@ -44,7 +44,7 @@ ENGINES: Final = frozenset((SourceName.ENGINE_TOKENIZE, SourceName.ENGINE_RENDER
 
 
 @dataclass(slots=True)
-class Wanted:
+class TokenRequest:
     """A request whose tokens are wanted."""
 
     request: Mapping[str, Any]
@@ -83,7 +83,7 @@ class TokenSource(Protocol):
 
     name: SourceName
 
-    async def find(self, wanted: Wanted) -> Found | None:
+    async def find(self, wanted: TokenRequest) -> Found | None:
         """Return the tokens of a request; None = the source has nothing for its model.
 
         Raises:
@@ -91,7 +91,7 @@ class TokenSource(Protocol):
             KvscoutError, TimeoutError: The tokens cannot be had now.
         """
 
-    async def find_beginning(self, wanted: Wanted) -> Found | None:
+    async def find_beginning(self, wanted: TokenRequest) -> Found | None:
         """Return the tokens before the first image or the like in a request; None = the source cannot tell.
 
         Raises:

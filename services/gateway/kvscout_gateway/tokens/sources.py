@@ -25,7 +25,7 @@ from kvscout_gateway.tokens.parity import ParityCheck
 from kvscout_gateway.tokens.prompt_tokens import PromptTokenizer
 from kvscout_gateway.tokens.remote_source import RemoteSource, render_call, tokenize_call
 from kvscout_gateway.tokens.remote_tokens import RemoteTokens, Server
-from kvscout_gateway.tokens.source import SourceName, TokenSource, Wanted
+from kvscout_gateway.tokens.source import SourceName, TokenRequest, TokenSource
 from kvscout_gateway.tokens.text_tokenizer import TextTokenizer
 from kvscout_gateway.tokens.threads import Threads
 
@@ -141,13 +141,13 @@ class Tokens:
         troubles = {why for endpoint in sorted(renderers) for why in self.remote.troubles(endpoint)}
         return [*self.parity.warnings(), *(f"renderer: {why}: see --renderer" for why in sorted(troubles))]
 
-    def _renderer(self, wanted: Wanted) -> Server | None:
+    def _renderer(self, wanted: TokenRequest) -> Server | None:
         return self._renderers.get(wanted.model) or self._renderers.get(ANY)
 
-    def _engine(self, wanted: Wanted) -> Server | None:
+    def _engine(self, wanted: TokenRequest) -> Server | None:
         return self._choose(wanted.tenant, wanted.model)
 
-    def _engine_that_renders(self, wanted: Wanted) -> Server | None:
+    def _engine_that_renders(self, wanted: TokenRequest) -> Server | None:
         return self._choose(wanted.tenant, wanted.model, RENDERING)
 
     def _choose(self, tenant: str, model: str, kinds: frozenset[EngineKind] = frozenset(EngineKind)) -> Server | None:

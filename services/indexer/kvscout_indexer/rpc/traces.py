@@ -24,7 +24,7 @@ def traced_stream(message: bytes, answer: Callable[[bytes], bytes]) -> bytes:
     with suppress(DecodeError):  # the answer reports it
         for request in indexer_pb2.StreamFindMatchesRequest.FromString(message).requests:
             if request.traceparent:
-                span = tracing.span(RPC, tracing.Kind.SERVER, parent=request.traceparent)
+                span = tracing.span(RPC, tracing.SpanKind.SERVER, parent=request.traceparent)
                 traced[request.id] = (request, span.begun())
     try:
         answers = answer(message)

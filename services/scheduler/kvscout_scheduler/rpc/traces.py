@@ -12,7 +12,7 @@ def traced(rpc: str, traceparent: str) -> tracing.Span:
     """Return the span of an operation that is part of a trace; nothing of one that is not."""
     if not traceparent:
         return tracing.NOTHING
-    return tracing.span(f"kvscout.v1.Scheduler/{rpc}", tracing.Kind.SERVER, parent=traceparent)
+    return tracing.span(f"kvscout.v1.Scheduler/{rpc}", tracing.SpanKind.SERVER, parent=traceparent)
 
 
 def record(span: tracing.Span, request: SelectionRequest, outcome: Decision | KvscoutError) -> None:

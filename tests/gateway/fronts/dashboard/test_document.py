@@ -7,7 +7,7 @@ from typing import Any
 
 from kvscout.v1 import gateway_pb2, indexer_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.doctor.moment import Moment
-from kvscout_common.doctor.snapshot import Kind, RankName, Service, Snapshot
+from kvscout_common.doctor.snapshot import RankName, Service, ServiceKind, Snapshot
 from kvscout_gateway.fronts.dashboard.document import state
 from kvscout_gateway.fronts.dashboard.worker_rows import MAX_WORKERS
 
@@ -32,14 +32,14 @@ def moment(*worker_ids: str, problem: str = "", source: indexer_pb2.SourceStatus
     services = (
         Service(
             "g:1",
-            Kind.GATEWAY,
+            ServiceKind.GATEWAY,
             serving=True,
             status=gateway_pb2.GatewayGetStatusResponse(requests=4, workers=seen),
             workers=workers,
         ),
         Service(
             "i:1",
-            Kind.INDEXER,
+            ServiceKind.INDEXER,
             serving=True,
             status=indexer_pb2.IndexerGetStatusResponse(sources=[source] if source is not None else []),
         ),

@@ -25,7 +25,7 @@ from kvscout_gateway.fronts.endpoint_picker.exchange_picker import ExchangePicke
 from kvscout_gateway.fronts.endpoint_picker.pick_request import PickRequest
 from kvscout_gateway.fronts.sessions import Sessions
 from kvscout_gateway.gateway import Gateway
-from kvscout_gateway.request.failures import Wanted
+from kvscout_gateway.request.failures import FailureFilter
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Choice
 from kvscout_gateway.values.output import Output
@@ -279,7 +279,7 @@ async def test_a_response_is_nowhere_else_whatever_the_proxy_allows() -> None:
 
 
 def listed(gateway: Gateway, *, answered: bool = False) -> list[tuple[str, str, tuple[str, ...], str]]:
-    found, _ = gateway.failure_log.listed(Wanted(answered=answered), 10)
+    found, _ = gateway.failure_log.listed(FailureFilter(answered=answered), 10)
     return [(one.kind.cause, one.asked.front, one.worker_ids, one.status) for one in found]
 
 
@@ -290,7 +290,7 @@ async def test_what_an_engine_answered_through_the_proxy_is_its_failure() -> Non
             pick.answering(status, address(1), None)
             pick.ended(None)
             assert listed(gateway)[0] == (cause, "/v1/completions", ("w1",), str(status))
-        found, _ = gateway.failure_log.listed(Wanted(), 10)
+        found, _ = gateway.failure_log.listed(FailureFilter(), 10)
         assert all("10.0.0.1" not in each.message and "10.0.0.1" in each.detail for each in found)
 
 

@@ -14,7 +14,7 @@ from kvscout_common import __version__
 from kvscout_common.doctor.diagnosis import diagnose
 from kvscout_common.doctor.gathering import Decisions, Gathering
 from kvscout_common.doctor.moment import Moment
-from kvscout_common.doctor.snapshot import Kind, Service
+from kvscout_common.doctor.snapshot import Service, ServiceKind
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.registry.worker_rpcs import WorkerRpcs
 from kvscout_common.worker import ALL_TENANTS
@@ -23,7 +23,7 @@ from kvscout_gateway.fronts.dashboard.history import SPAN_SECONDS, History, Tota
 from kvscout_gateway.fronts.dashboard.savings import Possible
 from kvscout_gateway.fronts.dashboard.viewers import Viewers
 from kvscout_gateway.fronts.grpc.status import gateway_status
-from kvscout_gateway.request.failures import Wanted
+from kvscout_gateway.request.failures import FailureFilter
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -132,7 +132,7 @@ class Dashboard:
 
     def _publish_failures(self) -> None:
         log = self._gateway.failure_log
-        found = [log.listed(Wanted(answered=answered), FAILURES)[0] for answered in (False, True)]
+        found = [log.listed(FailureFilter(answered=answered), FAILURES)[0] for answered in (False, True)]
         self.viewers.publish("failures", document.failures(*found))
 
     def _publish_history(self) -> None:
@@ -160,7 +160,7 @@ class Dashboard:
         listed = await self._workers.ListWorkers(workers_pb2.ListWorkersRequest(tenant=ALL_TENANTS), None)
         return Service(
             self._name,
-            Kind.GATEWAY,
+            ServiceKind.GATEWAY,
             serving=not self._gateway.leaving,
             status=gateway_status(self._gateway, ALL_TENANTS, ""),
             workers=tuple(listed.workers),

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.overview import seen_by_gateways
-from kvscout_common.doctor.snapshot import WorkerName
+from kvscout_common.registry.registry import WorkerName
 from kvscout_gateway.fronts.dashboard.decision_rows import reach
 
 KEPT: Final = 500

@@ -7,9 +7,10 @@ from typing import Any, Final
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.doctor.moment import Moment
 from kvscout_common.doctor.overview import Overview, SourceRow, seen_by_gateways
-from kvscout_common.doctor.snapshot import RankName, WorkerName
+from kvscout_common.doctor.snapshot import RankName
 from kvscout_common.doctor.worker_health import health_of, load_healths, worst
 from kvscout_common.plain_text import printable
+from kvscout_common.registry.registry import WorkerName
 from kvscout_common.registry.worker_proto import role_from_proto
 
 MAX_WORKERS: Final = 1_000

@@ -21,7 +21,7 @@ HELD_BODIES = 16
 """Bodies of the longest kind that may wait for their picks at once."""
 
 
-class Watch(StrEnum):
+class ResponseWatch(StrEnum):
     """Handling of responses after the pick."""
 
     OBSERVE = "observe"
@@ -41,7 +41,7 @@ class EndpointPickerConfig:
     plaintext: bool = False
     tenant: str = ""
     """Tenant of all requests, whose proxy then needs no token; "" = tenant of the proxy's token."""
-    watch: Watch = Watch.OBSERVE
+    watch: ResponseWatch = ResponseWatch.OBSERVE
     sample_every: int = 32
     """0 = none is sampled."""
     pick_seconds: float = 2.0
@@ -62,7 +62,7 @@ class EndpointPickerConfig:
             port=values["endpoint_picker_port"],
             plaintext=values["endpoint_picker_plaintext"],
             tenant=values["endpoint_picker_tenant"],
-            watch=Watch(values["endpoint_picker_watch"]),
+            watch=ResponseWatch(values["endpoint_picker_watch"]),
             sample_every=values["endpoint_picker_sample_every"],
             pick_seconds=values["endpoint_picker_timeout_ms"] / 1000,
             lease_seconds=values["endpoint_picker_lease_seconds"],
@@ -72,11 +72,13 @@ class EndpointPickerConfig:
 
     def follow(self) -> Callable[[], Follow]:
         """Return a function that decides for one request after another how to follow it."""
-        others = Follow.PROXY if self.watch is Watch.OBSERVE or self.conformance else Follow.LEAVE
+        others = Follow.PROXY if self.watch is ResponseWatch.OBSERVE or self.conformance else Follow.LEAVE
         numbers = itertools.count()
 
         def next_one() -> Follow:
-            sampled = self.sample_every and self.watch is not Watch.LEAVE and next(numbers) % self.sample_every == 0
+            sampled = (
+                self.sample_every and self.watch is not ResponseWatch.LEAVE and next(numbers) % self.sample_every == 0
+            )
             return Follow.MESSAGES if sampled else others
 
         return next_one
@@ -109,7 +111,7 @@ def endpoint_picker_flags() -> Callable[[F], F]:
         flag(
             "--endpoint-picker-watch",
             default=_DEFAULT.watch.value,
-            type=ValueOf(Watch),
+            type=ValueOf(ResponseWatch),
             section=BEHAVIOUR,
             help="Responses to follow: observe = all that the proxy forwards; sample = one in "
             "--endpoint-picker-sample-every; leave = none, bookings end with their leases.",

@@ -45,7 +45,7 @@ from kvscout_gateway.fronts.stored_responses import name_in, named_by
 from kvscout_gateway.members.catalog import TenantView
 from kvscout_gateway.request.attempt import Attempt
 from kvscout_gateway.request.exchange import Exchange
-from kvscout_gateway.request.failures import Asked
+from kvscout_gateway.request.failures import RequestSummary
 from kvscout_gateway.request.round_robin import eligible
 from kvscout_gateway.request.routing import resolve
 from kvscout_gateway.tokens.engine_comparison import Compared
@@ -125,8 +125,8 @@ class ExchangePicker:
 
     async def pick(self, asked: PickRequest, *, without_upstreams: bool = False) -> ExchangePick:
         """See `Picker`."""
-        with tracing.span("pick", tracing.Kind.SERVER, parent=asked.traceparent):
-            about = Asked(asked.path or "/", self._config.tenant, asked.model)
+        with tracing.span("pick", tracing.SpanKind.SERVER, parent=asked.traceparent):
+            about = RequestSummary(asked.path or "/", self._config.tenant, asked.model)
             failure_log = self._exchanges.failure_log
             try:
                 with failure_log.watch(about):

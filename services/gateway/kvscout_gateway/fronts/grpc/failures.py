@@ -8,7 +8,7 @@ from kvscout.v1 import gateway_pb2
 from kvscout_common.enum_words import value_of, word_of
 from kvscout_common.rpc.pages import page_token, read_page_token
 from kvscout_gateway.engines.causes import OWNERS, Owner
-from kvscout_gateway.request.failures import Failure, FailureLog, Wanted
+from kvscout_gateway.request.failures import Failure, FailureFilter, FailureLog
 
 PAGE: Final = 1_000
 MAX_PAGE: Final = 10_000
@@ -30,7 +30,7 @@ def list_failures(
     """
     place = read_page_token(request.page_token, int)
     owner = word_of(gateway_pb2.FaultOwner, request.owner)
-    wanted = Wanted(
+    wanted = FailureFilter(
         tenant,
         request.model,
         request.worker_id,

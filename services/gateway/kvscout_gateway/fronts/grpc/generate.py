@@ -13,7 +13,7 @@ from kvscout_gateway.fronts.context import FrontContext
 from kvscout_gateway.fronts.grpc import translate
 from kvscout_gateway.fronts.grpc.logprobs import LogprobSink
 from kvscout_gateway.request.attempt import AttemptContext
-from kvscout_gateway.request.failures import Asked
+from kvscout_gateway.request.failures import RequestSummary
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.dialects import OPENAI
 from kvscout_gateway.values.request import Request
@@ -26,7 +26,7 @@ async def generate(
     identity: Identity,
 ) -> None:
     """Answer one call: bytes are written to its context, no chunk of output becomes an object on its way."""
-    asked = Asked("Generate", message.tenant or DEFAULT_TENANT, message.model, message.request_id)
+    asked = RequestSummary("Generate", message.tenant or DEFAULT_TENANT, message.model, message.request_id)
     with fronts.exchanges.failure_log.watch(asked):
         await _answer(fronts, message, context, identity)
 

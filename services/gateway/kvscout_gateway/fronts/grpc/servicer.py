@@ -24,7 +24,7 @@ from kvscout_gateway.fronts.grpc.failures import list_failures
 from kvscout_gateway.fronts.grpc.generate import generate
 from kvscout_gateway.fronts.grpc.ladder import get_ladder, ladders_of
 from kvscout_gateway.fronts.grpc.status import gateway_status
-from kvscout_gateway.request.failures import Asked
+from kvscout_gateway.request.failures import RequestSummary
 from kvscout_gateway.request.recording import Recorder
 from kvscout_gateway.values.decision import Decision
 
@@ -100,7 +100,7 @@ class GatewayServicer(WorkerRpcs, gateway_pb2_grpc.GatewayServicer):
 
     async def Route(self, request: gateway_pb2.RouteRequest, context: Any) -> gateway_pb2.RouteResponse:
         log = self._gateway.failure_log
-        asked = Asked("Route", request.tenant or DEFAULT_TENANT, request.model, request.request_id)
+        asked = RequestSummary("Route", request.tenant or DEFAULT_TENANT, request.model, request.request_id)
         with log.watch(asked):
             decision = await self._routed(request, context)
         log.ended.add(None)

@@ -19,7 +19,7 @@ from kvscout_gateway.fronts.json_request import request_of
 from kvscout_gateway.fronts.outputs import tool_choice
 from kvscout_gateway.fronts.refusals import event_of, refusal_of
 from kvscout_gateway.fronts.reserved import changes_of
-from kvscout_gateway.request.failures import Asked
+from kvscout_gateway.request.failures import RequestSummary
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.dialects import API_DIALECTS, ApiDialect
 from kvscout_gateway.values.request import EngineAdapter, Request
@@ -198,7 +198,7 @@ class Generation:
 
     async def _answer(self, call: HttpCall, caller: Caller, body: JsonBody) -> None:
         tenant, model, comparison = caller.tenant, model_of(body.fields), self._context.tokens.comparison
-        asked = Asked(call.path, tenant, model, header(call.headers, _REQUEST_ID_FIELD))
+        asked = RequestSummary(call.path, tenant, model, header(call.headers, _REQUEST_ID_FIELD))
         with self._context.exchanges.failure_log.watch(asked):
             request = await request_of(
                 self._context, call.path, call.headers, body.fields, size=body.size, tenant=tenant, model=model

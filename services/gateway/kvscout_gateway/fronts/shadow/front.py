@@ -31,8 +31,8 @@ from kvscout_gateway.fronts.refusals import error_event
 from kvscout_gateway.fronts.reserved import changes_of
 from kvscout_gateway.fronts.shadow.config import ShadowConfig
 from kvscout_gateway.fronts.shadow.report import ShadowReport
-from kvscout_gateway.fronts.shadow.score import Generation, Score, Scores
-from kvscout_gateway.request.failures import Asked
+from kvscout_gateway.fronts.shadow.score import Score, ScoredRequest, Scores
+from kvscout_gateway.request.failures import RequestSummary
 from kvscout_gateway.values.dialects import API_DIALECTS
 
 MAX_READ_BYTES: Final = 1024 * 1024
@@ -99,7 +99,7 @@ class ShadowFront:
             failed = error
             raise
         finally:
-            asked = Asked(call.path, generation.tenant, generation.model, header(call.headers, "x-request-id"))
+            asked = RequestSummary(call.path, generation.tenant, generation.model, header(call.headers, "x-request-id"))
             self._context.exchanges.over(generation.tenant, generation.model, failed)
             self._context.exchanges.failure_log.over(asked, failed)
             passing.end(score, failed=failed is not None)
@@ -253,14 +253,14 @@ class _Passing:
         return next(found, "")
 
 
-async def _generation_of(call: HttpCall, caller: Caller, body: bytes, charge: Charge) -> Generation | None:
+async def _generation_of(call: HttpCall, caller: Caller, body: bytes, charge: Charge) -> ScoredRequest | None:
     """Return what is to be scored; None = nothing of this is: it is passed on all the same."""
     api = API_DIALECTS.get(call.path)
     if call.method != "POST" or api is None:
         return None
     try:
         read = await parsed(body, charge)
-        return Generation(api, read, caller.tenant, model_of(read.fields), call.headers, caller.identity)
+        return ScoredRequest(api, read, caller.tenant, model_of(read.fields), call.headers, caller.identity)
     except InvalidArgument:
         return None
 

@@ -38,7 +38,7 @@ LATE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class ScoredRequest:
     """A client's request for output."""
 
     api: ApiDialect
@@ -57,7 +57,7 @@ class Scores:
         self._report = report
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, generation: Generation) -> Score:
+    def begin(self, generation: ScoredRequest) -> Score:
         """Begin to score a request that goes to the balancer now."""
         score = Score(self._context, self._report, generation)
         if len(self._tasks) < MAX_SCORES:
@@ -75,7 +75,7 @@ class Scores:
 class Score:
     """One request; `end` it."""
 
-    def __init__(self, context: FrontContext, report: ShadowReport, generation: Generation) -> None:
+    def __init__(self, context: FrontContext, report: ShadowReport, generation: ScoredRequest) -> None:
         self._context = context
         self._scheduler = context.exchanges.context.scheduler
         self._ladders = context.exchanges.context.ladders
