@@ -8,7 +8,7 @@ CARGO_TEST := cargo test --manifest-path $(NATIVE) --no-default-features
 TEST_WORKERS ?= 4
 # Those of one file follow one another: they share processes. The files with the longest come first (tests/conftest.py).
 PYTEST := $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
-CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler bench/peers/floor
+CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler bench/peers/floor bench/peers/fleet
 SOURCES := common services clients lab bench protos/generate.py protos/compatibility.py protos/reference.py docs tests deploy setup.py
 .DEFAULT_GOAL := help
 KUBECONFORM := github.com/yannh/kubeconform/cmd/kubeconform@v0.7.0
@@ -228,5 +228,8 @@ image-sbom: ## List what an image holds, IMAGE or kvscout:latest, as CycloneDX (
 
 bench: $(DEVELOP) ## Run the benchmarks of this release, half an hour; PEERS="--peer dynamo --peer smg --peer envoy" runs these beside it.
 	$(PY) -m kvscout_cli.main bench all $(PEERS)
+
+fleet: $(DEVELOP) ## Measure an indexer with up to 16,000 ranks of engines that replay, publish and restart, ten minutes; ONLY="--only 1000/".
+	$(PY) -m kvscout_cli.main bench fleet $(ONLY)
 
 .PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST)))

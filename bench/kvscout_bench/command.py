@@ -12,6 +12,7 @@ from rich.table import Table
 from kvscout_bench.all_bench import BENCHES, PARTS, AllBench
 from kvscout_bench.all_bench import PEERS as ALL_PEERS
 from kvscout_bench.all_report import cells, columns, markdown
+from kvscout_bench.fleet_bench import FleetBench
 from kvscout_bench.harness import Bench, Row
 from kvscout_cli.connection import option
 from kvscout_cli.tables import stderr, stdout
@@ -33,6 +34,7 @@ ABOUT = {
     "gateway": "Measure what requests cost gateway, scheduler and indexer together.",
     "rpc": "Measure what calls cost the transport: server and client, by rate.",
     "http": "Measure what it costs to forward engines' streams, and nothing else.",
+    "fleet": "Measure an indexer with up to 16,000 ranks: restarts, ingest, scrapes, memory.",
 }
 QUICK = option("--quick", is_flag=True, help="One short round: shows that it works, judges nothing.")
 
@@ -72,7 +74,7 @@ def _rounds(default: int) -> Callable[..., Any]:
 
 
 for _name in ABOUT:
-    _subcommand(_name, BENCHES[_name])
+    _subcommand(_name, FleetBench if _name == "fleet" else BENCHES[_name])
 
 
 @command.command(name="all", cls=SectionedCommand)

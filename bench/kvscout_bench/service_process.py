@@ -57,8 +57,7 @@ class MeasuredProcess:
 
     def cpu_ns(self) -> int:
         """Return the nanoseconds that all threads of the process, ended ones too, were on a core."""
-        # Linux' clock of another process: what clock_getcpuclockid(3) returns.
-        return time.clock_gettime_ns((~self._process.pid << 3) | 2)
+        return cpu_ns_of(self._process.pid)
 
     def rss_bytes(self) -> int:
         """Return the memory of the process that is in RAM."""
@@ -215,6 +214,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def cpu_ns_of(pid: int) -> int:
+    """Return the nanoseconds that all threads of a process, ended ones too, were on a core."""
+    # Linux' clock of another process: what clock_getcpuclockid(3) returns.
+    return time.clock_gettime_ns((~pid << 3) | 2)
 
 
 def rss_of(pid: int) -> int:
