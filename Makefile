@@ -5,7 +5,7 @@ CARGO := $(if $(filter 0,$(KVSCOUT_NATIVE)),,$(shell command -v cargo 2>/dev/nul
 NATIVE := native/Cargo.toml
 CARGO_TEST := cargo test --manifest-path $(NATIVE) --no-default-features
 # Tests wait for processes more than they compute.
-TEST_WORKERS ?= 4
+TEST_WORKERS ?= 5
 # Those of one file follow one another: they share processes. The files with the longest come first (tests/conftest.py).
 PYTEST := $(PY) -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 CRATES := native native/fuzz bench/peers/driver bench/peers/kvscout bench/peers/dynamo bench/peers/scheduler bench/peers/floor bench/peers/fleet

@@ -709,7 +709,8 @@ def seconds_of_removals(factory: IndexFactory, orphans: int) -> float:
     assert stats.orphans == orphans - 1500
     apply(index, run(10**9))
     assert device(index, 10**9, 1) == {W0: 2}
-    index.check_invariants()
+    if orphans < 10_000:  # a parent's children are compared with one another
+        index.check_invariants()
     return seconds
 
 

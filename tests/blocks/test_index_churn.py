@@ -14,8 +14,8 @@ from support.index_churn import Churn, Load, requests
 from support.index_scenarios import IndexFactory, settle
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
-PASSES = 4
-EVENTS_A_PASS = 12_000
+PASSES = 3
+EVENTS_A_PASS = 6_000
 SAMPLES_A_PASS = 5
 LOAD = Load(engines=3, capacity=600, max_blocks=1_200, requests_a_clear=500)
 MOST_GROWTH = 1.05

@@ -180,6 +180,7 @@ async def test_a_killed_engine_is_the_first_finding_and_its_events_are_none_of_t
         assert named == {"engine-unreachable"}
 
 
+@pytest.mark.services_only
 async def test_an_engine_that_is_slower_than_the_others_is_slow_until_it_is_mended() -> None:
     async with running_stack(mockers=THREE) as stack, load(stack) as errors:
         await eventually(lambda: _requests(stack, 6), what="requests at all workers")
@@ -197,6 +198,7 @@ async def test_an_engine_that_is_slower_than_the_others_is_slow_until_it_is_mend
         assert errors == []
 
 
+@pytest.mark.services_only
 async def test_an_engine_whose_events_stop_has_no_events_until_they_come_again() -> None:
     async with running_stack(mockers=THREE) as stack, load(stack) as errors:
         await eventually(lambda: _requests(stack, 6), what="requests at all workers")

@@ -1,6 +1,6 @@
 """Random lifecycles of requests: whatever happens to them, in the end every total is exactly 0.
 
-Both backends of active load go through them side by side. `KVSCOUT_LIFECYCLES` sets how many (default 100,000),
+Both backends of active load go through them side by side. `KVSCOUT_LIFECYCLES` sets how many (default 60,000),
 `KVSCOUT_TEST_SEED` repeats a run.
 """
 
@@ -26,7 +26,7 @@ from kvscout_scheduler.values.reservation import End, OwnerName, RequestKey, Res
 
 PARTS = 4
 """Independent runs, which can go on side by side."""
-LIFECYCLES = int(os.environ.get("KVSCOUT_LIFECYCLES", "100000")) // PARTS
+LIFECYCLES = int(os.environ.get("KVSCOUT_LIFECYCLES", "60000")) // PARTS
 """A part."""
 CHECK_EVERY = 400
 OWNERS = (owner("gateway-0"), owner("gateway-1"), None)

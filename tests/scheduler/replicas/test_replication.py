@@ -879,7 +879,7 @@ def test_s8_gateways_that_fail_over_lose_nothing_and_leave_nothing(run: int) -> 
     gateways = [Gateway(f"g{number}", world) for number in range(3)]
     for number, gateway in enumerate(gateways):
         gateway.move("abc"[number % 2])
-    for _ in range(1500):
+    for _ in range(900):
         for gateway in gateways:
             node = world[gateway.at]
             if node is not gateway.node or node.away or rng.random() < 0.002:
