@@ -47,7 +47,7 @@ async def bad_night() -> bool:
     def report(named: Named) -> None:
         in_time = named.right and named.seconds <= NAMED_WITHIN_SECONDS
         told.append(in_time)
-        mark = "" if in_time else "  <- LATE" if named.right else "  <- NOT NAMED FIRST"
+        mark = "" if in_time else "  <- LATE" if named.right else "  <- NOT FIRST, OR UNNAMED"
         print(f"{named.damage.what:24} {named.seconds:7.1f}  {named.sentence}{mark}", flush=True)
 
     print(f"{'broken':24} {'seconds':>7}  doctor's first sentence", flush=True)

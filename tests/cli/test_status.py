@@ -130,7 +130,8 @@ async def test_doctor_tells_what_it_finds_as_text_and_as_json(stack: Stack) -> N
     assert "service 127.0.0.1:1: " in unreachable["evidence"][0]
     code, out, _ = await kvscout("doctor", "--no-engines", "--gateway", "127.0.0.1:1", "--timeout", "2")
     assert code == 1
-    assert out.startswith("error service-unreachable\n  No service answers at an address.\n  · gateway 127.0.0.1:1: ")
+    said = "error service-unreachable\n  Gateway 127.0.0.1:1 does not answer at its address.\n  · gateway 127.0.0.1:1: "
+    assert out.startswith(said)
     assert "  → Start the service" in out
     assert "1 finding (asked: nobody answered; 0 workers)" in out
 

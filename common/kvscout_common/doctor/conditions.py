@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+_SUBJECT: Final = re.compile(r"\ban? (?:worker|engine|service|policy)\b", re.IGNORECASE)
 
 
 class Severity(StrEnum):
@@ -24,7 +28,15 @@ class Condition:
     id: str
     severity: Severity
     what: str
+    """One sentence."""
     remedy: str
+
+    def what_of(self, subject: str) -> str:
+        """Return the sentence with a name, such as "worker vllm-0", for "a worker"; "" = as it is."""
+        if not subject:
+            return self.what
+        named = _SUBJECT.sub(lambda _: subject, self.what, count=1)
+        return named[0].upper() + named[1:]
 
 
 def _error(name: str, what: str, remedy: str) -> Condition:
@@ -43,7 +55,7 @@ def _note(name: str, what: str, remedy: str) -> Condition:
 
 SERVICE_UNREACHABLE = _error(
     "service-unreachable",
-    "No service answers at an address.",
+    "A service does not answer at its address.",
     "Start the service, or correct the address in --gateway, --indexer, --scheduler, --envoy-admin or a bridge's "
     "--advertise. With TLS or tokens on, give --tls-ca and --token-file.",
 )
@@ -312,7 +324,7 @@ TENANT_LIMITED = _warning(
 )
 TOKENS_LATE = _warning(
     "tokens-late",
-    "A source of tokens is too slow or does not answer: its prompts are placed by load alone, whatever is cached.",
+    "A source of tokens is slow or does not answer: prompts that no other source tokenizes are placed by load alone.",
     "Give the gateway the model's --tokenizer, which needs no call; else relieve the renderer or the engines, or raise "
     "--tokenize-timeout-ms.",
 )
@@ -358,7 +370,7 @@ DESCRIPTORS_FEW = _warning(
 REFERENCE_BACKEND = _warning(
     "reference-backend",
     "A service runs without the native extension: same answers, but slower.",
-    "Install a wheel, or build the extension (`make native`); unset kvscout_NATIVE=0.",
+    "Install a wheel, or build the extension (`make native`); unset KVSCOUT_NATIVE=0.",
 )
 VERSIONS_DIFFER = _warning(
     "versions-differ",

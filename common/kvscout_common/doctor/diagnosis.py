@@ -59,6 +59,7 @@ class Finding:
     id: str
     severity: Severity
     what: str
+    """One sentence, which names what it is about where that is one worker, service or policy."""
     evidence: tuple[str, ...]
     """Symptoms, a sentence each."""
     remedy: str
@@ -71,12 +72,18 @@ def diagnose(snapshot: Snapshot) -> list[Finding]:
     if snapshot.left_out:
         symptoms.append(Symptom(LEFT_OUT, f"{snapshot.left_out} were not asked"))
     evidence: defaultdict[Condition, list[str]] = defaultdict(list)
+    subjects: defaultdict[Condition, set[str]] = defaultdict(set)
     for symptom in symptoms:
         condition, text = symptom.condition, symptom.evidence
         if condition in PASSING and symptom.age_seconds < YOUNG_SECONDS:
             condition, text = STARTING, f"{text}, {symptom.age_seconds:.0f} s after the start"
         evidence[condition].append(printable(text, MAX_CHARACTERS))
-    found = [_finding(condition, evidence[condition]) for condition in CONDITIONS if condition in evidence]
+        subjects[condition].add(symptom.subject)
+    found = [
+        _finding(condition, evidence[condition], subjects[condition])
+        for condition in CONDITIONS
+        if condition in evidence
+    ]
     return sorted(found, key=lambda finding: _ORDER[finding.severity])
 
 
@@ -85,11 +92,12 @@ def is_wrong(findings: list[Finding]) -> bool:
     return any(finding.severity is not Severity.NOTE for finding in findings)
 
 
-def _finding(condition: Condition, evidence: list[str]) -> Finding:
+def _finding(condition: Condition, evidence: list[str], subjects: set[str]) -> Finding:
     shown = list(dict.fromkeys(evidence))
     if len(shown) > SHOWN:
         shown = [*shown[:SHOWN], f"and {len(shown) - SHOWN} more"]
-    return Finding(condition.id, condition.severity, condition.what, tuple(shown), condition.remedy)
+    what = condition.what_of(printable(min(subjects), MAX_CHARACTERS) if len(subjects) == 1 else "")
+    return Finding(condition.id, condition.severity, what, tuple(shown), condition.remedy)
 
 
 def _unexplained(snapshot: Snapshot, symptoms: list[Symptom]) -> Iterator[Symptom]:

@@ -53,7 +53,7 @@ def check_engines(snapshot: Snapshot) -> Iterator[Symptom]:
         evidence = health.sentence(name.worker_id if health.is_down else str(name))
         if condition is WORKER_FAILING:
             evidence += f" ({seen[name].failures:,} of {seen[name].requests:,} requests failed)"
-        yield Symptom(condition, evidence, of_worker(name.worker_id))
+        yield Symptom(condition, evidence, of_worker(name.worker_id), subject=f"worker {name.worker_id}")
     yield from _asked(snapshot, lost)
 
 
@@ -62,7 +62,7 @@ def _asked(snapshot: Snapshot, lost: set[WorkerName]) -> Iterator[Symptom]:
     served = {name.worker for name, seen in seen_by_gateways(snapshot).items() if seen.requests > seen.failures}
     workers = snapshot.workers
     for engine in snapshot.engines:
-        about = of_worker(engine.worker.worker_id)
+        about, subject = of_worker(engine.worker.worker_id), f"worker {engine.worker.worker_id}"
         if engine.facts is None:
             evidence = f"worker {engine.worker.worker_id}: {engine.error}"
             if engine.worker in lost:
@@ -72,11 +72,11 @@ def _asked(snapshot: Snapshot, lost: set[WorkerName]) -> Iterator[Symptom]:
             elif engine.worker in served:
                 yield Symptom(OUT_OF_SIGHT, evidence)
             else:
-                yield Symptom(ENGINE_UNREACHABLE, evidence, about)
+                yield Symptom(ENGINE_UNREACHABLE, evidence, about, subject=subject)
             continue
         try:
             spec = spec_from_proto(workers[engine.worker])
         except InvalidArgument:
             continue  # a newer release's: it was not queried
         for field, text in engine.facts.contradictions(spec).items():
-            yield Symptom(_BY_FIELD[field], f"worker {spec.worker_id} at {engine.url}: {text}", about)
+            yield Symptom(_BY_FIELD[field], f"{subject} at {engine.url}: {text}", about, subject=subject)

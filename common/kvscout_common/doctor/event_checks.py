@@ -23,7 +23,7 @@ from kvscout_common.doctor.conditions import (
     REPLAY_MISSING,
     Condition,
 )
-from kvscout_common.doctor.missing_events import silence
+from kvscout_common.doctor.missing_events import EVENTS_WITHIN_SECONDS, silence
 from kvscout_common.doctor.snapshot import RankName, Snapshot, observed_name, source_name
 from kvscout_common.doctor.symptom import Symptom, of_worker
 from kvscout_common.doctor.worker_health import NO_EVENTS, Health, judged_healths
@@ -61,17 +61,18 @@ def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
             if condition is EVENTS_UNREACHABLE and judged.get(name, Health()).is_down:
                 condition = None  # what is wrong with the engine says it
             where = f"worker {name} at {service.name}"
-            about = of_worker(name.worker_id)
+            about, subject = of_worker(name.worker_id), f"worker {name.worker_id}"
             reported = reported_by_engines.get(name)
             if condition is not None:
                 hint = ""
                 if reported is not None and source.endpoint and _port(reported.endpoint) != _port(source.endpoint):
                     hint = f"; the engine says that it publishes at {reported.endpoint}"
-                # An engine may start after its indexer; one that was heard of does not start.
-                young = source.HasField("open_seconds") and not source.HasField("last_event_id")
+                # An engine may start after its indexer; one that was heard of, or has run requests, does not start.
+                has_run = any(EVENTS_WITHIN_SECONDS < age < source.open_seconds for age in served[name].ages)
+                young = source.HasField("open_seconds") and not source.HasField("last_event_id") and not has_run
                 age = source.open_seconds if young else float("inf")
                 evidence = f"{where}: {_reason(source, served[name])}{hint}"
-                yield Symptom(condition, evidence, about, age)
+                yield Symptom(condition, evidence, about, age, subject)
             if condition is EVENTS_SILENT:
                 told.add(name)
             if source.endpoint and source.transport == workers_pb2.EVENT_TRANSPORT_ZMQ and not source.replay_endpoint:
@@ -84,7 +85,8 @@ def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
             yield from _contents(source, where)
     for name, health in judged.items():
         if health.state == NO_EVENTS and name not in told:
-            yield Symptom(EVENTS_SILENT, health.sentence(str(name)), of_worker(name.worker_id))
+            about, subject = of_worker(name.worker_id), f"worker {name.worker_id}"
+            yield Symptom(EVENTS_SILENT, health.sentence(str(name)), about, subject=subject)
 
 
 class _Served(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2
-from kvscout_common.doctor.snapshot import RankName, Snapshot
+from kvscout_common.doctor.snapshot import RankName, Snapshot, observed_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +51,22 @@ class Moment:
 
     def hit_rate(self, before: Moment | None) -> float | None:
         """Cached ÷ prompt tokens since then, or since the gateways' start; None = nothing was reported."""
-        prompt, cached = self._tokens()
-        if before is not None:
-            prompt_before, cached_before = before._tokens()
-            prompt, cached = prompt - prompt_before, cached - cached_before
+        earlier = before._tokens() if before is not None else {}
+        prompt = cached = 0
+        for rank, (prompt_now, cached_now) in self._tokens().items():
+            prompt_before, cached_before = earlier.get(rank, (0, 0))
+            if prompt_now >= prompt_before:  # else its gateway was started anew
+                prompt += prompt_now - prompt_before
+                cached += cached_now - cached_before
         return cached / prompt if prompt > 0 else None
 
-    def _tokens(self) -> tuple[int, int]:
-        statuses = self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse)
-        seen = [one for _, status in statuses for one in status.workers]
-        return sum(one.prompt_tokens for one in seen), sum(one.cached_tokens for one in seen)
+    def _tokens(self) -> dict[tuple[str, RankName], tuple[int, int]]:
+        """Return prompt and cached tokens by gateway and worker rank: ranks come and go between two moments."""
+        return {
+            (service.address, observed_name(one)): (one.prompt_tokens, one.cached_tokens)
+            for service, status in self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse)
+            for one in status.workers
+        }
 
 
 def _ours(status: gateway_pb2.GatewayGetStatusResponse) -> int:

@@ -30,7 +30,9 @@ def check_nats(snapshot: Snapshot) -> Iterator[Symptom]:
             clusters[nats.cluster].append(service)
         servers = ", ".join(nats.servers)
         if not nats.connected:
-            yield Symptom(NATS_UNREACHABLE, f"{service.name}, {servers}: {nats.problem}", (REGISTRY, nats.problem))
+            explains = (REGISTRY, nats.problem)
+            evidence = f"{service.name}, {servers}: {nats.problem}"
+            yield Symptom(NATS_UNREACHABLE, evidence, explains, subject=service.name)
         elif not nats.jetstream and _misses_jetstream(service.info):
             yield Symptom(
                 NATS_WITHOUT_JETSTREAM,

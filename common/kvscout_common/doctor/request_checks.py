@@ -30,6 +30,8 @@ FAILED_SHARE: Final = 0.01
 DEGRADED_SHARE: Final = 0.05
 
 _POLICY, _TOKENS = "policy", "tokens"
+_RENDERER: Final = "renderer:"
+"""Begin of a gateway's warnings that its renderer does not answer."""
 _FAILED: Final[dict[str, Condition]] = {
     "unserved": REQUESTS_UNSERVED,
     **dict.fromkeys(("gateway", "internal"), GATEWAY_FAILING),
@@ -50,6 +52,7 @@ def check_requests(snapshot: Snapshot) -> Iterator[Symptom]:
                     POLICY_FAILING,
                     f"policy {policy.policy!r} of {scheduler.name} failed {policy.recent:,} times in the last "
                     f"{_minutes(policy.recent_seconds)}: {policy.last_error}",
+                    subject=f"policy {policy.policy!r}",
                 )
     for gateway, status in snapshot.statuses(gateway_pb2.GatewayGetStatusResponse):
         for count in status.failure_counts:
@@ -78,13 +81,16 @@ def _answered(
 
 
 def _late(gateway: Service, status: gateway_pb2.GatewayGetStatusResponse) -> Iterator[Symptom]:
+    for warning in status.service.warnings:
+        if warning.startswith(_RENDERER):
+            yield Symptom(TOKENS_LATE, f"{gateway.name}: {warning}", (_RENDERER,))
     for late in status.late_tokens:
         if _is_much(late.recent, status, DEGRADED_SHARE):
             yield Symptom(
                 TOKENS_LATE,
                 f"{gateway.name}: the {late.source} of model {late.model!r} did not have the tokens of {late.recent:,} "
                 f"of {status.recent_requests:,} requests of the last {_minutes(status.recent_seconds)} in time",
-                ("renderer:",) if late.source == "renderer" else (),
+                (_RENDERER,) if late.source == "renderer" else (),
             )
 
 

@@ -54,10 +54,10 @@ def _of_service(service: Service, helper: gateway_pb2.HelperStatus | None) -> Sy
     if service.actual is not None:
         return Symptom(WRONG_SERVICE, f"{service.name}{named} is {_a(service.actual)}", explains)
     if service.error:
-        return Symptom(SERVICE_UNREACHABLE, f"{service.name}{named}: {service.error}", explains)
+        return Symptom(SERVICE_UNREACHABLE, f"{service.name}{named}: {service.error}", explains, subject=service.name)
     if service.info is not None and (service.info.draining or not service.serving):
         why, age = ("drains", float("inf")) if service.info.draining else ("is not ready", service.age_seconds)
-        return Symptom(NOT_SERVING, f"{service.name} {why}", explains, age)
+        return Symptom(NOT_SERVING, f"{service.name} {why}", explains, age, service.name)
     return None
 
 

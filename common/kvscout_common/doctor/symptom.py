@@ -17,6 +17,8 @@ class Symptom(NamedTuple):
     """Texts by which services' own warnings of the same thing are known."""
     age_seconds: float = float("inf")
     """Since what it is about was started or registered; infinity = that is no reason for it."""
+    subject: str = ""
+    """What it is about, such as "worker vllm-0"; "" = the condition's sentence names no one."""
 
 
 def of_worker(worker_id: str) -> tuple[str, ...]:

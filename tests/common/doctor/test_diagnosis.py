@@ -339,6 +339,36 @@ def test_each_condition_has_its_place_in_the_docs_as_doctor_words_it() -> None:
     assert not [one.id for one in CONDITIONS if f"`{one.id}` ({one.severity}): {one.what} {one.remedy}" not in page]
 
 
+def test_the_sentence_names_the_one_that_it_is_about_and_no_one_of_several() -> None:
+    def worker_named(name: str) -> gateway_pb2.WorkerObservation:
+        one = judged(types_pb2.WORKER_STATE_SUSPECTED, "hangs")
+        one.worker.worker_id = name
+        return one
+
+    def told(*names: str) -> str:
+        return found(gateway(workers=[worker_named(name) for name in names]))["engine-suspected"].what
+
+    assert told("a").startswith("Worker a may be down or hang; ")
+    assert told("a", "b").startswith("An engine may be down or hang; ")
+    assert told("\n\\1").startswith("Worker \\n\\1 may be down")
+    silent = Service("i:1", ServiceKind.INDEXER, named_by="g:1", error="refused")
+    assert found(gateway(), silent)["service-unreachable"].what == "Indexer i:1 does not answer at its address."
+
+
+def test_a_worker_that_ran_requests_is_past_its_start_when_nothing_answers_at_its_event_endpoint() -> None:
+    young = source(indexer_pb2.SOURCE_STATE_DISCONNECTED, open_seconds=4.0)
+    assert found(gateway(), indexer(young)).keys() == {"starting"}
+    for age, expected in ((3.0, "events-unreachable"), (1.0, "starting"), (5.0, "starting")):
+        ran = judged(types_pb2.WORKER_STATE_OK, requests=1, eventful_age_seconds=[age])
+        assert found(gateway(workers=[ran]), indexer(young)).keys() == {expected}, age
+
+
+def test_a_renderer_that_does_not_answer_is_a_late_source_of_tokens() -> None:
+    warning = "renderer: http://r:1 did not tokenize within 50 ms: see --renderer"
+    told = found(gateway(about=info(warnings=[warning])))
+    assert {name: one.evidence for name, one in told.items()} == {"tokens-late": (f"gateway g:1: {warning}",)}
+
+
 def failures(cause: str, recent: int, *, owner: str = "ROUTER", answered: bool = False) -> gateway_pb2.FailureCount:
     return gateway_pb2.FailureCount(
         cause=cause,

@@ -31,6 +31,8 @@ DOUBT_SECONDS = 1.0
 """Shortest time between two checks of a worker; silence for so long, while a request waits, puts it in doubt."""
 CHECK_ALL_SECONDS = 2.5
 """Longest wait of whoever wants all workers checked."""
+FRESH_SECONDS = 0.25
+"""Age of a check up to which it is not made again for whoever wants all workers checked."""
 CONCURRENT_CHECKS = 32
 """Checks under way: a fleet that hangs costs no more connections."""
 BODY_BYTES = 64 * 1024
@@ -107,10 +109,10 @@ class HealthChecks:
             self._failed.add((tenant, worker_id))
 
     async def check_all(self, tenant: str) -> None:
-        """Check all workers of a tenant, "*" = of all, those that were checked in the last second aside."""
+        """Check all workers of a tenant, "*" = of all, but those that have just been checked."""
         if self._group is None:
             return
-        recent = asyncio.get_running_loop().time() - DOUBT_SECONDS
+        recent = asyncio.get_running_loop().time() - FRESH_SECONDS
         due = [
             spec
             for spec in self._due()
