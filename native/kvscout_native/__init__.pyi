@@ -464,8 +464,9 @@ class ActiveLoad:
         times: _Times | None,
         home: int,
         draw: Callable[[int], int],
-    ) -> tuple[int, int, float, float]:
-        """Return the slot of least cost, its leading blocks on the device, its effective blocks, and the cost.
+    ) -> tuple[int, int, float, float, float]:
+        """Return the slot of least cost, its leading blocks on the device, its effective blocks, the cost, and what the
+        cheapest of those with most blocks on the device would cost more.
 
         Args:
             inputs, overlaps, slots: As of `score`.
@@ -486,7 +487,7 @@ _Session = tuple[int, bool, bool, int]
 _Select = tuple[int, int, _RequestName, bytes, int, int, Overlaps | None, int, int, bool, str, tuple[_Output, _Session]]
 """2 (select) or 3 (select_and_reserve), operation id, name, packed hashes, isl_tokens, block_size, overlaps, priority,
 lease_seconds, prefill_elsewhere, traceparent, (output, session)"""
-_Decision = tuple[str, int, str, int, float, float, int, int, int]
+_Decision = tuple[str, int, str, int, float, float, int, int, int, float]
 """Worker id, rank, HTTP endpoint, overlap blocks, effective overlap blocks, cost, uncached tokens, block size, session."""
 
 def lifecycle_operations(message: bytes, caller_tenant: str) -> list[tuple[Any, ...]] | None:

@@ -7,10 +7,14 @@ import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import aiohttp
 import pytest
+from support.free_ports import free_ports
 from support.gateway_stack import (
     CALL_SECONDS,
+    MODEL,
     GatewayClient,
     connected,
     fresh_prompt,
@@ -19,6 +23,7 @@ from support.gateway_stack import (
     together,
 )
 from support.mocker_process import running_mocker
+from support.trained_tokenizers import byte_level, save
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common import errors
@@ -38,8 +43,12 @@ async def fleet(
     mocker_flags: Sequence[str] = (),
     blocks: int = 4095,
     scheduler_flags: Sequence[str] = (),
+    slow: bool = False,
 ) -> AsyncIterator[GatewayClient]:
-    engines = [running_mocker("--speedup", "20", "--num-gpu-blocks", str(blocks + 1), *mocker_flags) for _ in range(2)]
+    speedup = "2" if slow else "20"
+    engines = [
+        running_mocker("--speedup", speedup, "--num-gpu-blocks", str(blocks + 1), *mocker_flags) for _ in range(2)
+    ]
     services = running_services(*gateway_flags, scheduler_flags=scheduler_flags)
     async with together(services, *engines) as (served, *mockers):
         async with connected(served.gateway, served.scheduler, served.indexer) as client:
@@ -153,6 +162,36 @@ async def test_a_policy_that_balances_is_named() -> None:
                 await client.until_indexed(prompt, BLOCKS)
         ladder = (await ladders(client))[""]
         assert largest(ladder) == "moved"
+
+
+@pytest.mark.timeout(120)
+async def test_a_move_for_load_says_how_much_waiting_it_saved() -> None:
+    shared = fresh_prompt(TOKENS)
+    async with fleet(slow=True) as client:
+        await client.generate(shared)
+        await client.until_indexed(shared, BLOCKS)
+        prompts = [[*shared, *fresh_prompt(2_000)] for _ in range(12)]
+        await asyncio.gather(*(client.generate(prompt, max_tokens=1) for prompt in prompts))
+        ladder = (await ladders(client))[""]
+        moved = next(one for one in ladder.losses if one.kind == gateway_pb2.LADDER_LOSS_KIND_MOVED)
+        assert moved.tokens >= BLOCKS * 16, "at once they are too many for the holder"
+        assert moved.saved_seconds > 0.0
+        assert [one.kind for one in ladder.losses if one.saved_seconds] == [moved.kind]
+
+
+@pytest.mark.timeout(120)
+async def test_a_tokenizer_that_is_not_the_engines_is_named(tmp_path: Path) -> None:
+    tokenizer = save(tmp_path / "tokenizer", byte_level())
+    [port] = free_ports(1)
+    body = {"model": MODEL, "prompt": "a text of words that the engine reads as one token each " * 20, "max_tokens": 1}
+    async with fleet("--http-port", str(port), "--tokenizer", f"{MODEL}={tokenizer}") as client:
+        async with aiohttp.ClientSession() as http:
+            for _ in range(3):
+                async with http.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as answer:
+                    assert answer.status == 200, await answer.text()
+        ladder = (await ladders(client))[""]
+        assert ladder.requests == 3
+        assert largest(ladder) == "other tokens"
 
 
 @pytest.mark.timeout(120)

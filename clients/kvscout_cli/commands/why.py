@@ -11,7 +11,7 @@ from kvscout.v1 import gateway_pb2
 from kvscout_cli.connection import Connection, connection_flags, json_flag, of_model_flag, option
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import echo, print_json
-from kvscout_common.doctor.ladder import NAMES, share, verdict
+from kvscout_common.doctor.ladder import NAMES, RUNGS, share, verdict
 from kvscout_common.enum_words import word_of
 from kvscout_common.settings.flags import SectionedCommand
 
@@ -59,21 +59,17 @@ def _print(ladder: gateway_pb2.Ladder) -> None:
     echo(f"{ladder.model}{f' ({words})' if words else ''}: {ladder.requests:,} requests,")
     echo(f"{ladder.prompt_tokens:,} prompt tokens")
     losses = {word_of(gateway_pb2.LadderLossKind, one.kind): one for one in ladder.losses}
-    for name, tokens, kinds in (
-        ("ideal", ladder.ideal_tokens, ("never seen",)),
-        ("capacity", ladder.capacity_tokens, ("other name", "capacity")),
-        ("perfect routing", ladder.routing_tokens, ("split", "not reported")),
-        ("predicted", ladder.predicted_tokens, ("moved", "not placed")),
-        ("actual", ladder.actual_tokens, ("not there",)),
-    ):
+    for name, field, kinds in RUNGS:
         for kind in kinds:
             if kind in losses and losses[kind].tokens:
                 lost = losses[kind]
                 cost = f" {lost.gpu_seconds:7.1f} s" if lost.gpu_seconds else ""
                 echo(f"    -{share(lost.tokens, ladder):5.1f} %{cost}  {NAMES[kind]}")
+                if lost.saved_seconds:
+                    echo(f"            {lost.saved_seconds:9.1f} s  of waiting saved by that, estimated")
         if name == "actual" and ladder.unpredicted_tokens:
             echo(f"    +{share(ladder.unpredicted_tokens, ladder):5.1f} %  more than predicted")
-        percent = share(tokens, ladder)
+        percent = share(getattr(ladder, field), ladder)
         echo(f"{name:<16}{percent:5.1f} %  {'█' * round(percent * BAR / 100)}")
     echo(verdict(ladder))
     for note in _notes(ladder):

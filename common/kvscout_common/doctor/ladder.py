@@ -15,6 +15,7 @@ NAMES: Final = {
     "not reported": "recent, but no event reports it",
     "moved": "moved away from its holder",
     "not placed": "not placed by the policy",
+    "other tokens": "the engine's tokens are others than the gateway's",
     "not there": "predicted, but not there",
 }
 """By the words of `LadderLossKind`; a waterfall has at most 80 columns."""
@@ -25,8 +26,17 @@ _REMEDIES: Final = {
     "not reported": "see whether KV events come: kvscout doctor",
     "moved": "a higher --kv-overlap-score-weight, or the policy kv-time",
     "not placed": "a tokenizer (--tokenizer), no pins or affinity, no other balancer",
+    "other tokens": "the engine's own tokenizer: kvscout doctor says what differs",
     "not there": "see whether KV events are lost or late: kvscout doctor",
 }
+RUNGS: Final = (
+    ("ideal", "ideal_tokens", ("never seen",)),
+    ("capacity", "capacity_tokens", ("other name", "capacity")),
+    ("perfect routing", "routing_tokens", ("split", "not reported")),
+    ("predicted", "predicted_tokens", ("moved", "not placed", "other tokens")),
+    ("actual", "actual_tokens", ("not there",)),
+)
+"""From the top: name, field of the message, and the losses above it."""
 WORTH: Final = 0.6
 """Part of the tokens lost to capacity for which a larger cache is named."""
 
@@ -46,12 +56,23 @@ def verdict(ladder: gateway_pb2.Ladder) -> str:
         if not losses.get(name):
             return "Nothing is lost."
     points = share(losses[name], ladder)
-    remedy = _larger(ladder, losses[name]) if name == "capacity" else _REMEDIES[name]
-    return f"{points:.0f} points: {NAMES[name]}.\n{remedy[:1].upper()}{remedy[1:]}."
+    return f"{points:.{int(points < 1)}f} points: {NAMES[name]}.\n{remedy(ladder, name)}"
 
 
-def _larger(ladder: gateway_pb2.Ladder, lost: int) -> str:
+def remedy(ladder: gateway_pb2.Ladder, name: str) -> str:
+    """Return what helps against a loss, as a sentence."""
+    if name == "capacity":
+        text = _larger(ladder)
+    elif name == "moved" and (saved := sum(one.saved_seconds for one in ladder.losses)):
+        text = f"moves saved {saved:.1f} s of waiting; --kv-overlap-score-weight makes fewer"
+    else:
+        text = _REMEDIES[name]
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _larger(ladder: gateway_pb2.Ladder) -> str:
     """Return the smallest of the larger caches that would hold most of what is lost."""
+    lost = sum(one.tokens for one in ladder.losses if one.kind == gateway_pb2.LADDER_LOSS_KIND_CAPACITY)
     worth = (gain for gain in ladder.gains if gain.tokens >= WORTH * lost)
     best = next(worth, None)
     if best is None:

@@ -208,6 +208,7 @@ pub struct Selected<'a> {
     pub uncached_tokens: u32,
     pub block_size: u32,
     pub session: u64,
+    pub saved_seconds: f64,
 }
 
 impl Selected<'_> {
@@ -224,6 +225,7 @@ impl Selected<'_> {
         response.varint(6, u64::from(self.uncached_tokens));
         response.varint(8, u64::from(self.block_size));
         response.fixed64(9, self.session);
+        response.double(11, self.saved_seconds);
         response
     }
 }

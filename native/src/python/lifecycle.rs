@@ -103,7 +103,7 @@ fn select_request<'py>(message: &Bound<'py, PyBytes>) -> PyResult<Option<Bound<'
 }
 
 /// The fields of a decision; see `Selected`.
-type Decision = (PyBackedStr, u32, PyBackedStr, u32, f64, f64, u32, u32, u64);
+type Decision = (PyBackedStr, u32, PyBackedStr, u32, f64, f64, u32, u32, u64, f64);
 
 fn selected(decision: &Decision) -> Selected<'_> {
     let (
@@ -116,6 +116,7 @@ fn selected(decision: &Decision) -> Selected<'_> {
         uncached_tokens,
         block_size,
         session,
+        saved_seconds,
     ) = decision;
     Selected {
         worker_id,
@@ -127,6 +128,7 @@ fn selected(decision: &Decision) -> Selected<'_> {
         uncached_tokens: *uncached_tokens,
         block_size: *block_size,
         session: *session,
+        saved_seconds: *saved_seconds,
     }
 }
 

@@ -144,8 +144,8 @@ impl ActiveLoad {
         Ok(Scores { scores, load: slf.clone().unbind(), hashes: inputs.1.unbind() })
     }
 
-    /// The slot of least cost, its leading blocks on the device, effective ones, and the cost. Of several that is
-    /// `home`, or the one that `draw` says of so many.
+    /// The slot of least cost, its leading blocks on the device, effective ones, the cost, and what the one with most
+    /// blocks on its device would cost more. Of several that is `home`, or the one that `draw` says of so many.
     #[allow(clippy::too_many_arguments)] // a question, and three answers to what it leaves open
     fn cheapest(
         &self,
@@ -156,7 +156,7 @@ impl ActiveLoad {
         times: Option<Times>,
         home: i64,
         draw: &Bound<'_, PyAny>,
-    ) -> PyResult<(u32, u32, f64, f64)> {
+    ) -> PyResult<(u32, u32, f64, f64, f64)> {
         let slots = slots.map(SlotSet::from_bytes);
         let hashes = inputs.hashes()?;
         let scores = self.load.score(slots.as_ref(), &inputs.question(overlaps));
@@ -172,7 +172,11 @@ impl ActiveLoad {
         };
         let candidate = *least.get(index).ok_or_else(|| PyIndexError::new_err("no such candidate"))?;
         let (device, effective) = (scores.device_blocks[candidate], scores.effective_blocks[candidate]);
-        Ok((scores.slots[candidate], device, effective, costs.0[candidate]))
+        let cost = costs.0[candidate];
+        let most = scores.device_blocks.iter().copied().max().unwrap_or(device);
+        let holders = scores.device_blocks.iter().zip(&costs.0).filter(|(blocks, _)| **blocks == most);
+        let holder = holders.map(|(_, &cost)| cost).fold(f64::INFINITY, f64::min);
+        Ok((scores.slots[candidate], device, effective, cost, holder - cost))
     }
 
     fn check_invariants(&self, allocations: Vec<PyRef<'_, Allocation>>) -> PyResult<()> {

@@ -158,11 +158,11 @@ class _LadderLossKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Ladder
     LADDER_LOSS_KIND_MOVED: _LadderLossKind.ValueType  # 6
     """The policy chose another worker than the one that holds them."""
     LADDER_LOSS_KIND_NOT_PLACED: _LadderLossKind.ValueType  # 7
-    """The policy had no choice: tokens unknown or not the engine's, worker named, scheduler or indexer missed, or another
-    balancer decides.
-    """
+    """The policy had no choice: tokens unknown, worker named, scheduler or indexer missed, or another balancer decides."""
     LADDER_LOSS_KIND_NOT_THERE: _LadderLossKind.ValueType  # 8
     """Predicted at the worker that was chosen, but its engine reports less."""
+    LADDER_LOSS_KIND_OTHER_TOKENS: _LadderLossKind.ValueType  # 9
+    """The gateway's tokens of the prompt are not the engine's: nobody knows what could have been cached; at best, all."""
 
 class LadderLossKind(_LadderLossKind, metaclass=_LadderLossKindEnumTypeWrapper):
     """Why prompt tokens were not cached."""
@@ -182,11 +182,11 @@ LADDER_LOSS_KIND_NOT_REPORTED: LadderLossKind.ValueType  # 5
 LADDER_LOSS_KIND_MOVED: LadderLossKind.ValueType  # 6
 """The policy chose another worker than the one that holds them."""
 LADDER_LOSS_KIND_NOT_PLACED: LadderLossKind.ValueType  # 7
-"""The policy had no choice: tokens unknown or not the engine's, worker named, scheduler or indexer missed, or another
-balancer decides.
-"""
+"""The policy had no choice: tokens unknown, worker named, scheduler or indexer missed, or another balancer decides."""
 LADDER_LOSS_KIND_NOT_THERE: LadderLossKind.ValueType  # 8
 """Predicted at the worker that was chosen, but its engine reports less."""
+LADDER_LOSS_KIND_OTHER_TOKENS: LadderLossKind.ValueType  # 9
+"""The gateway's tokens of the prompt are not the engine's: nobody knows what could have been cached; at best, all."""
 Global___LadderLossKind: _TypeAlias = LadderLossKind  # noqa: Y015
 
 @_typing.final
@@ -1516,22 +1516,28 @@ class LadderLoss(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     GPU_SECONDS_FIELD_NUMBER: _builtins.int
+    SAVED_SECONDS_FIELD_NUMBER: _builtins.int
     kind: Global___LadderLossKind.ValueType
     """Why."""
     tokens: _builtins.int
     """Prompt tokens."""
     gpu_seconds: _builtins.float
     """Time to compute them, in seconds: estimated by seconds_per_token."""
+    saved_seconds: _builtins.float
+    """Only of MOVED: what the holders would have cost more than the workers that were chosen, in seconds, by the policy's
+    own estimates; 0 or unset = its costs are no seconds.
+    """
     def __init__(
         self,
         *,
         kind: Global___LadderLossKind.ValueType = ...,
         tokens: _builtins.int = ...,
         gpu_seconds: _builtins.float = ...,
+        saved_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_seconds", b"gpu_seconds", "kind", b"kind", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_seconds", b"gpu_seconds", "kind", b"kind", "saved_seconds", b"saved_seconds", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

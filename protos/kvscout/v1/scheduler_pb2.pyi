@@ -405,6 +405,7 @@ class SelectResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     POLICY_PROBLEM_FIELD_NUMBER: _builtins.int
+    SAVED_SECONDS_FIELD_NUMBER: _builtins.int
     http_endpoint: _builtins.str
     """Its HTTP endpoint as registered; empty = none."""
     overlap_blocks: _builtins.int
@@ -422,6 +423,10 @@ class SelectResponse(_message.Message):
     policy_problem: _builtins.str
     """The policy failed, and the default policy decided in its place: the policy's name and what it raised, in one line.
     Unset = the policy decided.
+    """
+    saved_seconds: _builtins.float
+    """What the worker that holds most of the prompt would have cost more than this one, in seconds. 0 or unset = this one
+    holds most, or the policy's costs are no seconds.
     """
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
@@ -444,10 +449,11 @@ class SelectResponse(_message.Message):
         block_size: _builtins.int = ...,
         session: _builtins.int = ...,
         policy_problem: _builtins.str = ...,
+        saved_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cost", b"cost", "effective_overlap_blocks", b"effective_overlap_blocks", "explanation", b"explanation", "http_endpoint", b"http_endpoint", "overlap_blocks", b"overlap_blocks", "policy_problem", b"policy_problem", "session", b"session", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cost", b"cost", "effective_overlap_blocks", b"effective_overlap_blocks", "explanation", b"explanation", "http_endpoint", b"http_endpoint", "overlap_blocks", b"overlap_blocks", "policy_problem", b"policy_problem", "saved_seconds", b"saved_seconds", "session", b"session", "uncached_tokens", b"uncached_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -323,6 +323,7 @@ def _choice(decision: Decision) -> Choice:
         None if explanation is None else translate.explanation_to_proto(explanation),
         decision.session,
         decision.policy_problem,
+        decision.saved_seconds,
     )
 
 

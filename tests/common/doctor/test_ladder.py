@@ -40,6 +40,19 @@ def test_the_largest_loss_is_named_before_what_is_new(kind: str) -> None:
     assert max(map(len, sentences.splitlines())) <= 80
 
 
+def test_moves_say_what_they_saved() -> None:
+    moved = ladder(moved=300)
+    assert "--kv-overlap-score-weight, or the policy" in verdict(moved)
+    moved.losses[0].saved_seconds = 12.34
+    sentences = verdict(moved)
+    assert "Moves saved 12.3 s of waiting" in sentences
+    assert max(map(len, sentences.splitlines())) <= 80
+
+
+def test_a_small_loss_is_no_loss_of_0_points() -> None:
+    assert verdict(ladder(moved=3)).startswith("0.3 points")
+
+
 def test_where_all_is_new_or_nothing_is_lost_it_says_so() -> None:
     assert "never seen" in verdict(ladder(never_seen=800, moved=0))
     assert verdict(ladder(never_seen=0)) == "Nothing is lost."

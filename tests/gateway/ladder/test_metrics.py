@@ -30,14 +30,26 @@ class World:
         self.metrics = CollectorRegistry()
         self.metrics.register(LadderMetrics(self.ladders))
 
-    def run(self, *, held: int | None, chosen: int, cached: int, degraded: tuple[str, ...] = ()) -> None:
+    def run(
+        self,
+        *,
+        held: int | None,
+        chosen: int,
+        cached: int,
+        degraded: tuple[str, ...] = (),
+        saved: float = 0.0,
+        counted: int = 16 * BLOCKS + 1,
+    ) -> None:
         """One request with always the same prompt."""
         tokens = 16 * BLOCKS + 1
         prompt = Prompt(tokens, given_hashes=bytes(range(8 * BLOCKS)), given_block_size=16)
         decision = Decision("default", "m", WorkerRank("w0", 0), POOL, prompt.given_hashes, degraded=degraded)
-        decision.held_blocks, decision.overlap_blocks = held, chosen
+        decision.held_blocks, decision.overlap_blocks, decision.saved_seconds = held, chosen, saved
         placed = self.ladders.placed(Request("m", "default", prompt), decision)
-        self.ladders.ended(placed, Usage(tokens, cached, 1), "w0")
+        self.ladders.ended(placed, Usage(counted, cached, 1), "w0")
+
+    def saved(self) -> float | None:
+        return self.metrics.get_sample_value("kvscout_ladder_saved_seconds", {"tenant": "default", "model": "m"})
 
     def lost(self, loss: str) -> float | None:
         labels = {"tenant": "default", "model": "m", "loss": loss}
@@ -55,6 +67,23 @@ def test_each_token_of_a_prompt_is_cached_or_lost_once() -> None:
     assert (world.rung("prompt"), world.rung("ideal")) == (322, 160)
     assert (world.rung("routing"), world.rung("predicted"), world.rung("actual")) == (160, 96, 64)
     assert (world.lost("never_seen"), world.lost("moved"), world.lost("not_there")) == (162, 64, 32)
+
+
+def test_what_a_move_away_from_the_holder_saved_is_told_beside_what_it_lost() -> None:
+    world = World()
+    world.run(held=BLOCKS, chosen=6, cached=96, saved=0.25)
+    world.run(held=BLOCKS, chosen=BLOCKS, cached=160, saved=0.0)
+    world.run(held=BLOCKS, chosen=8, cached=128, saved=0.5)
+    assert world.lost("moved") == 64 + 32
+    assert world.saved() == 0.75
+
+
+def test_where_the_engine_counts_other_tokens_nothing_else_is_to_blame() -> None:
+    world = World()
+    world.run(held=BLOCKS, chosen=6, cached=48, saved=0.25, counted=150)
+    assert (world.rung("routing"), world.rung("predicted"), world.rung("actual")) == (150, 48, 48)
+    assert world.lost("other_tokens") == 150 - 48
+    assert (world.lost("not_placed"), world.lost("moved"), world.saved()) == (0, 0, 0.0)
 
 
 def test_without_an_indexer_what_caches_could_have_kept_is_not_placed() -> None:

@@ -26,6 +26,7 @@ class Loss(StrEnum):
     NOT_REPORTED = "not_reported"
     MOVED = "moved"
     NOT_PLACED = "not_placed"
+    OTHER_TOKENS = "other_tokens"
     NOT_THERE = "not_there"
 
 
@@ -43,8 +44,12 @@ class Counts:
     """Overlap with the worker that was chosen."""
     moved: int = 0
     """Held by another worker than the policy chose."""
+    saved_seconds: float = 0.0
+    """That those saved who were moved, as the policy estimates."""
     not_placed: int = 0
     """Lost where the policy had no choice."""
+    other_tokens: int = 0
+    """Lost where the gateway's tokens are not the engine's."""
     actual: int = 0
     """Cached tokens as engines report them; as predicted, where they report none."""
     not_there: int = 0
@@ -83,6 +88,8 @@ class Rungs:
     unpredicted: int
     unreported: int
     losses: Mapping[Loss, int]
+    saved_seconds: float
+    """By the requests of `Loss.MOVED`."""
     gains: Mapping[float, int]
     """Tokens that larger caches would have held, by how much larger they are."""
 
@@ -114,12 +121,14 @@ def rungs_of(counts: Counts) -> Rungs:
         actual=counts.actual,
         unpredicted=counts.unpredicted,
         unreported=counts.unreported,
+        saved_seconds=counts.saved_seconds,
         losses={
             # What nothing is known of counts as new.
             Loss.NEVER_SEEN: counts.prompt - ideal,
             **losses,
             Loss.MOVED: counts.moved,
             Loss.NOT_PLACED: counts.not_placed,
+            Loss.OTHER_TOKENS: counts.other_tokens,
             Loss.NOT_THERE: counts.not_there,
         },
         gains={larger: tokens(*expired[: place + 1]) for place, larger in enumerate(LARGER)},

@@ -64,6 +64,8 @@ class Placed:
     """Longest overlap with any worker; None = nobody looked."""
     overlap_blocks: int
     """With the worker that was chosen."""
+    saved_seconds: float
+    """By not going to the one with the longest, as the policy estimates."""
     reuse: Reuse
     weight: int
 
@@ -114,6 +116,7 @@ class Ladders:
             size,
             decision.held_blocks,
             decision.overlap_blocks,
+            decision.saved_seconds,
             Reuse(*reuse),
             weight,
         )
@@ -151,7 +154,10 @@ class Ladders:
             # Where they could have been cached nobody knows: at best, all of them.
             counts.usable, counts.held = counts.usable + prompt, counts.held + prompt
             counts.predicted += actual
-            counts.not_placed += prompt - actual
+            if placed.has_engines_tokens:
+                counts.other_tokens += prompt - actual
+            else:
+                counts.not_placed += prompt - actual
             return
         reuse = placed.reuse
         if placed.held_blocks is None:
@@ -167,6 +173,7 @@ class Ladders:
         counts.predicted += predicted
         if placed.decided:
             counts.moved += held - predicted
+            counts.saved_seconds += placed.saved_seconds if held > predicted else 0.0
         else:
             counts.not_placed += held - predicted
         counts.not_there += max(0, predicted - actual)

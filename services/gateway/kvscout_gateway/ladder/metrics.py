@@ -36,6 +36,11 @@ class LadderMetrics(Collector):
             "Prompt tokens of the last 5 min that were not cached",
             labels=[*labels, "loss"],
         )
+        saved = GaugeMetricFamily(
+            "kvscout_ladder_saved_seconds",
+            "Estimated seconds that requests of the last 5 min saved by being moved away from their holders",
+            labels=labels,
+        )
         by_model: dict[tuple[str, str], Counts] = {}
         if self._ladders is not None:
             for key, counts in self._ladders.counts(ALL_TENANTS, "", WINDOW_SECONDS).items():
@@ -46,4 +51,5 @@ class LadderMetrics(Collector):
                 rungs.add_metric([*model, rung], getattr(found, rung))
             for loss, tokens in found.losses.items():
                 losses.add_metric([*model, loss], tokens)
-        yield from (rungs, losses)
+            saved.add_metric(model, found.saved_seconds)
+        yield from (rungs, losses, saved)

@@ -97,6 +97,7 @@ class RoutingFlow:
                 _record(span, request, decision)
         finished = self._clock()
         decision.seconds = finished - started
+        decision.select_seconds = finished - matched
         self._metrics.observe_routing(
             hash_seconds=hashed - started,
             find_matches_seconds=matched - hashed,
@@ -217,7 +218,7 @@ class RoutingFlow:
             booking.cached_tokens = request.prompt.isl_tokens - choice.uncached_tokens
             booking.session_id = choice.session_id or booking.session_id
         decision.session_id = choice.session_id or decision.session_id
-        decision.cost = choice.cost
+        decision.cost, decision.saved_seconds = choice.cost, choice.saved_seconds
         if choice.policy_problem:
             self._metrics.degraded("policy")
             decision.degraded = (f"{POLICY_FAILED}: {choice.policy_problem}", *decision.degraded)

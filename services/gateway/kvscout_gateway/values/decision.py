@@ -32,6 +32,8 @@ class Choice(NamedTuple):
     """Session of the request, named or found by lineage; 0 = the scheduler does not say."""
     policy_problem: str = ""
     """Policy that failed, and how: the default policy decided; "" = none did."""
+    saved_seconds: float = 0.0
+    """What the worker that holds most would have cost more; 0 = it was chosen, or costs are no seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +64,8 @@ class Decision:
     uncached_tokens: int = 0
     """Tokens of the prompt that the worker has to compute, as far as is known."""
     cost: float = 0.0
+    saved_seconds: float = 0.0
+    """As of `Choice`."""
     session_id: int = 0
     """Session of the request, named or found by lineage; 0 = unknown."""
     degraded: tuple[str, ...] = ()
@@ -71,6 +75,8 @@ class Decision:
     """None for a query; its scheduler is None where none answered."""
     seconds: float = 0.0
     """Time that it took, with the wait in a scheduler's queue; 0 = no upstream was asked."""
+    select_seconds: float = 0.0
+    """Part of it that the scheduler took, with its queue."""
     withdrawn: bool = False
     """Not reported to the indexers, or not any more: prefix caches are ignored, or the worker failed before it had
     anything to cache."""

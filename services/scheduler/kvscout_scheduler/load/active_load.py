@@ -87,8 +87,9 @@ class Scores(Protocol):
 
 Draw: TypeAlias = Callable[[int], int]
 """Returns a number below another one."""
-Cheapest: TypeAlias = tuple[int, int, float, float]
-"""Slot, leading blocks of the prompt on its device, effective ones, and the cost."""
+Cheapest: TypeAlias = tuple[int, int, float, float, float]
+"""Slot, leading blocks of the prompt on its device, effective ones, the cost, and what the cheapest of those with most
+blocks on the device would cost more."""
 
 
 class ActiveLoad(Protocol):
@@ -190,6 +191,12 @@ class ActiveLoad(Protocol):
 
 MakeLoad = Callable[..., ActiveLoad]
 """Makes the load of an idle pool in one of the backends; takes `track_blocks`."""
+
+
+def further_cost(device_blocks: Sequence[int], costs: Sequence[float], index: int) -> float:
+    """Return what the cheapest of those with most blocks on the device would cost more than one of the candidates."""
+    most = max(device_blocks)
+    return min(cost for blocks, cost in zip(device_blocks, costs, strict=True) if blocks == most) - costs[index]
 
 
 @dataclass(slots=True, eq=False)
@@ -313,4 +320,9 @@ class ReferenceLoad:
         ties = least_of(costs)
         at_home = [index for index in ties if scores.slot(index) == home]
         index = ties[0] if len(ties) == 1 else at_home[0] if at_home else ties[draw(len(ties))]
-        return scores.slot(index), *scores.overlap(index), costs[index]
+        return (
+            scores.slot(index),
+            *scores.overlap(index),
+            costs[index],
+            further_cost(scores.device_blocks, costs, index),
+        )

@@ -171,7 +171,7 @@ def select_of(read: tuple[Any, ...], outer_tenant: str = DEFAULT_TENANT) -> Sele
     return Select(request, kind == _SELECT_AND_RESERVE, lease, traceparent)
 
 
-def columns_of(decision: Decision) -> tuple[str, int, str, int, float, float, int, int, int]:
+def columns_of(decision: Decision) -> tuple[str, int, str, int, float, float, int, int, int, float]:
     """Return a decision without its explanation, as the extension writes it."""
     rank, spec = decision.rank, decision.spec
     return (
@@ -184,4 +184,5 @@ def columns_of(decision: Decision) -> tuple[str, int, str, int, float, float, in
         decision.uncached_tokens,
         spec.block_size,
         decision.session,
+        decision.saved_seconds,
     )

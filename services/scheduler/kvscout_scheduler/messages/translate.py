@@ -161,6 +161,7 @@ def decision_to_proto(decision: Decision) -> scheduler_pb2.SelectResponse:
         block_size=decision.spec.block_size,
         session=decision.session,
         policy_problem=decision.policy_problem,
+        saved_seconds=decision.saved_seconds,
     )
 
 

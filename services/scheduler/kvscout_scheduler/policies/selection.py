@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
+from math import inf, isfinite
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs
+from kvscout_scheduler.costs.words import SECONDS
 from kvscout_scheduler.estimates.sessions import Session
+from kvscout_scheduler.load.active_load import further_cost
 from kvscout_scheduler.policies.eligibility import Exclusions, eligible, with_room
 from kvscout_scheduler.policies.explanation import explain, shortened
 from kvscout_scheduler.policies.headroom import KV_TIME, headroom_of, require_time
@@ -132,7 +134,7 @@ class Selector:
         usual = dropped is None and len(prompts) == 1 and not has_targets and request.deadline_seconds == inf
         if usual and policy.formula is not None and not settings.router_temperature:
             # The usual case, and what the other one comes to: all that the policy would do is one call.
-            slot, overlap_blocks, effective_overlap_blocks, cost = _cheapest(
+            slot, overlap_blocks, effective_overlap_blocks, cost, further = _cheapest(
                 policy.formula,
                 pool,
                 request,
@@ -156,6 +158,7 @@ class Selector:
             index = policy.pick(candidates, costs, rng)
             overlap_blocks, effective_overlap_blocks = candidates.overlap(index)
             slot, cost = candidates.slot(index), costs[index]
+            further = further_cost(candidates.device_blocks, costs, index)
             if books and request.deadline_seconds < inf and not pool.times.prefill.is_belief:
                 require_time(candidates, slot)
             if dropped is not None:
@@ -185,6 +188,7 @@ class Selector:
             uncached_tokens(request, effective_overlap_blocks, pool.format_of[slot].block_size),
             explanation,
             session,
+            saved_seconds=further if policy.unit == SECONDS and isfinite(further) else 0.0,
         )
         return Selection(decision, pool, slot, prompts[pool.format_of[slot]], over_target)
 

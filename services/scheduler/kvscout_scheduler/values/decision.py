@@ -64,3 +64,5 @@ class Decision:
     """Conversation of the request, as its caller says or by lineage; 0 = unknown."""
     policy_problem: str = ""
     """Policy that failed, and how, in one line: `policy` decided in its place; "" = none failed."""
+    saved_seconds: float = 0.0
+    """What the worker that holds most would have cost more; 0 = it was chosen, or costs are no seconds."""

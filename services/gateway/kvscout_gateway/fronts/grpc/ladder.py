@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvscout.v1 import gateway_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
-from kvscout_gateway.ladder.counts import Counts, rungs_of
+from kvscout_gateway.ladder.counts import Counts, Loss, rungs_of
 from kvscout_gateway.ladder.ladders import MAX_WINDOW_SECONDS, Ladders
 from kvscout_gateway.ladder.metrics import WINDOW_SECONDS
 from kvscout_gateway.members.catalog import Catalog
@@ -98,6 +98,7 @@ def _fill(message: gateway_pb2.Ladder, counts: Counts) -> None:
             kind=value_of(gateway_pb2.LadderLossKind, loss),
             tokens=tokens,
             gpu_seconds=tokens * message.seconds_per_token,
+            saved_seconds=rungs.saved_seconds if loss is Loss.MOVED else 0.0,
         )
     for larger, tokens in rungs.gains.items():
         message.gains.add(capacity_factor=larger, tokens=tokens)

@@ -420,4 +420,5 @@ def _choice(response: scheduler_pb2.SelectResponse) -> Choice:
         response.explanation if response.HasField("explanation") else None,
         response.session,
         response.policy_problem,
+        response.saved_seconds,
     )
