@@ -31,6 +31,13 @@ PICTURES: dict[str, dict[str, Any]] = {
     "phone-dark": PHONE | {"color_scheme": "dark"},
 }
 """Devices, by the end of a picture's name."""
+OTHER_PAGES = {
+    "hit-rate": ("laptop", "Hit rate"),
+    "hit-rate-phone": ("phone-dark", "Hit rate"),
+    "requests": ("laptop", "Requests"),
+    "requests-phone": ("phone-dark", "Requests"),
+}
+"""Device and link, by the end of a picture's name."""
 
 
 async def talk(url: str, draw: random.Random) -> None:
@@ -104,6 +111,13 @@ async def main(seconds: float) -> None:
         await asyncio.sleep(seconds)
         for name, page in pages.items():
             await picture(chromium, page, name)
+        for name, (kind, shown) in OTHER_PAGES.items():
+            page = pages[kind]
+            await page.get_by_role("link", name=shown).click()
+            if shown == "Requests":
+                await page.locator("#timelines .toggle").nth(1).click()
+            await picture(chromium, page, name)
+        await laptop.get_by_role("link", name="Overview").click()
         stack.mockers[2].process.kill()
         await until(laptop, "#doctor-line[data-kind=error]")
         await until(laptop, "#workers .pill.error")

@@ -101,6 +101,25 @@ async def test_it_shows_workers_decisions_with_candidates_and_rates_and_follows_
         await until(page, "document.querySelectorAll('#workers tbody tr').length === 1", "w1 is found")
 
 
+async def test_the_pages_show_the_ladder_who_holds_a_prompt_and_the_steps_of_a_request(
+    stack: Stack, chromium: Any
+) -> None:
+    prompt = fresh_prompt(1_024)
+    for _ in range(3):
+        await stack.client.generate(prompt, max_tokens=8, request_id="timed-by-a-browser")
+        await stack.client.until_indexed(prompt, 64)
+    async with opened(chromium, f"{url_of(stack)}#hit-rate") as page:
+        await until(page, "document.querySelectorAll('#ladder .rung').length === 5", "five rungs")
+        await until(page, "document.querySelectorAll('#prefixes .heat4').length > 0", "who holds the prompt")
+        assert "1\u202f024\u00a0tokens" in await page.inner_text("#prefix-list")
+        await page.get_by_role("link", name="Requests").click()
+        timed = page.locator("#timelines li", has=page.locator("[data-full=timed-by-a-browser]")).first
+        await timed.locator(".toggle").click()
+        _, began, *steps, tokens, cached, output = (await timed.locator("tbody tr").first.inner_text()).split("\t")
+        assert (tokens, cached, output) == ("1\u202f024", "1\u202f008", "8")
+        assert all(step[0].isdigit() for step in (began, *steps))
+
+
 @pytest.mark.services_only
 async def test_every_control_is_reached_by_keyboard_and_has_a_name(stack: Stack, chromium: Any) -> None:
     async with opened(chromium, url_of(stack)) as page:

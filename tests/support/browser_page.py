@@ -63,7 +63,8 @@ async def opened(chromium: Any, url: str, **device: Any) -> AsyncIterator[Any]:
             else None
         ),
     )
-    page.on("request", lambda asked: errors.append(asked.url) if not asked.url.startswith((url, "data:")) else None)
+    own = (url.partition("#")[0], "data:")
+    page.on("request", lambda asked: errors.append(asked.url) if not asked.url.startswith(own) else None)
     await page.goto(url)
     try:
         yield page

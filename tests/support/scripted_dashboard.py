@@ -154,6 +154,56 @@ def point(at: float, *, hit: float | None = 0.8, **more: Any) -> dict[str, Any]:
     }
 
 
+def ladder(model: str = MODEL, **more: Any) -> gateway_pb2.Ladder:
+    """A ladder whose largest loss is that caches are too small."""
+    lost = {"NEVER_SEEN": 200_000, "CAPACITY": 300_000, "SPLIT": 50_000, "MOVED": 50_000, "NOT_THERE": 10_000}
+    numbers: dict[str, Any] = {
+        "tenant": "default", "requests": 600, "prompt_tokens": 1_000_000, "ideal_tokens": 800_000,
+        "capacity_tokens": 500_000, "routing_tokens": 450_000, "predicted_tokens": 400_000, "actual_tokens": 390_000,
+        "workers": 4, "capacity_blocks": 4 * BLOCKS, "sample_weight": 2, "seconds_per_token": 75e-6,
+    }  # fmt: skip
+    made = gateway_pb2.Ladder(model=model, **(numbers | more))
+    for kind, tokens in lost.items():
+        value = gateway_pb2.LadderLossKind.Value(f"LADDER_LOSS_KIND_{kind}")
+        made.losses.add(kind=value, tokens=tokens, gpu_seconds=75e-6 * tokens)
+    for factor, tokens in ((1.25, 100_000), (1.5, 200_000), (2.0, 250_000), (4.0, 300_000)):
+        made.gains.add(capacity_factor=factor, tokens=tokens)
+    return made
+
+
+def heat(workers: int, prefixes: int = 12) -> dict[str, Any]:
+    """Shared prefixes of 64 blocks, of which each worker holds a part."""
+    names = [f"w{index}/0" for index in range(workers)]
+    return {
+        "prefixes": [
+            {"tenant": "default", "model": MODEL, "blocks": 64, "tokens": 1024, "requests": 9, "holders": 1}
+            for _ in range(prefixes)
+        ],
+        "rows": [[one, *((16 * (row + each)) % 80 for each in range(prefixes))] for row, one in enumerate(names)],
+        "workers": workers,
+        "missed": "",
+    }
+
+
+def timeline(request_id: str, at: float, *workers: str, outcome: str = "ok") -> dict[str, Any]:
+    """A request that took a second a worker."""
+    return {
+        "at": at,
+        "request": request_id,
+        "model": MODEL,
+        "outcome": outcome,
+        "seconds": float(len(workers)),
+        "ttft": len(workers) - 0.6,
+        "attempts": [
+            {
+                "worker": one, "ends": [begin + 0.001, begin + 0.002, begin + 0.1, begin + 0.4, begin + 1.0],
+                "prompt": 1600, "cached": 960, "output": 50,
+            }
+            for begin, one in enumerate(workers)
+        ],
+    }  # fmt: skip
+
+
 class ScriptedDashboard:
     """What pages are sent."""
 

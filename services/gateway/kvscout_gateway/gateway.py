@@ -50,6 +50,7 @@ from kvscout_gateway.request.exchange import Exchanges
 from kvscout_gateway.request.failures import FailureLog
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan_choice import PlanChoice
+from kvscout_gateway.request.recent import RecentRequests
 from kvscout_gateway.request.recording import Recording
 from kvscout_gateway.request.routing import RoutingFlow
 from kvscout_gateway.tokens.sources import Tokens
@@ -190,6 +191,7 @@ class Gateway:
                 health=self.health,
                 metrics=self.metrics,
                 recording=Recording(time.perf_counter),
+                recent=RecentRequests(time.perf_counter),
                 ladders=Ladders(self.catalog, self.observations.reports) if config.ladder else None,
             ),
             plan=plans.plan_of,

@@ -40,6 +40,7 @@ from kvscout_gateway.request.exchange import Exchange, Exchanges
 from kvscout_gateway.request.failures import FailureLog
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan import Aggregated, Plan
+from kvscout_gateway.request.recent import RecentRequests
 from kvscout_gateway.request.recording import Recording
 from kvscout_gateway.values.booking import Booking
 from kvscout_gateway.values.decision import Decision
@@ -141,6 +142,7 @@ class World:
         self.plan: Plan = Aggregated()
         fake = cast(Any, upstreams)
         self.recording = Recording(time.perf_counter)
+        self.recent = RecentRequests(time.perf_counter)
         self.context = AttemptContext(
             routing=fake,
             scheduler=fake,
@@ -150,6 +152,7 @@ class World:
             health=WorkerHealth(),
             metrics=GatewayMetrics(CollectorRegistry()),
             recording=self.recording,
+            recent=self.recent,
         )
         self.exchanges = Exchanges(
             self.context,

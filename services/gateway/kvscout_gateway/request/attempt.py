@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvscout_gateway.engines.health import Key, WorkerHealth
     from kvscout_gateway.ladder.ladders import Ladders, Placed
     from kvscout_gateway.request.metrics import GatewayMetrics
+    from kvscout_gateway.request.recent import RecentRequests
     from kvscout_gateway.request.recording import Recording
     from kvscout_gateway.request.routing import RoutingFlow
     from kvscout_gateway.upstreams.interfaces import Scheduler
@@ -57,6 +58,7 @@ class AttemptContext:
     health: WorkerHealth
     metrics: GatewayMetrics
     recording: Recording
+    recent: RecentRequests
     ladders: Ladders | None = None
     """None = it is switched off."""
     clock: Callable[[], float] = time.perf_counter
@@ -97,6 +99,10 @@ class Attempt:
         self._metrics = context.metrics.of(request.tenant, request.model)
         self._on_output = on_output
         self._started = started
+        self.opened_at = context.clock()
+        """When the decision was made, on the context's clock."""
+        self.freed_at = 0.0
+        """When it was left; 0 = not yet."""
         self._sent_at = 0.0
         self._placed: Placed | None = None
         self._prefill_seconds = 0.0
@@ -288,6 +294,7 @@ class Attempt:
         if self._freed:
             return
         self._freed = True
+        self.freed_at = self._context.clock()
         self._context.health.withdrawn(self.key)
         self._end_call()
         if self._relayed is not None:

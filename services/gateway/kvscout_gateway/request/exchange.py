@@ -229,6 +229,7 @@ class Exchange:
         """Count the request, and whether it was answered as it should have been."""
         outcome = self._all.over(self.request.tenant, self.request.model, error)
         self._context.recording.over(self.request, self._attempts, outcome, self._started)
+        self._context.recent.over(self.request, self._attempts, outcome, self._started)
         log, failed = self._all.failure_log, self._failed
         worker_ids = [attempt.decision.worker.worker_id for attempt in self._attempts]
         if error is None and self._is_failed:

@@ -20,10 +20,15 @@ from kvscout_common.registry.worker_rpcs import WorkerRpcs
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.fronts.dashboard import document
 from kvscout_gateway.fronts.dashboard.history import SPAN_SECONDS, History, Totals
+from kvscout_gateway.fronts.dashboard.ladder_rows import ladders_document
+from kvscout_gateway.fronts.dashboard.prefixes import heat_map
 from kvscout_gateway.fronts.dashboard.savings import Possible
+from kvscout_gateway.fronts.dashboard.timelines import timelines
 from kvscout_gateway.fronts.dashboard.viewers import Viewers
+from kvscout_gateway.fronts.grpc.ladder import ladders_of
 from kvscout_gateway.fronts.grpc.status import gateway_status
 from kvscout_gateway.request.failures import FailureFilter
+from kvscout_gateway.request.recent import RecentRequests
 
 if TYPE_CHECKING:
     from kvscout_gateway.gateway import Gateway
@@ -32,6 +37,10 @@ log = logging.getLogger("kvscout.gateway")
 _defects = RateLimitedLog(log, period_seconds=60.0)
 
 LOOK_SECONDS: Final = 2.0
+CACHES_LOOKS: Final = 5
+"""Looks between two at ladders and prefixes, which change slowly."""
+LADDER_WINDOWS: Final = (300, 3_600)
+"""Seconds."""
 EXAMINE_SECONDS: Final = 15.0
 """Between two examinations: each asks every engine."""
 REST: Final = 4.0
@@ -100,15 +109,16 @@ class Dashboard:
     async def _show_while_watched(self, decisions: Decisions) -> None:
         self._publish_history()
         async with asyncio.TaskGroup() as group:
-            tasks = (group.create_task(self._look(decisions)), group.create_task(self._examine()))
+            looks = (self._look(decisions), self._look_at_caches(), self._examine())
+            tasks = [group.create_task(look) for look in looks]
             await self.viewers.unwatched.wait()
             for task in tasks:
                 task.cancel()
 
     async def _look(self, decisions: Decisions) -> None:
         before: Moment | None = None
-        shown = 0
-        """Number of the last failure that was published."""
+        shown, ended = 0, -1
+        """Number of the last failure that was published, and of the requests that had ended by then."""
         while True:
             began = time.monotonic()
             now = await self._gathering.look((), known=[await self._gateway_service()])
@@ -118,9 +128,23 @@ class Dashboard:
             if self._gateway.failure_log.number != shown:
                 shown = self._gateway.failure_log.number
                 self._publish_failures()
+            if self._recent.ended != ended:
+                ended = self._recent.ended
+                self.viewers.publish("requests", timelines(self._recent))
             before = now
             took = time.monotonic() - began
             await asyncio.sleep(min(max(self._look_seconds, REST * took), self._examine_seconds))
+
+    async def _look_at_caches(self) -> None:
+        context, catalog = self._gateway.exchanges.context, self._gateway.catalog
+        while True:
+            found = {
+                window: ladders_document(ladders_of(context.ladders, catalog, ALL_TENANTS, "", window, by_class=True))
+                for window in LADDER_WINDOWS
+            }
+            self.viewers.publish("ladders", {"on": context.ladders is not None, "windows": found})
+            self.viewers.publish("prefixes", await heat_map(self._recent.prompts, self._gateway.indexer))
+            await asyncio.sleep(min(CACHES_LOOKS * self._look_seconds, self._examine_seconds))
 
     async def _examine(self) -> None:
         while True:
@@ -147,6 +171,10 @@ class Dashboard:
             "possible": self._possible.document(),
             **document.state(now, before, decisions.last),
         }
+
+    @property
+    def _recent(self) -> RecentRequests:
+        return self._gateway.exchanges.context.recent
 
     @property
     def _name(self) -> str:

@@ -11,10 +11,11 @@ from typing import Final, NamedTuple
 
 from kvscout_common.http.http import Headers
 
-_STYLES: Final = ("base.css", "board.css", "phone.css")
+_STYLES: Final = ("base.css", "board.css", "pages.css", "phone.css")
 _SCRIPTS: Final = (
     *("text.js", "nodes.js", "headline.js", "doctor.js", "strip.js", "charts.js"),
-    *("workers.js", "decisions.js", "failures.js", "rest.js", "stream.js"),
+    *("workers.js", "decisions.js", "failures.js", "rest.js"),
+    *("pages.js", "ladder.js", "prefixes.js", "timelines.js", "stream.js"),
 )
 """Each uses what those before it declare."""
 

@@ -18,6 +18,9 @@ const handlers = {
     showServices(state.services);
   },
   failures: showFailures,
+  ladders: showLadders,
+  prefixes: showPrefixes,
+  requests: showTimelines,
   doctor: hearDoctor,
 };
 let lastData = null;
