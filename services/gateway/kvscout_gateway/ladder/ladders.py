@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvscout_common.hashing import block_hashes_packed
 from kvscout_common.http.dialect import Usage
@@ -16,13 +16,17 @@ from kvscout_gateway.engines.observation import predicted_cached_tokens
 from kvscout_gateway.ladder.counts import Counts
 from kvscout_gateway.ladder.reuse import MAX_SAMPLES, Reuse, ReuseSampler, sampler_type
 from kvscout_gateway.ladder.speed import PrefillSpeed
-from kvscout_gateway.members.catalog import Catalog
-from kvscout_gateway.values.decision import Decision
-from kvscout_gateway.values.prompt import Geometry
-from kvscout_gateway.values.request import Request
+
+if TYPE_CHECKING:
+    from kvscout_gateway.members.catalog import Catalog
+    from kvscout_gateway.values.decision import Decision
+    from kvscout_gateway.values.prompt import Geometry
+    from kvscout_gateway.values.request import Request
 
 SPAN_SECONDS: Final = 60
 """A window is a number of these."""
+WINDOW_SECONDS: Final = 300
+"""Of metrics, and unless another one is asked for."""
 MAX_WINDOW_SECONDS: Final = 3_600
 MAX_SAMPLERS: Final = 32
 """Beyond it the one that was not used for longest is dropped: its model begins anew."""

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvscout_common.worker import ALL_TENANTS
 from kvscout_gateway.ladder.counts import Counts, rungs_of
-from kvscout_gateway.ladder.ladders import Ladders
-
-WINDOW_SECONDS: Final = 300
+from kvscout_gateway.ladder.ladders import WINDOW_SECONDS, Ladders
 
 
 class LadderMetrics(Collector):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvscout_common.plain_text import printable
 from kvscout_gateway.request.recent import MAX_BLOCKS, PromptPrefix
-from kvscout_gateway.upstreams.interfaces import Indexer
-from kvscout_gateway.values.overlaps import Columns
 from kvscout_gateway.values.prompt import HASH_BYTES
+
+if TYPE_CHECKING:
+    from kvscout_gateway.upstreams.interfaces import Indexer
+    from kvscout_gateway.values.overlaps import Columns
 
 SHOWN: Final = 12
 """Prefixes: those whose blocks, times the requests that begin with them, are most."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.enum_words import value_of
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_gateway.ladder.counts import Counts, Loss, rungs_of
-from kvscout_gateway.ladder.ladders import MAX_WINDOW_SECONDS, Ladders
-from kvscout_gateway.ladder.metrics import WINDOW_SECONDS
-from kvscout_gateway.members.catalog import Catalog
+from kvscout_gateway.ladder.ladders import MAX_WINDOW_SECONDS, WINDOW_SECONDS, Ladders
+
+if TYPE_CHECKING:
+    from kvscout_gateway.members.catalog import Catalog
 
 
 def get_ladder(
