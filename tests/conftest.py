@@ -1,10 +1,10 @@
 """The transport of the tests' own calls, the order of the tests, a marker on those that start processes, and a look at
 what each event loop leaves open."""
 
-import ast
 import asyncio
 import os
 import re
+import signal
 import sys
 import warnings
 from asyncio.selector_events import BaseSelectorEventLoop
@@ -23,6 +23,9 @@ TESTS = Path(__file__).parent
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(TESTS.parent / "build" / "bytecode"))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a shell's background: the processes that tests start would ignore their Ctrl-C as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 _close_loop = BaseSelectorEventLoop.close
 
 
@@ -51,6 +54,8 @@ STARTS_PROCESSES = re.compile(
 """Words of a module that starts processes."""
 PROCESS_MODULES = ("kvscout_cli.process", "kvscout_cli.stack", "kvscout_cli.commands.up", "kvscout_cli.commands.demo")
 """Modules of the product that do."""
+IMPORTS = re.compile(r"^[ \t]*(?:from[ ]([\w.]+)[ ])?import[ ](\([^)]*\)|.*)", re.MULTILINE)
+"""Where each name is imported from, if from anywhere, and the names."""
 
 
 @cache
@@ -59,14 +64,9 @@ def starts_processes(path: Path) -> bool:
     text = path.read_text()
     if STARTS_PROCESSES.search(text):
         return True
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        for name in names:
+    for source, names in IMPORTS.findall(text):
+        words = re.findall(r"[\w.]+", names)
+        for name in (source, *(f"{source}.{word}" for word in words)) if source else words:
             imported = TESTS / f"{name.replace('.', '/')}.py"
             if name in PROCESS_MODULES or (imported != path and imported.exists() and starts_processes(imported)):
                 return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 from support.index_churn import Churn, Load, requests
@@ -15,10 +16,21 @@ from support.index_scenarios import IndexFactory, settle
 
 SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
 PASSES = 3
-EVENTS_A_PASS = 6_000
+EVENTS_A_PASS = 4_000
 SAMPLES_A_PASS = 5
-LOAD = Load(engines=3, capacity=600, max_blocks=1_200, requests_a_clear=500)
+LOAD = Load(engines=3, capacity=300, max_blocks=600, live_sessions=32, requests_a_clear=500)
 MOST_GROWTH = 1.05
+SPARE = 200
+"""Objects or bytes besides: a leak has one for each of thousands of events."""
+
+
+@pytest.fixture(autouse=True)
+def _without_what_was_there_before() -> Iterator[None]:
+    """Leave out of what the collector counts the objects of pytest and of earlier tests, hundreds of thousands."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def objects() -> int:
@@ -46,4 +58,5 @@ def test_the_same_churn_again_needs_no_more_than_the_first_time(index_factory: I
         assert (stats.blocks, stats.memberships, stats.orphans, stats.ghosts) == (0, 0, 0, 0)
         left.append(objects())
     for name, counted in (("objects", most_objects), ("bytes", most_bytes), ("objects of an empty index", left)):
-        assert max(counted) <= MOST_GROWTH * counted[0], f"{name} of each pass: {counted}; KVSCOUT_TEST_SEED={SEED}"
+        most = MOST_GROWTH * counted[0] + SPARE
+        assert max(counted) <= most, f"{name} of each pass: {counted}; KVSCOUT_TEST_SEED={SEED}"

@@ -17,7 +17,7 @@ from kvscout_blocks.index.native import NativeIndex
 from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_common.hashing import native_available
 
-SEQUENCES = int(os.environ.get("KVSCOUT_INDEX_SEQUENCES", "800"))
+SEQUENCES = int(os.environ.get("KVSCOUT_INDEX_SEQUENCES", "400"))
 PARTS = 4
 """Of the sequences, which tests that run side by side share."""
 MEAN_STEPS = int(os.environ.get("KVSCOUT_INDEX_STEPS", "30"))

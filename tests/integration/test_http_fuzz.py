@@ -9,7 +9,7 @@ import pytest
 from support.http_fuzz import fuzz_http
 
 SEED = os.environ.get("KVSCOUT_TEST_SEED", str(random.SystemRandom().randrange(2**32)))
-SECONDS = float(os.environ.get("KVSCOUT_FUZZ_SECONDS", "15"))
+SECONDS = float(os.environ.get("KVSCOUT_FUZZ_SECONDS", "8"))
 
 
 @pytest.mark.timeout(SECONDS + 120)
