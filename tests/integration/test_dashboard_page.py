@@ -110,7 +110,7 @@ async def test_of_a_thousand_workers_the_first_are_shown_and_all_are_found(
     async with opened(chromium, dashboard.url, **LAPTOP) as page:
         await shows_workers(page, 10)
         assert (await page.inner_text("#workers tbody tr >> nth=0")).startswith("w700/0")
-        await page.get_by_role("button", name="Show 100 more of 1\u202f000").click()
+        await page.get_by_role("button", name="Show 100 more of 1,000").click()
         await shows_workers(page, 110)
         await page.get_by_role("searchbox").fill("w999")
         await shows_workers(page, 1)
@@ -251,8 +251,8 @@ NUMBERS = {
     "figure(null)": "–",
     "figure(0)": "0",
     "figure(7)": "7",
-    "figure(1234)": "1 234",
-    "figure(9999)": "9 999",
+    "figure(1234)": "1,234",
+    "figure(9999)": "9,999",
     "figure(10000)": "10 k",
     "figure(12345)": "12.3 k",
     "figure(999949)": "1 M",
@@ -261,7 +261,7 @@ NUMBERS = {
     "figure(24.257)": "24.3",
     "figure(0.1)": "0.1",
     "figure(4.44, 2)": "4.4",
-    "figure(1234.5)": "1 235",
+    "figure(1234.5)": "1,235",
     "percent(0.7612)": "76.1 %",
     "percent(1)": "100 %",
     "percent(0)": "0 %",
@@ -274,7 +274,7 @@ NUMBERS = {
     "seconds(3600)": "60 min",
     "seconds(90000)": "25 h",
     "many(1, 'rank')": "1 rank",
-    "many(1200, 'rank')": "1 200 ranks",
+    "many(1200, 'rank')": "1,200 ranks",
 }
 
 

@@ -52,7 +52,7 @@ def decision(
                 policy="kv-time",
                 reason="it is cheapest",
                 candidates=candidates,
-                summary=f"w0: 38 ms expected, with {16 * has:,} of 1,600 prompt tokens cached there; "
+                summary=f"w0: cost 38 ms, with {16 * has:,} of 1,600 prompt tokens cached there; "
                 "w1, which has more (1,280), has 3,000 prompt tokens ahead: 76 ms",
             ),
         ),

@@ -111,6 +111,8 @@ class Gateway:
 
     body_copies = 4
     """Bytes of memory that each byte of a body over HTTP counts as: as it came, as text, what it says, as it leaves."""
+    port = 0
+    """Of its gRPC server; 0 = it is not bound yet."""
 
     def __init__(
         self,
@@ -278,6 +280,10 @@ class Gateway:
             **({"objectives": self.cluster_objectives.run} if self.cluster_objectives is not None else {}),
             **({"engine-key": self.engine_key.file.watch} if self.engine_key.file is not None else {}),
         }
+
+    def bound(self, port: int) -> None:
+        """Take the port that its gRPC server has got."""
+        self.port = port
 
     async def warm(self) -> None:
         """Wait until workers and upstreams are known, in bounded time."""

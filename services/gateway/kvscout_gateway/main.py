@@ -104,6 +104,7 @@ def gateway_app(config: GatewayConfig, gateway: Gateway, metrics: CollectorRegis
     return App(
         name="gateway",
         services=[(SERVICE, GatewayServicer(gateway).add_to)],
+        bound=gateway.bound,
         tasks={**gateway.tasks(), **http.tasks()},
         warm=gateway.warm,
         leave=gateway.leave,

@@ -70,6 +70,7 @@ class Process:
         )
 
     def _bound(self, port: int) -> None:
+        self.gateway.bound(port)
         host = self._config.server.host
         for upstream in (self.indexer, self.scheduler):
             if upstream is not None:

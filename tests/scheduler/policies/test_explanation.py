@@ -36,7 +36,7 @@ def test_the_worker_with_more_cached_is_named_with_what_is_ahead_there() -> None
 def test_kv_time_speaks_milliseconds() -> None:
     made = scheduler("w0", "w1", policy="kv-time")
     text = summary(made, on=overlaps(w0=5))
-    assert text.startswith("w0: 465 ms expected, as 80 of 160 prompt tokens are cached there; next is w1 with "), text
+    assert text.startswith("w0: cost 465 ms, as 80 of 160 prompt tokens are cached there; next is w1 with "), text
     explanation = made.select(request(list(range(10)), on=overlaps(w0=5), explain=True)).explanation
     assert explanation is not None
     first = explanation.candidates[0]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvscout_common.worker import Role
-from kvscout_scheduler.costs.words import SECONDS, cost_in_words, milliseconds
+from kvscout_scheduler.costs.words import cost_in_words, milliseconds
 from kvscout_scheduler.policies.policy import Candidates
 from kvscout_scheduler.policies.registry import CheckedPolicy
 from kvscout_scheduler.values.decision import Candidate, Explanation
@@ -148,9 +148,7 @@ def _sentence(
     if policy.unit is None:
         return f"{head}{reason}"
     isl = request.isl_tokens
-    words = cost_in_words(chosen.cost, policy.unit)
-    expected = f"{words} expected" if policy.unit == SECONDS else f"cost {words}"
-    parts = [f"{head}{expected}, {_cached(chosen, rows, isl)}"]
+    parts = [f"{head}cost {cost_in_words(chosen.cost, policy.unit)}, {_cached(chosen, rows, isl)}"]
     eligible = {each: row for each, row in rows.items() if not row.why_not}
     ties = sum(row.cost == chosen.cost for row in eligible.values())
     if drawn[slot]:

@@ -39,7 +39,7 @@ def test_the_chosen_candidate_comes_first_then_the_cheapest() -> None:
 def test_it_says_in_a_sentence_why_it_was_chosen_and_what_the_others_would_cost() -> None:
     event = decision("r", 5.0, 60, (80, 95))
     row = row_of(event)
-    assert row["summary"].startswith("38 ms expected, with 960 of 1,600 prompt tokens cached there; w1, ")
+    assert row["summary"].startswith("cost 38 ms, with 960 of 1,600 prompt tokens cached there; w1, ")
     assert row["best"] == 95
     assert [one["cost"] for one in row["candidates"]] == ["38 ms", "76 ms", "114 ms"]
 

@@ -181,7 +181,7 @@ class Dashboard:
         server = self._gateway.config.server
         # Bound to every address, several gateways would have one name.
         host = socket.gethostname() if server.host in ("", "0.0.0.0", "::") else server.host
-        return f"{host}:{server.port}"
+        return f"{host}:{self._gateway.port}"
 
     async def _gateway_service(self) -> Service:
         """Return this gateway with its full status."""

@@ -1,5 +1,5 @@
 // Numbers and times as text. All numbers of the page are written by `figure` and what it is used in.
-const THIN = "\u202f";
+const THIN = "\u202f"; // between a number and its unit
 const LEAST_SHORT = 10000; // from here on with k, M or G
 
 function figure(value, digits = 3) {
@@ -10,7 +10,7 @@ function figure(value, digits = 3) {
     return `${significant(value / 1000 ** power, digits)}${THIN}${" kMG"[power]}`;
   }
   const text = significant(value, Math.max(digits, size >= 1000 ? 4 : 0));
-  return text.replace(/\B(?=(\d{3})+$)/g, THIN);
+  return text.replace(/\B(?=(\d{3})+$)/g, ","); // as in the sentences of doctor and scheduler
 }
 function significant(value, digits) {
   if (Number.isInteger(value) && Math.abs(value) < LEAST_SHORT) return String(value);
