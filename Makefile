@@ -232,4 +232,9 @@ bench: $(DEVELOP) ## Run the benchmarks of this release, half an hour; PEERS="--
 fleet: $(DEVELOP) ## Measure an indexer with up to 16,000 ranks of engines that replay, publish and restart, ten minutes; ONLY="--only 1000/".
 	$(PY) -m kvscout_cli.main bench fleet $(ONLY)
 
+ROUTERS ?= smg smg-hash vllm-router vllm-router-kv envoy
+proof: $(DEVELOP) ## Measure clients behind kvscout and other routers before the same engines, an hour and a half; writes bench/PROOF.md.
+	$(PY) -m kvscout_cli.main bench all --only routers --rounds 3 --peer serve $(ROUTERS:%=--peer %) > build/PROOF.md
+	mv build/PROOF.md bench/PROOF.md
+
 .PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*\#\# .*/\1/p' $(firstword $(MAKEFILE_LIST)))

@@ -1,4 +1,4 @@
-"""`kvscout bench all`: every benchmark of services and index in one run, beside the peers, and one report of it."""
+"""`kvscout bench all`: benchmarks of services and index in one run, beside the peers, and one report of it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kvscout_bench.index_bench import IndexBench
 from kvscout_bench.ingest_bench import IngestBench
 from kvscout_bench.machine import Machine, this_machine
 from kvscout_bench.peer import ROOT, WHEEL, DriverFailed
+from kvscout_bench.routers_bench import RoutersBench
 from kvscout_bench.rpc_bench import RpcBench
 from kvscout_bench.scheduler_bench import SchedulerBench
 from kvscout_common import __version__
@@ -29,7 +30,11 @@ from kvscout_common.hashing import backend_name
 DYNAMO = "dynamo"
 PEERS: Mapping[str, str] = {
     DYNAMO: f"dynamo-kv-router 1.6.1 (crate), {WHEEL.replace('==', ' ')} (wheel: indexer, selection service)",
+    "services": "gateway, scheduler and indexer as three processes",
+    "serve": "kvscout serve: the three in one process",
     **{name: wheel.replace("==", " ") for name, wheel in ROUTERS.items()},
+    "smg-hash": "smg with consistent_hashing",
+    "vllm-router-kv": "vllm-router with kv_aware, which reads the engines' events",
     "envoy": ENVOY.replace("==", " "),
 }
 """Peers, and the parts of each that are measured."""
@@ -40,8 +45,11 @@ BENCHES: Mapping[str, type[Bench]] = {
     "scheduler": SchedulerBench,
     "gateway": GatewayBench,
     "http": HttpBench,
+    "routers": RoutersBench,
 }
 PARTS = tuple(BENCHES)
+USUAL_PARTS = tuple(name for name in PARTS if name != "routers")
+"""All but what takes an hour."""
 SHORT_SECONDS = {"index": 0.3, "gateway": 4.0, "http": 4.0}
 """Length of one run of one side in a run of everything, which must end within half an hour, where not the default."""
 
@@ -112,7 +120,7 @@ class AllBench:
 
     peers: tuple[str, ...] = ()
     rounds: int = 2
-    parts: tuple[str, ...] = field(default=PARTS)
+    parts: tuple[str, ...] = field(default=USUAL_PARTS)
     quick: bool = False
     """Short: shows that everything works, judges nothing."""
 

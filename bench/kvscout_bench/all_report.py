@@ -68,8 +68,10 @@ def cells(row: Row, head: Sequence[str]) -> tuple[str, ...]:
     """Return the cells of a row below the heads of `columns`."""
 
     def peer(name: str) -> str:
-        ratio = row.ratio(name) if name in row.peers else None
-        return f"{number(row.peers[name].value)} ({ratio:.2f}×)" if ratio else "–"
+        if name not in row.peers:
+            return "–"
+        value, ratio = number(row.peers[name].value), row.ratio(name)
+        return f"{value} ({ratio:.2f}×)" if ratio else value
 
     low, high = row.ours.spread
     return (

@@ -146,16 +146,16 @@ def our_stack(engines: list[str], flags: Sequence[str], transport: str, *, embed
             gateway, scheduler, indexer = start_services(transport, started, *from_file, gateway_flags=flags)
             processes |= {"gateway": gateway, "scheduler": scheduler, "indexer": indexer}
             until_attached(gateway.address)
-        until(partial(_answers, gateway.http_address), "our stack answers", within_seconds=READY_SECONDS)
+        until(partial(answers, gateway.http_address), "our stack answers", within_seconds=READY_SECONDS)
         proxy = ""
         if port := gateway.ready.get("endpoint_picker_port"):
-            _, proxy = _start_envoy(started, engines, f"127.0.0.1:{port}")
+            _, proxy = start_envoy(started, engines, f"127.0.0.1:{port}")
         fronts = gateway.address, gateway.http_address, proxy
         return Stack(processes, started.pop_all(), *fronts)
 
 
-def _answers(address: str) -> bool:
-    """Return whether a completion gets through."""
+def answers(address: str) -> bool:
+    """Return whether a completion gets through a front at an address."""
     body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 1, "stream": True}).encode()
     request = urllib.request.Request(f"http://{address}/v1/completions", body, {"content-type": "application/json"})
     try:
@@ -165,17 +165,17 @@ def _answers(address: str) -> bool:
         return False
 
 
-def _start_proxy(running: ExitStack, command: Sequence[str], port: int) -> tuple[MeasuredProcess, str]:
-    """Start a program that proxies HTTP; return it and its address."""
+def start_proxy(running: ExitStack, command: Sequence[str], port: int) -> tuple[MeasuredProcess, str]:
+    """Start a program that proxies HTTP; return it and its address once it answers."""
     program = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
     process, address = running.enter_context(MeasuredProcess(program)), f"127.0.0.1:{port}"
 
-    def answers() -> bool:
+    def ready() -> bool:
         if process.ended:
             raise DriverFailed(f"{command[0]} ended before it was ready")
-        return _answers(address)
+        return answers(address)
 
-    until(answers, f"{command[0]} answers", within_seconds=READY_SECONDS)
+    until(ready, f"{command[0]} answers", within_seconds=READY_SECONDS)
     return process, address
 
 
@@ -191,7 +191,7 @@ def router(engines: list[str], flags: Sequence[str], name: str) -> Stack:
     command += ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *(f"http://{at}" for at in engines)]
     command += ["--policy", "cache_aware", "--prometheus-port", str(free_port()), "--log-level", "error"]
     with ExitStack() as started:
-        process, address = _start_proxy(started, command, port)
+        process, address = start_proxy(started, command, port)
         return Stack({name: process}, started.pop_all(), http_address=address, text_only=name != "vllm-router")
 
 
@@ -202,19 +202,32 @@ def envoy(engines: list[str], flags: Sequence[str]) -> Stack:
         DriverFailed: It cannot be installed or started.
     """
     with ExitStack() as started:
-        process, address = _start_envoy(started, engines)
+        process, address = start_envoy(started, engines)
         return Stack({"envoy": process}, started.pop_all(), http_address=address)
 
 
-def _start_envoy(running: ExitStack, engines: list[str], picker: str = "") -> tuple[MeasuredProcess, str]:
+def start_envoy(
+    running: ExitStack, engines: list[str], picker: str = "", policy: str = "LEAST_REQUEST"
+) -> tuple[MeasuredProcess, str]:
+    """Start Envoy with one worker thread; return it and its address.
+
+    Args:
+        running: Ends it.
+        engines: Addresses.
+        picker: Address of the endpoint picker; "" = there is none.
+        policy: By which it then chooses, in its own terms.
+
+    Raises:
+        DriverFailed: It cannot be installed or started.
+    """
     [program] = wheel_venv(ENVOY).parent.parent.glob("lib/python*/site-packages/envoy/_bin/envoy")
     port = free_port()
-    file = _json_file(running, _configuration(port, engines, picker))
+    file = _json_file(running, _configuration(port, engines, picker, policy))
     command = [str(program), "-c", file, "--concurrency", "1", "--use-dynamic-base-id", "-l", "error"]
-    return _start_proxy(running, command, port)
+    return start_proxy(running, command, port)
 
 
-def _configuration(port: int, engines: list[str], picker: str) -> dict[str, Any]:
+def _configuration(port: int, engines: list[str], picker: str, policy: str) -> dict[str, Any]:
     """Return the shipped configuration with these addresses and without TLS, or a plain proxy's, without a picker."""
     shipped: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "envoy" / "envoy.yaml").read_text())
     [listener], clusters = shipped["static_resources"]["listeners"], shipped["static_resources"]["clusters"]
@@ -229,7 +242,7 @@ def _configuration(port: int, engines: list[str], picker: str) -> dict[str, Any]
         del manager["early_header_mutation_extensions"], manager["http_filters"][0], clusters[1]
         del manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]["retry_policy"]
         del clusters[0]["load_balancing_policy"]
-        clusters[0]["lb_policy"] = "LEAST_REQUEST"
+        clusters[0]["lb_policy"] = policy
     return shipped
 
 

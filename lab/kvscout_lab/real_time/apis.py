@@ -114,6 +114,31 @@ class Conversation(Api):
         """Its result."""
 
 
+class Chats(Conversation):
+    """OpenAI's chat completions without tools: users ask, and the model answers."""
+
+    path = "chat/completions"
+
+    def chunk(self, document: dict[str, Any]) -> GenerateChunk:
+        """Return an event of a stream as a chunk."""
+        _check(document)
+        tokens = _tokens_of("".join(choice["delta"].get("content") or "" for choice in document["choices"]))
+        usage = document.get("usage")
+        if not usage:
+            return GenerateChunk(token_ids=tokens)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return GenerateChunk(token_ids=tokens, usage=Usage(usage["prompt_tokens"], usage["completion_tokens"], cached))
+
+    def _fields(self, bound: int) -> dict[str, Any]:
+        return {"max_tokens": bound, "messages": self._items, "stream_options": {"include_usage": True}}
+
+    def _call(self, said: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": said}
+
+    def _result(self, text: str) -> dict[str, Any]:
+        return {"role": "user", "content": text}
+
+
 class Messages(Conversation):
     """Anthropic's."""
 

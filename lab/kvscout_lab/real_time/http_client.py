@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from random import Random
 from typing import Any, Final
 
@@ -59,16 +59,20 @@ class HttpReplay:
     """One replay of a workload over HTTP. Used once.
 
     Args:
-        url: URL of the OpenAI API, up to `/v1`.
+        urls: URL of the OpenAI API, up to `/v1`; of several, each request goes to the next.
         model: Model of the requests.
         api: Makes the API of each session.
         timeout_seconds: Longest wait for one answer.
     """
 
     def __init__(
-        self, url: str, model: str, api: Callable[[], Api] = Completions, timeout_seconds: float = 120.0
+        self,
+        urls: str | Sequence[str],
+        model: str,
+        api: Callable[[], Api] = Completions,
+        timeout_seconds: float = 120.0,
     ) -> None:
-        self._url = url
+        self._urls = cycle([urls] if isinstance(urls, str) else urls)
         self._model = model
         self._api = api
         self._timeout = aiohttp.ClientTimeout(timeout_seconds)
@@ -115,7 +119,7 @@ class HttpReplay:
         try:
             data = json.dumps(body, separators=(",", ":"))
             headers = {"Content-Type": "application/json"}
-            async with http.post(f"{self._url}/{api.path}", data=data, headers=headers) as response:
+            async with http.post(f"{next(self._urls)}/{api.path}", data=data, headers=headers) as response:
                 if response.status != 200:
                     raise InternalError(f"{response.status}: {(await response.text())[:200]}")
                 if turn.streamed:

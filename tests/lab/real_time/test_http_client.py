@@ -13,7 +13,7 @@ from support.mocker_process import MockerProcess, running_mocker
 
 from kvscout_common.http.json_fields import Fields
 from kvscout_gateway.fronts.outputs import output_of
-from kvscout_lab.real_time.apis import MAX_BOUND, Api, Completions, Messages, Responses
+from kvscout_lab.real_time.apis import MAX_BOUND, Api, Chats, Completions, Messages, Responses
 from kvscout_lab.real_time.http_client import HttpReplay, first_prompt, new_tokens
 from kvscout_lab.workloads.clients import Clients, as_clients_ask
 from kvscout_lab.workloads.workload import Flow, Nodes, Turn, Workload
@@ -90,8 +90,8 @@ async def test_every_turn_gets_its_output_and_the_next_one_finds_it_cached(mocke
                 assert record.cached_tokens == known
 
 
-@pytest.mark.parametrize("api", [Messages, Responses])
-async def test_agents_call_a_tool_in_every_turn_but_the_last_and_find_their_prompts_cached(
+@pytest.mark.parametrize("api", [Chats, Messages, Responses])
+async def test_conversations_find_their_prompts_cached_and_agents_call_a_tool_in_every_turn_but_the_last(
     mocker: MockerProcess, api: Callable[[], Api]
 ) -> None:
     nodes = Nodes()
