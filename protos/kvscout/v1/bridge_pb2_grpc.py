@@ -53,7 +53,7 @@ class BridgeServicer:
     """
 
     def Recover(self, request, context):
-        """Returns the events an indexer lost, or the state if they are older than what the bridge keeps.
+        """Returns events that an indexer lost, or the state if the bridge no longer has them.
         INVALID_ARGUMENT: no worker named. NOT_FOUND: unknown worker rank.
         FAILED_PRECONDITION: the bridge runs without a local index.
         """

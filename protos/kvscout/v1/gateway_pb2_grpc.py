@@ -181,7 +181,7 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def KeepAlive(self, request, context):
-        """Renews the leases of workers; unknown ones are named in the answer.
+        """Renews the leases of workers. The response names unknown ones.
         INVALID_ARGUMENT: no worker named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -190,7 +190,7 @@ class GatewayServicer:
 
     def RemoveWorker(self, request, context):
         """Removes a worker everywhere.
-        NOT_FOUND: unknown worker. FAILED_PRECONDITION: it comes from a file, which is where to remove it.
+        NOT_FOUND: unknown worker. FAILED_PRECONDITION: it comes from a file; remove it there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,11 +204,11 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Route(self, request, context):
-        """Tells which worker a prompt should go to. Without request_id nothing is booked. With one, the request is
-        booked and the caller owes MarkPrefillComplete at the first token and Free at the end (or lets the lease end);
-        where no scheduler answers the choice is made without one, nothing is booked, and `booked` says so.
-        INVALID_ARGUMENT: empty model, token ids and block hashes both given or neither, unknown policy,
-        temperature below 0 or NaN, pin outside the allow-list.
+        """Returns the worker that a prompt should go to. Without request_id nothing is booked. With request_id the request
+        is booked: the caller must call MarkPrefillComplete at the first token, and Free at the end (or let the lease
+        end). If no scheduler answers, the gateway chooses by itself and books nothing; `booked` is then false.
+        INVALID_ARGUMENT: empty model, token ids and block hashes both given or neither, unknown policy, temperature
+        below 0 or NaN, pin outside the allow-list.
         NOT_FOUND: unknown model or pinned worker. UNAVAILABLE: no worker can take it now.
         FAILED_PRECONDITION: block-size mismatch; no worker has the labels or the adapter.
         RESOURCE_EXHAUSTED: every worker that could take it is busy. ALREADY_EXISTS: request_id is active.
@@ -218,11 +218,11 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Routes a prompt, runs it on the chosen engine and streams its output. Books and frees by itself, whatever
-        happens, cancellation included.
+        """Routes a prompt, runs it on the chosen engine and streams its output. The gateway books and frees the request
+        itself, also if it fails or is cancelled.
         As Route, and: INVALID_ARGUMENT: the engine refused the request. RESOURCE_EXHAUSTED: the engines are overloaded.
-        UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its first token; what was
-        generated has been delivered. DEADLINE_EXCEEDED: the client did not read.
+        UNAVAILABLE: the engines failed before the first token. INTERNAL: an engine failed after its first token; the
+        output up to then has been delivered. DEADLINE_EXCEEDED: the client did not read the output.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -237,7 +237,7 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Free(self, request, context):
-        """Ends a request that Route booked. Unknown or repeated: OK, and says so.
+        """Ends a request that Route booked. If it is unknown or already ended, the call succeeds and the response says so.
         INVALID_ARGUMENT: no request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -245,7 +245,7 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Renews the leases of requests that Route booked; those that no scheduler has are named in the answer.
+        """Renews the leases of requests that Route booked. The response names requests that no scheduler has.
         INVALID_ARGUMENT: no request named, or one without request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -262,25 +262,25 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListActiveRequests(self, request, context):
-        """Lists active requests: those of this gateway, of other gateways and of callers of Route, as the scheduler that
-        decides has them.
+        """Lists active requests of this gateway, of other gateways and of callers of Route, as known to the scheduler that
+        decides.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListFailures(self, request, context):
-        """Lists requests that failed, the newest first: the last ones of each cause's owner, as this gateway remembers them
-        since its start. With `answered`, also requests that were answered, but not as they should have been: placed with
-        less knowledge than usual (degraded), or after another worker had failed them.
-        INVALID_ARGUMENT: page_token is no next_page_token of such a list.
+        """Lists requests that failed, the newest first. This gateway remembers the last ones of each owner since its start.
+        With `answered`, it also lists requests that were answered although something failed: they were placed with less
+        knowledge than usual (degraded), or another worker had failed them before.
+        INVALID_ARGUMENT: page_token is not a next_page_token of such a list.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPotentialLoads(self, request, context):
-        """The load of each worker, now and with a given prompt added.
+        """Returns the load of each worker, now and with a given prompt added.
         INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -297,7 +297,7 @@ class GatewayServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetBusyThresholds(self, request, context):
-        """Tells a model's busy thresholds.
+        """Returns a model's busy thresholds.
         INVALID_ARGUMENT: empty model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -321,7 +321,8 @@ class GatewayServicer:
 
     def RecordRequests(self, request, context):
         """Streams the requests of this gateway as they end, without their content, to record them as a trace. For admins.
-        INVALID_ARGUMENT: a key that has not 16 bytes, tokens per hash out of range. RESOURCE_EXHAUSTED: too many do so.
+        INVALID_ARGUMENT: the key does not have 16 bytes, or the tokens per hash are out of range. RESOURCE_EXHAUSTED:
+        too many recordings run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -329,7 +330,7 @@ class GatewayServicer:
 
     def GetLadder(self, request, context):
         """Explains the hit rate of the last requests: how many prompt tokens could have been cached, and where each part of
-        them was lost (docs/why.md). Answers with one ladder a model, and one for each class of its sessions.
+        them was lost (docs/why.md). Returns one ladder per model, and one for each class of its sessions.
         INVALID_ARGUMENT: window_seconds is out of range. NOT_FOUND: unknown model.
         FAILED_PRECONDITION: it is switched off (--no-ladder).
         """

@@ -29,7 +29,7 @@ if _version_not_supported:
 
 
 class IndexerStub:
-    """Ingests the KV events of engines and answers prefix matches. Knows nothing of load or requests.
+    """Ingests the KV events of engines and answers prefix queries. It knows nothing of load or requests.
     """
 
     def __init__(self, channel):
@@ -106,7 +106,7 @@ class IndexerStub:
 
 
 class IndexerServicer:
-    """Ingests the KV events of engines and answers prefix matches. Knows nothing of load or requests.
+    """Ingests the KV events of engines and answers prefix queries. It knows nothing of load or requests.
     """
 
     def RegisterWorker(self, request, context):
@@ -134,7 +134,7 @@ class IndexerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def KeepAlive(self, request, context):
-        """Renews the leases of workers; unknown ones are named in the answer.
+        """Renews the leases of workers. The response names unknown ones.
         INVALID_ARGUMENT: no worker named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -143,7 +143,7 @@ class IndexerServicer:
 
     def RemoveWorker(self, request, context):
         """Removes a worker with all its ranks and blocks.
-        NOT_FOUND: unknown worker. FAILED_PRECONDITION: it comes from a file, which is where to remove it.
+        NOT_FOUND: unknown worker. FAILED_PRECONDITION: it comes from a file; remove it there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,8 +157,8 @@ class IndexerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FindMatches(self, request, context):
-        """Tells how many leading blocks of a prompt each worker holds. Exact: never more than what the events said,
-        never less, unless `lower_bound` says so.
+        """Returns how many leading blocks of a prompt each worker holds. The answer is exact: never more than the events
+        announced, and never less unless `lower_bound` is set.
         INVALID_ARGUMENT: empty model, token ids and block hashes both given, block_size 0, a bad multimodal item.
         NOT_FOUND: no worker of this model was ever registered.
         FAILED_PRECONDITION: the model's workers have another block size, or several and none was named.
@@ -168,37 +168,39 @@ class IndexerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamFindMatches(self, request_iterator, context):
-        """The same on one open stream: each message carries several requests; answers come out of order, by id.
-        An operation that fails has its status in its answer; the stream goes on.
+        """The same on one open stream: each message carries several requests, and answers arrive out of order, by id. If a
+        request fails, its answer has the status, and the stream continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RecordRouting(self, request, context):
-        """Tells that prompts were routed, so that their blocks can be predicted on the chosen workers. Of several prompts
-        those that can be recorded are; the answer names the others. If none can be, the first one's error is the answer.
+        """Reports that prompts were routed, so that their blocks can be predicted on the chosen workers. Prompts that
+        cannot be recorded are named in the response. If none can be recorded, the call ends with the error of the first
+        one.
         INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
-        FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard.
-        A prompt without hashes predicts nothing and is taken whether predictions are on or off: it reports that the worker
-        has served a request that should have brought events. If none ever came, the source is BLIND.
+        FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard. A
+        prompt without hashes predicts nothing, and is accepted even if predictions are off: it reports that the worker
+        has served a request that should have caused events. If no event ever arrives, the source becomes BLIND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PublishEvents(self, request_iterator, context):
-        """Publishes events into the indexer directly. The first message decides the source; each message must name the
-        same one. It is answered at once, so that a publisher that reconnects learns where to continue; later answers
-        come at least once in 50 messages or 20 ms. A message without events and event_id is a greeting: send it first to
-        learn the indexer's position before anything else. A gap is answered with `resend_from`, once: send again from
-        that event on, or, if it is no longer there, send the state. Batches after the gap wait until then. A greeting
-        amid the stream says that neither can be, or that nothing more is to be sent again. A stream of a source that has
-        one already takes over; the older ends.
+        """Publishes events into the indexer directly. The first message determines the source, and each message must name
+        the same one. The first message is answered at once, so that a publisher that reconnects learns where to
+        continue. Later answers arrive at least once per 50 messages or 20 ms. A message without events and event_id is a
+        greeting: send it first to learn the indexer's position before anything else. A gap is answered with
+        `resend_from`, once: send again from that event on, or send the state if the event is no longer available.
+        Batches after the gap wait until then. A greeting in the middle of the stream means that the publisher can send
+        neither, or that it has resent everything. If a source opens a second stream, it takes over, and the older one
+        ends.
         INVALID_ARGUMENT: no worker, version 0, a message that names another source than the first. NOT_FOUND: unknown
         worker or rank. FAILED_PRECONDITION: unsupported version, another model, block size or EAGLE than registered,
-        transport is not grpc, another shard, another stream took over, the worker was removed. Trying again does not
-        help before that has changed. UNAVAILABLE: the indexer shuts down; try another one, or again.
+        transport is not grpc, another shard, another stream took over, the worker was removed. A retry does not help
+        until that has changed. UNAVAILABLE: the indexer shuts down; try again, or use another one.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME the one message of events, as NATS and snapshots carry it
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -206,7 +208,8 @@ class IndexerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Dump(self, request, context):
-        """Streams the state of the index as state chunks, source by source, each one consistent cut.
+        """Streams the state of the index as state chunks, source by source. The state of a source is one consistent
+        snapshot.
         NOT_FOUND: unknown model or worker.
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME the answer can be published and stored as it is
         """
@@ -223,7 +226,7 @@ class IndexerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetWorker(self, request, context):
-        """Drops what is known of a worker and recovers it from its source, whatever incarnation that says it is.
+        """Drops the state of a worker and recovers it from its source, whatever incarnation the source has.
         NOT_FOUND: unknown worker or rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -307,7 +310,7 @@ def add_IndexerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Indexer:
-    """Ingests the KV events of engines and answers prefix matches. Knows nothing of load or requests.
+    """Ingests the KV events of engines and answers prefix queries. It knows nothing of load or requests.
     """
 
     @staticmethod

@@ -37,11 +37,11 @@ class _ClaimStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ClaimState
     CLAIM_STATE_PREFILL: _ClaimState.ValueType  # 1
     """Active, no token yet."""
     CLAIM_STATE_DECODE: _ClaimState.ValueType  # 2
-    """Active, the first token is out."""
+    """Active, the first token was sent."""
     CLAIM_STATE_FREED: _ClaimState.ValueType  # 3
-    """Over: its caller freed it. This attempt is never booked again."""
+    """Ended: its caller freed it. This attempt is never booked again."""
     CLAIM_STATE_ENDED: _ClaimState.ValueType  # 4
-    """Over for another reason: its lease, its owner, its worker. The caller may book it again."""
+    """Ended for another reason: its lease, its owner or its worker. The caller may book it again."""
 
 class ClaimState(_ClaimState, metaclass=_ClaimStateEnumTypeWrapper):
     """State of a claim."""
@@ -51,11 +51,11 @@ CLAIM_STATE_UNSPECIFIED: ClaimState.ValueType  # 0
 CLAIM_STATE_PREFILL: ClaimState.ValueType  # 1
 """Active, no token yet."""
 CLAIM_STATE_DECODE: ClaimState.ValueType  # 2
-"""Active, the first token is out."""
+"""Active, the first token was sent."""
 CLAIM_STATE_FREED: ClaimState.ValueType  # 3
-"""Over: its caller freed it. This attempt is never booked again."""
+"""Ended: its caller freed it. This attempt is never booked again."""
 CLAIM_STATE_ENDED: ClaimState.ValueType  # 4
-"""Over for another reason: its lease, its owner, its worker. The caller may book it again."""
+"""Ended for another reason: its lease, its owner or its worker. The caller may book it again."""
 Global___ClaimState: _TypeAlias = ClaimState  # noqa: Y015
 
 @_typing.final
@@ -84,11 +84,11 @@ class ReplicaMessage(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___ReplicaHeartbeat:
-        """To all: where it is."""
+        """To all: its progress."""
 
     @_builtins.property
     def snapshot_request(self) -> Global___ReplicaSnapshotRequest:
-        """To one: asks for a snapshot."""
+        """To one: a request for a snapshot."""
 
     @_builtins.property
     def snapshot_chunk(self) -> Global___ReplicaSnapshotChunk:
@@ -122,7 +122,7 @@ Global___ReplicaMessage: _TypeAlias = ReplicaMessage  # noqa: Y015
 
 @_typing.final
 class ClaimChoice(_message.Message):
-    """Record of a choice, with which a repeated call is answered."""
+    """Record of a choice; a repeated call is answered with it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -156,10 +156,9 @@ Global___ClaimChoice: _TypeAlias = ClaimChoice  # noqa: Y015
 
 @_typing.final
 class Claim(_message.Message):
-    """A replica says that a request is its own: AddRequest, and an entry of a snapshot.
-
-    Among claims to one name, the one with the highest term holds; ties go to the higher replica id. A claim that is
-    over cancels every claim of a lower term, and those of the same attempt at the same term.
+    """A replica declares that it owns a request: AddRequest, or an entry of a snapshot.
+     If there are several claims to one name, the one with the highest term is valid; ties go to the higher replica id.
+    A claim that has ended cancels every claim with a lower term, and those of the same attempt with the same term.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -186,11 +185,11 @@ class Claim(_message.Message):
     KNOWN_BLOCKS_CRC_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     term: _builtins.int
-    """1 for a new booking; one more than any other claim to the name that the replica knew."""
+    """1 for a new booking; otherwise one more than the term of any other claim to the name that the replica knew."""
     state: Global___ClaimState.ValueType
     """Worker that runs it."""
     block_hashes: _builtins.bytes
-    """Packed local hashes of its leading complete blocks: little-endian u64s. Empty where blocks are not counted."""
+    """Packed local hashes of its leading complete blocks: little-endian u64s. Empty if blocks are not counted."""
     isl_tokens: _builtins.int
     """Prompt tokens."""
     uncached_tokens: _builtins.int
@@ -198,17 +197,17 @@ class Claim(_message.Message):
     expected_output_tokens: _builtins.int
     """Output tokens expected; 0 = unknown."""
     output_blocks: _builtins.int
-    """Output blocks so far."""
+    """Output blocks up to now."""
     owner_id: _builtins.str
     """Owner; "" = a unary caller."""
     lease_seconds: _builtins.float
-    """Seconds that it stays after its replica's last message."""
+    """Seconds for which it stays after its replica's last message."""
     owner_since: _builtins.int
-    """When the owner opened the stream on which the sender has the request, microseconds since the Unix epoch; 0 = it has
-    none open there. A replica to which the owner came later keeps its claim, and makes it the higher one.
+    """Time when the owner opened its stream to the sender, in microseconds since the Unix epoch; 0 = it has none open
+    there. A replica to which the owner connected later keeps its claim and raises its term.
     """
     owner_tenant: _builtins.str
-    """Tenant to which the owner is bound; unset = to none."""
+    """Tenant to which the owner is bound; unset = none."""
     max_output_tokens: _builtins.int
     """Limit of its output; 0 = no limit is known."""
     output_class: _builtins.str
@@ -218,12 +217,12 @@ class Claim(_message.Message):
     estimate_prefill_complete: _builtins.bool
     """The caller cannot report that the prefill is complete."""
     known_blocks: _builtins.int
-    """Number of hashes that are left out of block_hashes, which is empty then: they are those of another claim to this
-    attempt, by whichever replica. A replica without them requests a snapshot. Events leave them out only while all
-    replicas that the sender knows say that they read such claims (ReplicaHeartbeat.reads_known_blocks).
+    """Number of hashes that are omitted from block_hashes, which is then empty: they are those of another claim to this
+    attempt, from any replica. A replica without them requests a snapshot. Events omit them only while all replicas
+    that the sender knows report that they read such claims (ReplicaHeartbeat.reads_known_blocks).
     """
     known_blocks_crc: _builtins.int
-    """CRC-32 of the packed hashes that are left out."""
+    """CRC-32 of the omitted packed hashes."""
     session: _builtins.int
     """Its session; unset = unknown."""
     @_builtins.property
@@ -232,7 +231,7 @@ class Claim(_message.Message):
 
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
-        """The worker rank; unset where the claim is over."""
+        """The worker rank; unset if the claim has ended."""
 
     @_builtins.property
     def choice(self) -> Global___ClaimChoice:
@@ -273,7 +272,7 @@ Global___Claim: _TypeAlias = Claim  # noqa: Y015
 
 @_typing.final
 class PrefillCompletedEvent(_message.Message):
-    """MarkPrefillCompleted: the first token of a request is out."""
+    """MarkPrefillCompleted: the first token of a request was sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -304,7 +303,7 @@ class OutputAddedEvent(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     OUTPUT_BLOCKS_FIELD_NUMBER: _builtins.int
     output_blocks: _builtins.int
-    """Output blocks in all."""
+    """Total output blocks."""
     @_builtins.property
     def request(self) -> _scheduler_pb2.RequestRef:
         """The request."""
@@ -325,8 +324,8 @@ Global___OutputAddedEvent: _TypeAlias = OutputAddedEvent  # noqa: Y015
 
 @_typing.final
 class RenewedEvent(_message.Message):
-    """Renew: the owner or the lease of a request changed. Mere renewals are not sent: a replica whose heartbeats arrive
-    renews everything it owns.
+    """Renew: the owner or the lease of a request changed. Plain renewals are not sent: the heartbeats of a replica renew
+    everything that it owns.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -363,7 +362,7 @@ Global___RenewedEvent: _TypeAlias = RenewedEvent  # noqa: Y015
 
 @_typing.final
 class FreedEvent(_message.Message):
-    """Free: a request is over, or belongs to another replica now."""
+    """Free: a request has ended, or belongs to another replica now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -391,7 +390,7 @@ Global___FreedEvent: _TypeAlias = FreedEvent  # noqa: Y015
 
 @_typing.final
 class ThresholdsEvent(_message.Message):
-    """Busy thresholds of a model were changed; the later version holds, ties go to the higher replica id."""
+    """Busy thresholds of a model were changed. The higher version is valid; ties go to the higher replica id."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -399,12 +398,12 @@ class ThresholdsEvent(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Microseconds since the Unix epoch, and above every version that the writer knew."""
+    """Version: microseconds since the Unix epoch, and higher than every version that the writer knew."""
     replica_id: _builtins.str
     """Replica that changed them."""
     @_builtins.property
     def thresholds(self) -> _types_pb2.BusyThresholds:
-        """All of them, as they are now."""
+        """All thresholds of the model, as they are now."""
 
     def __init__(
         self,
@@ -423,7 +422,9 @@ Global___ThresholdsEvent: _TypeAlias = ThresholdsEvent  # noqa: Y015
 
 @_typing.final
 class CoolDownEvent(_message.Message):
-    """A worker rank is left out of selections. Of two the one with the later clear holds, then the later end."""
+    """A worker rank is excluded from selections. Of two cool-downs the one with the later clear is valid, then the one
+    with the later end.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -484,11 +485,11 @@ class ReplicaEvent(_message.Message):
 
     @_builtins.property
     def renew(self) -> Global___RenewedEvent:
-        """It is held otherwise."""
+        """Its owner or lease changed."""
 
     @_builtins.property
     def free(self) -> Global___FreedEvent:
-        """It is over."""
+        """It has ended."""
 
     @_builtins.property
     def thresholds(self) -> Global___ThresholdsEvent:
@@ -531,7 +532,7 @@ class EventBatch(_message.Message):
     first_sequence: _builtins.int
     """Sequence of the first; the others follow without a gap. The first event of an epoch has sequence 1."""
     sent_at: _builtins.int
-    """When it was sent, microseconds since the Unix epoch; tells the lag where clocks agree."""
+    """Time of sending, in microseconds since the Unix epoch; shows the lag if clocks agree."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaEvent]:
         """The events."""
@@ -561,7 +562,7 @@ class ReplicaPosition(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
-    """The other."""
+    """The other replica."""
     epoch: _builtins.int
     """Its incarnation."""
     sequence: _builtins.int
@@ -598,7 +599,7 @@ class ReplicaLine(_message.Message):
     role: _types_pb2.Role.ValueType
     """Their role."""
     priority: _builtins.int
-    """Highest priority of those that wait."""
+    """Highest priority of the queued requests."""
     def __init__(
         self,
         *,
@@ -638,19 +639,19 @@ class ReplicaHeartbeat(_message.Message):
     output blocks, owner and lease (a double: "300.0"), and the owner's tenant where it is bound to one.
     """
     query: _builtins.bool
-    """True = requests everyone's heartbeat at once: it has just started, or was unreachable."""
+    """True = it requests a heartbeat of every replica at once, because it has just started or was unreachable."""
     leaving: _builtins.bool
-    """True = it stops now: nothing more is forwarded to it."""
+    """True = it stops now: forward nothing more to it."""
     reads_known_blocks: _builtins.bool
-    """True = the sender reads claims whose hashes are left out (Claim.known_blocks)."""
+    """True = the sender reads claims whose hashes are omitted (Claim.known_blocks)."""
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaPosition]:
         """Its progress in the others' events: if one is gone, the replica with the most of its events informs the rest."""
 
     @_builtins.property
     def lines(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaLine]:
-        """Its queues, of pools with a queued request that any worker could take; at most 64. Sent again every 200 ms while
-        there are any, and as soon as they change; they count for 500 ms.
+        """Its queues of pools with a queued request that any worker could take; at most 64. They are sent again every 200
+        ms while there are any, and when they change; they are valid for 500 ms.
         """
 
     def __init__(
@@ -675,7 +676,7 @@ Global___ReplicaHeartbeat: _TypeAlias = ReplicaHeartbeat  # noqa: Y015
 
 @_typing.final
 class ReplicaSnapshotRequest(_message.Message):
-    """Asks for the claims of a replica: usually of that replica itself."""
+    """Request for the claims of a replica, usually sent to that replica itself."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -684,13 +685,13 @@ class ReplicaSnapshotRequest(_message.Message):
     OF_EPOCH_FIELD_NUMBER: _builtins.int
     KNOWN_SEQUENCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
-    """Names the request; comes back with each chunk."""
+    """Id of the request; each chunk repeats it."""
     of_replica_id: _builtins.str
     """Replica whose claims these are."""
     of_epoch: _builtins.int
     """Its incarnation."""
     known_sequence: _builtins.int
-    """The sender has these claims as they were after this event; hashes sent by then may be left out
+    """The sender has these claims as they were after this event; hashes sent up to then may be omitted
     (Claim.known_blocks). 0 = it has none, or they are wrong.
     """
     def __init__(
@@ -731,22 +732,22 @@ class ReplicaSnapshotChunk(_message.Message):
     of_epoch: _builtins.int
     """Its incarnation."""
     sequence: _builtins.int
-    """The claims are those after this event: earlier ones are to be dropped, later ones to be applied."""
+    """The claims are those after this event: drop earlier events, apply later ones."""
     index: _builtins.int
     """Number of the chunk, from 0."""
     last: _builtins.bool
-    """True = there are no more."""
+    """True = the last chunk."""
     @_builtins.property
     def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___Claim]:
-        """Claims, in no order."""
+        """Claims, in any order."""
 
     @_builtins.property
     def thresholds(self) -> _containers.RepeatedCompositeFieldContainer[Global___ThresholdsEvent]:
-        """In chunk 0: thresholds of all models that the sender knows of, whoever set them."""
+        """In chunk 0: all thresholds of models that the sender knows, whichever replica set them."""
 
     @_builtins.property
     def cool_downs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoolDownEvent]:
-        """In chunk 0: cool-downs that the sender knows of."""
+        """In chunk 0: cool-downs that the sender knows."""
 
     def __init__(
         self,
@@ -809,7 +810,7 @@ class ForwardedResult(_message.Message):
     """True = carried out by the owner."""
     @_builtins.property
     def result(self) -> _scheduler_pb2.LifecycleResult:
-        """Its result, where it was."""
+        """Its result, if it was carried out."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ if _version_not_supported:
 
 
 class SchedulerStub:
-    """Tracks active requests and active blocks per worker rank, picks workers. Knows nothing of KV events.
+    """Tracks active requests and active blocks per worker rank, and picks workers. It knows nothing of KV events.
     """
 
     def __init__(self, channel):
@@ -170,7 +170,7 @@ class SchedulerStub:
 
 
 class SchedulerServicer:
-    """Tracks active requests and active blocks per worker rank, picks workers. Knows nothing of KV events.
+    """Tracks active requests and active blocks per worker rank, and picks workers. It knows nothing of KV events.
     """
 
     def RegisterWorker(self, request, context):
@@ -182,8 +182,8 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWorker(self, request, context):
-        """Replaces the registration of a known worker; its bookings stay. On ranks that it has no more, or of another
-        model, role or block size, they count for no worker until they end by themselves.
+        """Replaces the registration of a known worker; its bookings stay. Bookings on ranks that no longer exist, or whose
+        model, role or block size changed, count for no worker until they end by themselves.
         INVALID_ARGUMENT: a field is out of range. NOT_FOUND: unknown worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -191,7 +191,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Stops (or resumes) new requests for a worker; active ones go on.
+        """Stops (or resumes) new requests for a worker; active ones continue.
         NOT_FOUND: unknown worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -199,7 +199,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def KeepAlive(self, request, context):
-        """Renews the leases of workers; unknown ones are named in the answer.
+        """Renews the leases of workers. The response names unknown ones.
         INVALID_ARGUMENT: no worker named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -207,8 +207,9 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RemoveWorker(self, request, context):
-        """Removes a worker and frees its requests, at once. (One whose lease ends keeps them for --worker-grace-seconds.)
-        NOT_FOUND: unknown worker. FAILED_PRECONDITION: it comes from a file, which is where to remove it.
+        """Removes a worker and frees its requests at once. (If a worker's lease ends, its requests stay for
+        --worker-grace-seconds.)
+        NOT_FOUND: unknown worker. FAILED_PRECONDITION: it comes from a file; remove it there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -235,10 +236,11 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SelectAndReserve(self, request, context):
-        """Picks a worker and books the request on it, in one atomic step. The booking belongs to the caller, who owes
-        Free; without a Lifecycle stream it ends with its lease. If the answer cannot be delivered, it is undone.
-        As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another
-        attempt (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
+        """Picks a worker and books the request on it, in one atomic step. The booking belongs to the caller, who must call
+        Free; without a Lifecycle stream it also ends with its lease. If the response cannot be delivered, the booking is
+        undone.
+        As Select, and: INVALID_ARGUMENT: no request_id. ALREADY_EXISTS: the request id is active under another attempt
+        (the same attempt gets its first answer again). CANCELLED: this attempt was freed before it was booked.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME a query and a booking send the same message
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME as the request
         """
@@ -256,7 +258,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def MarkPrefillComplete(self, request, context):
-        """The first token is out: the request's prefill tokens are done.
+        """Reports the first token of a request: its prefill tokens no longer count as load.
         INVALID_ARGUMENT: no request_id. NOT_FOUND: unknown request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -273,7 +275,8 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Free(self, request, context):
-        """Releases everything a request holds; implies prefill complete. Unknown or repeated: OK, and says so.
+        """Releases everything that a request holds; implies prefill complete. If the request is unknown or already freed,
+        the call succeeds and the response says so.
         INVALID_ARGUMENT: no request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -289,10 +292,10 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Lifecycle(self, request_iterator, context):
-        """The hot path: operations of one owner on one open stream, several a message, answered out of order by id.
-        Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone.
-        Every message is answered, an empty one with an empty one: no answer means that the stream is dead. Only operations
-        that are acknowledged (`LifecycleHello.acknowledges_in_order`) need none.
+        """The hot path: operations of one owner on one open stream, several per message, answered out of order by id.
+        Bookings made here have no lease: they belong to the owner, and end 10 s after its stream is gone. Every message
+        is answered, an empty one by an empty one. If no answer arrives, the stream is dead. The exception are operations
+        that are acknowledged in order (`LifecycleHello.acknowledges_in_order`).
         INVALID_ARGUMENT: the first message does not name the owner, a field of it is out of range. FAILED_PRECONDITION:
         the owner has a stream open that it opened later. DEADLINE_EXCEEDED: the owner missed the heartbeats that it
         promised.
@@ -302,7 +305,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetPotentialLoads(self, request, context):
-        """The load of each worker, now and with a given prompt added.
+        """Returns the load of each worker, now and with a given prompt added.
         INVALID_ARGUMENT: empty model. NOT_FOUND: the model was never seen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -325,8 +328,8 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportFailure(self, request, context):
-        """Reports that a worker failed a request: it is left out for a cool-down. Of the workers that could take a request at
-        most half are left out, those whose cool-downs end last.
+        """Reports that a worker failed a request: the worker gets no requests during a cool-down. At most half of the
+        workers that could take a request are excluded; these are the ones whose cool-downs end last.
         INVALID_ARGUMENT: a negative cool-down. NOT_FOUND: unknown worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -334,7 +337,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ClearCooldowns(self, request, context):
-        """Ends cool-downs before their time, at every replica. For administrators.
+        """Ends cool-downs early, at every replica. For administrators.
         NOT_FOUND: unknown worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -342,7 +345,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetBusyThresholds(self, request, context):
-        """Tells a model's busy thresholds; unset fields are off.
+        """Returns a model's busy thresholds; unset fields are off.
         INVALID_ARGUMENT: empty model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -365,7 +368,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetReplicas(self, request, context):
-        """Tells what this replica knows of the others.
+        """Returns what this replica knows about the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -380,7 +383,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchDecisions(self, request, context):
-        """Streams decisions as they are made. A reader that falls behind loses the oldest; `dropped` says how many.
+        """Streams decisions as they are made. A reader that falls behind loses the oldest ones; `lost` is their number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -536,7 +539,7 @@ def add_SchedulerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Scheduler:
-    """Tracks active requests and active blocks per worker rank, picks workers. Knows nothing of KV events.
+    """Tracks active requests and active blocks per worker rank, and picks workers. It knows nothing of KV events.
     """
 
     @staticmethod

@@ -4,25 +4,26 @@ isort:skip_file
 Types that several kvscout services share.
 
 Conventions of the whole API
-* Every request names the tenant; unset means "default", and in a nested message the outer one. With authentication on, a token is bound to one
-  tenant (or to all), and a request for another one answers PERMISSION_DENIED.
-* Besides the codes listed at each rpc, every rpc may answer UNAUTHENTICATED (no valid bearer token, where
-  tokens are required), PERMISSION_DENIED (the token's role or tenant does not allow the call),
-  RESOURCE_EXHAUSTED (message larger than --max-message-bytes), UNIMPLEMENTED (this release does not have
-  the call yet), DEADLINE_EXCEEDED, CANCELLED and INTERNAL (a defect; details are in the service's log).
-* INVALID_ARGUMENT names the field at fault: "field: what is wrong"; "request" where the bytes are not that message.
-* RESOURCE_EXHAUSTED and UNAVAILABLE may carry the trailer "retry-after" in seconds.
-* Both stand in "grpc-status-details-bin", too: a google.rpc.Status with a BadRequest, whose one violation names the
-  field, or a RetryInfo.
-* An rpc takes a message of its own name, `XRequest`, and answers `XResponse`; the same rpc of another service takes the
-same message, or, where it asks or tells otherwise, one with the service's name before it. Exceptions stand at the
-rpcs.
-* UpdateWorker replaces a worker as a whole; SetBusyThresholds changes the fields that are set.
-* Lists that can be long come in pages: `page_size`, `page_token`, `next_page_token`.
-* Times have their unit in their name: `_seconds`, `_ms`, `_us`; points in time are `_unix_seconds` or `_unix_us`.
-* Token ids are `repeated fixed32`, hashes `repeated fixed64`: they parse as a copy, not a loop.
-* A block hash is the *local* hash of one block of tokens; a receiver that needs prefix identity chains the
-  local hashes itself. docs/hashing.md defines them.
+* Every request names a tenant. Unset means "default", or in a nested message the tenant of the outer message. With
+  authentication on, a token is bound to one tenant (or to all); a request for another tenant is PERMISSION_DENIED.
+* In addition to the codes listed at each rpc, every rpc may return UNAUTHENTICATED (no valid bearer token, although
+  tokens are required), PERMISSION_DENIED (the token's role or tenant does not allow the call), RESOURCE_EXHAUSTED
+  (the message is larger than --max-message-bytes), UNIMPLEMENTED (this release does not have the call yet),
+  DEADLINE_EXCEEDED, CANCELLED and INTERNAL (a bug; the service's log has the details).
+* The message of INVALID_ARGUMENT names the invalid field: "field: what is wrong". If the bytes are not a valid
+  message, it names "request".
+* RESOURCE_EXHAUSTED and UNAVAILABLE may have the trailer "retry-after", in seconds.
+* The field and the retry time are also in "grpc-status-details-bin": a google.rpc.Status with a BadRequest, whose
+  one violation names the field, or with a RetryInfo.
+* The rpc `X` takes the message `XRequest` and returns `XResponse`. The same rpc of another service uses the same
+  messages. If it needs different ones, the service's name is put in front. Comments at the rpcs name exceptions.
+* UpdateWorker replaces the whole worker. SetBusyThresholds changes only the fields that are set.
+* Lists that can be long are paged: `page_size`, `page_token`, `next_page_token`.
+* The name of a time field ends with its unit: `_seconds`, `_ms`, `_us`. A point in time ends with `_unix_seconds` or
+  `_unix_us`.
+* Token ids are `repeated fixed32` and hashes are `repeated fixed64`: a parser copies them without a loop.
+* A block hash is the *local* hash of one block of tokens. A receiver that needs to identify prefixes computes
+  sequence hashes from the local hashes. docs/hashing.md defines both.
 """
 
 from collections import abc as _abc
@@ -108,45 +109,45 @@ class _WorkerState:
 class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     WORKER_STATE_UNSPECIFIED: _WorkerState.ValueType  # 0
-    """Not judged: the service is no gateway, or of an earlier release."""
+    """Unknown: the service is not a gateway, or is of an earlier release."""
     WORKER_STATE_OK: _WorkerState.ValueType  # 1
-    """It gets requests; nothing is known against it."""
+    """It gets requests; no problem is known."""
     WORKER_STATE_NO_EVENTS: _WorkerState.ValueType  # 2
-    """It ran prompts, and its KV events of them have not arrived: its cached blocks are unknown. It gets requests."""
+    """It ran prompts whose KV events have not arrived, so that its cached blocks are unknown. It gets requests."""
     WORKER_STATE_SLOW: _WorkerState.ValueType  # 3
-    """It takes much longer for a token than the other workers of its model and role, or than before. It gets requests."""
+    """It needs much more time per token than the other workers of its model and role, or than before. It gets requests."""
     WORKER_STATE_BUSY: _WorkerState.ValueType  # 4
-    """It said that it is overloaded, or is over a busy threshold: no requests for the moment."""
+    """It reported that it is overloaded, or it is over a busy threshold. It gets no requests for the moment."""
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 5
-    """Its registration says that it takes no new requests; what runs is finished."""
+    """It is draining: it gets no new requests, and running requests are finished."""
     WORKER_STATE_SUSPECTED: _WorkerState.ValueType  # 6
-    """It may be down: a request is answered by silence, a connection was refused, a health check failed. It gets requests
-    until that is certain, within seconds.
+    """It may be down: a request gets no answer, a connection was refused, or a health check failed. It gets requests
+    until this is certain, which takes seconds.
     """
     WORKER_STATE_LEFT_OUT: _WorkerState.ValueType  # 7
-    """It gets no requests: it does not answer its health checks, or fails what other workers run."""
+    """It gets no requests: it does not answer its health checks, or requests fail on it that other workers run."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
-    """State of a worker, as one gateway judges it. Of several that apply, the one with the highest number is told."""
+    """State of a worker, as judged by one gateway. If several apply, the one with the highest number is reported."""
 
 WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
-"""Not judged: the service is no gateway, or of an earlier release."""
+"""Unknown: the service is not a gateway, or is of an earlier release."""
 WORKER_STATE_OK: WorkerState.ValueType  # 1
-"""It gets requests; nothing is known against it."""
+"""It gets requests; no problem is known."""
 WORKER_STATE_NO_EVENTS: WorkerState.ValueType  # 2
-"""It ran prompts, and its KV events of them have not arrived: its cached blocks are unknown. It gets requests."""
+"""It ran prompts whose KV events have not arrived, so that its cached blocks are unknown. It gets requests."""
 WORKER_STATE_SLOW: WorkerState.ValueType  # 3
-"""It takes much longer for a token than the other workers of its model and role, or than before. It gets requests."""
+"""It needs much more time per token than the other workers of its model and role, or than before. It gets requests."""
 WORKER_STATE_BUSY: WorkerState.ValueType  # 4
-"""It said that it is overloaded, or is over a busy threshold: no requests for the moment."""
+"""It reported that it is overloaded, or it is over a busy threshold. It gets no requests for the moment."""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 5
-"""Its registration says that it takes no new requests; what runs is finished."""
+"""It is draining: it gets no new requests, and running requests are finished."""
 WORKER_STATE_SUSPECTED: WorkerState.ValueType  # 6
-"""It may be down: a request is answered by silence, a connection was refused, a health check failed. It gets requests
-until that is certain, within seconds.
+"""It may be down: a request gets no answer, a connection was refused, or a health check failed. It gets requests
+until this is certain, which takes seconds.
 """
 WORKER_STATE_LEFT_OUT: WorkerState.ValueType  # 7
-"""It gets no requests: it does not answer its health checks, or fails what other workers run."""
+"""It gets no requests: it does not answer its health checks, or requests fail on it that other workers run."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 class _Backend:
@@ -225,7 +226,7 @@ Global___WorkerRank: _TypeAlias = WorkerRank  # noqa: Y015
 
 @_typing.final
 class WorkerHealth(_message.Message):
-    """Health of a worker, or of one rank of it, as one gateway judges it."""
+    """Health of a worker, or of one of its ranks, as judged by one gateway."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -235,9 +236,11 @@ class WorkerHealth(_message.Message):
     state: Global___WorkerState.ValueType
     """State."""
     cause: _builtins.str
-    """Cause of the state, a part of a sentence such as "does not answer its health checks"; empty = the state says it."""
+    """Cause of the state, as a part of a sentence such as "does not answer its health checks"; empty = the state is
+    enough.
+    """
     age_seconds: _builtins.float
-    """Seconds since the cause was first seen; unset = not known."""
+    """Seconds since the cause was first seen; unset = unknown."""
     def __init__(
         self,
         *,
@@ -257,10 +260,9 @@ Global___WorkerHealth: _TypeAlias = WorkerHealth  # noqa: Y015
 
 @_typing.final
 class Overlaps(_message.Message):
-    """Overlap of one prompt with many caches, one column a quantity, one row a worker rank. Rows are in no order.
-    Ranks that overlap on no tier and have no prediction are left out.
-
-    Tiers are cumulative: host_blocks counts leading blocks held on host *or device*, so it is never below
+    """Overlap of one prompt with many caches, with one column per quantity and one row per worker rank. Rows are in any
+    order. Ranks without overlap on any tier and without predictions are omitted.
+     Tiers are cumulative: host_blocks counts leading blocks held on host *or device*, so it is never below
     device_blocks, and so on down the list.
     """
 
@@ -325,7 +327,7 @@ Global___Overlaps: _TypeAlias = Overlaps  # noqa: Y015
 
 @_typing.final
 class MultimodalItem(_message.Message):
-    """One multimodal item of a prompt. Its hash enters the hash of every block that its placeholder tokens touch."""
+    """One multimodal item of a prompt. It is hashed into every block that its placeholder tokens touch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -406,7 +408,9 @@ Global___RouterConfigOverride: _TypeAlias = RouterConfigOverride  # noqa: Y015
 
 @_typing.final
 class BusyThresholds(_message.Message):
-    """When the workers of one model count as busy. A worker is busy when it is over any threshold that is set."""
+    """Thresholds above which the workers of one model count as busy. A worker is busy if it is over any threshold that is
+    set.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -447,7 +451,7 @@ Global___BusyThresholds: _TypeAlias = BusyThresholds  # noqa: Y015
 
 @_typing.final
 class GetBusyThresholdsRequest(_message.Message):
-    """Asks for the thresholds of one model."""
+    """Query for the thresholds of one model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -497,8 +501,8 @@ Global___GetBusyThresholdsResponse: _TypeAlias = GetBusyThresholdsResponse  # no
 
 @_typing.final
 class SetBusyThresholdsRequest(_message.Message):
-    """Changes the thresholds of one model: fields that are set are changed, `clear` turns thresholds off, what is
-    neither set nor cleared stays.
+    """Changes the thresholds of one model. Fields that are set are changed, `clear` turns thresholds off, and all others
+    stay.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -572,7 +576,7 @@ Global___SetBusyThresholdsResponse: _TypeAlias = SetBusyThresholdsResponse  # no
 
 @_typing.final
 class ListBusyThresholdsRequest(_message.Message):
-    """Asks for the thresholds of every model of a tenant."""
+    """Query for the thresholds of all models of a tenant."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -594,14 +598,14 @@ Global___ListBusyThresholdsRequest: _TypeAlias = ListBusyThresholdsRequest  # no
 
 @_typing.final
 class ListBusyThresholdsResponse(_message.Message):
-    """The thresholds of every model that has any set, ordered by model."""
+    """The thresholds of all models with any threshold, ordered by model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     THRESHOLDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def thresholds(self) -> _containers.RepeatedCompositeFieldContainer[Global___BusyThresholds]:
-        """One entry a model."""
+        """One entry per model."""
 
     def __init__(
         self,
@@ -618,7 +622,7 @@ Global___ListBusyThresholdsResponse: _TypeAlias = ListBusyThresholdsResponse  # 
 
 @_typing.final
 class ServiceInfo(_message.Message):
-    """Identity and state of a service; part of every GetStatus answer."""
+    """Identity and state of a service; part of every GetStatus response."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -637,20 +641,20 @@ class ServiceInfo(_message.Message):
     uptime_seconds: _builtins.float
     """Seconds since the process started serving."""
     backend: Global___Backend.ValueType
-    """Backend that indexes, counts and hashes."""
+    """Backend for indexing, counting and hashing."""
     draining: _builtins.bool
-    """True while the service drains: it finishes what it has and takes nothing new."""
+    """True = the service drains: it finishes running requests and takes no new ones."""
     transport: Global___RpcTransport.ValueType
     """Transport of its calls."""
     clock_unix_seconds: _builtins.float
-    """Its wall clock when it answered, in seconds since the Unix epoch; unset = a release that does not say."""
+    """Its wall clock when it answered, in seconds since the Unix epoch; unset = an earlier release."""
     max_descriptors: _builtins.int
-    """Files that it may have open, each connection being one; 0 = not known."""
+    """Maximum number of open descriptors; each connection needs one. 0 = unknown."""
     open_descriptors: _builtins.int
     """Descriptors open now; 0 = unknown."""
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Conditions an operator should know of, one sentence each; empty when all is well."""
+        """Warnings for the operator, one sentence each; empty = all is well."""
 
     @_builtins.property
     def nats(self) -> Global___NatsStatus:
@@ -693,18 +697,20 @@ class NatsStatus(_message.Message):
     JETSTREAM_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
-    """Namespace: services of another one see nothing of it."""
+    """Namespace; services of other namespaces see nothing of it."""
     connected: _builtins.bool
     """True = connected now."""
     problem: _builtins.str
-    """Why it cannot be used as it should; empty = it can."""
+    """Problem of the connection; empty = none."""
     jetstream: _builtins.bool
-    """True = the server it was connected to last has JetStream."""
+    """True = the server to which it was last connected has JetStream."""
     cluster: _builtins.str
-    """Name of the cluster it was connected to last, or id of the server that is in none; empty = never connected."""
+    """Name of the cluster to which it was last connected, or id of the server if it is in no cluster; empty = never
+    connected.
+    """
     @_builtins.property
     def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """URLs that it was given, without user and password."""
+        """Configured URLs, without user and password."""
 
     def __init__(
         self,
@@ -726,7 +732,7 @@ Global___NatsStatus: _TypeAlias = NatsStatus  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
-    """Asks a service for its state."""
+    """Query for the state of a service."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -738,8 +744,8 @@ class GetStatusRequest(_message.Message):
     model: _builtins.str
     """Only this model; unset = all."""
     check_workers: _builtins.bool
-    """Gateways only: True = check the health of the engines now, those that were checked in the last second aside, and
-    answer when that is done, after 2.5 seconds at most. Unset = answer at once.
+    """Gateways only: True = first check the health of the engines, except those checked in the last second; this takes
+    2.5 seconds at most. Unset = answer at once.
     """
     def __init__(
         self,
