@@ -112,7 +112,7 @@ async def test_the_pages_show_the_ladder_who_holds_a_prompt_and_the_steps_of_a_r
     async with opened(chromium, f"{url_of(stack)}#hit-rate") as page:
         await until(page, "document.querySelectorAll('#ladder .rung').length === 5", "five rungs")
         await until(page, "document.querySelectorAll('#prefixes .heat4').length > 0", "who holds the prompt")
-        assert "1\u202f024\u00a0tokens" in await page.inner_text("#prefix-list")
+        assert "1,024\u00a0tokens" in await page.inner_text("#prefix-list")
         await page.get_by_role("link", name="Requests").click()
         timed = page.locator("#timelines li", has=page.locator("[data-full=timed-by-a-browser]")).first
         await timed.locator(".toggle").click()
