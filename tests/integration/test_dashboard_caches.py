@@ -151,7 +151,7 @@ async def test_the_heat_map_has_a_row_for_each_worker_and_a_shade_for_each_share
         assert await page.locator("#prefix-list li").count() == 12
         dashboard.send("prefixes", heat(64) | {"workers": 1_000})
         await until(page, "document.querySelectorAll('#prefixes tbody tr').length === 12", "the first twelve")
-        await page.get_by_role("button", name="Show 52 more of 1\u202f000 that hold some").click()
+        await page.get_by_role("button", name="Show 52 more of 1,000 that hold some").click()
         await until(page, "document.querySelectorAll('#prefixes tbody tr').length === 64", "all that were sent")
         dashboard.send("prefixes", {"prefixes": [], "rows": [], "workers": 0, "missed": ""})
         await until(
