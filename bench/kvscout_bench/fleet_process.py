@@ -223,11 +223,15 @@ class Probe:
 
 def find_request(rank: int = 0, prompt: int = 0) -> indexer_pb2.FindMatchesRequest:
     """Return a request for the system prompt and one of a rank's prompts behind it."""
+    hashes = block_hashes(prompt_tokens(rank, prompt), BLOCK_SIZE)
+    return indexer_pb2.FindMatchesRequest(model=MODEL, block_hashes=hashes, top_k=TOP_K)
+
+
+def prompt_tokens(rank: int, prompt: int) -> array[int]:
+    """Return the tokens of the system prompt and of one of a rank's prompts behind it."""
     first = prompt * PROMPT_BLOCKS
     names = chain(range(SYSTEM_BLOCKS), (1 << 63 | rank << 36 | first + block for block in range(PROMPT_BLOCKS)))
-    tokens = array("I", (token for name in names for token in tokens_of(name)))
-    hashes = block_hashes(tokens, BLOCK_SIZE)
-    return indexer_pb2.FindMatchesRequest(model=MODEL, block_hashes=hashes, top_k=TOP_K)
+    return array("I", (token for name in names for token in tokens_of(name)))
 
 
 def tokens_of(name: int) -> Iterator[int]:

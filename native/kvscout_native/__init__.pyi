@@ -244,9 +244,9 @@ class Queries:
         """Say whether the history of a rank is incomplete: answers say so."""
 
     def find(
-        self, pool: _Pool, hashes: bytes, prompt_tokens: int, now: float
-    ) -> tuple[Overlaps, bool, list[int]] | None:
-        """Return overlaps, whether workers may have more, and the rows whose history is incomplete."""
+        self, pool: _Pool, hashes: bytes, prompt_tokens: int, top_k: int, now: float
+    ) -> tuple[Overlaps, bool, list[int], tuple[int, int]] | None:
+        """Return overlaps, whether workers may have more, the rows whose history is incomplete, and the `RankSet`."""
 
     def answer(self, request: bytes, now: float, caller_tenant: str) -> bytes | None: ...
     def answer_stream(self, message: bytes, now: float, caller_tenant: str) -> bytes | None: ...
@@ -341,11 +341,18 @@ class Overlaps:
         dp_ranks: Sequence[int],
         tiers: tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]],
         predicted: Sequence[int],
+        others: tuple[int, int, int, int, int] | None,
     ) -> Overlaps: ...
     @property
     def columns(self) -> tuple[list[str], list[int], list[int], list[int], list[int], list[int], list[int]]:
         """Worker ids, ranks, device, host, disk, external and predicted blocks, made anew; empty as in the message."""
 
+    @property
+    def others(self) -> tuple[int, int, int, int, int] | None:
+        """Device, host, disk, external and predicted blocks of each worker rank without a row; None = 0."""
+
+    @property
+    def longest_on_device(self) -> int: ...
     @property
     def has_predictions(self) -> bool: ...
     def within(self, blocks: int) -> bool:

@@ -185,13 +185,14 @@ impl Queries {
 
     /// Finds the overlaps of a prompt; None: the plain path must, and words the error.
     ///
-    /// `prompt_tokens`: its length; 0 = unknown. `found` is called with ranks and rows, the ranks whose history is
+    /// `prompt_tokens`: its length; 0 = unknown. `top_k`: most rows; 0 = all. `found` is called with ranks and rows, the ranks whose history is
     /// incomplete among them, and whether there may be more than is said.
     pub fn find_hashes<T>(
         &self,
         (tenant, model, block_size, eagle): (&str, &str, u32, bool),
         hashes: &[u64],
         prompt_tokens: usize,
+        top_k: usize,
         now: f64,
         found: impl FnOnce(&Found<'_>) -> T,
     ) -> Option<T> {
@@ -199,7 +200,8 @@ impl Queries {
         let pools = tenants.get(tenant)?.get(model)?;
         let pool = pools.iter().find(|pool| (pool.block_size, pool.eagle) == (block_size, eagle))?;
         let usable = usable(hashes.len(), prompt_tokens, block_size)?;
-        Some(search(pool, &mut HashedPrompt { hashes, usable }, Limits::default(), now, found))
+        let limits = Limits { top_k, ..Limits::default() };
+        Some(search(pool, &mut HashedPrompt { hashes, usable }, limits, now, found))
     }
 
     fn find(
@@ -261,6 +263,8 @@ pub struct Found<'a> {
     pub incomplete: Vec<u32>,
     /// What the ranks without a row have, where rows are limited.
     pub others: Option<Common>,
+    /// How many worker ranks there are, and the digest of them.
+    pub ranks: (usize, u64),
 }
 
 /// Where a search may stop.
@@ -280,39 +284,42 @@ fn search<T>(
 ) -> T {
     let blocks = prompt.len();
     pool.index.find(prompt, now, early_exit, |all, directory| {
-        let limited = (most > 0).then(|| top_k(all, most, directory));
+        let mut incomplete = directory.incomplete().clone();
+        incomplete.extend(pool.incomplete.iter().filter_map(|rank| directory.handle(rank)));
+        let limited = (most > 0).then(|| top_k(all, most, directory, &incomplete));
         let (rows, others) =
             limited.as_ref().map_or((all, None), |(rows, others)| (&rows[..], Some(*others)));
         let rows: Vec<(WorkerRank, &Row)> = rows
             .iter()
             .filter_map(|row| directory.name(row.worker).cloned().map(|rank| (rank, row)))
             .collect();
-        let limited = directory.incomplete();
-        let all_complete = pool.incomplete.is_empty() && limited.is_empty();
-        let is_incomplete = |(rank, row): &(WorkerRank, &Row)| {
-            !all_complete && (pool.incomplete.contains(rank) || limited.contains(&row.worker))
-        };
-        let places = rows.iter().enumerate().filter(|(_, row)| is_incomplete(row));
-        let incomplete = places.map(|(place, _)| place as u32).collect();
-        found(&Found { rows, blocks, lower_bound: early_exit || !all_complete, incomplete, others })
+        let all_complete = pool.incomplete.is_empty() && incomplete.is_empty();
+        let places = rows.iter().enumerate().filter(|(_, (_, row))| incomplete.contains(&row.worker));
+        let incomplete =
+            if all_complete { Vec::new() } else { places.map(|(place, _)| place as u32).collect() };
+        let lower_bound = early_exit || !all_complete;
+        let ranks = (directory.ranks(), directory.digest());
+        found(&Found { rows, blocks, lower_bound, incomplete, others, ranks })
     })
 }
 
 /// A `FindMatchesResponse`.
 fn write(found: &Found<'_>, block_size: u32, answer: &mut Writer) {
-    answer.bytes(1, overlaps(&found.rows).as_bytes());
-    answer.varint(2, found.blocks as u64);
-    answer.varint(3, u64::from(block_size));
-    answer.varint(4, u64::from(found.lower_bound));
-    if !found.incomplete.is_empty() {
-        answer.packed(5, found.incomplete.iter().map(|place| u64::from(*place)));
-    }
+    let mut rows = overlaps(&found.rows);
     if let Some(others) = found.others {
         let mut common = Writer::default();
         common.varint(1, others.ranks as u64);
         common.varint(2, u64::from(others.exact));
         (3..).zip(others.blocks).for_each(|(field, blocks)| common.varint(field, u64::from(blocks)));
-        answer.bytes(6, common.as_bytes());
+        common.fixed64(8, others.digest);
+        rows.bytes(8, common.as_bytes());
+    }
+    answer.bytes(1, rows.as_bytes());
+    answer.varint(2, found.blocks as u64);
+    answer.varint(3, u64::from(block_size));
+    answer.varint(4, u64::from(found.lower_bound));
+    if !found.incomplete.is_empty() {
+        answer.packed(5, found.incomplete.iter().map(|place| u64::from(*place)));
     }
 }
 

@@ -14,6 +14,7 @@ from kvscout_blocks.index.block_index import Overlap, Overlaps, WorkerOptions
 from kvscout_blocks.index.native import NativeQueries
 from kvscout_blocks.index.top_k import top_k
 from kvscout_common.hashing import native_available
+from kvscout_common.rank_sets import rank_set
 from kvscout_common.worker import PoolKey, WorkerRank
 
 NONE = Overlap(0, 0, 0, 0, 0)
@@ -36,14 +37,19 @@ def test_every_rank_without_a_row_has_what_is_said_of_all_of_them() -> None:
         truth = {worker: rng.choice(kinds) for worker in everyone}
         found = {worker: row for worker, row in truth.items() if row != NONE}
         most = rng.randrange(1, 10)
-        shown, common = top_k(columns(found), most, everyone)
+        incomplete = set(rng.sample(everyone, rng.randrange(3)))
+        shown, common = top_k(columns(found), most, everyone, incomplete)
         rows = shown.by_worker()
         rest = [truth[worker] for worker in everyone if worker not in rows]
         assert len(rows) <= most, seed
         assert all(truth[worker] == row for worker, row in rows.items()), seed
         assert common.ranks == len(rest), seed
+        assert common.digest == rank_set(everyone).digest, seed
         if common.exact:
             assert set(rest) <= {common.overlap}, seed
+            # Whose row may be too short has it, if there is room, so that the others' are known to be right.
+            kept = incomplete & found.keys()
+            assert kept <= rows.keys() or len(rows.keys() | kept) > most, seed
         else:
             assert common.overlap == Overlap(*map(min, zip(*rest, strict=True))), seed
             # Nobody without a row has more, and nothing else could have been said with so few rows.
@@ -59,8 +65,8 @@ def test_an_answer_under_a_shared_system_prompt_is_small_however_many_ranks_ther
     for ranks in (2_000, 16_000):
         queries = _fleet(ranks)
         answer = indexer_pb2.FindMatchesResponse.FromString(_answer(queries, top_k=64))
-        assert answer.others.exact
-        assert (answer.others.ranks, answer.others.device_blocks) == (ranks - 50, len(SYSTEM))
+        assert answer.overlaps.others.exact
+        assert (answer.overlaps.others.ranks, answer.overlaps.others.device_blocks) == (ranks - 50, len(SYSTEM))
         assert len(answer.overlaps.worker_ids) == 50
         assert min(answer.overlaps.device_blocks) > len(SYSTEM)
         answers[ranks] = answer.ByteSize()

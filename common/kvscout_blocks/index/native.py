@@ -24,6 +24,7 @@ from kvscout_blocks.index.block_index import (
     WorkerStats,
 )
 from kvscout_common.hashing import native_available
+from kvscout_common.rank_sets import RankSet
 from kvscout_common.worker import DEFAULT_TENANT, CopyMode, PoolKey, WorkerRank
 
 if TYPE_CHECKING or native_available():
@@ -209,18 +210,23 @@ class NativeQueries:
         return self._queries.stream_answers()
 
     def find(
-        self, pool: PoolKey, hashes: bytes, prompt_tokens: int, *, now: float
-    ) -> tuple[kvscout_native.Overlaps, bool, list[int]] | None:
-        """Return overlaps, whether workers may have more, and the rows whose history is incomplete; None: the plain
-        servicer has to.
+        self, pool: PoolKey, hashes: bytes, prompt_tokens: int, *, top_k: int = 0, now: float
+    ) -> tuple[kvscout_native.Overlaps, bool, list[int], RankSet] | None:
+        """Return overlaps, whether workers may have more, the rows whose history is incomplete, and the ranks of
+        the pool; None: the plain servicer has to.
 
         Args:
             pool: The pool.
             hashes: Local hashes of the prompt, packed.
             prompt_tokens: Its length; 0 = unknown.
+            top_k: Most rows, with what the others have (`top_k`); 0 = all.
             now: The index's clock.
         """
-        return self._queries.find(_identity(pool), hashes, prompt_tokens, now)
+        found = self._queries.find(_identity(pool), hashes, prompt_tokens, top_k, now)
+        if found is None:
+            return None
+        overlaps, lower_bound, incomplete_rows, ranks = found
+        return overlaps, lower_bound, incomplete_rows, RankSet(*ranks)
 
     def answer(self, request: bytes, *, now: float, caller_tenant: str) -> bytes | None:
         """Answer a serialised `FindMatchesRequest`; None: the plain servicer has to.

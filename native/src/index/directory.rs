@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use hashbrown::{Equivalent, HashMap, HashSet};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::trie::Match;
 use super::types::{LEVELS, NO_BIT, PREDICTED};
@@ -68,6 +69,9 @@ pub struct Directory {
     bits: Vec<BitOwner>,
     free: Vec<u32>,
     names: Slab<WorkerRank>,
+    handles: HashMap<WorkerRank, Handle>,
+    /// Of all names; see `RankSet` in Python.
+    digest: u64,
     /// Bits in use on levels above the device.
     upper: usize,
     /// Of workers with window groups.
@@ -86,6 +90,15 @@ impl Directory {
         self.names.len()
     }
 
+    /// Which worker ranks these are: the sum of a hash of each name.
+    pub fn digest(&self) -> u64 {
+        self.digest
+    }
+
+    pub fn handle(&self, name: &WorkerRank) -> Option<Handle> {
+        self.handles.get(name).copied()
+    }
+
     /// The worker ranks that have no row, sorted by name.
     pub fn without_row(&self, rows: &[Row]) -> Vec<Handle> {
         let mut seen = vec![false; self.names.highest() as usize + 1];
@@ -96,11 +109,16 @@ impl Directory {
     }
 
     pub fn add(&mut self, name: WorkerRank) -> Handle {
-        self.names.insert(name)
+        self.digest = self.digest.wrapping_add(hash_of(&name));
+        let handle = self.names.insert(name.clone());
+        self.handles.insert(name, handle);
+        handle
     }
 
     pub fn remove(&mut self, worker: Handle) {
-        self.names.remove(worker);
+        let name = self.names.remove(worker);
+        self.digest = self.digest.wrapping_sub(hash_of(&name));
+        self.handles.remove(&name);
     }
 
     /// A bit for a worker's level; of handle 0, one that no query sees.
@@ -192,4 +210,8 @@ impl Directory {
             row.blocks[PREDICTED] = row.blocks[PREDICTED].max(row.blocks[0]);
         }
     }
+}
+
+fn hash_of(name: &WorkerRank) -> u64 {
+    xxh3_64_with_seed(name.worker_id.as_bytes(), u64::from(name.dp_rank))
 }

@@ -14,7 +14,7 @@ mod time_cost;
 mod tree;
 
 use names::Names;
-pub use overlaps::{Columns, Overlaps, Row};
+pub use overlaps::{Columns, Others, Overlaps, Row};
 pub use score::{Costs, Question, Scores};
 pub use slot_set::SlotSet;
 pub use targets::StepTimes;

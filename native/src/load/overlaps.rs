@@ -24,14 +24,19 @@ pub struct Columns {
     pub predicted: Vec<u32>,
 }
 
+/// Overlap of every worker rank without a row: device, host, disk, external, and with predictions.
+pub type Others = [u32; 5];
+
 #[derive(Debug, Default)]
 pub struct Overlaps {
     /// What the names are parts of: the message, or nothing but them.
     text: Box<[u8]>,
     rows: Vec<Row>,
     columns: Columns,
-    /// The largest number in any column.
+    others: Option<Others>,
+    /// The largest number in any column, and of the device.
     most: u32,
+    longest_on_device: u32,
     /// Whether anything but the device is known of.
     pub slower_tiers: bool,
 }
@@ -40,7 +45,7 @@ impl Overlaps {
     /// Reads a serialised `Overlaps`; None: it is not of the usual shape, or its columns contradict each other.
     pub fn parse(message: &[u8]) -> Option<Self> {
         u32::try_from(message.len()).ok()?;
-        let (mut names, mut columns) = (Vec::new(), Columns::default());
+        let (mut names, mut columns, mut others) = (Vec::new(), Columns::default(), None);
         let mut reader = Reader::new(message);
         while let Some(field) = reader.next()? {
             let (number, Field::Bytes(value)) = field else { return None };
@@ -56,6 +61,11 @@ impl Overlaps {
                 2 => &mut columns.dp_ranks,
                 3..=6 => &mut columns.tiers[number as usize - 3],
                 7 => &mut columns.predicted,
+                8 if others.is_none() => {
+                    others = Some(common(value)?);
+                    continue;
+                }
+                8 => return None,
                 _ => continue, // of a later version
             };
             let mut numbers = Reader::new(value);
@@ -64,13 +74,14 @@ impl Overlaps {
                 column.push(numbers.varint()? as u32);
             }
         }
-        Self::new(message.into(), &names, columns)
+        Self::new(message.into(), &names, columns, others)
     }
 
     /// What an index finds: a worker rank, and its leading blocks on device, host, disk, external, and with predictions.
     pub fn of_rows<'a>(
         ranks: impl ExactSizeIterator<Item = (&'a str, u32)>,
         blocks: impl Fn(usize, usize) -> u32,
+        others: Option<Others>,
     ) -> Option<Self> {
         let (mut text, mut names, mut dp_ranks) = (Vec::new(), Vec::with_capacity(ranks.len()), Vec::new());
         for (worker_id, dp_rank) in ranks {
@@ -89,13 +100,19 @@ impl Overlaps {
         if dp_ranks.iter().all(|rank| *rank == 0) {
             dp_ranks.clear();
         }
-        Self::new(text.into(), &names, Columns { dp_ranks, tiers: [device, host, disk, external], predicted })
+        let columns = Columns { dp_ranks, tiers: [device, host, disk, external], predicted };
+        Self::new(text.into(), &names, columns, others)
     }
 
     /// Rows of columns; None: they contradict each other.
     ///
     /// `names` says where in the text each worker id begins and ends.
-    pub fn new(text: Box<[u8]>, names: &[(u32, u32)], columns: Columns) -> Option<Self> {
+    pub fn new(
+        text: Box<[u8]>,
+        names: &[(u32, u32)],
+        columns: Columns,
+        others: Option<Others>,
+    ) -> Option<Self> {
         let rows = names.len();
         let complete = |column: &[u32]| column.is_empty() || column.len() == rows;
         let [device, slower @ ..] = &columns.tiers;
@@ -120,8 +137,17 @@ impl Overlaps {
             let (host, slowest) = (host.max(predicted), external.max(predicted));
             made.rows.push(Row { start, end, dp_rank, device: predicted, host, slowest });
             made.most = made.most.max(slowest);
+            made.longest_on_device = made.longest_on_device.max(confirmed);
         }
-        made.columns = columns;
+        if let Some([device, host, disk, external, predicted]) = others {
+            if host < device || disk < host || external < disk || predicted < device {
+                return None;
+            }
+            made.slower_tiers |= external > device;
+            made.most = made.most.max(external).max(predicted);
+            made.longest_on_device = made.longest_on_device.max(device);
+        }
+        (made.columns, made.others) = (columns, others);
         Some(made)
     }
 
@@ -135,10 +161,40 @@ impl Overlaps {
         self.rows.iter().map(|row| (&self.text[row.start as usize..row.end as usize], row))
     }
 
+    /// What a worker rank without a row has, as a row.
+    pub fn rest(&self) -> Row {
+        let [device, host, _, external, predicted] = self.others.unwrap_or_default();
+        let (start, end, dp_rank) = (0, 0, 0);
+        let device = device.max(predicted);
+        Row { start, end, dp_rank, device, host: host.max(device), slowest: external.max(device) }
+    }
+
+    pub fn others(&self) -> Option<Others> {
+        self.others
+    }
+
+    /// The most blocks that are confirmed on the device of any worker rank.
+    pub fn longest_on_device(&self) -> u32 {
+        self.longest_on_device
+    }
+
     /// The columns that the rows were made of.
     pub fn columns(&self) -> &Columns {
         &self.columns
     }
+}
+
+/// A `CommonOverlap`; None: it is not of the usual shape.
+fn common(message: &[u8]) -> Option<Others> {
+    let (mut others, mut reader) = (Others::default(), Reader::new(message));
+    while let Some(field) = reader.next()? {
+        match field {
+            (number @ 3..=7, Field::Varint(value)) => others[number as usize - 3] = value as u32,
+            (3..=7, _) => return None,
+            _ => {} // who has them, and what later versions say
+        }
+    }
+    Some(others)
 }
 
 impl Row {
@@ -161,7 +217,7 @@ mod tests {
     #[test]
     fn slower_tiers_and_predictions_reach_at_least_as_far() {
         let columns = columns([&[2, 5], &[4, 5], &[], &[8, 5]], &[3, 5]);
-        let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], columns).unwrap();
+        let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], columns, None).unwrap();
         let rows: Vec<_> = overlaps.rows().collect();
         assert_eq!(rows[0].0, b"a");
         assert_eq!((rows[0].1.device, rows[0].1.host, rows[0].1.slowest), (3, 4, 8));
@@ -175,7 +231,7 @@ mod tests {
         let (short, low) = (columns([&[2], &[], &[], &[]], &[]), columns([&[2, 5], &[1, 5], &[], &[]], &[]));
         for columns in [short, low, columns([&[2, 5], &[], &[], &[]], &[1, 5])] {
             let shown = format!("{columns:?}");
-            assert!(Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], columns).is_none(), "{shown}");
+            assert!(Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], columns, None).is_none(), "{shown}");
         }
     }
 

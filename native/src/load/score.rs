@@ -49,11 +49,13 @@ impl ActiveLoad {
         let Question { overlap_score_weight, scale, .. } = *question;
         let size = self.requests.len();
         // By slot; the weighted overlap only where it is not that of the device.
-        let mut device = vec![0_u32; size];
+        let rest = question.overlaps.map(Overlaps::rest);
+        let mut device = vec![rest.map_or(0, |rest| rest.device); size];
         let mut weighted = Vec::new();
         if let Some(overlaps) = question.overlaps {
             if overlaps.slower_tiers {
-                weighted.resize(size, 0.0);
+                let rest = overlaps.rest().effective(question.host_weight, question.disk_weight);
+                weighted.resize(size, rest);
             }
             let mut search = self.names.search();
             for (worker_id, row) in overlaps.rows() {
@@ -224,7 +226,7 @@ mod tests {
         load.add(0, POOL_KEY, &[], 30, 0);
         let columns =
             Columns { dp_ranks: vec![0, 0], tiers: [vec![2, 5], vec![], vec![], vec![]], predicted: vec![] };
-        let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], columns).unwrap();
+        let overlaps = Overlaps::new((*b"ab").into(), &[(0, 1), (1, 2)], columns, None).unwrap();
         let scores = load.score(None, &question(Some(&overlaps)));
         assert_eq!(scores.device_blocks, [2, 5, 0]);
         assert_eq!(load.costs_with(&scores, &[]).0, [18.0, 45.0, 20.0]);
@@ -265,7 +267,7 @@ mod tests {
     fn a_weight_of_zero_ignores_caches_and_prefill() {
         let columns =
             Columns { dp_ranks: vec![], tiers: [vec![9], vec![], vec![], vec![]], predicted: vec![] };
-        let overlaps = Overlaps::new((*b"a").into(), &[(0, 1)], columns).unwrap();
+        let overlaps = Overlaps::new((*b"a").into(), &[(0, 1)], columns, None).unwrap();
         let load = load();
         let scores = load.score(None, &Question { overlap_score_weight: 0.0, ..question(Some(&overlaps)) });
         assert_eq!(load.costs_with(&scores, &[]).0, [10.0; 3]);

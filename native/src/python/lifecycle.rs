@@ -31,7 +31,9 @@ fn select_parts<'py>(
     select: Select<'_>,
 ) -> PyResult<Bound<'py, PyTuple>> {
     let overlaps = match select.overlaps {
-        Some(overlaps) if overlaps.rows().len() > 0 => Some(Py::new(py, Overlaps { overlaps })?),
+        Some(overlaps) if overlaps.rows().len() > 0 || overlaps.others().is_some() => {
+            Some(Py::new(py, Overlaps { overlaps })?)
+        }
         _ => None,
     };
     let columns = (

@@ -7,7 +7,9 @@ use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBytes, PyTuple};
 
 use crate::hashing::hashes_from_bytes;
-use crate::load::{self, Columns, Limits, PoolKey, Question, SlotSet, StepTimes, TimeCostInputs, TimeRow};
+use crate::load::{
+    self, Columns, Limits, Others, PoolKey, Question, SlotSet, StepTimes, TimeCostInputs, TimeRow,
+};
 
 /// Load columns of one pool; see the stub.
 #[pyclass(module = "kvscout_native")]
@@ -405,6 +407,7 @@ impl Overlaps {
         dp_ranks: Vec<u32>,
         tiers: [Vec<u32>; 4],
         predicted: Vec<u32>,
+        others: Option<Others>,
     ) -> PyResult<Self> {
         let (mut text, mut names) = (Vec::new(), Vec::with_capacity(worker_ids.len()));
         for worker_id in &worker_ids {
@@ -412,7 +415,8 @@ impl Overlaps {
             text.extend_from_slice(worker_id.as_bytes());
             names.push((start, text.len() as u32));
         }
-        let overlaps = load::Overlaps::new(text.into(), &names, Columns { dp_ranks, tiers, predicted });
+        let overlaps =
+            load::Overlaps::new(text.into(), &names, Columns { dp_ranks, tiers, predicted }, others);
         let overlaps = overlaps.ok_or_else(|| PyValueError::new_err("columns that contradict each other"))?;
         Ok(Self { overlaps })
     }
@@ -423,7 +427,18 @@ impl Overlaps {
 
     #[getter]
     fn has_predictions(&self) -> bool {
-        !self.overlaps.columns().predicted.is_empty()
+        let others = |[device, _, _, _, predicted]: Others| predicted > device;
+        !self.overlaps.columns().predicted.is_empty() || self.overlaps.others().is_some_and(others)
+    }
+
+    #[getter]
+    fn others(&self) -> Option<(u32, u32, u32, u32, u32)> {
+        self.overlaps.others().map(Into::into)
+    }
+
+    #[getter]
+    fn longest_on_device(&self) -> u32 {
+        self.overlaps.longest_on_device()
     }
 
     /// (worker ids, ranks, device, host, disk, external, predicted)

@@ -14,6 +14,9 @@ use crate::index::{WorkerName, WorkerRank};
 use crate::load;
 use crate::query::{self, PoolName};
 
+/// Overlaps, whether there may be more, the rows whose history is incomplete, and (worker ranks, digest of them).
+type Found = (Overlaps, bool, Vec<u32>, (usize, u64));
+
 /// The indexes that queries can reach; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
 #[derive(Default)]
@@ -42,15 +45,15 @@ impl Queries {
         self.queries.set_incomplete(pool, rank, incomplete);
     }
 
-    /// (overlaps, lower bound, incomplete rows)
     fn find(
         &self,
         py: Python<'_>,
         pool: (PyBackedStr, PyBackedStr, u32, bool),
         hashes: &Bound<'_, PyBytes>,
         prompt_tokens: usize,
+        top_k: usize,
         now: f64,
-    ) -> PyResult<Option<(Overlaps, bool, Vec<u32>)>> {
+    ) -> PyResult<Option<Found>> {
         let Some(packed) = hashes_from_bytes(hashes.as_bytes()) else { return Ok(None) };
         let (tenant, model, block_size, eagle) = &pool;
         let run = || {
@@ -58,13 +61,15 @@ impl Queries {
                 (tenant, model, *block_size, *eagle),
                 &packed,
                 prompt_tokens,
+                top_k,
                 now,
                 |found| {
                     let ranks = found.rows.iter().map(|(rank, _)| (&*rank.worker_id, rank.dp_rank));
+                    let blocks = |row: usize, level: usize| found.rows[row].1.blocks[level];
                     let overlaps =
-                        load::Overlaps::of_rows(ranks, |row, level| found.rows[row].1.blocks[level]);
-                    overlaps
-                        .map(|overlaps| (Overlaps { overlaps }, found.lower_bound, found.incomplete.clone()))
+                        load::Overlaps::of_rows(ranks, blocks, found.others.map(|others| others.blocks))?;
+                    let incomplete = found.incomplete.clone();
+                    Some((Overlaps { overlaps }, found.lower_bound, incomplete, found.ranks))
                 },
             )
         };

@@ -138,7 +138,7 @@ class FindMatchesRequest(_message.Message):
     """
     top_k: _builtins.int
     """Maximum number of rows. The overlap of most worker ranks, such as that of a shared system prompt, is then
-    reported once, in `others`, and only ranks that differ have a row: the response is as large for 16,000 ranks as
+    reported once, in `overlaps.others`, and only ranks that differ have a row: the response is as large for 16,000 ranks as
     for 16. Unset = a row for each rank with any overlap.
     """
     @_builtins.property
@@ -187,54 +187,6 @@ class FindMatchesRequest(_message.Message):
 Global___FindMatchesRequest: _TypeAlias = FindMatchesRequest  # noqa: Y015
 
 @_typing.final
-class CommonOverlap(_message.Message):
-    """Overlap of every worker rank without a row. Tiers are as in `Overlaps`; all are set."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RANKS_FIELD_NUMBER: _builtins.int
-    EXACT_FIELD_NUMBER: _builtins.int
-    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
-    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
-    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
-    EXTERNAL_BLOCKS_FIELD_NUMBER: _builtins.int
-    PREDICTED_BLOCKS_FIELD_NUMBER: _builtins.int
-    ranks: _builtins.int
-    """Worker ranks of this index without a row."""
-    exact: _builtins.bool
-    """True = each of them has exactly these blocks, which may be 0. False = at least these: more ranks differ than
-    top_k allows, and the ranks with the longest overlaps have rows. If this matters, query again without top_k.
-    """
-    device_blocks: _builtins.int
-    """Leading blocks on the device."""
-    host_blocks: _builtins.int
-    """Leading blocks on the host or a faster tier."""
-    disk_blocks: _builtins.int
-    """Leading blocks on disk or a faster tier."""
-    external_blocks: _builtins.int
-    """Leading blocks on external storage or a faster tier."""
-    predicted_blocks: _builtins.int
-    """Leading blocks held or predicted on the device."""
-    def __init__(
-        self,
-        *,
-        ranks: _builtins.int = ...,
-        exact: _builtins.bool = ...,
-        device_blocks: _builtins.int = ...,
-        host_blocks: _builtins.int = ...,
-        disk_blocks: _builtins.int = ...,
-        external_blocks: _builtins.int = ...,
-        predicted_blocks: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "exact", b"exact", "external_blocks", b"external_blocks", "host_blocks", b"host_blocks", "predicted_blocks", b"predicted_blocks", "ranks", b"ranks"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CommonOverlap: _TypeAlias = CommonOverlap  # noqa: Y015
-
-@_typing.final
 class FindMatchesResponse(_message.Message):
     """Overlap of each worker with the prompt."""
 
@@ -245,7 +197,6 @@ class FindMatchesResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     LOWER_BOUND_FIELD_NUMBER: _builtins.int
     INCOMPLETE_ROWS_FIELD_NUMBER: _builtins.int
-    OTHERS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """Complete blocks in the prompt."""
     block_size: _builtins.int
@@ -256,17 +207,15 @@ class FindMatchesResponse(_message.Message):
     """
     @_builtins.property
     def overlaps(self) -> _types_pb2.Overlaps:
-        """One row per worker rank with any overlap or prediction; with top_k, per rank that differs from `others`."""
+        """One row per worker rank with any overlap or prediction. With top_k, `others` is set, and ranks that differ from it
+        have rows, as well as those of `incomplete_rows` if there is room. With several shards, each answers for its own ranks.
+        """
 
     @_builtins.property
     def incomplete_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rows (indices into the columns) of workers whose index is incomplete: their history is incomplete, or a fixed
         limit of the index dropped blocks. Blocks dropped at max_blocks do not count, because they return on use.
         """
-
-    @_builtins.property
-    def others(self) -> Global___CommonOverlap:
-        """Overlap of the ranks without a row, if top_k was given. With several shards, each answers for its own ranks."""
 
     def __init__(
         self,
@@ -276,11 +225,10 @@ class FindMatchesResponse(_message.Message):
         block_size: _builtins.int = ...,
         lower_bound: _builtins.bool = ...,
         incomplete_rows: _abc.Iterable[_builtins.int] | None = ...,
-        others: Global___CommonOverlap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["others", b"others", "overlaps", b"overlaps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["overlaps", b"overlaps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "incomplete_rows", b"incomplete_rows", "lower_bound", b"lower_bound", "num_blocks", b"num_blocks", "others", b"others", "overlaps", b"overlaps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "incomplete_rows", b"incomplete_rows", "lower_bound", b"lower_bound", "num_blocks", b"num_blocks", "overlaps", b"overlaps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -275,6 +275,7 @@ class Overlaps(_message.Message):
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     EXTERNAL_BLOCKS_FIELD_NUMBER: _builtins.int
     PREDICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Worker ids. Length n."""
@@ -306,6 +307,10 @@ class Overlaps(_message.Message):
         predictions: equal to device_blocks.
         """
 
+    @_builtins.property
+    def others(self) -> Global___CommonOverlap:
+        """Overlap of every worker rank without a row; unset = none."""
+
     def __init__(
         self,
         *,
@@ -316,14 +321,69 @@ class Overlaps(_message.Message):
         disk_blocks: _abc.Iterable[_builtins.int] | None = ...,
         external_blocks: _abc.Iterable[_builtins.int] | None = ...,
         predicted_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        others: Global___CommonOverlap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["others", b"others"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "dp_ranks", b"dp_ranks", "external_blocks", b"external_blocks", "host_blocks", b"host_blocks", "predicted_blocks", b"predicted_blocks", "worker_ids", b"worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "dp_ranks", b"dp_ranks", "external_blocks", b"external_blocks", "host_blocks", b"host_blocks", "others", b"others", "predicted_blocks", b"predicted_blocks", "worker_ids", b"worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Overlaps: _TypeAlias = Overlaps  # noqa: Y015
+
+@_typing.final
+class CommonOverlap(_message.Message):
+    """Overlap of every worker rank without a row. Tiers are as in `Overlaps`; all are set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    EXTERNAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREDICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RANKS_DIGEST_FIELD_NUMBER: _builtins.int
+    ranks: _builtins.int
+    """Worker ranks without a row."""
+    exact: _builtins.bool
+    """True = each of them has exactly these blocks, which may be 0. False = at least these: more ranks differ than
+    top_k allows, and the ranks with the longest overlaps have rows. If this matters, query again without top_k.
+    """
+    device_blocks: _builtins.int
+    """Leading blocks on the device."""
+    host_blocks: _builtins.int
+    """Leading blocks on the host or a faster tier."""
+    disk_blocks: _builtins.int
+    """Leading blocks on disk or a faster tier."""
+    external_blocks: _builtins.int
+    """Leading blocks on external storage or a faster tier."""
+    predicted_blocks: _builtins.int
+    """Leading blocks held or predicted on the device."""
+    ranks_digest: _builtins.int
+    """All worker ranks of the index, with and without a row: the sum, modulo 2^64, of XXH3_64(worker id as UTF-8, seed =
+    rank) of each. A caller that counts other ranks among them uses the rows alone.
+    """
+    def __init__(
+        self,
+        *,
+        ranks: _builtins.int = ...,
+        exact: _builtins.bool = ...,
+        device_blocks: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
+        external_blocks: _builtins.int = ...,
+        predicted_blocks: _builtins.int = ...,
+        ranks_digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "exact", b"exact", "external_blocks", b"external_blocks", "host_blocks", b"host_blocks", "predicted_blocks", b"predicted_blocks", "ranks", b"ranks", "ranks_digest", b"ranks_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CommonOverlap: _TypeAlias = CommonOverlap  # noqa: Y015
 
 @_typing.final
 class MultimodalItem(_message.Message):

@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 from kvscout.v1 import events_pb2, gateway_pb2, indexer_pb2, types_pb2
 from kvscout_common.errors import KvscoutError
+from kvscout_common.rank_sets import RankSet
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.worker import ALL_TENANTS, PoolKey, WorkerRank
 from kvscout_gateway.upstreams.indexer.blindness import BlindRanks, Reports, Served
 from kvscout_gateway.upstreams.indexer.check import CHECK_SECONDS, REST
+from kvscout_gateway.upstreams.interfaces import NO_RANKS
 from kvscout_gateway.values.decision import Decision
-from kvscout_gateway.values.overlaps import Columns, Overlaps, Rows, row_of
+from kvscout_gateway.values.overlaps import ALL_THAT_DIFFER, FEW_ROWS_FROM, Columns, Others, Overlaps, Rows, row_of
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
 from kvscout_indexer.index.routed import RoutedPrompt
 from kvscout_indexer.indexer import Indexer
@@ -26,6 +28,8 @@ from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, PackedOv
 from kvscout_scheduler.values.overlaps import Overlaps as ColumnOverlaps
 
 log = logging.getLogger("kvscout.serve")
+
+_UNKNOWN = RankSet()
 
 MAX_DECISIONS = 1_024
 """Routing decisions that wait to be recorded; the oldest are dropped, and counted."""
@@ -49,13 +53,20 @@ class FoundRows(NamedTuple):
         slower = (plain.host_blocks, plain.disk_blocks, plain.external_blocks)
         return (plain.worker_ids, plain.dp_ranks, plain.device_blocks, *slower, plain.predicted_blocks)
 
+    @property
+    def others(self) -> Others | None:
+        """See `Rows`."""
+        return self.overlaps.plain.others
+
     def confirmed(self, tenant: str, worker: WorkerRank, overlap_blocks: int) -> int | None:
         """See `Rows`."""
         if not self.lower_bound and not self.has_predictions:
             return overlap_blocks  # the usual case: no need to look for the row
         row = row_of(self.columns, worker)
         if row is None:
-            return None if self.lower_bound else 0
+            # Ranks of which not all is known have a row, unless nothing is known.
+            device = self.others[0] if self.others else 0
+            return device or (None if self.lower_bound else 0)
         return None if row in self.incomplete_rows else self.overlaps.plain.device_blocks[row]
 
 
@@ -83,7 +94,13 @@ class EmbeddedIndexer:
         self._predicts = indexer.routed.predicts
 
     async def match(
-        self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0
+        self,
+        model: str,
+        tenant: str,
+        hashes: Mapping[Geometry, bytes],
+        *,
+        prompt_tokens: int = 0,
+        ranks: Mapping[Geometry, RankSet] = NO_RANKS,
     ) -> Overlaps:
         """Return the overlaps of a prompt with every cache; see `Indexer.match` of the gateway."""
         rows: dict[Geometry, Rows] = {}
@@ -95,23 +112,27 @@ class EmbeddedIndexer:
             # A caller that sends hashes may have given any length.
             tokens = prompt_tokens if prompt_tokens >= len(packed) // HASH_BYTES * pool.block_size else 0
             try:
-                rows[pool] = self._find(PoolKey(model, tenant, *pool), packed, tokens)
+                rows[pool] = self._find(PoolKey(model, tenant, *pool), packed, tokens, ranks.get(pool, _UNKNOWN))
             except KvscoutError as error:
                 self.failures += 1
                 problems["indexer"] = f"indexer: {error}"
         return Overlaps(hashes, rows, problems)
 
-    def _find(self, key: PoolKey, hashes: bytes, prompt_tokens: int) -> Rows:
-        """Return the overlaps of a prompt with the caches of one pool.
+    def _find(self, key: PoolKey, hashes: bytes, prompt_tokens: int, known: RankSet) -> Rows:
+        """Return the overlaps of a prompt with the caches of one pool, which are those of the ranks that are known.
 
         Raises:
             KvscoutError: There is no such pool.
         """
         now = time.monotonic()
         if self._indexer.queries is not None:
-            found = self._indexer.queries.find(key, hashes, prompt_tokens, now=now)
+            top_k = ALL_THAT_DIFFER if known.ranks >= FEW_ROWS_FROM else 0
+            found = self._indexer.queries.find(key, hashes, prompt_tokens, top_k=top_k, now=now)
+            if top_k and found is not None and found[3] != known:
+                # What the index says of its other ranks would be taken for what those have that only others know.
+                found = self._indexer.queries.find(key, hashes, prompt_tokens, now=now)
             if found is not None:
-                native, lower_bound, incomplete_rows = found
+                native, lower_bound, incomplete_rows, _ = found
                 return FoundRows(PackedOverlaps(native), native.has_predictions, lower_bound, incomplete_rows)
         pool = self._indexer.pools.find(key.tenant, key.model, key.block_size, key.eagle)
         if pool is None:

@@ -27,7 +27,7 @@ from kvscout_scheduler.rpc.operations import Operations
 from kvscout_scheduler.service import SchedulerService
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.operations import CompletePrefill, Free, Operation, Outcome, Reserve, Select
-from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, AnyOverlaps, CommonOverlap
 from kvscout_scheduler.values.overlaps import Overlaps as ColumnOverlaps
 from kvscout_scheduler.values.request import (
     EMPTY_PROMPT,
@@ -298,7 +298,9 @@ def _targets(request: Request) -> Targets:
 def _overlaps(rows: Rows | None) -> AnyOverlaps:
     if isinstance(rows, FoundRows):
         return rows.overlaps
-    return NO_OVERLAPS if rows is None else ColumnOverlaps(*rows.columns)
+    if rows is None:
+        return NO_OVERLAPS
+    return ColumnOverlaps(*rows.columns, others=CommonOverlap(*rows.others) if rows.others else None)
 
 
 def _constraints(request: Request) -> WorkerConstraints:

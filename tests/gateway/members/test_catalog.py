@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.rank_sets import rank_set
 from kvscout_common.registry.registry import Registry
-from kvscout_common.worker import Adapter, EngineKind, WorkerSpec
+from kvscout_common.worker import Adapter, EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.members.catalog import NOBODY, Catalog, Target
 from kvscout_gateway.values.prompt import Geometry
 
@@ -84,3 +85,15 @@ def test_the_longest_prompt_is_what_the_largest_cache_holds_if_all_tell_theirs()
     assert catalog.tenant("default").serving("base").longest_prompt == 256
     registry.register(replace(A, worker_id="c"))
     assert catalog.tenant("default").serving("base").longest_prompt is None
+
+
+def test_the_ranks_of_a_model_are_counted_by_geometry_whatever_their_role() -> None:
+    registry = Registry(lambda: 0.0)
+    catalog = Catalog(registry)
+    registry.register(replace(A, dp_size=2))
+    registry.register(replace(A, worker_id="b", role=Role.DECODE))
+    registry.register(replace(A, worker_id="c", block_size=32))
+    assert catalog.tenant("default").serving("base").ranks == {
+        Geometry(16, eagle=False): rank_set([WorkerRank("a", 0), WorkerRank("a", 1), WorkerRank("b", 0)]),
+        Geometry(32, eagle=False): rank_set([WorkerRank("c", 0)]),
+    }

@@ -21,6 +21,7 @@ from kvscout_blocks.index.block_index import TWIN_LIMIT
 from kvscout_common.errors import InvalidArgument, NotFound, PermissionDenied
 from kvscout_common.hashing import block_hashes, native_available
 from kvscout_common.identity.identity import AccessRole, Identity, enter, leave
+from kvscout_common.rank_sets import rank_set
 from kvscout_common.rpc.channel import call
 from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_indexer.indexer import Indexer
@@ -126,7 +127,7 @@ async def test_random_requests_get_the_plain_path_s_bytes_or_are_left_to_it(inde
         answered = indexer_pb2.FindMatchesResponse.FromString(raw)
         assert _by_worker(answered) == _by_worker(plain), f"KVSCOUT_TEST_SEED={SEED}: {request}"
         assert len(raw) == plain.ByteSize(), f"KVSCOUT_TEST_SEED={SEED}: {request}"
-        if request.block_hashes and not request.early_exit and not request.top_k:
+        if request.block_hashes and not request.early_exit:
             assert _found(indexer, request) == answered, f"KVSCOUT_TEST_SEED={SEED}: {request}"
         stream = indexer_pb2.StreamFindMatchesRequest(requests=[request, request])
         raw_stream = indexer.queries.answer_stream(stream.SerializeToString(), now=1.0, caller_tenant="*")
@@ -143,13 +144,24 @@ def _found(indexer: Indexer, request: indexer_pb2.FindMatchesRequest) -> indexer
     assert pool is not None
     assert indexer.queries is not None
     hashes = array("Q", request.block_hashes).tobytes()
-    found = indexer.queries.find(pool[0], hashes, request.prompt_tokens, now=1.0)
+    found = indexer.queries.find(pool[0], hashes, request.prompt_tokens, top_k=request.top_k, now=1.0)
     assert found is not None
-    native, lower_bound, incomplete_rows = found
-    names = (column.name for column in types_pb2.Overlaps.DESCRIPTOR.fields)
+    native, lower_bound, incomplete_rows, ranks = found
+    assert ranks == rank_set(pool[1].workers())
+    names = [column.name for column in types_pb2.Overlaps.DESCRIPTOR.fields if column.name != "others"]
     columns: dict[str, Any] = dict(zip(names, native.columns, strict=True))
     overlaps = types_pb2.Overlaps(**columns)
-    assert native.has_predictions == bool(overlaps.predicted_blocks)
+    predicts = bool(overlaps.predicted_blocks)
+    if native.others is not None:
+        # How many, and whether all have it exactly, is said in messages alone.
+        said = indexer_pb2.FindMatchesResponse.FromString(
+            indexer.queries.answer(request.SerializeToString(), now=1.0, caller_tenant="*") or b""
+        ).overlaps.others
+        overlaps.others.CopyFrom(said)
+        assert native.others == tuple(getattr(said, name) for name in names[2:])
+        predicts |= native.others[4] > native.others[0]
+        assert said.ranks_digest == ranks.digest
+    assert native.has_predictions == predicts
     return indexer_pb2.FindMatchesResponse(
         overlaps=overlaps,
         num_blocks=len(request.block_hashes),
@@ -170,7 +182,7 @@ def _by_worker(response: indexer_pb2.FindMatchesResponse) -> Any:
         for row, name in enumerate(names)
     ]
     incomplete = sorted(names[row] for row in response.incomplete_rows)
-    return sorted(rows), incomplete, response.num_blocks, response.block_size, response.lower_bound, response.others
+    return sorted(rows), incomplete, response.num_blocks, response.block_size, response.lower_bound, columns.others
 
 
 async def raw_channel(indexer: Indexer) -> Any:

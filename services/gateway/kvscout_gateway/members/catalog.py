@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvscout_common.errors import InvalidArgument
+from kvscout_common.rank_sets import RankSet, rank_set
 from kvscout_common.registry.registry import Registry
-from kvscout_common.worker import EngineKind, Role, WorkerSpec
+from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.values.prompt import Geometry, geometries
 from kvscout_gateway.values.request import Request
 
@@ -55,6 +56,8 @@ class Serving:
     """Tokens that the largest cache of a rank holds; None = some worker's size is unknown."""
     caches: Mapping[Geometry, Caches] = field(default_factory=dict)
     """Of the workers that compute prompts."""
+    ranks: Mapping[Geometry, RankSet] = field(default_factory=dict)
+    """Of all workers."""
     target: Target | None = None
     """The model, without an adapter; None = nobody serves it."""
 
@@ -175,6 +178,13 @@ def _caches(specs: Iterable[WorkerSpec]) -> dict[Geometry, Caches]:
     }
 
 
+def _ranks(specs: Iterable[WorkerSpec]) -> dict[Geometry, RankSet]:
+    found: defaultdict[Geometry, list[WorkerRank]] = defaultdict(list)
+    for spec in specs:
+        found[Geometry(spec.block_size, spec.eagle)].extend(spec.ranks)
+    return {pool: rank_set(ranks) for pool, ranks in found.items()}
+
+
 def _view(specs: list[WorkerSpec]) -> TenantView:
     by_model: defaultdict[str, list[WorkerSpec]] = defaultdict(list)
     for spec in specs:
@@ -191,6 +201,7 @@ def _view(specs: list[WorkerSpec]) -> TenantView:
                 if all(spec.total_kv_blocks for spec in members)
                 else None,
                 caches=_caches(members),
+                ranks=_ranks(members),
                 target=Target(model, ""),
             )
             for model, members in by_model.items()

@@ -182,7 +182,10 @@ class RoutingFlow:
 
     async def _match(self, request: Request, hashes: Mapping[Geometry, bytes]) -> Overlaps:
         prompt_tokens = request.prompt.own_tokens
-        return await self._indexer.match(request.model, request.tenant, hashes, prompt_tokens=prompt_tokens)
+        ranks = self._catalog.serving(request).ranks
+        return await self._indexer.match(
+            request.model, request.tenant, hashes, prompt_tokens=prompt_tokens, ranks=ranks
+        )
 
     def _count_missed(self, overlaps: Overlaps) -> None:
         for upstream in overlaps.problems:
@@ -210,7 +213,7 @@ class RoutingFlow:
         decision.overlap_blocks = choice.overlap_blocks
         rows = overlaps.rows.get(decision.pool)
         if rows is not None:
-            decision.held_blocks = longest(rows.columns)
+            decision.held_blocks = longest(rows)
             decision.confirmed_blocks = rows.confirmed(request.tenant, worker, choice.overlap_blocks)
         decision.effective_overlap_blocks = choice.effective_overlap_blocks
         decision.uncached_tokens = choice.uncached_tokens

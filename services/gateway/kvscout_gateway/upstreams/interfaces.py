@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from kvscout.v1 import events_pb2, indexer_pb2, scheduler_pb2, types_pb2
+from kvscout_common.rank_sets import RankSet
 from kvscout_common.rpc.service_info import Warned
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.values.booking import Booking
@@ -17,6 +19,7 @@ from kvscout_gateway.values.request import Request
 if TYPE_CHECKING:
     from kvscout_gateway.upstreams.scheduler.link import SchedulerLink
 
+NO_RANKS: Mapping[Geometry, RankSet] = MappingProxyType({})
 Answer = TypeVar("Answer")
 Rpc: TypeAlias = "Callable[[SchedulerLink], Callable[..., Awaitable[Answer]]]"
 """Takes a stub of a scheduler, gives its rpc."""
@@ -26,9 +29,23 @@ class Indexer(Protocol):
     """Indexers, as a request uses them."""
 
     async def match(
-        self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0
+        self,
+        model: str,
+        tenant: str,
+        hashes: Mapping[Geometry, bytes],
+        *,
+        prompt_tokens: int = 0,
+        ranks: Mapping[Geometry, RankSet] = NO_RANKS,
     ) -> Overlaps:
-        """Return the overlaps of a prompt with every cache."""
+        """Return the overlaps of a prompt with every cache.
+
+        Args:
+            model: Whose caches.
+            tenant: Whose they are.
+            hashes: The prompt's local hashes, packed, for each geometry.
+            prompt_tokens: Its length, which decides what an engine with sliding windows can use; 0 = not known.
+            ranks: The registered worker ranks; where there are many, most may be told of in one.
+        """
 
     def routed(self, decision: Decision) -> None:
         """Report that a prompt goes to its worker."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from kvscout_common.worker import WorkerRank
 from kvscout_gateway.values.prompt import Geometry
@@ -16,12 +16,25 @@ Columns: TypeAlias = tuple[
 nothing new is empty."""
 
 
+Others: TypeAlias = tuple[int, int, int, int, int]
+"""Leading blocks that each worker rank without a row has: on device, host, disk, external, and with predictions."""
+
+FEW_ROWS_FROM: Final = 256
+"""Worker ranks from which on indexers are asked for few rows: those that differ from what most ranks have."""
+ALL_THAT_DIFFER: Final = 2**32 - 1
+"""Most of these rows: all, so that nothing is left out, and never more than there are without."""
+
+
 class Rows(Protocol):
-    """Overlaps with the caches of one geometry, one row a worker rank."""
+    """Overlaps with the caches of one geometry, one row a worker rank, or few and what the others have."""
 
     @property
     def columns(self) -> Columns:
         """Return them as columns."""
+
+    @property
+    def others(self) -> Others | None:
+        """Return what ranks without a row have; None = nothing."""
 
     def confirmed(self, tenant: str, worker: WorkerRank, overlap_blocks: int) -> int | None:
         """Return how much of an overlap the worker's events confirm, in blocks; None = they do not show it.
@@ -50,9 +63,10 @@ class Overlaps:
         return not self.rows and (bool(self.problems) or not any(self.hashes.values()))
 
 
-def longest(columns: Columns) -> int:
+def longest(rows: Rows) -> int:
     """Return the longest overlap of any worker, confirmed or predicted, in blocks."""
-    return max(max(columns[2], default=0), max(columns[6], default=0))
+    columns, others = rows.columns, rows.others
+    return max(max(columns[2], default=0), max(columns[6], default=0), others[4] if others else 0)
 
 
 def row_of(columns: Columns, worker: WorkerRank) -> int | None:

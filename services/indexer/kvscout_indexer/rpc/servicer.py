@@ -19,7 +19,7 @@ import grpc
 from kvscout.v1 import events_pb2, indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_blocks.index.block_index import Overlaps
 from kvscout_blocks.index.native import NativeQueries
-from kvscout_blocks.index.top_k import top_k
+from kvscout_blocks.index.top_k import Common, top_k
 from kvscout_common.errors import InvalidArgument, KvscoutError
 from kvscout_common.hashing import MmItem, block_hashes_packed
 from kvscout_common.identity.identity import current_identity, tenant_to_show
@@ -155,20 +155,16 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
         overlaps = index.find_matches(
             hashes, now=time.monotonic(), early_exit=request.early_exit, usable=_usable(request, key)
         )
-        others = None
-        if request.top_k:
-            overlaps, common = top_k(overlaps, request.top_k, index.workers())
-            others = indexer_pb2.CommonOverlap(ranks=common.ranks, exact=common.exact)
-            for level, blocks in common.overlap._asdict().items():
-                setattr(others, f"{level}_blocks", blocks)
         incomplete = self._indexer.pools.incomplete(key)
+        common = None
+        if request.top_k:
+            overlaps, common = top_k(overlaps, request.top_k, index.workers(), incomplete)
         return indexer_pb2.FindMatchesResponse(
-            overlaps=overlaps_to_proto(overlaps),
+            overlaps=overlaps_to_proto(overlaps, common),
             num_blocks=len(hashes) // HASH_BYTES,
             block_size=key.block_size,
             lower_bound=request.early_exit or bool(incomplete),
             incomplete_rows=[row for row, rank in enumerate(overlaps.workers) if rank in incomplete],
-            others=others,
         )
 
     async def RecordRouting(
@@ -315,8 +311,13 @@ def _routed(prompt: indexer_pb2.RoutedPrompt) -> RoutedPrompt:
     )
 
 
-def overlaps_to_proto(overlaps: Overlaps) -> types_pb2.Overlaps:
-    """Return overlaps as columns; those that equal the one before are left out."""
+def overlaps_to_proto(overlaps: Overlaps, common: Common | None = None) -> types_pb2.Overlaps:
+    """Return overlaps as columns; those that equal the one before are left out.
+
+    Args:
+        overlaps: The rows.
+        common: What the ranks without a row have; None = nothing.
+    """
     message = types_pb2.Overlaps(
         worker_ids=[worker.worker_id for worker in overlaps.workers], device_blocks=overlaps.device
     )
@@ -329,4 +330,10 @@ def overlaps_to_proto(overlaps: Overlaps) -> types_pb2.Overlaps:
         message.external_blocks.extend(overlaps.external)
     if overlaps.predicted != overlaps.device:
         message.predicted_blocks.extend(overlaps.predicted)
+    if common is not None:
+        others = message.others
+        others.ranks, others.exact, others.ranks_digest = common.ranks, common.exact, common.digest
+        for level, blocks in common.overlap._asdict().items():
+            setattr(others, f"{level}_blocks", blocks)
+        others.SetInParent()
     return message

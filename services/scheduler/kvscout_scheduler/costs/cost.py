@@ -15,7 +15,7 @@ The formula is that of Dynamo's KV router. Columns in, columns out; the native b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
@@ -89,7 +89,7 @@ class ReferenceScores:
     @cached_property
     def device_blocks(self) -> Sequence[int]:
         """Return leading blocks of the prompt on the device, confirmed or predicted."""
-        return spread(self._overlaps, self._overlaps.device(), self._slots, self._slot_of)
+        return spread(self._overlaps, Overlaps.device, self._slots, self._slot_of)
 
     @cached_property
     def effective_blocks(self) -> Sequence[float]:
@@ -99,8 +99,7 @@ class ReferenceScores:
         if not self._overlaps.slower_tiers:
             return self.device_blocks
         tiers = self._question.tiers
-        column = self._overlaps.effective(tiers.host, tiers.disk)
-        return spread(self._overlaps, column, self._slots, self._slot_of)
+        return spread(self._overlaps, lambda rows: rows.effective(tiers.host, tiers.disk), self._slots, self._slot_of)
 
     @cached_property
     def cached_tokens(self) -> Sequence[float]:
@@ -154,11 +153,13 @@ class ReferenceScores:
 
 
 def spread(
-    overlaps: Overlaps, column: Sequence[T], slots: Sequence[int], slot_of: Mapping[tuple[str, int], int]
+    overlaps: Overlaps,
+    column: Callable[[Overlaps], Sequence[T]],
+    slots: Sequence[int],
+    slot_of: Mapping[tuple[str, int], int],
 ) -> list[T]:
-    """Return a column of overlaps, from its rows to slots; 0 where a slot has no row."""
-    if not column:
-        return [0] * len(slots)
-    rows = dict(zip(map(slot_of.get, overlaps.ranks()), column, strict=False))
+    """Return a column of overlaps, from its rows to slots; where a slot has no row, what the others have."""
+    (rest,) = column(overlaps.rest)
+    rows = dict(zip(map(slot_of.get, overlaps.ranks()), column(overlaps), strict=False))
     get = rows.get
-    return [get(slot, 0) for slot in slots]
+    return [get(slot, rest) for slot in slots]

@@ -221,7 +221,7 @@ class LearnedTimes:
             now: On the scheduler's clock, in seconds.
         """
         question = self.question(request, prompt, block_size, now=now, weight=1.0, books=False)
-        cached = block_size * max(prompt.overlaps.plain.device_blocks, default=0)
+        cached = block_size * prompt.overlaps.longest_on_device
         return question.own_seconds * max(0, request.isl_tokens - cached) + question.step_seconds
 
     @property

@@ -107,10 +107,12 @@ class NativeLoad:
 def _native(overlaps: AnyOverlaps) -> kvscout_native.Overlaps | None:
     if isinstance(overlaps, PackedOverlaps):
         return overlaps.native  # type: ignore[return-value]  # the extension's own
-    if overlaps is NO_OVERLAPS or not overlaps.worker_ids:
+    if overlaps is NO_OVERLAPS or not (overlaps.worker_ids or overlaps.others):
         return None
     tiers = (overlaps.device_blocks, overlaps.host_blocks, overlaps.disk_blocks, overlaps.external_blocks)
-    return kvscout_native.Overlaps(overlaps.worker_ids, overlaps.dp_ranks, tiers, overlaps.predicted_blocks)
+    return kvscout_native.Overlaps(
+        overlaps.worker_ids, overlaps.dp_ranks, tiers, overlaps.predicted_blocks, overlaps.others
+    )
 
 
 class NativeScores:

@@ -13,7 +13,7 @@ from kvscout_common.registry.worker_proto import rank_from_proto, rank_to_proto,
 from kvscout_common.rpc.request_names import NamesRequest
 from kvscout_common.worker import DEFAULT_TENANT
 from kvscout_scheduler.values.decision import Decision, Explanation
-from kvscout_scheduler.values.overlaps import NO_OVERLAPS, Overlaps
+from kvscout_scheduler.values.overlaps import NO_OVERLAPS, CommonOverlap, Overlaps
 from kvscout_scheduler.values.request import (
     NO_OVERRIDE,
     ConfigOverride,
@@ -29,6 +29,8 @@ from kvscout_scheduler.values.thresholds import BusyThresholds
 OUTCOMES: Final[dict[FreeOutcome, scheduler_pb2.FreeOutcome.ValueType]] = {
     each: value_of(scheduler_pb2.FreeOutcome, each) for each in FreeOutcome
 }
+
+_COLUMNS: Final = tuple(column.name for column in fields(Overlaps) if column.name != "others")
 
 
 def same_fields(record: Any, *but: str) -> dict[str, Any]:
@@ -48,9 +50,12 @@ def given_fields(message: Any, *names: str) -> dict[str, Any]:
 
 def overlaps_from_proto(message: types_pb2.Overlaps) -> Overlaps:
     """Return the columns of FindMatches; they are checked against the prompt later."""
-    if not message.worker_ids:
+    others = None
+    if message.HasField("others"):
+        others = CommonOverlap(*(getattr(message.others, f"{level}_blocks") for level in CommonOverlap._fields))
+    elif not message.worker_ids:
         return NO_OVERLAPS
-    return Overlaps(**{column.name: list(getattr(message, column.name)) for column in fields(Overlaps)})
+    return Overlaps(**{name: list(getattr(message, name)) for name in _COLUMNS}, others=others)
 
 
 def prompt_from_proto(message: scheduler_pb2.SelectRequest | scheduler_pb2.SchedulerGetPotentialLoadsRequest) -> Prompt:

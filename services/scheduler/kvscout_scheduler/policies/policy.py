@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import cached_property
 from random import Random
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, TypeVar
 
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_scheduler.costs.choose import choose, probabilities
@@ -15,6 +15,7 @@ from kvscout_scheduler.costs.cost import BlockFormat, ScoreInputs, spread
 from kvscout_scheduler.costs.targets import Times
 from kvscout_scheduler.costs.time_cost import TimeCostInputs
 from kvscout_scheduler.estimates.engine_metrics import NO_METRICS, EngineMetrics
+from kvscout_scheduler.values.overlaps import Overlaps
 from kvscout_scheduler.values.request import Prompt, SelectionRequest
 from kvscout_scheduler.values.settings import SchedulerSettings
 
@@ -37,6 +38,14 @@ class TierOverlap(NamedTuple):
 def uncached_tokens(request: SelectionRequest, effective_blocks: float, block_size: int) -> int:
     """Return prompt tokens to charge a worker as prefill, by the overlap as its cost counts it."""
     return max(0, request.isl_tokens - int(effective_blocks * block_size)) if request.charge_prefill else 0
+
+
+_TIERS: Final = TierOverlap._fields
+
+
+def _tier(tier: int) -> Callable[[Overlaps], Sequence[int]]:
+    """Return what takes the column of a tier out of overlaps."""
+    return lambda overlaps: overlaps.by_tier()[tier]
 
 
 class Candidates:
@@ -235,7 +244,7 @@ class Candidates:
         for block_format, members in self._pool.formats.items():
             slots = self._pool.members(members & self.members)
             overlaps = self._prompts[block_format].overlaps.plain
-            columns = [spread(overlaps, column, slots, self._pool.slot_of) for column in overlaps.by_tier()]
+            columns = [spread(overlaps, _tier(tier), slots, self._pool.slot_of) for tier in range(len(_TIERS))]
             found.update(zip(slots, map(TierOverlap._make, zip(*columns, strict=True)), strict=True))
         return [found[slot] for slot in self.slots]
 

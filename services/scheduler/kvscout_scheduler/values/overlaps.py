@@ -6,9 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import gt
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvscout_common.errors import InvalidArgument
+
+
+class CommonOverlap(NamedTuple):
+    """Overlap of every worker rank that has no row, in blocks, cumulative as the columns are."""
+
+    device: int
+    host: int
+    disk: int
+    external: int
+    predicted: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +36,26 @@ class Overlaps:
     disk_blocks: Sequence[int] = ()
     external_blocks: Sequence[int] = ()
     predicted_blocks: Sequence[int] = ()
+    others: CommonOverlap | None = None
+    """What each rank without a row has, such as a system prompt that all share; None = nothing."""
 
     @property
     def plain(self) -> Overlaps:
         """Return itself."""
         return self
+
+    @property
+    def rest(self) -> Overlaps:
+        """Return what a rank without a row has, as if that were its only row."""
+        if self.others is None:
+            return _NOTHING
+        device, host, disk, external, predicted = self.others
+        return Overlaps(("",), (), (device,), (host,), (disk,), (external,), (predicted,))
+
+    @property
+    def longest_on_device(self) -> int:
+        """Return the most leading blocks that any rank holds on its device."""
+        return max((*self.device_blocks, *self.rest.device_blocks))
 
     def ranks(self) -> Iterator[tuple[str, int]]:
         """Return (worker_id, dp_rank) of each row."""
@@ -45,7 +70,8 @@ class Overlaps:
     @property
     def slower_tiers(self) -> bool:
         """Return whether anything but the device is known of."""
-        return bool(self.host_blocks or self.disk_blocks or self.external_blocks)
+        others = self.others is not None and self.others.external > self.others.device
+        return others or bool(self.host_blocks or self.disk_blocks or self.external_blocks)
 
     def by_tier(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
         """Return cumulative columns of device, host, disk and external storage, none below the faster one."""
@@ -76,9 +102,14 @@ class Overlaps:
         Raises:
             InvalidArgument: Naming the column.
         """
+        self._validate(max_blocks, "overlaps")
+        if self.others is not None:
+            self.rest._validate(max_blocks, "overlaps.others")
+
+    def _validate(self, max_blocks: int, field: str) -> None:
         rows = len(self.worker_ids)
         if len(self.device_blocks) != rows:
-            raise _column("device_blocks", f"has {len(self.device_blocks)} rows, worker_ids has {rows}")
+            raise _column(field, "device_blocks", f"has {len(self.device_blocks)} rows, worker_ids has {rows}")
         faster_name, faster = "device_blocks", self.device_blocks
         for name, column in (
             ("host_blocks", self.host_blocks),
@@ -86,29 +117,32 @@ class Overlaps:
             ("external_blocks", self.external_blocks),
         ):
             if column:
-                self._check_above(name, column, faster_name, faster)
+                self._check_above(field, name, column, faster_name, faster)
                 faster_name, faster = name, column
         predicted = self.predicted_blocks
         if predicted:
-            self._check_above("predicted_blocks", predicted, "device_blocks", self.device_blocks)
+            self._check_above(field, "predicted_blocks", predicted, "device_blocks", self.device_blocks)
         if self.dp_ranks and len(self.dp_ranks) != rows:
-            raise _column("dp_ranks", f"has {len(self.dp_ranks)} rows, worker_ids has {rows}")
+            raise _column(field, "dp_ranks", f"has {len(self.dp_ranks)} rows, worker_ids has {rows}")
         for name, column in ((faster_name, faster), ("predicted_blocks", predicted)):
             if column and max(column) > max_blocks:
-                raise _column(name, f"{max(column)} blocks overlap, the prompt has {max_blocks}")
+                raise _column(field, name, f"{max(column)} blocks overlap, the prompt has {max_blocks}")
         if rows and min(self.device_blocks) < 0:
-            raise _column("device_blocks", "must not be negative")
+            raise _column(field, "device_blocks", "must not be negative")
 
     @staticmethod
-    def _check_above(name: str, column: Sequence[int], faster_name: str, faster: Sequence[int]) -> None:
+    def _check_above(field: str, name: str, column: Sequence[int], faster_name: str, faster: Sequence[int]) -> None:
         if len(column) != len(faster):
-            raise _column(name, f"has {len(column)} rows, {faster_name} has {len(faster)}")
+            raise _column(field, name, f"has {len(column)} rows, {faster_name} has {len(faster)}")
         if any(map(gt, faster, column)):
-            raise _column(name, f"is below {faster_name}, though it includes it")
+            raise _column(field, name, f"is below {faster_name}, though it includes it")
 
 
-def _column(name: str, message: str) -> InvalidArgument:
-    return InvalidArgument(message, field=f"overlaps.{name}")
+_NOTHING: Final = Overlaps(("",), (), (0,))
+
+
+def _column(field: str, name: str, message: str) -> InvalidArgument:
+    return InvalidArgument(message, field=f"{field}.{name}")
 
 
 class TierWeights(NamedTuple):
@@ -127,7 +161,15 @@ class NativeColumns(Protocol):
 
     @property
     def columns(self) -> tuple[Any, ...]:
-        """Return the fields of `Overlaps`."""
+        """Return the columns of `Overlaps`."""
+
+    @property
+    def others(self) -> tuple[int, int, int, int, int] | None:
+        """Return the fields of `CommonOverlap`; None = there are only rows."""
+
+    @property
+    def longest_on_device(self) -> int:
+        """See `Overlaps`."""
 
     def within(self, blocks: int) -> bool:
         """Return whether no row says more than a prompt has."""
@@ -150,8 +192,17 @@ class PackedOverlaps:
     def plain(self) -> Overlaps:
         """Return the same as Python columns."""
         if self._plain is None:
-            self._plain = Overlaps(*self.native.columns)
+            others = self.native.others
+            ids, ranks, device, host, disk, external, predicted = self.native.columns
+            self._plain = Overlaps(
+                ids, ranks, device, host, disk, external, predicted, CommonOverlap(*others) if others else None
+            )
         return self._plain
+
+    @property
+    def longest_on_device(self) -> int:
+        """See `Overlaps`."""
+        return self.native.longest_on_device
 
     def validate(self, max_blocks: int) -> None:
         """See `Overlaps`."""

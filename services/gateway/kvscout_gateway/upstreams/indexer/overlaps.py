@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvscout.v1 import indexer_pb2, types_pb2
+from kvscout_common.rank_sets import MODULUS, RankSet
 from kvscout_common.shards import shard_of
 from kvscout_common.worker import WorkerRank
-from kvscout_gateway.values.overlaps import Columns, Rows, row_of
+from kvscout_gateway.values.overlaps import Columns, Others, Rows, row_of
 
 
 class AnsweredRows:
@@ -26,16 +27,25 @@ class AnsweredRows:
         """See `Rows`."""
         return columns_of(self.message)
 
+    @property
+    def others(self) -> Others | None:
+        """See `Rows`."""
+        return _levels(self.message.others) if self.message.HasField("others") else None
+
     def confirmed(self, tenant: str, worker: WorkerRank, overlap_blocks: int) -> int | None:
         """See `Rows`."""
         answer = self._answers[shard_of(tenant, worker.worker_id, len(self._answers))]
         if answer is None:
             return None
-        if not answer.lower_bound and not answer.overlaps.predicted_blocks:
+        others = answer.overlaps.others
+        if not (
+            answer.lower_bound or answer.overlaps.predicted_blocks or others.predicted_blocks > others.device_blocks
+        ):
             return overlap_blocks  # the usual case: no need to look for the row
         row = row_of(columns_of(answer.overlaps), worker)
         if row is None:
-            return None if answer.lower_bound else 0
+            # Ranks of which not all is known have a row, unless nothing is known.
+            return others.device_blocks or (None if answer.lower_bound else 0)
         return None if row in answer.incomplete_rows else answer.overlaps.device_blocks[row]
 
 
@@ -58,6 +68,7 @@ def message_of(rows: Rows) -> types_pb2.Overlaps:
         return rows.message
     ids, ranks, device, host, disk, external, predicted = rows.columns
     return types_pb2.Overlaps(
+        others=_common(rows.others) if rows.others else None,
         worker_ids=ids,
         dp_ranks=ranks,
         device_blocks=device,
@@ -68,12 +79,58 @@ def message_of(rows: Rows) -> types_pb2.Overlaps:
     )
 
 
+def hold_for(answers: Sequence[indexer_pb2.FindMatchesResponse | None], ranks: RankSet) -> bool:
+    """Return whether what answers say of ranks without a row holds for all of some ranks.
+
+    Args:
+        answers: By shard; None = it did not answer.
+        ranks: The worker ranks that are known here.
+    """
+    parts = [answer.overlaps for answer in answers if answer is not None]
+    common = [part.others for part in parts if part.HasField("others")]
+    if not common:
+        return True
+    if len(common) < len(answers) or not all(others.exact for others in common):
+        return False
+    answered = sum(len(part.worker_ids) + part.others.ranks for part in parts)
+    digest = sum(others.ranks_digest for others in common) % MODULUS
+    return RankSet(answered, digest) == ranks and len(set(map(_levels, common))) == 1
+
+
+def _levels(others: types_pb2.CommonOverlap) -> Others:
+    return (
+        others.device_blocks,
+        others.host_blocks,
+        others.disk_blocks,
+        others.external_blocks,
+        others.predicted_blocks,
+    )
+
+
+def _common(levels: Others, ranks: int = 0) -> types_pb2.CommonOverlap:
+    device, host, disk, external, predicted = levels
+    return types_pb2.CommonOverlap(
+        ranks=ranks,
+        exact=True,
+        device_blocks=device,
+        host_blocks=host,
+        disk_blocks=disk,
+        external_blocks=external,
+        predicted_blocks=predicted,
+    )
+
+
 def unite(shards: Iterable[types_pb2.Overlaps]) -> types_pb2.Overlaps:
-    """Unite the rows of several answers, columns that are left out filled in where another answer has them."""
-    parts = [part for part in shards if part.worker_ids]
+    """Unite the rows of several answers, columns that are left out filled in where another answer has them.
+
+    What they say of ranks without a row is the same (`hold_for`).
+    """
+    parts = [part for part in shards if part.worker_ids or part.HasField("others")]
     if len(parts) < 2:
         return parts[0] if parts else types_pb2.Overlaps()
     united = types_pb2.Overlaps()
+    if parts[0].HasField("others"):
+        united.others.CopyFrom(_common(_levels(parts[0].others), sum(part.others.ranks for part in parts)))
     ranked = any(part.dp_ranks for part in parts)
     for part in parts:
         united.worker_ids.extend(part.worker_ids)

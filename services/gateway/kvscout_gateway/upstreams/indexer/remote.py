@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,6 +22,7 @@ from kvscout.v1 import events_pb2, gateway_pb2, indexer_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.observability import tracing
+from kvscout_common.rank_sets import RankSet
 from kvscout_common.rpc.channel import stream
 from kvscout_common.rpc.service_info import Warned, shown
 from kvscout_common.shards import Shard, shard_of
@@ -31,11 +32,17 @@ from kvscout_gateway.upstreams.failover import Failover, Member, UpstreamDown, i
 from kvscout_gateway.upstreams.indexer.blindness import Reports, Served
 from kvscout_gateway.upstreams.indexer.check import IndexerCheck
 from kvscout_gateway.upstreams.indexer.link import IndexerLink, IndexerMember, Replicas
-from kvscout_gateway.upstreams.indexer.overlaps import AnsweredRows
+from kvscout_gateway.upstreams.indexer.overlaps import AnsweredRows, hold_for
 from kvscout_gateway.upstreams.indexer.reporter import ReplicaReports
+from kvscout_gateway.upstreams.interfaces import NO_RANKS
 from kvscout_gateway.values.decision import Decision
-from kvscout_gateway.values.overlaps import Overlaps
+from kvscout_gateway.values.overlaps import ALL_THAT_DIFFER, FEW_ROWS_FROM, Overlaps
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
+
+ALL_ROWS_SECONDS = 1.0
+"""For which all rows of a pool are requested after few of them did not say all."""
+_Answers: TypeAlias = Sequence[indexer_pb2.FindMatchesResponse | None]
+"""By shard."""
 
 
 class RemoteIndexer(Collector):
@@ -75,6 +82,8 @@ class RemoteIndexer(Collector):
         )
         self.check = IndexerCheck(served, reports)
         self.reports: dict[IndexerMember, ReplicaReports] = {}
+        self._all_rows: dict[tuple[str, str, Geometry], float] = {}
+        """Until when all rows of a pool are requested, on the clock, by tenant, model and geometry."""
         self._timeout = timeout_seconds
         self._resync = resync
         self._clock = clock
@@ -102,29 +111,50 @@ class RemoteIndexer(Collector):
         self.check.leave(member)
 
     async def match(
-        self, model: str, tenant: str, hashes: Mapping[Geometry, bytes], *, prompt_tokens: int = 0
+        self,
+        model: str,
+        tenant: str,
+        hashes: Mapping[Geometry, bytes],
+        *,
+        prompt_tokens: int = 0,
+        ranks: Mapping[Geometry, RankSet] = NO_RANKS,
     ) -> Overlaps:
         """Return the overlaps of a prompt with every cache; none is queried for a prompt without a complete block.
 
-        Args:
-            model: Whose caches.
-            tenant: Whose they are.
-            hashes: The prompt's local hashes, packed, for each geometry.
-            prompt_tokens: Its length, which decides what an engine with sliding windows can use; 0 = not known.
+        From `FEW_ROWS_FROM` ranks on, rows are requested of the ranks that differ from what most have. If that does not
+        hold for the ranks that are registered here, or shards have different overlaps in common, all rows are.
         """
         pools = [pool for pool in hashes if hashes[pool]]
         shards = self.shards
         if not pools or not shards:
             return Overlaps(hashes)
         problems: dict[str, str] = {}
-        requests = [find_matches_request(model, tenant, pool, hashes[pool], prompt_tokens) for pool in pools]
-        calls = [self._ask(shard, request, problems) for request in requests for shard in shards]
-        # Nearly always there is one call: no need for a task of its own.
-        answered = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
-        answers = {
-            pool: answered[start : start + len(shards)]
-            for pool, start in zip(pools, range(0, len(answered), len(shards)), strict=True)
+        now = self._clock()
+        few = {
+            pool
+            for pool in pools
+            if pool in ranks
+            and ranks[pool].ranks >= FEW_ROWS_FROM
+            and self._all_rows.get((tenant, model, pool), now) <= now
         }
+
+        async def ask(pools: Sequence[Geometry], few: Container[Geometry]) -> Iterator[tuple[Geometry, _Answers]]:
+            requests = [
+                find_matches_request(model, tenant, pool, hashes[pool], prompt_tokens, few_rows=pool in few)
+                for pool in pools
+            ]
+            calls = [self._ask(shard, request, problems) for request in requests for shard in shards]
+            # Nearly always there is one call: no need for a task of its own.
+            answered = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
+            starts = range(0, len(answered), len(shards))
+            return zip(pools, (answered[start : start + len(shards)] for start in starts), strict=True)
+
+        answers = dict(await ask(pools, few))
+        again = [pool for pool in few if not hold_for(answers[pool], ranks[pool])]
+        if again:
+            self._all_rows = {key: until for key, until in self._all_rows.items() if until > now}
+            self._all_rows.update(((tenant, model, pool), now + ALL_ROWS_SECONDS) for pool in again)
+            answers.update(await ask(again, ()))
         return Overlaps(hashes, {pool: AnsweredRows(of) for pool, of in answers.items() if any(of)}, problems)
 
     def routed(self, decision: Decision) -> None:
@@ -239,7 +269,9 @@ async def _dump_shard(
     raise UpstreamDown(problem)
 
 
-def find_matches_request(model: str, tenant: str, pool: Geometry, hashes: bytes, prompt_tokens: int) -> bytes:
+def find_matches_request(
+    model: str, tenant: str, pool: Geometry, hashes: bytes, prompt_tokens: int, *, few_rows: bool = False
+) -> bytes:
     """Serialise a `FindMatchesRequest`.
 
     Args:
@@ -248,6 +280,7 @@ def find_matches_request(model: str, tenant: str, pool: Geometry, hashes: bytes,
         pool: Geometry of the caches.
         hashes: Local hashes of the prompt in that geometry, little-endian u64s.
         prompt_tokens: Length of the prompt; 0 = unknown.
+        few_rows: Want rows of the ranks alone that differ from what most have.
     """
     message = indexer_pb2.FindMatchesRequest(
         model=model,
@@ -257,6 +290,7 @@ def find_matches_request(model: str, tenant: str, pool: Geometry, hashes: bytes,
         # A caller that sends hashes may have given any length.
         prompt_tokens=prompt_tokens if prompt_tokens >= _tokens_in(hashes, pool) else 0,
         traceparent=tracing.traceparent(),
+        top_k=ALL_THAT_DIFFER if few_rows else 0,
     )
     hashes_field = bytes_field(indexer_pb2.FindMatchesRequest.BLOCK_HASHES_FIELD_NUMBER, hashes)
     return message.SerializeToString() + hashes_field
