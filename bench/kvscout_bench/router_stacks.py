@@ -26,6 +26,7 @@ from kvscout_bench.service_process import (
     free_port,
     until,
 )
+from kvscout_lab.real_time.apis import Api, Completions
 
 SMG, VLLM_ROUTER = "smg", "vllm-router"
 
@@ -179,3 +180,5 @@ PEERS: Mapping[str, StartRouters] = {
     "vllm-router-kv": partial(wheel, name=VLLM_ROUTER, flags=_kv_aware),
     "envoy": envoy,
 }
+TOKEN_APIS: Mapping[str, Callable[[], Api]] = {"vllm-router-kv": Completions}
+"""API of the clients of routers that find prefixes in requests with token ids only."""

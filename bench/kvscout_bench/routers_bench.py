@@ -19,9 +19,9 @@ from typing import ClassVar, Final
 from kvscout_bench.harness import OURS, Bench, Case, Measure, Sample, Say
 from kvscout_bench.peer import BENCH_ENVIRONMENT
 from kvscout_bench.router_cells import CELLS, Cell
-from kvscout_bench.router_stacks import PEERS, Engine, Routers, StartRouters, services
+from kvscout_bench.router_stacks import PEERS, TOKEN_APIS, Engine, Routers, StartRouters, services
 from kvscout_bench.service_process import MODEL, ReadyProcess
-from kvscout_lab.real_time.apis import Chats
+from kvscout_lab.real_time.apis import Api, Chats
 from kvscout_lab.real_time.http_client import HttpReplay
 from kvscout_lab.real_time.record import Replay
 from kvscout_lab.real_time.summary import Summary, summarise
@@ -82,12 +82,13 @@ class RoutersBench(Bench):
         def measure(side: str, cell: str) -> Run:
             seed = next(rounds[side, cell])
             say(f"{cell}, {side}, seed {seed}")
-            return run_cell(CELLS[cell], services if side == OURS else PEERS[side], self.run_seconds, seed)
+            start = services if side == OURS else PEERS[side]
+            return run_cell(CELLS[cell], start, self.run_seconds, seed, TOKEN_APIS.get(side, Chats))
 
         return measure
 
 
-def run_cell(cell: Cell, start: StartRouters, seconds: float, seed: int) -> Run:
+def run_cell(cell: Cell, start: StartRouters, seconds: float, seed: int, api: Callable[[], Api] = Chats) -> Run:
     """Return what clients of a router measured in a cell; blocks.
 
     Args:
@@ -95,6 +96,7 @@ def run_cell(cell: Cell, start: StartRouters, seconds: float, seed: int) -> Run:
         start: Starts the router.
         seconds: In which sessions begin.
         seed: Of the sessions.
+        api: Of the clients, for one session.
 
     Raises:
         DriverFailed: A process cannot be started.
@@ -102,7 +104,7 @@ def run_cell(cell: Cell, start: StartRouters, seconds: float, seed: int) -> Run:
     with ExitStack() as running:
         engines = [Engine(running.enter_context(process)) for process in _engines(cell)]
         routers = start(engines, cell.routers, running)
-        return asyncio.run(_measured(cell, engines, routers, seconds, seed))
+        return asyncio.run(_measured(cell, engines, routers, seconds, seed, api))
 
 
 def _engines(cell: Cell) -> list[ReadyProcess]:
@@ -117,12 +119,14 @@ def _engines(cell: Cell) -> list[ReadyProcess]:
         return list(starting.map(start, range(ENGINES)))
 
 
-async def _measured(cell: Cell, engines: Sequence[Engine], routers: Routers, seconds: float, seed: int) -> Run:
+async def _measured(
+    cell: Cell, engines: Sequence[Engine], routers: Routers, seconds: float, seed: int, api: Callable[[], Api]
+) -> Run:
     await asyncio.sleep(SETTLE_SECONDS)
-    through = _send(cell.make(seconds, seed), routers.addresses)
+    through = _send(cell.make(seconds, seed), routers.addresses, api)
     further = []
     if cell.bypasses:
-        further.append(_send(cell.make(seconds, seed + 1_000_000), [engine.address for engine in engines]))
+        further.append(_send(cell.make(seconds, seed + 1_000_000), [engine.address for engine in engines], api))
     faults = asyncio.create_task(_restart(engines[: cell.restarts], seconds / 2))
     before = routers.cpu_seconds()
     replay, *_ = await asyncio.gather(through, *further)
@@ -131,9 +135,9 @@ async def _measured(cell: Cell, engines: Sequence[Engine], routers: Routers, sec
     return Run(summarise(replay, ()), cpu_seconds, routers.rss_bytes())
 
 
-async def _send(workload: Workload, addresses: Sequence[str]) -> Replay:
+async def _send(workload: Workload, addresses: Sequence[str], api: Callable[[], Api]) -> Replay:
     """Send every session at its time, each request to the next of some addresses; return when the last has ended."""
-    return await HttpReplay([f"http://{address}/v1" for address in addresses], MODEL, Chats).run(workload)
+    return await HttpReplay([f"http://{address}/v1" for address in addresses], MODEL, api).run(workload)
 
 
 async def _restart(engines: Sequence[Engine], after_seconds: float) -> None:
