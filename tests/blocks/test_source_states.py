@@ -125,14 +125,14 @@ class World:
         return {block.engine_hash for block in dump.blocks if block.engine_hash is not None}
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not reached():
                 await asyncio.sleep(0)
         assert not self.defects, self.defects
 
     async def settled(self) -> None:
         """No replay is running, retries included."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.source.replaying:
                 self.now += 1.0
                 self.source.tick()

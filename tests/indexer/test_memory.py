@@ -57,7 +57,7 @@ async def test_nobody_keeps_the_index_of_a_worker_that_published_at_an_endpoint(
         index = add(indexer, "m", 10, event_endpoints=endpoints)
         await asyncio.sleep(0)
         indexer.registry.remove("default", "w")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while index() is not None:
                 await asyncio.sleep(0.01)
 
@@ -70,11 +70,11 @@ async def test_nobody_keeps_the_index_of_a_worker_that_was_removed_while_its_his
             nobody = f"tcp://127.0.0.1:{free_ports(1)[0]}"
             endpoints = (EventEndpoint(0, engine.get_string(zmq.LAST_ENDPOINT), nobody),)
             index = add(indexer, "m", 10, event_endpoints=endpoints)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while not any(source.replaying for source in indexer._sources.values()):
                     await asyncio.sleep(0.01)
             indexer.registry.remove("default", "w")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while index() is not None:
                     await asyncio.sleep(0.01)
 
@@ -83,7 +83,7 @@ async def test_memory_goes_back_though_workers_are_removed_all_the_time(monkeypa
     trimmed = asyncio.Event()
     monkeypatch.setattr("kvscout_indexer.indexer.TRIM_SECONDS", 0.05)
     monkeypatch.setattr("kvscout_indexer.indexer.trim", trimmed.set)
-    async with local_indexer() as (_, indexer), asyncio.timeout(5):
+    async with local_indexer() as (_, indexer), asyncio.timeout(30):
         while not trimmed.is_set():
             add(indexer, "m", 1)
             indexer.registry.remove("default", "w")
@@ -104,7 +104,7 @@ async def test_nobody_keeps_the_index_of_a_model_without_workers(monkeypatch: py
         index = add(indexer, "m", 10)
         await maintained.wait()
         indexer.registry.remove("default", "w")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while index() is not None:
                 await asyncio.sleep(0.01)
 

@@ -762,7 +762,7 @@ async def test_a_defect_while_ingesting_ends_the_indexer(
             await connect(client, engine)
             break_index(monkeypatch, kind)
             await engine.publish(batch(stored([1], prompt(1))))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await asyncio.Event().wait()
     assert [str(error) for error in crash.value.exceptions] == ["the index is broken"]
 
@@ -778,7 +778,7 @@ async def test_a_defect_while_replaying_ends_the_indexer(
             await client.register(engine)
             break_index(monkeypatch, kind)
             engine.answering.set()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await asyncio.Event().wait()
     assert [str(error) for error in crash.value.exceptions] == ["the index is broken"]
 
@@ -799,7 +799,7 @@ async def test_predictions_of_lost_history_end_after_their_time(mute: RecordedEn
         mute.lose(batches[1])
         await mute.publish(batch(stored([40], prompt(1, first=500))))
         await client.until_applied(2)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await client.matches(prompt(1))).overlaps.worker_ids:
                 await asyncio.sleep(0.01)
         assert (await client.matches(prompt(1))).lower_bound
@@ -848,7 +848,7 @@ async def test_what_an_indexer_is_too_slow_to_read_is_dropped_by_zmq_and_replaye
             batches = [batch(stored([number], prompt(1, first=number), padding="x" * 2**20)) for number in range(1, 61)]
             await engine.publish(*batches)
             status = await client.status()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 # That the last ones are lost shows when something follows: engines go on.
                 while status.last_event_id + 1 < engine.next_seq or status.state != LIVE:
                     await engine.publish(batch(removed([10_000])))
@@ -875,7 +875,7 @@ async def test_at_most_sixteen_sources_are_recovered_at_once(client: IndexerClie
         def asked() -> int:
             return sum(bool(engine.replays_asked) for engine in engines)
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while asked() < MAX_RECOVERIES:
                 await asyncio.sleep(0.01)
         # The others, whose turn it is not, are asked once one of these is done.

@@ -136,7 +136,7 @@ async def test_a_recording_of_a_stack_is_a_workload(stack: Stack, tmp_path: Path
     await eventually(begun, what="a file")
     for _ in range(25):
         assert await post(stack, prompt=[*system, *(rng.randrange(30_000) for _ in range(40))]) == 200
-    await asyncio.sleep(0.5)  # requests of a moment are one message
+    await asyncio.sleep(1.0)  # requests of a moment are one message
     recorder.send_signal(signal.SIGINT)
     _, stderr = await recorder.communicate()
     assert recorder.returncode == 0, stderr.decode()

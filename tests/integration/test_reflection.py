@@ -25,7 +25,7 @@ SERVICES = {
     "kvscout_scheduler.main": "kvscout.v1.Scheduler",
     "kvscout_gateway.main": "kvscout.v1.Gateway",
 }
-TIMEOUT = 10.0
+TIMEOUT = 30.0
 
 
 class Reflected:

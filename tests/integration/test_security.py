@@ -14,7 +14,7 @@ from kvscout_common.errors import PermissionDenied, Unauthenticated, Unavailable
 from kvscout_common.identity.client_security import ClientSecurity
 from kvscout_common.rpc.channel import call, open_channel, stream
 
-TIMEOUT = 10.0
+TIMEOUT = 30.0
 
 
 @pytest.fixture

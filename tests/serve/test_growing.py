@@ -27,7 +27,7 @@ SERVE = "kvscout_serve.main"
 BLOCK = 16
 OWNER_SECONDS = 10.0
 """After which the bookings of a process that is gone end at the others."""
-ENDS_WITHIN_SECONDS = 20.0
+ENDS_WITHIN_SECONDS = 60.0
 """2 s that others leave to the first replica, and what a busy machine adds."""
 SLOW = ("--speedup", "1", "--step-base-ms", "100")
 

@@ -52,7 +52,7 @@ class BridgeHere:
         return await BridgeServicer(self.bridge).GetStatus(types_pb2.GetStatusRequest(), None)
 
     async def stop(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self.bridge.drain()
         for task in self._tasks:
             task.cancel()

@@ -162,7 +162,7 @@ async def exchange(port: int, *chunks: bytes, ends: bool = True) -> bytes:
         with suppress(ConnectionError):
             await writer.drain()
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return await reader.read(-1)
     except ConnectionError:
         return b""

@@ -8,7 +8,7 @@ import zmq
 
 from support.recorded_engine import SEND_HWM
 
-DEADLINE_MS = 10_000
+DEADLINE_MS = 30_000
 
 
 class Publisher:

@@ -120,4 +120,4 @@ async def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.
     async with await asyncio.start_server(hold, "127.0.0.1", 0) as silent:
         port = silent.sockets[0].getsockname()[1]
         assert await tls_trouble(f"127.0.0.1:{port}", ClientSecurity()) == ""
-        await asyncio.wait_for(left.wait(), 10)
+        await asyncio.wait_for(left.wait(), 30)

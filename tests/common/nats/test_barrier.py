@@ -33,7 +33,7 @@ async def test_a_barrier_is_not_passed_over_a_lost_connection() -> None:
         with pytest.raises((nats.errors.Error, TimeoutError)):
             await barrier.wait(generation, seconds=0.05)
         await server.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not client.is_connected:
                 await asyncio.sleep(0.01)
         with pytest.raises(nats.errors.ConnectionReconnectingError):

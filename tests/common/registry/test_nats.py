@@ -81,10 +81,10 @@ async def test_a_worker_that_is_not_there_cannot_be_changed(world: World) -> Non
 
 async def test_a_lease_ends_everywhere_unless_any_service_renews_it(world: World) -> None:
     one, other = await world.node(), await world.node()
-    await one.shared.register(A, 2)
-    await one.shared.register(replace(A, worker_id="dead"), 2)
-    for _ in range(5):  # more than two leases
-        await asyncio.sleep(1)
+    await one.shared.register(A, 3)
+    await one.shared.register(replace(A, worker_id="dead"), 3)
+    for _ in range(5):  # more than a lease
+        await asyncio.sleep(0.8)
         assert await other.shared.keep_alive("default", ["a"]) == []
     for node in (one, other):
         await until_listed(node, ["a"])

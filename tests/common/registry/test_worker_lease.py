@@ -21,7 +21,7 @@ async def keeping(lease: WorkerLease) -> AsyncIterator[WorkerLease]:
     """As a process keeps it that is killed in the end: nothing is removed."""
     task = asyncio.create_task(lease.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await lease.registered.wait()
         yield lease
     finally:

@@ -248,10 +248,10 @@ async def test_what_another_gateway_changes_stays_changed(fleet: Fleet) -> None:
 
 async def test_a_lease_ends_everywhere_unless_any_gateway_renews_it(fleet: Fleet) -> None:
     first, second = fleet.node(), fleet.node()
-    first.registry.register(A, lease_seconds=1)
+    first.registry.register(A, lease_seconds=2)
     await first.registration.flush()
     await until(lambda: second.sources() == {"a": Source.PEER})
-    ends = time.monotonic() + 1.5
+    ends = time.monotonic() + 2.5
     while time.monotonic() < ends:  # through the second one only: the first one's own lease ends meanwhile
         second.registration.keep_alive(DEFAULT_TENANT, ["a"])
         await asyncio.sleep(0.1)

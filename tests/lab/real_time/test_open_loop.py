@@ -55,7 +55,7 @@ async def test_each_prompt_is_the_history_with_the_models_own_replies() -> None:
 async def test_sessions_start_whatever_is_in_flight() -> None:
     engine = Engine(open_gate=False)
     replay = asyncio.create_task(OpenLoop(engine).run([session(str(n), (1,)) for n in range(20)]))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while engine.in_flight < 20:
             engine.started.clear()
             await engine.started.wait()
@@ -76,7 +76,7 @@ async def test_beyond_the_limits_requests_wait_with_their_latency_running_or_are
 
     driver = OpenLoop(engine, Limits(max_outstanding=1, max_waiting=2), on_record)
     replay = asyncio.create_task(driver.run([session(str(n), (1,), (2,)) for n in range(4)]))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await refused.wait()
     engine.gate.set()
     run = await replay

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -139,13 +140,20 @@ class Pair(NamedTuple):
         return body(bootstrap_room=next(_rooms), **where, **fields)
 
 
+@asynccontextmanager
+async def running_pair(*flags: str) -> AsyncIterator[Pair]:
+    common = ("--api", "sglang", "--dp-size", "2", *flags)
+    async with (
+        running_mocker(*common, "--role", "prefill") as one,
+        running_mocker(*common, "--role", "decode") as other,
+    ):
+        yield Pair(one, other)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines() -> AsyncIterator[Pair]:
-    flags = ("--api", "sglang", "--dp-size", "2")
-    patience = ("--bootstrap-timeout-seconds", "0.3", "--waiting-timeout-seconds", "0.6")
-    prefill, decode = (*flags, *patience, "--role", "prefill"), (*flags, *patience, "--role", "decode")
-    async with running_mocker(*prefill) as one, running_mocker(*decode) as other:
-        yield Pair(one, other)
+    async with running_pair() as pair:
+        yield pair
 
 
 @pytest.mark.parametrize("decode_first", [True, False])
@@ -169,24 +177,36 @@ async def test_both_legs_meet_in_their_room_whoever_comes_first(engines: Pair, d
         assert all(value == 0 for name, value in samples.items() if name.startswith("sglang:token_usage"))
 
 
-async def test_a_leg_that_stays_alone_ends_after_its_patience(engines: Pair) -> None:
-    status, answer = await engines.prefill.post("/generate", engines.body())
-    assert (status, "KVPoll.Bootstrapping" in answer["error"]["message"]) == (500, True)
-    asked = engines.body()
-    status, answer = await engines.decode.post("/generate", asked)
-    assert status == 500
-    both = await asyncio.gather(*(engine.post("/generate", asked) for engine in engines))
-    assert [status for status, _ in both] == [200, 200]
+async def test_a_leg_that_stays_alone_ends_after_its_patience() -> None:
+    impatient = ("--bootstrap-timeout-seconds", "0.3", "--waiting-timeout-seconds", "0.6")
+    async with running_pair(*impatient) as engines:
+        status, answer = await engines.prefill.post("/generate", engines.body())
+        assert (status, "KVPoll.Bootstrapping" in answer["error"]["message"]) == (500, True)
+        asked = engines.body()
+        status, answer = await engines.decode.post("/generate", asked)
+        assert status == 500
+
+        async def both_served() -> bool:
+            both = await asyncio.gather(*(engine.post("/generate", asked) for engine in engines))
+            return [status for status, _ in both] == [200, 200]
+
+        await eventually(both_served, what="both legs in the room of the one that was alone")
 
 
-async def test_a_leg_that_goes_ends_the_other(engines: Pair) -> None:
-    slow = engines.body()
-    decoding = asyncio.create_task(engines.decode.post("/generate", slow))
-    prefilling = asyncio.create_task(engines.prefill.post("/generate", slow | {"input_ids": PROMPT * 300}))
-    await asyncio.sleep(0.1)
-    prefilling.cancel()
-    status, _ = await decoding
-    assert status == 500
+async def _admitted(engine: MockerProcess) -> bool:
+    samples = await engine.metrics()
+    return any(value > 0 for name, value in samples.items() if name.startswith("sglang:num_running_reqs"))
+
+
+async def test_a_leg_that_goes_ends_the_other() -> None:
+    async with running_pair("--speedup", "1", "--step-base-ms", "300") as engines:
+        asked = engines.body() | {"input_ids": PROMPT * 300}
+        decoding = asyncio.create_task(engines.decode.post("/generate", asked))
+        prefilling = asyncio.create_task(engines.prefill.post("/generate", asked))
+        await eventually(lambda: _admitted(engines.prefill), what="its prefill")
+        prefilling.cancel()
+        status, _ = await decoding
+        assert status == 500
 
 
 async def test_no_leg_is_served_without_a_room_or_in_one_that_is_open(engines: Pair) -> None:
@@ -195,11 +215,11 @@ async def test_no_leg_is_served_without_a_room_or_in_one_that_is_open(engines: P
             status, answer = await engine.post(path, asked)
             assert (status, "without bootstrap room id" in answer["error"]["message"]) == (400, True)
     asked = engines.body()
-    first = asyncio.create_task(engines.prefill.post("/generate", asked))
-    await asyncio.sleep(0.05)
-    status, answer = await engines.prefill.post("/generate", asked)
+    legs = [asyncio.create_task(engines.prefill.post("/generate", asked)) for _ in range(2)]
+    (refused,), (waits,) = await asyncio.wait(legs, return_when=asyncio.FIRST_COMPLETED)
+    status, answer = refused.result()
     assert (status, "is in use" in answer["error"]["message"]) == (400, True)
-    assert (await first)[0] == 500
+    waits.cancel()
 
 
 async def test_a_decode_engine_whose_prefill_is_gone_fails(engines: Pair) -> None:

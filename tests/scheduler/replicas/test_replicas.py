@@ -160,8 +160,9 @@ async def test_what_a_gateway_that_dies_with_its_scheduler_had_in_flight_ends_wi
             await a.kill()
         assert await b.mark("r0", attempt_id=1), "a call of the gateway that arrives late"
         assert len((await b.state())[0]) == 6
-        # Silent for the owner timeout of ten seconds and found so within another five, then ended by the first of two.
-        async with asyncio.timeout(18):
+        # Silent for the owner timeout of ten seconds and found so within another five, then ended by the first of two:
+        # long before their leases end.
+        async with asyncio.timeout(90):
             await agreed(b, c, requests=0)
         assert set((await b.state())[1].values()) == {IDLE}
 

@@ -29,7 +29,7 @@ async def test_a_process_that_was_stopped_has_time_to_read_what_came_meanwhile()
     time.sleep(0.5)  # noqa: ASYNC251 - nothing of this process runs
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert liveness.silent_seconds <= 0.011, "it has looked once"
+    assert liveness.silent_seconds < 0.05, "it has looked once or twice"
     liveness.stop()
     assert told == []
 

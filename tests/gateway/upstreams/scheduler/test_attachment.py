@@ -208,7 +208,7 @@ async def test_what_was_freed_while_there_was_no_scheduler_stays_free() -> None:
 async def test_it_moves_to_the_next_one_when_one_drains_and_back_when_that_is_stable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attachment, "STABLE_SECONDS", 0.5)
+    monkeypatch.setattr(attachment, "STABLE_SECONDS", 1.5)
     async with world(2) as made:
         first, second = made.scripted
         await until(lambda: made.attached == [True, False])
