@@ -277,7 +277,9 @@ class Bypass:
     """
 
     def __new__(cls, index: BlockIndex, worker: _Name, digests_kept: int) -> Bypass: ...
-    def lend(self, last_id: int, digests: Sequence[tuple[int, int]]) -> bool: ...
+    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], before: int | None = None) -> bool:
+        """Go on behind `last_id`, with batches below `before`; None = with all."""
+
     def take(self) -> tuple[int, list[tuple[int, int]], int, float | None, bool, str] | None:
         """Return the fields of `Progress`."""
 
@@ -292,7 +294,7 @@ class Intake:
     the GIL.
 
     What a bypass declines, and all of its source after it, waits for `take`: at most 256 messages or 8 MiB a source,
-    then its socket is left unread. After sockets were read empty the thread pauses for a millisecond, so that what
+    then its socket is left unread; beyond 256 MiB of all sources, so is every one of which something waits. After sockets were read empty the thread pauses for a millisecond, so that what
     comes meanwhile shares the costs.
     """
 
@@ -309,6 +311,33 @@ class Intake:
             OSError: It cannot be bound, or the system watches no more.
         """
 
+    def replay(
+        self,
+        bypass: Bypass,
+        endpoint: str,
+        first_id: int,
+        *,
+        longest_frame: int,
+        first_within: float,
+        next_within: float,
+    ) -> int | None:
+        """Request all batches from `first_id` on; return a number as `add` does. Replies are offered to the bypass.
+
+        Args:
+            bypass: One of its own.
+            endpoint: The replay socket.
+            first_id: First batch wanted.
+            longest_frame: In bytes.
+            first_within: Seconds until the first reply.
+            next_within: Seconds from one reply to the next.
+        """
+
+    def pause(self, source: int, paused: bool) -> None:
+        """Leave a source unread from where it is connected, or read it again."""
+
+    def hand_over(self, source: int, bytes: int) -> None:
+        """Note that a notice of a replay was dealt with, whose payload has so many bytes."""
+
     def remove(self, source: int) -> None:
         """Close a source's sockets: nothing of it is applied or reported any more."""
 
@@ -318,7 +347,8 @@ class Intake:
         "message", (event id, payload) · "malformed", lengths of the frames · "connected", None: a connection was made, and
         what came over the one before was reported or applied · "unconnected", None: there is none, another one is made when
         that is possible · "refused", reason: it was ended because of what came; where we connect no other one is made ·
-        "stopped", None: see `Bypass.offer` · "failed", reason: the thread has ended; source means nothing.
+        "stopped", None: see `Bypass.offer` · of a replay "reply", (event id, payload), "reply stopped", None, and last "reply end",
+        None, or "reply broken", reason, each of which waits until `hand_over` · "failed", reason: the thread has ended; source means nothing.
         """
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """A source with a bypass and one without it, side by side over random events: in the end both are the same.
 
 Both get the same batches, gaps, repetitions, restarts, reconnects, malformed batches and frames, wrong ranks, Cleared
-events, and replays that answer late, lose replies, break or stay away; looking at the one with the bypass in between
-takes its position back, which must not matter. `KVSCOUT_BYPASS_SEED` reruns one sequence.
+events, and replays that answer late, lose replies, break or stay away; the one with
+the bypass has one for replies as well. Looking at it in between takes its position back, which must not matter. `KVSCOUT_BYPASS_SEED` reruns one sequence.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.native import NativeIndex, make_bypass
 from kvscout_blocks.source.decisions import SequencedBatch
 from kvscout_blocks.source.feed import Bypass, HistoryBroken, Lent, Progress, SourceInput, SourceState
+from kvscout_blocks.source.held import HELD_BATCHES
 from kvscout_blocks.source.sequence import DIGESTS_KEPT
 from kvscout_blocks.source.source import Source
 from kvscout_blocks.source.zmq_feed import ZmqFeed
@@ -45,6 +46,7 @@ class NativeBypass:
 
     def __init__(self, index: NativeIndex) -> None:
         self.bypass = make_bypass(index, RANK, DIGESTS_KEPT)
+        self.of_replay = make_bypass(index, RANK, HELD_BATCHES)
         self.stopped: Callable[[], None] = lambda: None
 
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
@@ -52,9 +54,18 @@ class NativeBypass:
         self.stopped = stopped
         return self.bypass.lend(last_id, digests)
 
+    def lend_replay(self, last_id: int, before: int | None, stopped: Callable[[], None]) -> bool:
+        assert self.of_replay is not None
+        self.stopped = stopped
+        return self.of_replay.lend(last_id, [], before)
+
+    def pause(self, *, paused: bool) -> None:
+        """What is delivered comes all the same: reading it later is another order of the same operations."""
+
     def take(self) -> Progress | None:
         assert self.bypass is not None
-        taken = self.bypass.take()
+        assert self.of_replay is not None
+        taken = self.bypass.take() or self.of_replay.take()
         return Progress(*taken) if taken is not None else None
 
     def peek(self) -> Lent | None:
@@ -128,7 +139,7 @@ class Side:
         self.broken = False
         self.defects: list[BaseException] = []
         self.told: list[bool] = []
-        self.applied_by_bypass = 0
+        self.applied_by_bypass = self.replayed_by_bypass = 0
         side = self
 
         class Feed(ZmqFeed):
@@ -143,7 +154,7 @@ class Side:
                 for number, (seq, payload) in enumerate(replies):
                     # Engines' sockets drop what outruns them, but never the first reply: here by the seq alone, so
                     # that both sides lose the same.
-                    if number == 0 or number % engine.kept_of_replays:
+                    if (number == 0 or number % engine.kept_of_replays) and not side.offer_reply(seq, payload):
                         yield self._sequenced(Message(seq, payload))
                 if len(replies) % engine.kept_of_replays == 0:
                     raise HistoryBroken("no end came")
@@ -171,6 +182,15 @@ class Side:
             failed=self.defects.append,
         )
         self.source.open()
+
+    def offer_reply(self, seq: int, payload: bytes) -> bool:
+        """What the reader does with a reply: whether that was all."""
+        bypass = self.bypass.of_replay if self.bypass is not None else None
+        offered = bypass.offer(seq, payload) if bypass is not None else "declined"
+        self.replayed_by_bypass += offered != "declined"
+        if offered == "stopped" and self.bypass is not None:
+            self.bypass.stopped()
+        return offered != "declined"
 
     def deliver(self, message: Message) -> None:
         """What the reader and the subscription do with a message."""
@@ -266,6 +286,7 @@ async def run(seed: int) -> Counter[str]:
     assert sides[0].state() == sides[1].state()
     happened = +sides[0].source.sequence.counters
     happened["bypass"] = sides[0].applied_by_bypass
+    happened["replayed"] = sides[0].replayed_by_bypass
     happened["resets"] = sides[0].source.resets
     for side in sides:
         side.index.check_invariants()
@@ -287,6 +308,7 @@ async def test_with_and_without_a_bypass_every_sequence_ends_the_same() -> None:
     if not ONE_SEED:
         kinds = (
             "bypass",
+            "replayed",
             "applied",
             "gaps",
             "restarts",

@@ -108,6 +108,22 @@ async def test_more_than_waits_for_a_busy_loop_stays_in_the_socket_and_comes_in_
     assert world.told == ["connected", *range(count)]
 
 
+async def test_what_comes_while_a_source_is_paused_stays_in_the_socket_and_comes_afterwards(world: World) -> None:
+    subscription = world.connect()
+    await world.until_told(1)
+    subscription.pause(paused=True)
+    world.publisher.send(0, 20)
+    other = world.subscribe(world.publisher.endpoint)
+    await world.until_told(2)
+    world.publisher.await_subscription()
+    assert world.told == ["connected"] * 2
+    subscription.pause(paused=False)
+    await world.until_told(2 + 20)
+    assert world.told[2:] == list(range(20))
+    subscription.close()
+    other.close()
+
+
 async def test_malformed_frames_are_reported_with_their_lengths(world: World) -> None:
     subscription = world.connect()
     await world.until_told(1)

@@ -70,7 +70,7 @@ class Progress(NamedTuple):
     last_id: int
     """Last batch applied."""
     digests: Sequence[tuple[int, int]]
-    """(id, digest) of the last batches applied, oldest first."""
+    """(id, digest) of the last batches applied, oldest first; of a replay only those since it was lent."""
     applied: int
     """Batches applied since it was lent."""
     age_seconds: float | None
@@ -106,6 +106,18 @@ class Bypass(Protocol):
             digests: (id, digest) of the last batches applied, oldest first.
             stopped: Called on the event loop if the bypass stops because of what the index said, not of what came.
         """
+
+    def lend_replay(self, last_id: int, before: int | None, stopped: Callable[[], None]) -> bool:
+        """Let the bypass go on with the replies of the replay that is being read; False: not now.
+
+        Args:
+            last_id: Last batch applied.
+            before: Replies from this one on are not for the bypass; None: all are.
+            stopped: See `lend`.
+        """
+
+    def pause(self, *, paused: bool) -> None:
+        """Leave what comes live where it is, in sockets, or read it again. Connections are made either way."""
 
     def take(self) -> Progress | None:
         """Return the position back; None: it was not lent. From now on the bypass does nothing."""

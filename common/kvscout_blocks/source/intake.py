@@ -5,6 +5,7 @@
     sockets ──▶ native thread ──▶ bypass ──▶ index        the next batch in order, nothing to decide
                        │
                        └── queue ──▶ Intake, on the event loop ──▶ IntakeSubscription ──▶ callbacks   all else, in order
+                                                              └──▶ IntakeReplay ──▶ replies
 
 The event loop sleeps while engines behave; large batches are decoded beside it, without the GIL. The thread speaks ZMTP
 itself: libzmq has a thread of its own, which costs as much as all the rest.
@@ -13,15 +14,17 @@ itself: libzmq has a thread of its own, which costs as much as all the rest.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvscout_blocks.bytes.frames import Message, malformed_frames
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.index.native import make_bypass, make_intake_thread
 from kvscout_blocks.source import subscriber
-from kvscout_blocks.source.feed import Lent, Progress
+from kvscout_blocks.source.feed import HistoryBroken, Lent, Progress
+from kvscout_blocks.source.held import HELD_BATCHES
 from kvscout_blocks.source.sequence import DIGESTS_KEPT
 from kvscout_blocks.source.subscriber import BURST, Callbacks
 from kvscout_common.process.endings import INTENDED
@@ -49,7 +52,7 @@ class Intake:
     def __init__(self, thread: Any, *, failed: Callable[[BaseException], None]) -> None:
         self._thread = thread
         self._failed = failed
-        self._subscriptions: dict[int, IntakeSubscription] = {}
+        self._subscriptions: dict[int, IntakeSubscription | IntakeReplay] = {}
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(thread.fileno(), self._drain)
 
@@ -82,12 +85,40 @@ class Intake:
         if number is None:
             return None
 
-        def close() -> None:
-            del self._subscriptions[number]
-            self._thread.remove(number)
-
-        self._subscriptions[number] = subscription = IntakeSubscription(bypass, callbacks, close)
+        subscription = IntakeSubscription(
+            bypass, callbacks, partial(self._close, number), partial(self._thread.pause, number)
+        )
+        self._subscriptions[number] = subscription
         return subscription
+
+    def replay(self, endpoint: str, rank: WorkerRank, index: BlockIndex, first_id: int) -> IntakeReplay | None:
+        """Request all batches from `first_id` on from a replay socket; None: as of `subscribe`.
+
+        Raises:
+            OSError: The thread has ended.
+        """
+        bypass = make_bypass(index, rank, HELD_BATCHES)
+        if bypass is None:
+            return None
+        number = self._thread.replay(
+            bypass,
+            endpoint,
+            first_id,
+            longest_frame=subscriber.MAX_FRAME_BYTES,
+            first_within=subscriber.REPLAY_IDLE_SECONDS,
+            next_within=subscriber.REPLAY_PAUSE_SECONDS,
+        )
+        if number is None:
+            return None
+        replay = IntakeReplay(
+            bypass, endpoint, partial(self._close, number), partial(self._thread.hand_over, number)
+        )
+        self._subscriptions[number] = replay
+        return replay
+
+    def _close(self, number: int) -> None:
+        del self._subscriptions[number]
+        self._thread.remove(number)
 
     def _drain(self) -> None:
         """Deliver a burst; the descriptor stays readable while there is more."""
@@ -113,10 +144,13 @@ class Intake:
 class IntakeSubscription:
     """One source; a `feed.Bypass` whose other batches come as from a `subscriber.Subscription`."""
 
-    def __init__(self, bypass: Any, callbacks: Callbacks, close: Callable[[], None]) -> None:
+    def __init__(
+        self, bypass: Any, callbacks: Callbacks, close: Callable[[], None], pause: Callable[[bool], None]
+    ) -> None:
         self._bypass = bypass
         self._callbacks = callbacks
         self._close = close
+        self._pause = pause
         self._on_stopped: Callable[[], None] = lambda: None
         self.undelivered = 0
         """Notices that are here, and not delivered yet."""
@@ -135,6 +169,11 @@ class IntakeSubscription:
         self._on_stopped = stopped
         lent: bool = self._bypass.lend(last_id, digests)
         return lent
+
+    def pause(self, *, paused: bool) -> None:
+        """See `feed.Bypass.pause`."""
+        if not self._closed:
+            self._pause(paused)
 
     def take(self) -> Progress | None:
         """See `feed.Bypass.take`."""
@@ -162,3 +201,61 @@ class IntakeSubscription:
                 self._callbacks.on_refused(detail)
             case "stopped":
                 self._on_stopped()
+
+
+class IntakeReplay:
+    """One replay, whose usual replies are applied by the thread while a position is lent."""
+
+    def __init__(
+        self, bypass: Any, endpoint: str, close: Callable[[], None], hand_over: Callable[[int], None]
+    ) -> None:
+        self._bypass = bypass
+        self._endpoint = endpoint
+        self._close = close
+        self._hand_over = hand_over
+        self._on_stopped: Callable[[], None] = lambda: None
+        self.undelivered = 0
+        self._waiting: deque[tuple[str, Any]] = deque()
+        self._news = asyncio.Event()
+
+    def close(self) -> None:
+        """Close the socket; nothing is applied afterwards."""
+        self._close()
+
+    def lend(self, last_id: int, before: int | None, stopped: Callable[[], None]) -> bool:
+        """See `feed.Bypass.lend_replay`."""
+        self._on_stopped = stopped
+        lent: bool = self._bypass.lend(last_id, [], before)
+        return lent
+
+    def take(self) -> Progress | None:
+        """See `feed.Bypass.take`."""
+        taken = self._bypass.take()
+        return Progress(*taken) if taken is not None else None
+
+    def deliver(self, kind: str, detail: Any) -> None:
+        """Keep one notice of the thread for `replies`."""
+        self._waiting.append((kind, detail))
+        self._news.set()
+
+    async def replies(self) -> AsyncGenerator[Message, None]:
+        """Yield the replies that were not applied by the thread, to the end of the replay.
+
+        Raises:
+            HistoryBroken: If the engine falls silent, or sends something else.
+        """
+        while True:
+            while self._waiting:
+                kind, detail = self._waiting.popleft()
+                self._hand_over(len(detail[1]) if kind == "reply" else 0)
+                match kind:
+                    case "reply":
+                        yield Message(*detail)
+                    case "reply stopped":
+                        self._on_stopped()
+                    case "reply end":
+                        return
+                    case "reply broken":
+                        raise HistoryBroken(f"{self._endpoint}: {detail}")
+            self._news.clear()
+            await self._news.wait()

@@ -45,6 +45,11 @@ class Replay:
         self.retry_at = None
         self.failures = 0
 
+    @property
+    def goes_on(self) -> bool:
+        """Return whether replies came that continue what was applied, and nothing about them is doubted."""
+        return self.active and self.answered and self.verified and not self.healing
+
     def moved(self, epoch: int, last_id: int | None) -> bool:
         """Return whether this round has moved the cursor."""
         return self._begun_at != (epoch, last_id)

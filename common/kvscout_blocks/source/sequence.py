@@ -142,6 +142,16 @@ class SourceSequence(Generic[T]):
         )
 
     @property
+    def replays_quietly(self) -> bool:
+        """Return whether the next reply in order, below `first_held`, would only be applied."""
+        return self.last_id is not None and not (self.epoch or self.misconfigured) and self._replay.goes_on
+
+    @property
+    def first_held(self) -> int | None:
+        """Return the lowest id that is held; None: nothing is."""
+        return min(self._held, default=None)
+
+    @property
     def digests(self) -> list[tuple[int, int]]:
         """Return (id, digest) of the last batches applied, oldest first."""
         return list(self._digests.items())
@@ -152,6 +162,14 @@ class SourceSequence(Generic[T]):
             self.last_id, self._digests = last_id, dict(digests)
             self._highest_live = max(self._highest_live, last_id)
             self._publishers.note(last_id - applied + 1, last_id)
+            self.counters["applied"] += applied
+
+    def advance_replay(self, *, last_id: int, digests: Iterable[tuple[int, int]], applied: int) -> None:
+        """Note that the next `applied` replies were applied by a bypass, since it was `replays_quietly`."""
+        if applied:
+            self.last_id = last_id
+            self._digests.update(digests)
+            self._trim()
             self.counters["applied"] += applied
 
     def restore(self, *, epoch: int, last_id: int | None, last_digest: int | None = None) -> None:

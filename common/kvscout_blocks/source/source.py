@@ -8,6 +8,9 @@
      │          └────────────│──────┘                      │
      └──▶ Bypass ◀─ position ┘ ── what is next, and usual ─┘
 
+While a replay waits for its turn or is being answered, what comes live stays in its socket where that is read natively: so much
+need not be held here, and the engine's own queue holds it.
+
 While a state is loaded, blocks are demoted or a cut is taken, of a rank with many blocks, the `Gate` is closed: what
 comes meanwhile waits there, in order, and nothing else does.
 """
@@ -43,6 +46,8 @@ YIELD_EVERY = 32
 """Replayed batches between two iterations of the event loop."""
 RECOVERY_INTERVAL_SECONDS = 600.0
 """A worker whose counts are impossible is recovered at most this often."""
+UNANSWERED_SECONDS = 0.1
+"""What comes live is read again where a replay whose turn came is not answered for so long."""
 SMALL_STATE_BYTES = 16 * 1024
 """Size up to which a state is loaded in one step: about 1,000 blocks."""
 
@@ -120,6 +125,8 @@ class Source:
         self._bypass: Bypass | None = None
         self._lent: Bypass | None = None
         """Bypass that has the position of the sequence; None = the sequence has it."""
+        self._lent_replay = False
+        """It was lent for replies."""
         self.malformed_frames = 0
         self.faulty_events = 0
         self.resets = 0
@@ -193,7 +200,7 @@ class Source:
         """Return what it is like now; unlike `sequence` this leaves to a bypass what was lent to it."""
         sequence, received_at = self._sequence, self.received_at
         last_id, applied = sequence.last_id, sequence.counters["applied"]
-        lent = self._lent.peek() if self._lent is not None else None
+        lent = self._lent.peek() if self._lent is not None and not self._lent_replay else None
         if lent is not None and lent.applied:
             last_id, applied = lent.last_id, applied + lent.applied
             received_at = self._clock() - (lent.age_seconds or 0.0)
@@ -307,8 +314,10 @@ class Source:
         self._lent = None
         progress = bypass.take()
         if progress is not None and progress.applied:
-            self._sequence.advance(last_id=progress.last_id, digests=progress.digests, applied=progress.applied)
-            self.received_at = self._clock() - (progress.age_seconds or 0.0)
+            advance = self._sequence.advance_replay if self._lent_replay else self._sequence.advance
+            advance(last_id=progress.last_id, digests=progress.digests, applied=progress.applied)
+            if not self._lent_replay:
+                self.received_at = self._clock() - (progress.age_seconds or 0.0)
             self._judge(Applied(0, 0, progress.over_capacity, progress.incompatible))
 
     def _lend(self) -> None:
@@ -316,11 +325,20 @@ class Source:
         if self._bypass is None or self._observer is not None or self._over_capacity or self._incompatible:
             return
         sequence = self.sequence
-        if sequence.quiet and sequence.last_id is not None:
-            lent = self._bypass.lend(
-                sequence.last_id, sequence.digests, lambda: self._gate.do(lambda: self._carry_out([]))
-            )
-            self._lent = self._bypass if lent else None
+        self._lent_replay = sequence.replays_quietly
+        lent = False
+        if sequence.last_id is not None and self._lent_replay:
+            lent = self._bypass.lend_replay(sequence.last_id, sequence.first_held, self._on_stopped)
+        elif sequence.last_id is not None and sequence.quiet:
+            lent = self._bypass.lend(sequence.last_id, sequence.digests, self._on_stopped)
+        self._lent = self._bypass if lent else None
+
+    def _on_stopped(self) -> None:
+        self._gate.do(lambda: self._carry_out([]))
+
+    def _pause(self, *, paused: bool) -> None:
+        if self._bypass is not None:
+            self._bypass.pause(paused=paused)
 
     def _set_incomplete(self, incomplete: bool) -> None:
         if incomplete != self._incomplete:
@@ -508,8 +526,11 @@ class Source:
             await self._load_from_peers(request)
             broken = None
             if self.feed.can_replay:
-                async with self._recoveries:
-                    broken = await self._read_replay(request)
+                try:
+                    broken = await self._read_replay_in_turn(request)
+                finally:
+                    if self._replay is asyncio.current_task():  # else a later one decides
+                        self._pause(paused=False)
             await self._gate.opened()
             if broken is None:
                 self._carry_out(self.sequence.on_replay_end(request.attempt, self._clock()))
@@ -532,7 +553,23 @@ class Source:
             await self._load(request.attempt, state, second_hand=True)
         self.peers.over.set()
 
-    async def _read_replay(self, request: RequestReplay) -> HistoryBroken | None:
+    async def _read_replay_in_turn(self, request: RequestReplay) -> HistoryBroken | None:
+        if not self._recoveries.locked():
+            async with self._recoveries:
+                return await self._read_replay(request)
+        self._pause(paused=True)
+        async with self._recoveries:
+            # An engine may answer live only: that may be all that is needed.
+            loop = asyncio.get_running_loop()
+            unanswered = loop.call_later(UNANSWERED_SECONDS, partial(self._pause, paused=False))
+            try:
+                return await self._read_replay(request, unanswered)
+            finally:
+                unanswered.cancel()
+
+    async def _read_replay(
+        self, request: RequestReplay, unanswered: asyncio.TimerHandle | None = None
+    ) -> HistoryBroken | None:
         """Read a replay to its end, or to where it broke, or until a later request has taken over."""
         count = 0
         first_id = request.first_id
@@ -542,13 +579,18 @@ class Source:
         try:
             async with aclosing(self.feed.history(first_id)) as replies:
                 async for reply in replies:
+                    if not count:
+                        if unanswered is not None:
+                            unanswered.cancel()
+                        self._pause(paused=True)
                     await self._gate.opened()
                     if isinstance(reply, SourceState):
                         if not await self._load(request.attempt, reply):
                             return HistoryBroken("its state cannot be loaded")
                     else:
                         self._carry_out(self.sequence.on_replay(request.attempt, reply, self._clock()))
-                    if self.sequence.attempt != request.attempt:
+                    # Of the sequence itself: its position is lent for the replies that follow.
+                    if self._sequence.attempt != request.attempt:
                         return None
                     count += 1
                     if count % YIELD_EVERY == 0:

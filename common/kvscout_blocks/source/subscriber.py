@@ -141,6 +141,9 @@ class Subscription:
         """Return False: every batch is called back with."""
         return False
 
+    def pause(self, *, paused: bool) -> None:
+        """Go on reading: what comes is held by the sequence."""
+
     def take(self) -> None:
         """Return None: nothing is lent."""
 

@@ -16,6 +16,7 @@ from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.decisions import SequencedBatch, digest
 from kvscout_blocks.source.feed import Bypass, HistoryBroken, Lent, Progress, SourceInput, SourceState
 from kvscout_blocks.source.host_names import host_name, resolved
+from kvscout_blocks.source.intake import IntakeReplay
 from kvscout_blocks.source.subscriber import Callbacks
 from kvscout_blocks.source.zmq_reader import ZmqReader, ZmqSubscription
 from kvscout_common.observability.telemetry import RateLimitedLog
@@ -82,8 +83,11 @@ class ZmqFeed:
         self._look_up_at = 0.0
         self._connects_to = ""
         self._subscription: ZmqSubscription | None = None
+        self._replay: IntakeReplay | None = None
+        """What is being replayed natively."""
+        self._paused = False
         self._left: Progress | None = None
-        """Progress of a bypass whose subscription was closed meanwhile."""
+        """Progress of a bypass whose subscription or replay was closed meanwhile."""
 
     def open(self, source: SourceInput) -> Bypass | None:
         """See `Feed.open`."""
@@ -96,11 +100,22 @@ class ZmqFeed:
         """See `Bypass.lend`."""
         return self._subscription is not None and self._subscription.lend(last_id, digests, stopped)
 
+    def lend_replay(self, last_id: int, before: int | None, stopped: Callable[[], None]) -> bool:
+        """See `Bypass.lend_replay`."""
+        return self._replay is not None and self._replay.lend(last_id, before, stopped)
+
+    def pause(self, *, paused: bool) -> None:
+        """See `Bypass.pause`."""
+        self._paused = paused
+        if self._subscription is not None:
+            self._subscription.pause(paused=paused)
+
     def take(self) -> Progress | None:
         """See `Bypass.take`."""
         left, self._left = self._left, None
-        if left is None and self._subscription is not None:
-            left = self._subscription.take()
+        for lent in (self._subscription, self._replay):
+            if left is None and lent is not None:
+                left = lent.take()
         return left
 
     def peek(self) -> Lent | None:
@@ -115,6 +130,7 @@ class ZmqFeed:
         if self._looking_up is not None:
             self._looking_up.cancel()
         self._unsubscribe()
+        self._end_replay()
         # Else the index, megabytes outside of Python's sight, lives until the garbage collector looks for cycles.
         self._source = None
 
@@ -130,9 +146,23 @@ class ZmqFeed:
             endpoint = await resolved(self.address.replay_endpoint)
         except OSError as error:
             raise HistoryBroken(f"{self.address.replay_endpoint}: {error}") from error
-        async with aclosing(self._reader.replay(endpoint, first_id)) as replies:
-            async for message in replies:
-                yield self._sequenced(message)
+        native = self._reader.native_replay(endpoint, self._rank, self._index, first_id)
+        self._end_replay()
+        self._replay = native
+        try:
+            replies = native.replies() if native is not None else self._reader.replay(endpoint, first_id)
+            async with aclosing(replies):
+                async for message in replies:
+                    yield self._sequenced(message)
+        finally:
+            if native is not None and self._replay is native:
+                self._end_replay()
+
+    def _end_replay(self) -> None:
+        if self._replay is not None:
+            self._left = self._replay.take() or self._left
+            self._replay.close()
+        self._replay = None
 
     def _begin(self) -> None:
         """Open the socket, or begin to look up its host name."""
@@ -165,6 +195,8 @@ class ZmqFeed:
             address = replace(self.address, endpoint=endpoint)
             self._subscription = self._reader.subscribe(address, self._rank, self._index, self._callbacks(source))
             self._connects_to = endpoint
+            if self._paused:
+                self._subscription.pause(paused=True)
         except (zmq.ZMQError, OSError) as error:
             reason = f"{self.address.endpoint}: {error}"
             if reason != self.broken:

@@ -3,7 +3,7 @@
 ::
 
     PUB sockets ──▶ Intake (native) or Subscription (libzmq) ──▶ callbacks
-    replay sockets ──▶ replay (libzmq)
+    replay sockets ──▶ IntakeReplay (native) or replay (libzmq) ──▶ replies
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import zmq
 
 from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.index.block_index import BlockIndex
+from kvscout_blocks.source import subscriber
 from kvscout_blocks.source.feed import Lent, Progress
-from kvscout_blocks.source.intake import make_intake
+from kvscout_blocks.source.intake import IntakeReplay, make_intake
 from kvscout_blocks.source.subscriber import Callbacks, Subscription, replay
 from kvscout_common.worker import EventEndpoint, WorkerRank
 
@@ -26,6 +27,9 @@ class ZmqSubscription(Protocol):
 
     def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
         """See `feed.Bypass.lend`."""
+
+    def pause(self, *, paused: bool) -> None:
+        """See `feed.Bypass.pause`."""
 
     def take(self) -> Progress | None:
         """See `feed.Bypass.take`."""
@@ -60,9 +64,20 @@ class ZmqReader:
         native = self._intake.subscribe(endpoint, rank, index, callbacks) if self._intake is not None else None
         return native or Subscription(self._context, endpoint, callbacks)
 
+    def native_replay(
+        self, endpoint: str, rank: WorkerRank, index: BlockIndex, first_id: int
+    ) -> IntakeReplay | None:
+        """Request every batch from `first_id` on; None: `replay` can, the native thread cannot.
+
+        Raises:
+            OSError: The thread has ended.
+        """
+        return self._intake.replay(endpoint, rank, index, first_id) if self._intake is not None else None
+
     def replay(self, endpoint: str, first_id: int) -> AsyncGenerator[Message, None]:
         """Return every batch from `first_id` on from a replay socket; see `subscriber.replay`."""
-        return replay(self._context, endpoint, first_id)
+        idle, pause = subscriber.REPLAY_IDLE_SECONDS, subscriber.REPLAY_PAUSE_SECONDS
+        return replay(self._context, endpoint, first_id, idle_seconds=idle, pause_seconds=pause)
 
     def close(self) -> None:
         """Close every socket."""

@@ -32,6 +32,7 @@ fn read(bytes: &[u8], size: usize) -> Read {
                             batches.push((seq, payload.to_vec()))
                         }
                         Step::Message(Message::Malformed(lengths)) => malformed.push(lengths),
+                        Step::Message(Message::End) => unreachable!("a subscriber requests no replay"),
                         Step::Wants(count) => {
                             assert!(count > 0 && count <= LONGEST + 128 * 1024);
                             break;

@@ -22,6 +22,8 @@ pub struct Position {
     pub last_id: u64,
     /// (id, digest) of the last batches, oldest first.
     pub digests: VecDeque<(u64, u64)>,
+    /// Batches from this one on are left to who lent it; None: none are.
+    pub before: Option<u64>,
 }
 
 /// What a bypass has done with a position.
@@ -57,14 +59,22 @@ struct State {
     /// What came and waits to be decided about, in messages and in bytes.
     pending: usize,
     pending_bytes: usize,
-    /// Left unread because too much waits.
+    /// Left unread because too much waits, or it is paused.
     stalled: bool,
+    paused: bool,
     closed: bool,
 }
 
 impl State {
     fn full(&self) -> bool {
-        self.pending >= PENDING || self.pending_bytes >= PENDING_BYTES
+        self.paused || self.pending >= PENDING || self.pending_bytes >= PENDING_BYTES
+    }
+
+    /// Whether it was left unread and is to be read again.
+    fn resumes(&mut self) -> bool {
+        let resumes = self.stalled && !self.full();
+        self.stalled &= !resumes;
+        resumes
     }
 
     fn stop(&mut self) {
@@ -118,11 +128,20 @@ impl Bypass {
         self.state.lock().closed = true;
     }
 
-    /// Whether so much waits that the source is to be left unread, until `hand_over` says otherwise.
-    pub fn stall_if_full(&self) -> bool {
+    /// Whether so much waits that the source is to be left unread, until `hand_over` or `pause` says otherwise.
+    ///
+    /// `crowded`: so much waits of all sources that more is read only where nothing waits.
+    pub fn stall_if_full(&self, crowded: bool) -> bool {
         let mut state = self.state.lock();
-        state.stalled = state.full();
+        state.stalled = state.full() || (crowded && state.pending > 0);
         state.stalled
+    }
+
+    /// Has the source left unread, or read again; whether it is to be read again now.
+    pub fn pause(&self, paused: bool) -> bool {
+        let mut state = self.state.lock();
+        state.paused = paused;
+        state.resumes()
     }
 
     /// Notes that the event loop will decide about something: until then the bypass does nothing.
@@ -138,9 +157,7 @@ impl Bypass {
         let mut state = self.state.lock();
         state.pending -= 1;
         state.pending_bytes -= bytes;
-        let resume = state.stalled && !state.full();
-        state.stalled &= !resume;
-        resume
+        state.resumes()
     }
 
     /// Applies a batch if it is the usual case; it is read into `batch`, whatever that contains. One that is declined
@@ -154,7 +171,10 @@ impl Bypass {
             return Offered::Declined;
         }
         let Some(progress) = &mut state.lent else { return Offered::Declined };
-        if progress.position.last_id.checked_add(1) != Some(event_id) {
+        let position = &progress.position;
+        if position.last_id.checked_add(1) != Some(event_id)
+            || position.before.is_some_and(|id| id <= event_id)
+        {
             state.stop();
             return Offered::Declined;
         }

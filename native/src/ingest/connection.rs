@@ -66,10 +66,10 @@ pub struct Connection {
 
 impl Connection {
     /// Of a socket that is registered, connected or about to be.
-    pub fn new(stream: Stream, topic: &[u8], longest_frame: usize, now: Instant) -> Self {
+    pub fn new(stream: Stream, session: Session, now: Instant) -> Self {
         Self {
             stream,
-            session: Session::new(topic, longest_frame),
+            session,
             connecting: true,
             readable: true,
             writable: true,
@@ -91,6 +91,11 @@ impl Connection {
     /// Bytes held.
     pub fn held(&self) -> usize {
         self.left.len()
+    }
+
+    /// Notes that it is left unread for now, so that silence means nothing.
+    pub fn stall(&mut self) {
+        self.stalled = true;
     }
 
     pub fn on_readiness(&mut self, readable: bool, writable: bool, ended: bool) {
@@ -346,7 +351,7 @@ mod tests {
             engine.set_nonblocking(true).expect("a socket");
             let start = Instant::now();
             let stream = Stream::Unix(mio::net::UnixStream::from_std(ours));
-            let connection = Connection::new(stream, b"", LONGEST, start);
+            let connection = Connection::new(stream, Session::new(b"", LONGEST), start);
             Self { connection, engine, start, emitted: Vec::new(), takes: usize::MAX }
         }
 
@@ -380,6 +385,7 @@ mod tests {
                         News::Opened => "opened".into(),
                         News::Message(Message::Batch { seq, payload }) => format!("{seq}: {}", payload.len()),
                         News::Message(Message::Malformed(lengths)) => format!("{lengths:?}"),
+                        News::Message(Message::End) => "end".into(),
                     });
                     *takes > 0
                 });

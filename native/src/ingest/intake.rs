@@ -16,6 +16,8 @@ use parking_lot::Mutex;
 use super::bypass::Bypass;
 use super::mailbox::Mailbox;
 use super::place::Place;
+use super::reader::Reader;
+use super::replay::{Replay, Request};
 use super::source::{Context, Sockets, split};
 use crate::events::Batch;
 
@@ -46,6 +48,17 @@ pub enum Notice {
     Refused(String),
     /// The bypass has stopped because of what the index said of the last batch.
     Stopped,
+    /// The same of a replay's bypass. Notices of a replay stay pending until `hand_over`.
+    ReplayStopped,
+    /// A reply that the bypass declined.
+    Reply {
+        event_id: u64,
+        payload: Vec<u8>,
+    },
+    /// The replay came to its end.
+    ReplayEnd,
+    /// The replay broke off, and why.
+    ReplayBroken(String),
     /// The thread has ended by a defect.
     Failed(String),
 }
@@ -59,7 +72,10 @@ pub struct Item {
 
 impl Notice {
     fn bytes(&self) -> usize {
-        if let Self::Message { payload, .. } = self { payload.len() } else { 0 }
+        match self {
+            Self::Message { payload, .. } | Self::Reply { payload, .. } => payload.len(),
+            _ => 0,
+        }
     }
 }
 
@@ -76,7 +92,7 @@ pub struct Address<'a> {
 struct Source {
     bypass: Arc<Bypass>,
     /// None once it was removed.
-    sockets: Mutex<Option<Sockets>>,
+    reader: Mutex<Option<Reader>>,
 }
 
 #[derive(Default)]
@@ -91,6 +107,8 @@ struct Inbox {
 struct Shared {
     inbox: Mutex<Inbox>,
     mailbox: Mailbox<Item>,
+    /// Bytes in the mailbox.
+    waiting: AtomicUsize,
     ended: AtomicBool,
 }
 
@@ -113,6 +131,7 @@ impl Intake {
         let shared = Arc::new(Shared {
             inbox: Mutex::default(),
             mailbox: Mailbox::new()?,
+            waiting: AtomicUsize::new(0),
             ended: AtomicBool::new(false),
         });
         let mut thread = Thread {
@@ -163,11 +182,41 @@ impl Intake {
         } else {
             Sockets::connecting(number, place, topic, longest_frame)
         };
-        let source = Arc::new(Source { bypass, sockets: Mutex::new(Some(sockets)) });
+        self.watch(number, bypass, Reader::Live(sockets))
+    }
+
+    /// Requests a replay, whose usual replies are applied by a bypass of its own; its number, as of a source.
+    pub fn replay(&self, bypass: Arc<Bypass>, request: Request) -> io::Result<usize> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        self.watch(number, bypass, Reader::Replay(Replay::new(number, request)))
+    }
+
+    fn watch(&self, number: usize, bypass: Arc<Bypass>, reader: Reader) -> io::Result<usize> {
+        let source = Arc::new(Source { bypass, reader: Mutex::new(Some(reader)) });
         self.sources.lock().insert(number, Arc::clone(&source));
         self.shared.inbox.lock().added.push((number, source));
         self.waker.wake()?;
         Ok(number)
+    }
+
+    /// Leaves a source unread once it is connected, or has it read again.
+    pub fn pause(&self, number: usize, paused: bool) -> io::Result<()> {
+        let resumed = self.sources.lock().get(&number).is_some_and(|source| source.bypass.pause(paused));
+        self.resume(if resumed { vec![number] } else { Vec::new() })
+    }
+
+    /// Notes that a notice of a replay was dealt with; bytes as of its payload.
+    pub fn hand_over(&self, number: usize, bytes: usize) -> io::Result<()> {
+        let resumed = self.sources.lock().get(&number).is_some_and(|source| source.bypass.hand_over(bytes));
+        self.resume(if resumed { vec![number] } else { Vec::new() })
+    }
+
+    fn resume(&self, numbers: Vec<usize>) -> io::Result<()> {
+        if numbers.is_empty() {
+            return Ok(());
+        }
+        self.shared.inbox.lock().resumed.extend(numbers);
+        self.waker.wake()
     }
 
     /// Closes a source's sockets and its bypass: nothing of it is applied or reported any more.
@@ -175,7 +224,7 @@ impl Intake {
         let Some(source) = self.sources.lock().remove(&number) else { return Ok(()) };
         source.bypass.close();
         // Here and not in the thread, so that an address that was bound is free at once.
-        drop(source.sockets.lock().take());
+        drop(source.reader.lock().take());
         self.shared.inbox.lock().removed.push(number);
         self.waker.wake()
     }
@@ -186,21 +235,24 @@ impl Intake {
         let sources = self.sources.lock();
         let mut resumed = Vec::new();
         let known = |item: &Item| {
+            let bytes = item.notice.bytes();
+            self.shared.waiting.fetch_sub(bytes, Ordering::Relaxed);
             let Some(source) = sources.get(&item.source) else {
                 return matches!(item.notice, Notice::Failed(_));
             };
-            if source.bypass.hand_over(item.notice.bytes()) {
+            let of_replay = matches!(
+                item.notice,
+                Notice::Reply { .. } | Notice::ReplayEnd | Notice::ReplayBroken(_) | Notice::ReplayStopped
+            );
+            if !of_replay && source.bypass.hand_over(bytes) {
                 resumed.push(item.source);
             }
             true
         };
         let items = items.into_iter().filter(known).collect();
         drop(sources);
-        if !resumed.is_empty() {
-            self.shared.inbox.lock().resumed.extend(resumed);
-            // It fails only when the poll is gone, and then the thread is.
-            let _ = self.waker.wake();
-        }
+        // It fails only when the poll is gone, and then the thread is.
+        let _ = self.resume(resumed);
         items
     }
 
@@ -294,7 +346,7 @@ impl Thread {
             for number in inbox.removed {
                 self.sources.remove(&number);
             }
-            let held = |watched: &Watched| watched.source.sockets.lock().as_ref().map_or(0, Sockets::held);
+            let held = |watched: &Watched| watched.source.reader.lock().as_ref().map_or(0, Reader::held);
             self.unfinished = self.sources.values().map(held).sum();
         }
         for number in inbox.resumed {
@@ -305,8 +357,8 @@ impl Thread {
     fn note_readiness(&mut self, event: &Event) {
         let (number, slot) = split(event.token());
         if let Some(watched) = self.sources.get(&number) {
-            if let Some(sockets) = &mut *watched.source.sockets.lock() {
-                sockets.on_readiness(slot, event);
+            if let Some(reader) = &mut *watched.source.reader.lock() {
+                reader.on_readiness(slot, event);
             }
             self.make_ready(number);
         }
@@ -325,12 +377,12 @@ impl Thread {
         let Some(watched) = self.sources.get_mut(&number) else { return };
         watched.ready = false;
         let source = Arc::clone(&watched.source);
-        let goes_on = self.with(number, &source, now, |sockets, context, leave| {
-            let goes_on = sockets.drive(context, &source.bypass, leave);
-            (goes_on, sockets.retry_at())
+        let goes_on = self.with(number, &source, now, |reader, context, leave| {
+            let goes_on = reader.drive(context, &source.bypass, leave);
+            (goes_on, reader.due_at())
         });
-        let Some((goes_on, retry_at)) = goes_on else { return };
-        self.tick_at = self.tick_at.into_iter().chain(retry_at).min();
+        let Some((goes_on, due_at)) = goes_on else { return };
+        self.tick_at = self.tick_at.into_iter().chain(due_at).min();
         if goes_on {
             self.make_ready(number);
         }
@@ -342,7 +394,7 @@ impl Thread {
         let sources: Vec<_> =
             self.sources.iter().map(|(&number, watched)| (number, Arc::clone(&watched.source))).collect();
         for (number, source) in sources {
-            let next = self.with(number, &source, now, Sockets::tick).flatten();
+            let next = self.with(number, &source, now, Reader::tick).flatten();
             let next = next.map_or(now + MAX_TICK, |next| next.clamp(now + TICK, now + MAX_TICK));
             self.tick_at = Some(self.tick_at.map_or(next, |at| at.min(next)));
         }
@@ -354,12 +406,13 @@ impl Thread {
         number: usize,
         source: &Source,
         now: Instant,
-        act: impl FnOnce(&mut Sockets, &mut Context<'_>, &mut dyn FnMut(Notice)) -> R,
+        act: impl FnOnce(&mut Reader, &mut Context<'_>, &mut dyn FnMut(Notice)) -> R,
     ) -> Option<R> {
-        let mut sockets = source.sockets.lock();
+        let mut reader = source.reader.lock();
         let mut left = false;
         let mut leave = |notice: Notice| {
             source.bypass.defer(notice.bytes());
+            self.shared.waiting.fetch_add(notice.bytes(), Ordering::Relaxed);
             self.shared.mailbox.push(Item { source: number, notice });
             left = true;
         };
@@ -368,9 +421,10 @@ impl Thread {
             scratch: &mut self.scratch,
             batch: &mut self.batch,
             unfinished: &mut self.unfinished,
+            waiting: &self.shared.waiting,
             now,
         };
-        let result = act(sockets.as_mut()?, &mut context, &mut leave);
+        let result = act(reader.as_mut()?, &mut context, &mut leave);
         if left {
             self.shared.mailbox.notify();
         }

@@ -11,7 +11,8 @@
 //! `kvscout_blocks.source.sequence`. It lends its position to a bypass while it has nothing to decide, and takes it back.
 //!
 //! Of a source the thread keeps a connection (`connection`) for as long as it lasts, which speaks ZMTP (`zmtp`), and
-//! makes it again (`source`). Messages are applied where they were read, in the one buffer that all share; what a
+//! makes it again (`source`). A replay has a connection of its own and another bypass (`replay`): its replies are applied
+//! in the same way, while what comes live waits in its socket. Messages are applied where they were read, in the one buffer that all share; what a
 //! connection holds is the part of a message whose rest has not come.
 
 mod bypass;
@@ -19,10 +20,13 @@ mod connection;
 mod intake;
 mod mailbox;
 mod place;
+mod reader;
+mod replay;
 mod source;
 mod zmtp;
 
 pub use bypass::{Bypass, Offered, Position, Progress};
 pub use intake::{Address, Intake, Item, Notice};
 pub use place::Place;
+pub use replay::Request;
 pub use zmtp::{Message, Refusal, Session, Step};

@@ -1,6 +1,7 @@
 //! One source: an engine's socket, connected to again whenever it is gone, or one that engines connect to.
 
 use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use mio::{Interest, Registry, Token};
@@ -10,26 +11,28 @@ use super::bypass::{Bypass, Offered};
 use super::connection::{Connection, News, Outcome, UNFINISHED_IN_ALL};
 use super::intake::Notice;
 use super::place::{Listener, Place, keep_alive};
-use super::zmtp::Message;
+use super::zmtp::{Message, Session};
 use crate::events::Batch;
 use crate::rpc::socket::Stream;
 
 /// Between two tries to connect: at first, doubled up to.
-const RETRY: Duration = Duration::from_millis(100);
+pub const RETRY: Duration = Duration::from_millis(100);
 const MAX_RETRY: Duration = Duration::from_secs(2);
 /// Between two tries to accept when the system would not.
 const ACCEPT_AGAIN: Duration = Duration::from_secs(1);
+/// Bytes of all sources that wait for the event loop; beyond it, only those are read of which nothing waits.
+const WAITING_IN_ALL: usize = 256 * 1024 * 1024;
 /// Bits of a token that say which of a source's sockets it is; 0 is the one that listens or connects.
 const SLOT_BITS: u32 = 5;
 const SLOTS: usize = 1 << SLOT_BITS;
-const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE);
+pub const INTEREST: Interest = Interest::READABLE.add(Interest::WRITABLE);
 
 /// Source and slot of a token.
 pub fn split(token: Token) -> (usize, usize) {
     (token.0 >> SLOT_BITS, token.0 % SLOTS)
 }
 
-fn token(number: usize, slot: usize) -> Token {
+pub fn token(number: usize, slot: usize) -> Token {
     Token(number << SLOT_BITS | slot)
 }
 
@@ -41,6 +44,8 @@ pub struct Context<'a> {
     pub batch: &'a mut Batch,
     /// Bytes that all connections hold of messages that are not complete.
     pub unfinished: &'a mut usize,
+    /// Bytes that wait for the event loop, of all sources.
+    pub waiting: &'a AtomicUsize,
     pub now: Instant,
 }
 
@@ -132,14 +137,18 @@ impl Sockets {
         let mut goes_on = self.called;
         let mut index = 0;
         while let Some((_, connection)) = self.connections.get_mut(index) {
-            if bypass.stall_if_full() {
-                return false;
+            if connection.is_open() && is_full(bypass, context.waiting) {
+                connection.stall();
+                index += 1;
+                continue;
             }
             let (was_open, held) = (connection.is_open(), connection.held());
             let others = *context.unfinished - held;
             let room = UNFINISHED_IN_ALL.saturating_sub(others);
-            let outcome = connection
-                .drive(context.scratch, room, context.now, |news| take(bypass, context.batch, leave, news));
+            let outcome = connection.drive(context.scratch, room, context.now, |news| {
+                take(bypass, context.batch, leave, news);
+                !is_full(bypass, context.waiting)
+            });
             *context.unfinished = others + connection.held();
             if connection.is_open() && !was_open {
                 (self.tries, self.unconnected) = (0, false);
@@ -258,23 +267,30 @@ impl Sockets {
     fn watch(&mut self, slot: usize, mut stream: Stream, context: &mut Context<'_>) -> io::Result<()> {
         keep_alive(&stream)?;
         context.registry.register(stream.source(), token(self.number, slot), INTEREST)?;
-        let connection = Connection::new(stream, &self.topic, self.longest_frame, context.now);
+        let session = Session::new(&self.topic, self.longest_frame);
+        let connection = Connection::new(stream, session, context.now);
         self.connections.push((slot, connection));
         Ok(())
     }
 }
 
-/// Applies what came, or leaves it to the event loop; whether more is wanted.
-fn take(bypass: &Bypass, batch: &mut Batch, leave: &mut dyn FnMut(Notice), news: News<'_>) -> bool {
+/// Whether a source is to be left unread for now.
+fn is_full(bypass: &Bypass, waiting: &AtomicUsize) -> bool {
+    bypass.stall_if_full(waiting.load(Ordering::Relaxed) >= WAITING_IN_ALL)
+}
+
+/// Applies what came, or leaves it to the event loop.
+fn take(bypass: &Bypass, batch: &mut Batch, leave: &mut dyn FnMut(Notice), news: News<'_>) {
     let notice = match news {
         News::Opened => Notice::Connected,
         News::Message(Message::Malformed(lengths)) => Notice::Malformed(lengths),
+        // What a subscriber is never sent.
+        News::Message(Message::End) => return,
         News::Message(Message::Batch { seq, payload }) => match bypass.offer(seq, payload, batch) {
-            Offered::Applied | Offered::Closed => return true,
+            Offered::Applied | Offered::Closed => return,
             Offered::Stopped => Notice::Stopped,
             Offered::Declined => Notice::Message { event_id: seq, payload: payload.to_vec() },
         },
     };
     leave(notice);
-    !bypass.stall_if_full()
 }

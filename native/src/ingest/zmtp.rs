@@ -1,9 +1,12 @@
-//! ZMTP 3.0 and 3.1 as a subscriber without security speaks it, apart from any socket: bytes in; messages, and what is
-//! to be answered, out. <https://rfc.zeromq.org/spec/37/>
+//! ZMTP 3.0 and 3.1 as a subscriber without security speaks it, and who asks for a replay, apart from any socket: bytes
+//! in; messages, and what is to be answered, out. <https://rfc.zeromq.org/spec/37/>
 //!
 //! ```text
 //! us      greeting · READY(SUB) · SUBSCRIBE(topic) · PING ······ PONG ·····
 //! engine  greeting · READY(PUB) ················· PONG · message · PING · message ···
+//!
+//! us      greeting · READY(DEALER) · request ································
+//! engine  greeting · READY(ROUTER) ··········· reply · reply · end of the replay
 //! ```
 //!
 //! PING came with 3.1: a peer that greets as 3.0 is sent none, and whether it is still there is left to TCP.
@@ -41,6 +44,8 @@ pub enum Message<'a> {
     Batch { seq: u64, payload: &'a [u8] },
     /// In others; the lengths of the first ones.
     Malformed(Vec<usize>),
+    /// All replies to a request for a replay came.
+    End,
 }
 
 /// What comes next in a connection.
@@ -51,6 +56,32 @@ pub enum Step<'a> {
     Message(Message<'a>),
     /// Nothing before this number of further bytes.
     Wants(usize),
+}
+
+/// What we are to the peer.
+#[derive(Debug)]
+enum Role {
+    /// Of what begins with a topic.
+    Subscriber { topic: Box<[u8]> },
+    /// Asks for all batches from this one on.
+    Requester { first_id: u64 },
+}
+
+impl Role {
+    fn ready(&self) -> &'static [u8] {
+        match self {
+            Self::Subscriber { .. } => b"\x0bSocket-Type\0\0\0\x03SUB",
+            Self::Requester { .. } => b"\x0bSocket-Type\0\0\0\x06DEALER",
+        }
+    }
+
+    /// Types of sockets that the peer may have, of which ZMQ connects others as well.
+    fn peers(&self) -> [&'static str; 2] {
+        match self {
+            Self::Subscriber { .. } => ["PUB", "XPUB"],
+            Self::Requester { .. } => ["ROUTER", "REP"],
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,7 +97,7 @@ enum Phase {
 #[derive(Debug)]
 pub struct Session {
     phase: Phase,
-    topic: Box<[u8]>,
+    role: Role,
     longest_frame: usize,
     /// The peer takes subscriptions as commands (3.1), not as messages (3.0).
     by_command: bool,
@@ -83,13 +114,22 @@ pub struct Session {
 impl Session {
     /// To whoever publishes what begins with a topic.
     pub fn new(topic: &[u8], longest_frame: usize) -> Self {
+        Self::of(Role::Subscriber { topic: topic.into() }, longest_frame)
+    }
+
+    /// To whoever replays, with a request for all batches from one on.
+    pub fn requesting(first_id: u64, longest_frame: usize) -> Self {
+        Self::of(Role::Requester { first_id }, longest_frame)
+    }
+
+    fn of(role: Role, longest_frame: usize) -> Self {
         let mut greeting = [0; GREETING];
         greeting[..SIGNATURE.len()].copy_from_slice(&SIGNATURE);
         (greeting[MAJOR], greeting[MINOR]) = (3, 1);
         greeting[MECHANISM][..NULL.len()].copy_from_slice(NULL);
         Self {
             phase: Phase::Greeting,
-            topic: topic.into(),
+            role,
             longest_frame,
             by_command: false,
             knows_ping: false,
@@ -177,10 +217,12 @@ impl Session {
             let frames = std::mem::take(&mut self.frames);
             let spans = &self.spans[..frames.min(SHOWN)];
             // Who publishes leaves out what was not asked for; who does not know how to is no publisher of ours.
-            if !rest[spans[0].0..spans[0].1].starts_with(&self.topic) {
-                continue;
-            }
-            return Ok((done, Step::Message(message(rest, spans))));
+            let message = match &self.role {
+                Role::Subscriber { topic } if !rest[spans[0].0..spans[0].1].starts_with(topic) => continue,
+                Role::Subscriber { .. } => message(rest, spans),
+                Role::Requester { .. } => reply(rest, spans),
+            };
+            return Ok((done, Step::Message(message)));
         }
     }
 
@@ -205,7 +247,7 @@ impl Session {
         self.by_command = greeting[MAJOR] > 3 || greeting[MINOR] >= 1;
         self.knows_ping = self.by_command;
         self.phase = Phase::Handshake;
-        self.command(b"READY", &[b"\x0bSocket-Type\0\0\0\x03SUB"]);
+        self.command(b"READY", &[self.role.ready()]);
         Ok(None)
     }
 
@@ -235,16 +277,23 @@ impl Session {
         match (self.phase, name) {
             (Phase::Handshake, b"READY") => {
                 let kind = socket_type(data).unwrap_or_default();
-                if kind != b"PUB" && kind != b"XPUB" {
+                let [usual, other] = self.role.peers();
+                if kind != usual.as_bytes() && kind != other.as_bytes() {
                     let kind = kind.escape_ascii();
-                    return Err(Refusal(format!("a socket of type \"{kind}\", and not PUB or XPUB")));
+                    return Err(Refusal(format!("a socket of type \"{kind}\", and not {usual} or {other}")));
                 }
-                self.phase = Phase::Subscribing;
-                self.subscribe();
-                if self.knows_ping {
-                    self.ping(0);
-                }
-                Ok(false)
+                let first_id = match &self.role {
+                    Role::Requester { first_id } => first_id.to_be_bytes(),
+                    Role::Subscriber { topic } => {
+                        let topic = topic.clone();
+                        self.subscribe(&topic);
+                        return Ok(false);
+                    }
+                };
+                self.phase = Phase::Open;
+                self.frame(MORE, &[]);
+                self.frame(0, &[&first_id]);
+                Ok(true)
             }
             (Phase::Subscribing, b"PONG") => {
                 self.phase = Phase::Open;
@@ -272,14 +321,16 @@ impl Session {
         }
     }
 
-    fn subscribe(&mut self) {
-        let topic = std::mem::take(&mut self.topic);
+    fn subscribe(&mut self, topic: &[u8]) {
+        self.phase = Phase::Subscribing;
         if self.by_command {
-            self.command(b"SUBSCRIBE", &[&topic]);
+            self.command(b"SUBSCRIBE", &[topic]);
         } else {
-            self.frame(0, &[&[1], &topic]);
+            self.frame(0, &[&[1], topic]);
         }
-        self.topic = topic;
+        if self.knows_ping {
+            self.ping(0);
+        }
     }
 
     fn command(&mut self, name: &[u8], data: &[&[u8]]) {
@@ -311,11 +362,31 @@ fn header(bytes: &[u8]) -> Result<(u8, usize, u64), usize> {
 }
 
 fn message<'a>(bytes: &'a [u8], spans: &[(usize, usize)]) -> Message<'a> {
-    if let &[_, seq, payload] = spans
-        && let Ok(seq) = bytes[seq.0..seq.1].try_into()
-    {
-        return Message::Batch { seq: u64::from_be_bytes(seq), payload: &bytes[payload.0..payload.1] };
+    match spans {
+        &[_, seq, payload] => batch_of(bytes, seq, payload),
+        _ => None,
     }
+    .unwrap_or_else(|| malformed(spans))
+}
+
+/// A reply of a replay, with or without a topic: `kvscout_blocks.bytes.frames.parse_replay_reply`.
+fn reply<'a>(bytes: &'a [u8], spans: &[(usize, usize)]) -> Message<'a> {
+    match spans {
+        &[_, seq, payload] | &[_, _, seq, payload] => match batch_of(bytes, seq, payload) {
+            Some(Message::Batch { seq: u64::MAX, .. }) => Some(Message::End),
+            batch => batch,
+        },
+        _ => None,
+    }
+    .unwrap_or_else(|| malformed(spans))
+}
+
+fn batch_of(bytes: &[u8], seq: (usize, usize), payload: (usize, usize)) -> Option<Message<'_>> {
+    let seq = bytes[seq.0..seq.1].try_into().ok()?;
+    Some(Message::Batch { seq: u64::from_be_bytes(seq), payload: &bytes[payload.0..payload.1] })
+}
+
+fn malformed<'a>(spans: &[(usize, usize)]) -> Message<'a> {
     Message::Malformed(spans.iter().map(|(start, end)| end - start).collect())
 }
 
@@ -440,6 +511,45 @@ mod tests {
         assert_eq!(after(&frame(COMMAND, b"\x04PONG").repeat(2)), ["Opened"]);
         assert_eq!(after(&batch(3, b"x"))[0], "Opened");
         assert_eq!(after(&batch(3, b"x")).len(), 2);
+    }
+
+    #[test]
+    fn a_request_follows_the_handshake_and_its_replies_come_with_or_without_a_topic_until_their_end() {
+        let reply = |topic: &[u8], seq: u64, payload: &[u8]| {
+            let topic = if topic.is_empty() { Vec::new() } else { frame(MORE, topic) };
+            [frame(MORE, b""), topic, frame(MORE, &seq.to_be_bytes()), frame(0, payload)].concat()
+        };
+        let bytes = [
+            greeting(1),
+            ready("ROUTER"),
+            reply(b"topic", 7, b"x"),
+            reply(b"", 8, b"y"),
+            frame(0, b"z"),
+            reply(b"", u64::MAX, b""),
+        ]
+        .concat();
+        let mut session = Session::requesting(7, 1000);
+        session.out.clear();
+        let (mut steps, mut done) = (Vec::new(), 0);
+        loop {
+            let (count, step) = session.step(&bytes[done..]).expect("nothing is wrong with it");
+            done += count;
+            if let Step::Wants(_) = step {
+                break;
+            }
+            steps.push(format!("{step:?}"));
+        }
+        let batch = |seq, payload| Step::Message(Message::Batch { seq, payload });
+        let malformed = Step::Message(Message::Malformed(vec![1]));
+        let seen = [Step::Opened, batch(7, b"x"), batch(8, b"y"), malformed, Step::Message(Message::End)];
+        assert_eq!(steps, seen.map(|step| format!("{step:?}")));
+        let request = [frame(MORE, b""), frame(0, &7_u64.to_be_bytes())].concat();
+        let ready = frame(COMMAND, b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER");
+        assert_eq!(session.out, [ready, request].concat());
+        let mut session = Session::requesting(7, 1000);
+        let wrong = [greeting(1), super::tests::ready("PUB")].concat();
+        let refused = session.step(&wrong).and_then(|(done, _)| session.step(&wrong[done..]));
+        assert_eq!(refused, Err(Refusal("a socket of type \"PUB\", and not ROUTER or REP".into())));
     }
 
     #[test]

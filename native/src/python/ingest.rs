@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -30,8 +31,9 @@ impl Bypass {
         Self { bypass: Arc::new(ingest::Bypass::new(index, worker, digests_kept)) }
     }
 
-    fn lend(&self, last_id: u64, digests: Vec<(u64, u64)>) -> bool {
-        self.bypass.lend(Position { last_id, digests: VecDeque::from(digests) })
+    #[pyo3(signature = (last_id, digests, before = None))]
+    fn lend(&self, last_id: u64, digests: Vec<(u64, u64)>, before: Option<u64>) -> bool {
+        self.bypass.lend(Position { last_id, digests: VecDeque::from(digests), before })
     }
 
     fn take(&self) -> Option<Taken> {
@@ -92,6 +94,31 @@ impl Intake {
         Ok(Some(self.intake.add(Arc::clone(&bypass.get().bypass), address)?))
     }
 
+    #[pyo3(signature = (bypass, endpoint, first_id, *, longest_frame, first_within, next_within))]
+    fn replay(
+        &self,
+        bypass: &Bound<'_, Bypass>,
+        endpoint: &str,
+        first_id: u64,
+        longest_frame: usize,
+        first_within: f64,
+        next_within: f64,
+    ) -> PyResult<Option<usize>> {
+        let Some(place) = Place::parse(endpoint) else { return Ok(None) };
+        let (first_within, next_within) =
+            (Duration::from_secs_f64(first_within), Duration::from_secs_f64(next_within));
+        let request = ingest::Request { place, first_id, longest_frame, first_within, next_within };
+        Ok(Some(self.intake.replay(Arc::clone(&bypass.get().bypass), request)?))
+    }
+
+    fn pause(&self, source: usize, paused: bool) -> PyResult<()> {
+        Ok(self.intake.pause(source, paused)?)
+    }
+
+    fn hand_over(&self, source: usize, bytes: usize) -> PyResult<()> {
+        Ok(self.intake.hand_over(source, bytes)?)
+    }
+
     fn remove(&self, py: Python<'_>, source: usize) -> PyResult<()> {
         Ok(py.detach(|| self.intake.remove(source))?)
     }
@@ -107,6 +134,12 @@ impl Intake {
                 Notice::Connected => notices.append((source, "connected", py.None()))?,
                 Notice::Unconnected => notices.append((source, "unconnected", py.None()))?,
                 Notice::Refused(reason) => notices.append((source, "refused", reason))?,
+                Notice::Reply { event_id, payload } => {
+                    notices.append((source, "reply", (event_id, PyBytes::new(py, &payload))))?;
+                }
+                Notice::ReplayStopped => notices.append((source, "reply stopped", py.None()))?,
+                Notice::ReplayEnd => notices.append((source, "reply end", py.None()))?,
+                Notice::ReplayBroken(reason) => notices.append((source, "reply broken", reason))?,
                 Notice::Stopped => notices.append((source, "stopped", py.None()))?,
                 Notice::Failed(reason) => notices.append((source, "failed", reason))?,
             }
