@@ -294,7 +294,8 @@ class Intake:
     the GIL.
 
     What a bypass declines, and all of its source after it, waits for `take`: at most 256 messages or 8 MiB a source,
-    then its socket is left unread; beyond 256 MiB of all sources, so is every one of which something waits. After sockets were read empty the thread pauses for a millisecond, so that what
+    then its socket is left unread; beyond 256 MiB of all sources, so is every one of which something waits. After
+    sockets were read empty the thread pauses for a millisecond, so that what
     comes meanwhile shares the costs.
     """
 
@@ -347,8 +348,8 @@ class Intake:
         "message", (event id, payload) · "malformed", lengths of the frames · "connected", None: a connection was made, and
         what came over the one before was reported or applied · "unconnected", None: there is none, another one is made when
         that is possible · "refused", reason: it was ended because of what came; where we connect no other one is made ·
-        "stopped", None: see `Bypass.offer` · of a replay "reply", (event id, payload), "reply stopped", None, and last "reply end",
-        None, or "reply broken", reason, each of which waits until `hand_over` · "failed", reason: the thread has ended; source means nothing.
+        "stopped", None: see `Bypass.offer` · of a replay "reply", (event id, payload), "reply stopped", None, and last
+        "reply end", None, or "reply broken", reason, each of which waits until `hand_over` · "failed", reason: the thread has ended; source means nothing.
         """
 
     def close(self) -> None:

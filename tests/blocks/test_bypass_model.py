@@ -1,8 +1,9 @@
 """A source with a bypass and one without it, side by side over random events: in the end both are the same.
 
 Both get the same batches, gaps, repetitions, restarts, reconnects, malformed batches and frames, wrong ranks, Cleared
-events, and replays that answer late, lose replies, break or stay away; the one with
-the bypass has one for replies as well. Looking at it in between takes its position back, which must not matter. `KVSCOUT_BYPASS_SEED` reruns one sequence.
+events, and replays that answer late, lose replies, break or stay away; the one with the bypass has one for replies as
+well. Looking at it in between takes its position back, which must not matter. `KVSCOUT_BYPASS_SEED` reruns one
+sequence.
 """
 
 from __future__ import annotations

@@ -184,9 +184,7 @@ async def test_an_engine_that_falls_silent_amidst_its_replies_is_given_up(
     replay.close()
 
 
-async def test_an_engine_that_comes_a_moment_later_is_asked_then(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_comes_a_moment_later_is_asked_then(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subscriber, "REPLAY_IDLE_SECONDS", DEADLINE_SECONDS)
     world.stop()
     replay = world.request()

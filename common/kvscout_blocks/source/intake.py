@@ -110,9 +110,7 @@ class Intake:
         )
         if number is None:
             return None
-        replay = IntakeReplay(
-            bypass, endpoint, partial(self._close, number), partial(self._thread.hand_over, number)
-        )
+        replay = IntakeReplay(bypass, endpoint, partial(self._close, number), partial(self._thread.hand_over, number))
         self._subscriptions[number] = replay
         return replay
 
@@ -206,9 +204,7 @@ class IntakeSubscription:
 class IntakeReplay:
     """One replay, whose usual replies are applied by the thread while a position is lent."""
 
-    def __init__(
-        self, bypass: Any, endpoint: str, close: Callable[[], None], hand_over: Callable[[int], None]
-    ) -> None:
+    def __init__(self, bypass: Any, endpoint: str, close: Callable[[], None], hand_over: Callable[[int], None]) -> None:
         self._bypass = bypass
         self._endpoint = endpoint
         self._close = close

@@ -8,8 +8,8 @@
      │          └────────────│──────┘                      │
      └──▶ Bypass ◀─ position ┘ ── what is next, and usual ─┘
 
-While a replay waits for its turn or is being answered, what comes live stays in its socket where that is read natively: so much
-need not be held here, and the engine's own queue holds it.
+While a replay waits for its turn or is being answered, what comes live stays in its socket where a native thread reads
+it: the engine's own queue holds it, instead of this process.
 
 While a state is loaded, blocks are demoted or a cut is taken, of a rank with many blocks, the `Gate` is closed: what
 comes meanwhile waits there, in order, and nothing else does.

@@ -64,9 +64,7 @@ class ZmqReader:
         native = self._intake.subscribe(endpoint, rank, index, callbacks) if self._intake is not None else None
         return native or Subscription(self._context, endpoint, callbacks)
 
-    def native_replay(
-        self, endpoint: str, rank: WorkerRank, index: BlockIndex, first_id: int
-    ) -> IntakeReplay | None:
+    def native_replay(self, endpoint: str, rank: WorkerRank, index: BlockIndex, first_id: int) -> IntakeReplay | None:
         """Request every batch from `first_id` on; None: `replay` can, the native thread cannot.
 
         Raises:
