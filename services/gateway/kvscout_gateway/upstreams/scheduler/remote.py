@@ -224,6 +224,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
         queue_wait = self._queue_wait if request.queue_wait_seconds is None else request.queue_wait_seconds
         pending = PendingReservation(request, booking, overlaps, QueueWait(queue_wait, request.deadline), refresh)
         owned = booking if request.owned else None
+        problem = "none keeps its stream"
         with self.bookings.reserving(owned) if owned is not None else nullcontext():
             for _ in range(MAX_STREAMS):
                 member, stream = await self.attachment.attached()
@@ -243,6 +244,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
                         member.works()
                         raise
                     member.failed(error)
+                    problem = str(error)
                     await self._until_gone(member, stream, error)
                     response = None
                 if response is not None:
@@ -254,7 +256,7 @@ class RemoteScheduler(SchedulerRpcs, Collector):
                     pending.give_up_attempt(owned)
                 if time.monotonic() - began > REFRESH_SECONDS:
                     pending.overlaps = await refresh()
-        raise UpstreamDown("no scheduler stays", retry_after_seconds=RETRY_SECONDS)
+        raise UpstreamDown(f"no scheduler decides: {problem}", retry_after_seconds=RETRY_SECONDS)
 
     async def _lacked_workers(self, member: SchedulerMember, since: float) -> bool:
         """Bring a scheduler up to date; return whether it has got workers since then."""
