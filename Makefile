@@ -134,6 +134,9 @@ openai-sdist: $(DEVELOP) ## The tests that OpenAI ships with its Python client (
 h2spec: $(DEVELOP) ## The cases of h2spec (needs Go) against the native transport.
 	PYTHONPATH=tests $(PY) tests/h2spec.py
 
+check-plan: $(DEVELOP) ## Plans of a recorded stack beside the same changes made to it: hit rate within 3 points, TTFT within 15 % (six minutes).
+	PYTHONPATH=tests $(PY) tests/plan_check.py
+
 screenshots: $(DEVELOP) ## Take the pictures of the dashboard in docs/images anew, of a stack under some traffic (needs Chromium).
 	PYTHONPATH=tests $(PY) tests/screenshots.py
 

@@ -30,7 +30,13 @@ def conversations(rng: Random, flows: int, size: int, rate: float = 4.0) -> Work
 
 
 def recorded_run(
-    rng: Random, cluster: Cluster, *, policy: str = "kv-time", flows: int = 150, workload: Workload | None = None
+    rng: Random,
+    cluster: Cluster,
+    *,
+    policy: str = "kv-time",
+    flows: int = 150,
+    workload: Workload | None = None,
+    blocks_per_hash: int = 1,
 ) -> Recording:
     """The recording of a run."""
     workload = workload or conversations(rng, flows, cluster.engine.block_size)
@@ -46,8 +52,12 @@ def recorded_run(
             max_tokens=0,
             streamed=True,
             priority=0,
-            tokens_per_hash=size,
-            hash_ids=tuple(workload.flows[record.flow].turns[record.turn].nodes[: record.prompt_tokens // size]),
+            tokens_per_hash=size * blocks_per_hash,
+            hash_ids=tuple(
+                workload.flows[record.flow]
+                .turns[record.turn]
+                .nodes[: record.prompt_tokens // size][blocks_per_hash - 1 :: blocks_per_hash]
+            ),
             worker_id=f"w{record.worker}",
             dp_rank=0,
             predicted_tokens=record.predicted_tokens,

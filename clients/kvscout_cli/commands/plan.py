@@ -39,6 +39,13 @@ TARGET_SHARE: Final = 0.95
 @option("--policy", "policies", multiple=True, shell_complete=completion.policies, help="To try; may be repeated.")
 @option("--workers", multiple=True, type=click.IntRange(min=1), help="Number of ranks to try; may be repeated.")
 @option("--kv", "kv_factors", multiple=True, type=click.FloatRange(min=0, min_open=True), help="Caches × this.")
+@option(
+    "--offload",
+    "offload_factors",
+    multiple=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Offload tier of caches × this.",
+)
 @option("--prefill-workers", multiple=True, type=click.IntRange(min=1), help="Of all ranks, apart from the others.")
 @option("--ttft-ms", default=2_000.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="Target.")
 @option("--warm-up", default=0.1, show_default=True, type=click.FloatRange(0, 1, max_open=True), help="Left out.")
@@ -54,6 +61,7 @@ def command(  # noqa: PLR0913  # a flag each
     policies: Sequence[str],
     workers: Sequence[int],
     kv_factors: Sequence[float],
+    offload_factors: Sequence[float],
     prefill_workers: Sequence[int],
     ttft_ms: float,
     warm_up: float,
@@ -63,8 +71,8 @@ def command(  # noqa: PLR0913  # a flag each
     """Replay recorded traffic in other set-ups: hit rate, TTFT, and the fewest workers that keep the target.
 
     Engine speeds are fitted to the recording. The first two rows are what was recorded and a replay of the same
-    set-up: how far they are apart is the error of all others. Without --policy, --workers, --kv or --prefill-workers
-    the usual changes are tried.
+    set-up: how far they are apart is the error of all others. Without --policy, --workers, --kv, --offload or
+    --prefill-workers the usual changes are tried.
 
     \b
         kvscout record --duration 3600
@@ -80,11 +88,11 @@ def command(  # noqa: PLR0913  # a flag each
         warm_up=warm_up,
     )
     contender = Contender.parse(today, registry)
-    if not (policies or workers or kv_factors or prefill_workers):
+    if not (policies or workers or kv_factors or offload_factors or prefill_workers):
         now = planner.cluster.workers
         policies = [name for name in OTHER_POLICIES if name != today]
         workers = sorted({max(1, now // 2), max(1, now - 1), now + 1, now + 2, 2 * now} - {now})
-        kv_factors = (0.5, 2.0, 4.0)
+        kv_factors, offload_factors = (0.5, 2.0, 4.0), (2.0,)
     changes = [
         Change("today, replayed", planner.cluster, contender),
         *planner.changes(
@@ -93,6 +101,7 @@ def command(  # noqa: PLR0913  # a flag each
             workers=workers,
             kv_factors=kv_factors,
             prefill_workers=prefill_workers,
+            offload_factors=offload_factors,
         ),
     ]
     recorded = planner.recorded()

@@ -32,7 +32,7 @@ from kvscout_lab.matrix import report as matrix_report
 from kvscout_lab.matrix.run import MatrixPlan, run_matrix
 from kvscout_lab.matrix.setups import matrix
 from kvscout_lab.real_time import cross_check
-from kvscout_lab.simulation.cluster import Cluster, Faults, Latencies
+from kvscout_lab.simulation.cluster import Cluster, Faults, Latencies, Picture
 from kvscout_lab.simulation.known_engines import ENGINES, known_engine
 from kvscout_lab.simulation.timing import StepTime
 from kvscout_lab.simulation.worker import EngineSettings
@@ -75,6 +75,7 @@ FIRST = (
     "--engine",
     "--gateways",
     "--replicas",
+    "--picture",
     "--ttft-ms",
     "--itl-ms",
     "--seed",
@@ -199,6 +200,15 @@ FIRST = (
     default=(Latencies().sync_ms,),
     help=f"Delay between replicas; may be repeated.  [default: {Latencies().sync_ms:g}]",
 )
+@option(
+    "--picture",
+    type=click.Choice([one.value for one in Picture]),
+    default=Picture.EXACT.value,
+    show_default=True,
+    help="What gateways know of caches: events; or what each routed, the last of it, or all.",
+)
+@option("--sessions-hashed", is_flag=True, help="Each session has one gateway; else each request goes to the next.")
+@option("--bypass", type=_SHARE, default=0.0, help="Share of the sessions that go to workers past all gateways.")
 @option("--lost-events", type=_SHARE, default=0.0, help="Share of the batches of KV events that never arrive.")
 @option("--restart-scheduler", type=_SHARE, help="After this share of the time in which flows arrive.")
 @option("--restart-gateway", type=_SHARE, help="Likewise; the first of them.")
@@ -366,6 +376,7 @@ def _clusters(options: dict[str, Any]) -> list[Cluster]:
                 "replicas": count,
                 "latencies": _made(Latencies, options | {"sync_ms": delay}),
                 "faults": faults,
+                "picture": Picture(options["picture"]),
                 "engine": _made(EngineSettings, options | {"step": step, "kv_tokens": tokens}),
             },
         ).validate()

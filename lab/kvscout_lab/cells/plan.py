@@ -117,6 +117,7 @@ class Planner:
         workers: Iterable[int],
         kv_factors: Iterable[float],
         prefill_workers: Iterable[int],
+        offload_factors: Iterable[float] = (),
     ) -> list[Change]:
         """Return set-ups that differ from today's in one respect each."""
         changes = [Change(f"policy {one.label}", self.cluster, one) for one in contenders]
@@ -130,6 +131,12 @@ class Planner:
             engine = replace(self.cluster.engine, kv_tokens=tokens)
             changes.append(
                 Change(f"caches × {factor:g} ({tokens:,} tokens)", replace(self.cluster, engine=engine), today)
+            )
+        for factor in offload_factors:
+            tokens = round(self.cluster.engine.kv_tokens * factor)
+            engine = replace(self.cluster.engine, offload_tokens=tokens)
+            changes.append(
+                Change(f"offload tier × {factor:g} ({tokens:,} tokens)", replace(self.cluster, engine=engine), today)
             )
         total = self.cluster.workers + self.cluster.prefill_workers
         for count in prefill_workers:

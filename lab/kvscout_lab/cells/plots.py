@@ -105,6 +105,7 @@ def plot_plan(recorded: Outcome, outcomes: Sequence[tuple[Change, Outcome]], pat
         (change.cluster.engine.kv_tokens, outcome.hit_rate)
         for change, outcome in alike
         if replace(change.cluster, engine=today.cluster.engine) == today.cluster
+        and change.cluster.engine.offload_tokens == today.cluster.engine.offload_tokens
     )
     caches.plot(*zip(*sizes, strict=True), marker="o", markersize=3, label="replayed")
     caches.axhline(recorded.hit_rate, color="black", linestyle=":", label="recorded")

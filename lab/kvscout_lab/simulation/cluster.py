@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.simulation.worker import EngineSettings
@@ -67,6 +68,17 @@ class Faults:
 NO_FAULTS = Faults()
 
 
+class Picture(StrEnum):
+    """What gateways believe of the workers' caches."""
+
+    EXACT = "exact"
+    """What the engines' events say."""
+    LRU = "lru"
+    """The last blocks that the gateway itself routed there, as many as fit into the cache."""
+    TREE = "tree"
+    """All that it ever routed there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Settings of a cluster."""
@@ -94,6 +106,11 @@ class Cluster:
     """Gateways take a client's `max_tokens` for the expected length, instead of for a limit."""
     lost_events: float = 0.0
     """Share of the batches of KV events that the index never sees."""
+    picture: Picture = Picture.EXACT
+    sessions_hashed: bool = False
+    """Each session has one gateway; else each request goes to the next one."""
+    bypass: float = 0.0
+    """Share of the sessions that another balancer sends to the workers in turn, past all gateways."""
     faults: Faults = NO_FAULTS
     seed: int = 0
 
@@ -119,13 +136,23 @@ class Cluster:
             raise ConfigError("must not be negative", field="adapters")
         if self.adapters and total < 2:
             raise ConfigError("each is on every other worker: there must be two", field="adapters")
-        if not 0 <= self.lost_events <= 1:
-            raise ConfigError("must be between 0 and 1", field="lost_events")
+        for name in ("lost_events", "bypass"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError("must be between 0 and 1", field=name)
         self.faults.validate()
-        if self.faults.restart_gateway is not None and self.prefill_workers:
-            raise ConfigError("is simulated with workers that do both only", field="restart_gateway")
+        if self.prefill_workers:
+            self._require_no_pools()
         self.engine.validate()
         return self
+
+    def _require_no_pools(self) -> None:
+        usual = {
+            "restart_gateway": self.faults.restart_gateway is None,
+            "bypass": not self.bypass,
+            "picture": self.picture is Picture.EXACT,
+        }
+        for name in (name for name, is_usual in usual.items() if not is_usual):
+            raise ConfigError("is simulated with workers that do both only", field=name)
 
     def speeds_of(self, number: int) -> tuple[float, float]:
         """Return the speeds of a worker, in computing prompts and in all else."""

@@ -2,13 +2,15 @@
 
 ::
 
-    TTFT of a request        ≈ base · steps + prefill · (its own uncached tokens + those before it at its worker)
+    TTFT of a request        ≈ route + (base + request · (requests that decode meanwhile, in the mean)) · steps
+                                    + prefill · (its own uncached tokens + those before it at its worker)
     time between its tokens  ≈ base + prefill · (prompt tokens computed at its worker meanwhile) / (its tokens - 1)
                                     + request · (requests that decode beside it, in the mean)
 
 Tokens before it are those of prompts that came to the worker earlier and had no output yet; `steps` is how many they
-need, and half of the one that runs when it comes. `prefill` follows from the first, where it dominates, `base` and
-`request` from the second; each needs the other, so they are fitted in turns.
+need, and half of the one that runs when it comes; `route` is what a replay adds for the way to the worker. `prefill`
+follows from the first, where it dominates, `base` and `request` from the second; each needs the other, so they are
+fitted in turns. What the first left out would be in `prefill`, and a replay would count it twice.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from statistics import median
 from typing import NamedTuple
 
 from kvscout_common.errors import ConfigError
+from kvscout_lab.simulation.cluster import Latencies
 from kvscout_lab.simulation.timing import StepTime
 from kvscout_lab.workloads.recording import RecordedRequest
 
@@ -31,6 +34,8 @@ MIN_BASE_MS = 0.1
 WAITED_STEPS = 0.5
 """Of the step that runs when a request comes, in the mean."""
 ROUNDS = 4
+ROUTE_SECONDS = Latencies().route_ms / 1e3
+"""What a replay adds to a TTFT for the way to the worker."""
 
 
 class EngineFit(NamedTuple):
@@ -62,15 +67,18 @@ def fit_engine(requests: Sequence[RecordedRequest], max_num_batched_tokens: int)
             field="recording",
         )
     between = [row for ran in by_worker.values() for row in _between_rows(ran)]
-    steps = [WAITED_STEPS + ceil(tokens / max_num_batched_tokens) for tokens, _ in first]
+    steps = [WAITED_STEPS + ceil(tokens / max_num_batched_tokens) for tokens, _, _ in first]
     base, prefill = _least_squares(
-        [((count, tokens), seconds) for count, (tokens, seconds) in zip(steps, first, strict=True)]
+        [((count, tokens), seconds) for count, (tokens, _, seconds) in zip(steps, first, strict=True)]
     )
     per_request = 0.0
     for _ in range(ROUNDS if between else 0):
         base, per_request = _least_squares([((1.0, beside), took - prefill * mixed) for beside, mixed, took in between])
         _, prefill = _least_squares(
-            [((0.0, tokens), seconds - base * count) for count, (tokens, seconds) in zip(steps, first, strict=True)]
+            [
+                ((0.0, tokens), seconds - (base + per_request * beside) * count)
+                for count, (tokens, beside, seconds) in zip(steps, first, strict=True)
+            ]
         )
     step = StepTime(
         base_ms=max(MIN_BASE_MS, base * 1e3),
@@ -80,14 +88,36 @@ def fit_engine(requests: Sequence[RecordedRequest], max_num_batched_tokens: int)
         context_ns_per_token=0.0,
     )
     errors = (
-        abs(base * count + prefill * tokens - seconds) / seconds
-        for count, (tokens, seconds) in zip(steps, first, strict=True)
+        abs((base + per_request * beside) * count + prefill * tokens - seconds) / (seconds + ROUTE_SECONDS)
+        for count, (tokens, beside, seconds) in zip(steps, first, strict=True)
     )
     return EngineFit(step, median(errors))
 
 
-def _first_token_rows(ran: Sequence[RecordedRequest]) -> Iterable[tuple[float, float]]:
-    """Yield (tokens to compute until its first output, TTFT) of each request of a worker, which computes in order."""
+class _Decoding:
+    """Times in which the requests of a worker decode."""
+
+    def __init__(self, ran: Iterable[RecordedRequest]) -> None:
+        self.times = sorted(
+            ((one.arrived + one.ttft_seconds, one.arrived + one.seconds, one) for one in ran), key=itemgetter(0)
+        )
+        self._starts = [since for since, _, _ in self.times]
+        self._longest = max((to - since for since, to, _ in self.times), default=0.0)
+
+    def during(self, begin: float, end: float) -> list[tuple[float, float, RecordedRequest]]:
+        """Return those that may decode in a time, with the begin and end of it."""
+        return self.times[bisect_left(self._starts, begin - self._longest) : bisect_right(self._starts, end)]
+
+    def beside(self, begin: float, end: float) -> float:
+        """Return how many decode in a time, in the mean."""
+        at_once = sum(max(0.0, min(end, to) - max(begin, since)) for since, to, _ in self.during(begin, end))
+        return at_once / (end - begin)
+
+
+def _first_token_rows(ran: Sequence[RecordedRequest]) -> Iterable[tuple[float, float, float]]:
+    """Yield (tokens to compute until its first output, requests that decode meanwhile, TTFT without the way) of each
+    request of a worker, which computes in order."""
+    decoding = _Decoding(ran)
     queue: deque[RecordedRequest] = deque()
     begun = 0.0
     """When the first of them began to be computed, or came."""
@@ -100,24 +130,20 @@ def _first_token_rows(ran: Sequence[RecordedRequest]) -> Iterable[tuple[float, f
             since = max(begun, queue[0].arrived)
             share = (request.arrived - since) / (queue[0].arrived + queue[0].ttft_seconds - since)
             ahead -= _uncached(queue[0]) * share
-        yield _uncached(request) + ahead, request.ttft_seconds
+        end = request.arrived + request.ttft_seconds
+        yield _uncached(request) + ahead, decoding.beside(request.arrived, end), request.ttft_seconds - ROUTE_SECONDS
         queue.append(request)
 
 
 def _between_rows(ran: Sequence[RecordedRequest]) -> Iterable[tuple[float, float, float]]:
     """Yield (requests beside it, prompt tokens computed a token of its own, mean seconds between its tokens)."""
-    decoding = [(one.arrived + one.ttft_seconds, one.arrived + one.seconds, one) for one in ran]
-    decoding.sort(key=itemgetter(0))
-    starts = [since for since, _, _ in decoding]
-    longest = max((to - since for since, to, _ in decoding), default=0.0)
-    for begin, end, request in decoding:
+    decoding = _Decoding(ran)
+    for begin, end, request in decoding.times:
         tokens = request.output_tokens - 1
         if tokens < 1 or not request.streamed or end <= begin:
             continue
-        at_once = decoding[bisect_left(starts, begin - longest) : bisect_right(starts, end)]
-        beside = sum(max(0.0, min(end, to) - max(begin, since)) for since, to, _ in at_once) / (end - begin)
-        mixed = sum(_uncached(one) for since, _, one in at_once if since > begin)
-        yield beside, mixed / tokens, (end - begin) / tokens
+        mixed = sum(_uncached(one) for since, _, one in decoding.during(begin, end) if since > begin)
+        yield decoding.beside(begin, end), mixed / tokens, (end - begin) / tokens
 
 
 def _uncached(request: RecordedRequest) -> float:

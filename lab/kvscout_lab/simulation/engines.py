@@ -33,6 +33,8 @@ class Engines(ABC):
         total = cluster.workers + cluster.prefill_workers
         late = picoseconds(cluster.latencies.event_ms / 1000)
         self._index = LateIndex(total, late, cluster.lost_events, cluster.seed)
+        self._tier_index = LateIndex(total, late, cluster.lost_events, cluster.seed)
+        """Of device and offload tier together; empty without one."""
         self._workers = [Worker(cluster.engine, *cluster.speeds_of(number)) for number in range(total)]
         self._wakes = [0] * total
         """Number of the planned wake-up of each worker that holds; those before it are void."""
@@ -72,6 +74,9 @@ class Engines(ABC):
         events = self._workers[number].cache.take_events()
         if events:
             self._index.publish(number, events, self._now)
+        tier_events = self._workers[number].cache.take_tier_events()
+        if tier_events:
+            self._tier_index.publish(number, tier_events, self._now)
 
     def _plan(self, number: int) -> None:
         self._wakes[number] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
 
@@ -36,20 +36,7 @@ class LateIndex:
     def overlaps(self, nodes: Iterable[int], now: int) -> dict[int, int]:
         """Return leading nodes that each worker holds, as far as is known; workers without any are left out."""
         self._apply(now)
-        found: dict[int, int] = {}
-        holders, alive, depth = self._holders, self._everyone, 0
-        for node in nodes:
-            left = alive & holders.get(node, 0)
-            if left != alive:
-                if depth:
-                    _note(found, alive & ~left, depth)
-                alive = left
-                if not alive:
-                    return found
-            depth += 1
-        if depth:
-            _note(found, alive, depth)
-        return found
+        return leading(nodes, self._holders, self._everyone)
 
     def _apply(self, now: int) -> None:
         late, holders = self._late, self._holders
@@ -62,6 +49,30 @@ class LateIndex:
                     holders[-event] = left
                 else:
                     holders.pop(-event, None)
+
+
+def leading(nodes: Iterable[int], holders: Mapping[int, int], everyone: int) -> dict[int, int]:
+    """Return leading nodes of each worker; workers without any are left out.
+
+    Args:
+        nodes: Of a prompt.
+        holders: A set of workers by node, one bit each.
+        everyone: The bits of all.
+    """
+    found: dict[int, int] = {}
+    alive, depth = everyone, 0
+    for node in nodes:
+        left = alive & holders.get(node, 0)
+        if left != alive:
+            if depth:
+                _note(found, alive & ~left, depth)
+            alive = left
+            if not alive:
+                return found
+        depth += 1
+    if depth:
+        _note(found, alive, depth)
+    return found
 
 
 def _note(found: dict[int, int], bits: int, depth: int) -> None:

@@ -118,7 +118,12 @@ class Replica:
         self._names = [spec.worker_id for spec in specs]
 
     def place(
-        self, placement: PlacementRequest, rows: Mapping[int, int], answer: Placed, owner: OwnerName | None = None
+        self,
+        placement: PlacementRequest,
+        rows: Mapping[int, int],
+        answer: Placed,
+        owner: OwnerName | None = None,
+        tier_rows: Mapping[int, int] | None = None,
     ) -> None:
         """Has a worker picked and booked, now or when it is the request's turn.
 
@@ -127,9 +132,15 @@ class Replica:
             rows: Leading blocks of its prompt by worker number.
             answer: Called with the worker or the error, once.
             owner: The gateway, if it may go away.
+            tier_rows: The same of device and offload tier together; None = there is none.
         """
         names = self._names
-        overlaps = Overlaps([names[row] for row in rows], (), list(rows.values())) if rows else NO_OVERLAPS
+        if tier_rows is not None:
+            device = [rows.get(row, 0) for row in tier_rows]
+            host = list(map(max, device, tier_rows.values()))
+            overlaps = Overlaps([names[row] for row in tier_rows], (), device, host)
+        else:
+            overlaps = Overlaps([names[row] for row in rows], (), list(rows.values())) if rows else NO_OVERLAPS
         request = SelectionRequest(
             MODEL,
             placement.prompt_tokens,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop
+from random import Random
 from typing import cast
 
 from kvscout_common.errors import ConfigError, KvscoutError
 from kvscout_common.worker import ALL_TENANTS, Adapter, Role, WorkerSpec
-from kvscout_lab.simulation.cluster import Cluster
+from kvscout_lab.simulation.cluster import Cluster, Picture
 from kvscout_lab.simulation.engines import FIRST, LATER, Engines
+from kvscout_lab.simulation.pictures import RoutedPrefixes
 from kvscout_lab.simulation.records import Record, Run
 from kvscout_lab.simulation.router import MODEL, GatewayBooking, PlacementRequest, Replica, name_of, number_of
 from kvscout_lab.simulation.timing import picoseconds
@@ -34,6 +36,7 @@ class _Request:
     turn: Turn
     record: Record
     gateway: int
+    """-1 = it goes past all gateways."""
     pending: tuple[PlacementRequest, Callable[[_Request, Decision], None]] | None = None
     """While it waits for a worker."""
     booked: GatewayBooking | None = None
@@ -107,6 +110,13 @@ class Simulation(Engines):
         self._sessions: list[int] = []
         """Session numbers of the gateways' streams."""
         self._flushing = [False] * cluster.replicas
+        blocks = cluster.engine.blocks if cluster.picture is Picture.LRU else 0
+        pictures = 0 if cluster.picture is Picture.EXACT else cluster.gateways
+        self._pictures = [RoutedPrefixes(len(self._workers), blocks) for _ in range(pictures)]
+        """Of each gateway; none where events say what is cached."""
+        draw = Random(f"bypass {cluster.seed}").random
+        self._bypassing = {flow for flow in range(len(workload.flows)) if draw() < cluster.bypass}
+        self._bypassed = 0
 
     def run(self) -> Run:
         """Run until every request has ended."""
@@ -176,12 +186,24 @@ class Simulation(Engines):
         """A client sends a request, for the first time or again."""
         self._numbers += 1
         turn = self._workload.flows[record.flow].turns[record.turn]
-        request = _Request(f"r{self._numbers}", turn, record, self._numbers % self._cluster.gateways)
+        spread = record.flow if self._cluster.sessions_hashed else self._numbers
+        request = _Request(f"r{self._numbers}", turn, record, spread % self._cluster.gateways)
         self._requests[request.request_id] = request
-        if self._cluster.prefill_workers:
+        if record.flow in self._bypassing:
+            self._bypass(request)
+        elif self._cluster.prefill_workers:
             self._request_placement(request, Role.PREFILL, self._prefill_placed)
         else:
             self._request_placement(request, Role.AGGREGATED, self._placed)
+
+    def _bypass(self, request: _Request) -> None:
+        """Send a request to a worker past the gateways, whose turn it is."""
+        record = request.record
+        record.placed, record.worker = self._now, self._bypassed % len(self._workers)
+        self._bypassed += 1
+        request.gateway = -1
+        request.job = self._job(request)
+        self._at(self._now + self._route, FIRST, self._submit, record.worker, request.job)
 
     def _replica(self, request: _Request) -> Replica:
         return self.replicas[request.gateway % len(self.replicas)]
@@ -226,13 +248,23 @@ class Simulation(Engines):
                 request.booked = GatewayBooking(placement, decision, prefilled=False)
                 placed(request, decision)
 
-        replica.place(placement, self._index.overlaps(prompt, self._now), answer, self._owners[request.gateway])
+        tier_rows = None
+        if self._pictures:
+            rows = self._pictures[request.gateway].overlaps(prompt)
+        else:
+            rows = self._index.overlaps(prompt, self._now)
+        if self._cluster.engine.offload_tokens and not self._pictures:
+            tier_rows = self._tier_index.overlaps(prompt, self._now)
+        replica.place(placement, rows, answer, self._owners[request.gateway], tier_rows)
         self._changed(replica)
 
     def _placed(self, request: _Request, decision: Decision) -> None:
         record = request.record
         record.placed, record.worker = self._now, number_of(decision.rank)
         record.predicted_tokens = record.prompt_tokens - decision.uncached_tokens
+        if self._pictures:
+            nodes = request.turn.nodes[: record.prompt_tokens // self._workload.block_size]
+            self._pictures[request.gateway].routed(record.worker, nodes)
         request.job = self._job(request)
         self._at(self._now + self._route, FIRST, self._submit, record.worker, request.job)
 
@@ -309,6 +341,8 @@ class Simulation(Engines):
 
     def _tell_end(self, request: _Request, role: Role, output_tokens: int) -> None:
         """Report the end of a request; a scheduler that is down never receives it."""
+        if request.gateway < 0:
+            return
         request.booked = None
         if not self._down:
             self._replica(request).ended(request.request_id, role, output_tokens)
@@ -431,6 +465,8 @@ class Simulation(Engines):
         faults, core, owner = self._cluster.faults, self.replicas[0].core, self._owners[0]
         if owner is not None:
             core.disconnect_owner(owner, self._sessions[0])
+        if self._pictures:
+            self._pictures[0].clear()
         successor = self._owners[0] = OwnerName(ALL_TENANTS, "gateway-0-again")
         self._sessions[0] = core.connect_owner(successor, ())[0]
         for request in [each for each in self._requests.values() if each.gateway == 0]:

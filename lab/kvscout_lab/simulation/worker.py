@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.simulation.kv_cache import KvCache
-from kvscout_lab.simulation.timing import StepTime
+from kvscout_lab.simulation.timing import StepTime, picoseconds
 
 NEVER = 1 << 62
 COPY = 0
@@ -42,6 +42,10 @@ class EngineSettings:
     block_size: int = 64
     kv_tokens: int = 600_000
     """Tokens whose keys and values fit on the device."""
+    offload_tokens: int = 0
+    """Tokens of the offload tier, to which evicted blocks go; 0 = there is none."""
+    offload_us_per_token: float = 5.0
+    """Time to copy a token back from it, during which nothing is computed."""
     max_num_batched_tokens: int = 8_192
     """Tokens of a step."""
     max_num_seqs: int = 256
@@ -54,6 +58,11 @@ class EngineSettings:
     def blocks(self) -> int:
         """KV blocks."""
         return self.kv_tokens // self.block_size
+
+    @property
+    def offload_blocks(self) -> int:
+        """Blocks of the offload tier."""
+        return self.offload_tokens // self.block_size
 
     def validate(self) -> EngineSettings:
         """Itself, if every setting is in range.
@@ -68,6 +77,10 @@ class EngineSettings:
             raise ConfigError("must be below max_num_batched_tokens", field="max_num_seqs")
         if not self.blocks:
             raise ConfigError(f"holds no block of {self.block_size} tokens", field="kv_tokens")
+        if self.offload_tokens < 0:
+            raise ConfigError("must not be negative", field="offload_tokens")
+        if not 0 <= self.offload_us_per_token < float("inf"):
+            raise ConfigError("must be a finite number of at least 0", field="offload_us_per_token")
         self.step.validate()
         return self
 
@@ -134,7 +147,9 @@ class Worker:
 
     def __init__(self, settings: EngineSettings, prefill_speed: float = 1.0, decode_speed: float = 1.0) -> None:
         self.settings = settings
-        self.cache = KvCache(settings.blocks)
+        self.cache = KvCache(settings.blocks, settings.offload_blocks)
+        self._copied = 0
+        """Tokens that are copied back from the offload tier in the step under way."""
         self.preemptions = 0
         self.busy_time = 0
         self._aborted: list[Job] = []
@@ -214,6 +229,7 @@ class Worker:
     def begin(self, now: int) -> None:
         """Plan what comes next, from a boundary between steps."""
         preempted = self._grow(now)
+        self._copied = 0
         chunks = self._chunks = []
         budget = self.settings.max_num_batched_tokens - len(self._decoding)
         for job in self._prefills:
@@ -234,6 +250,7 @@ class Worker:
         rates = self._rates
         attention = sum(rates.attention(job.computed, tokens) for job, tokens in chunks) if rates.pair else 0
         self._first_length = rates.step(prompt_tokens, requests + last, contexts, attention, len(self._running))
+        self._first_length += self._copied * picoseconds(self.settings.offload_us_per_token / 1e6)
         self._growth = rates.context_token * requests
         # After a preemption nobody was admitted: at the next boundary somebody may be.
         self._steps = 1 if chunks or preempted else self._jump()
@@ -370,6 +387,8 @@ class Worker:
             cache.acquire(held, blocks)
             job.held, job.private = held, blocks
             job.computed = hit * size
+            if cache.offload_capacity:
+                self._copy_back(job, hit)
             if job.cached_tokens is None:
                 job.cached_tokens = job.computed
             self._running[job] = None
@@ -378,6 +397,15 @@ class Worker:
                 job.computed = max(job.computed, job.target - 1)
             self._prefills.append(job)
             budget -= self._chunk(job, budget)
+
+    def _copy_back(self, job: Job, hit: int) -> None:
+        """Copy what the offload tier has of a prompt, behind what the device has."""
+        size = self.settings.block_size
+        copied = self.cache.offload_hit(job.nodes[hit : (job.target - 1) // size]) * size
+        if copied:
+            self._copied += copied
+            job.computed += copied
+            self._register(job, job.computed)
 
     def _chunk(self, job: Job, budget: int) -> int:
         tokens = min(job.target - job.computed, budget)

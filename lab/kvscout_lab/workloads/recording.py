@@ -30,6 +30,8 @@ VERSION: Final = 1
 MAX_LINE_BYTES: Final = 64 * 1024 * 1024
 SESSION_PAUSE_SECONDS: Final = 3_600.0
 """A session that is silent for longer goes on as another one."""
+MAX_PARTS: Final = 64
+"""Blocks of a hash; a node is a hash times their number, and below `_FRESH`."""
 _ID_SHIFT: Final = 64 - 53
 _FRESH: Final = 1 << 60
 """Nodes from here on are of blocks without a hash."""
@@ -302,7 +304,9 @@ def from_recording(name: str, recording: Recording, limit: int = 0) -> Workload:
     sizes = {request.tokens_per_hash for request in requests if request.hash_ids}
     if len(sizes) > 1:
         raise ConfigError(f"its hashes are of {sorted(sizes)} tokens: replay one kind at a time", field="trace")
-    size = sizes.pop() if sizes else TOKENS_PER_HASH
+    hashed = sizes.pop() if sizes else TOKENS_PER_HASH
+    parts = _parts(hashed, recording.workers)
+    size = hashed // parts
     fresh = itertools.count(_FRESH)
     started = requests[0].arrived
     flows = []
@@ -310,7 +314,7 @@ def from_recording(name: str, recording: Recording, limit: int = 0) -> Workload:
         pauses = [0.0, *(max(0.0, _pause(before, request)) for before, request in itertools.pairwise(session))]
         turns = [
             Turn(
-                _nodes(request, following, size, fresh),
+                _nodes(request, following, size, parts, fresh),
                 max(1, request.prompt_tokens),
                 request.output_tokens,
                 pause,
@@ -346,10 +350,20 @@ def _pause(before: RecordedRequest, request: RecordedRequest) -> float:
     return request.arrived - before.arrived - before.seconds
 
 
-def _nodes(request: RecordedRequest, following: RecordedRequest | None, size: int, fresh: Iterator[int]) -> array[int]:
+def _parts(hashed: int, workers: Iterable[RecordedWorker]) -> int:
+    """Return the blocks of the engines that a hash stands for: engines find a prefix that ends within one."""
+    sizes = {one.block_size for one in workers}
+    parts = hashed // sizes.pop() if len(sizes) == 1 and not hashed % min(sizes) else 1
+    return parts if parts <= MAX_PARTS else 1
+
+
+def _nodes(
+    request: RecordedRequest, following: RecordedRequest | None, size: int, parts: int, fresh: Iterator[int]
+) -> array[int]:
     """Return the nodes of the complete blocks of prompt and output."""
-    known = request.hash_ids[: request.prompt_tokens // size]
+    known = request.hash_ids[: request.prompt_tokens // (size * parts)]
     blocks = (request.prompt_tokens + request.output_tokens) // size
     if following is not None and following.hash_ids[: len(known)] == known:
-        known = following.hash_ids[:blocks]
-    return array("Q", known) + array("Q", itertools.islice(fresh, blocks - len(known)))
+        known = following.hash_ids[: -(-blocks // parts)]
+    nodes = array("Q", (hash_ * parts + part for hash_ in known for part in range(parts)))[:blocks]
+    return nodes + array("Q", itertools.islice(fresh, blocks - len(nodes)))

@@ -30,8 +30,8 @@ def contender(text: str) -> Contender:
 
 def test_what_a_plan_says_of_a_change_is_what_the_change_does() -> None:
     seed = test_seed()
-    traffic = conversations(Random(seed), 200, 16)
-    planner = Planner(recorded_run(Random(seed), CLUSTER, workload=traffic))
+    traffic = conversations(Random(seed), 400, 16)
+    planner = Planner(recorded_run(Random(seed), CLUSTER, workload=traffic, blocks_per_hash=4))
     assert (planner.cluster.workers, planner.cluster.engine.kv_tokens) == (3, 32_768)
     today = contender("kv-time")
     half = replace(CLUSTER, engine=replace(ENGINE, kv_tokens=16_384))
@@ -53,7 +53,7 @@ def test_what_a_plan_says_of_a_change_is_what_the_change_does() -> None:
         said = planner.run(predicted.cluster, predicted.contender)
         did = Planner(recorded_run(Random(seed), cluster, workload=traffic, policy=policy)).recorded()
         assert said.hit_rate == pytest.approx(did.hit_rate, abs=0.03), predicted.label
-        assert said.ttft_mean == pytest.approx(did.ttft_mean, rel=0.2), predicted.label
+        assert said.ttft_mean == pytest.approx(did.ttft_mean, rel=0.15), predicted.label
 
 
 def test_pools_of_a_recording_and_splits_of_a_plan() -> None:
@@ -99,3 +99,20 @@ def test_a_plan_is_drawn(tmp_path: Path, name: str) -> None:
     plot_plan(outcome(1.0), [(change, outcome(1.0)) for change in changes], tmp_path / name)
     drawn = (tmp_path / name).read_bytes()
     assert drawn.startswith(b"\x89PNG") if name.endswith("png") else b"hit rate" in drawn
+
+
+def test_an_offload_tier_holds_what_tight_caches_evict_and_costs_the_time_to_copy_it_back() -> None:
+    seed = test_seed()
+    tight = replace(CLUSTER, engine=replace(ENGINE, kv_tokens=8_192))
+    planner = Planner(recorded_run(Random(seed), tight, flows=200, blocks_per_hash=4))
+    today = contender("kv-time")
+    without = planner.run(planner.cluster, today)
+    [change] = planner.changes(
+        today, contenders=[], workers=[], kv_factors=[], prefill_workers=[], offload_factors=[4.0]
+    )
+    assert change.label == "offload tier × 4 (32,768 tokens)"
+    held = planner.run(change.cluster, today)
+    assert held.hit_rate > without.hit_rate + 0.05
+    assert held.ttft_mean < without.ttft_mean
+    slow = replace(change.cluster, engine=replace(change.cluster.engine, offload_us_per_token=200.0))
+    assert planner.run(slow, today).ttft_mean > held.ttft_mean

@@ -177,3 +177,24 @@ def test_the_least_recently_used_block_goes_first_and_last_blocks_before_first_o
     assert not cache.fits([], 2)
     assert cache.fits([3], 0)
     cache.check_invariants()
+
+
+def test_what_is_evicted_goes_to_the_offload_tier_and_leaves_it_when_that_is_full() -> None:
+    cache = KvCache(2, offload_capacity=2)
+
+    def hold(*nodes: int) -> None:
+        cache.acquire((), len(nodes))
+        for node in nodes:
+            assert cache.register(node)
+        cache.release(nodes, 0)
+        cache.check_invariants()
+
+    hold(1, 2)
+    hold(3, 4)
+    assert (cache.hit([1, 2]), cache.offload_hit([1, 2, 9])) == (0, 2)
+    assert cache.take_tier_events() == [1, 2, 3, 4], "none has left both"
+    hold(1)
+    assert cache.take_tier_events() == [-1, 1], "the tier had no room for it beside 4, and the device has it again"
+    hold(5)
+    assert cache.take_tier_events() == [-2, 5], "3 was evicted, and 2 was used least recently"
+    assert (cache.offload_hit([2]), cache.offload_hit([4, 3])) == (0, 2)

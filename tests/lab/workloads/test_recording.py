@@ -114,14 +114,14 @@ def test_sessions_become_flows_whose_outputs_are_in_the_next_prompt(tmp_path: Pa
         message(5_000.0, 1, 2, session=5 << 11),  # more than an hour later
     )
     workload = from_recording("r", read_recording([path]))
-    assert (workload.block_size, workload.requests, len(workload.flows)) == (64, 5, 4)
+    assert (workload.block_size, workload.requests, len(workload.flows)) == (16, 5, 4), "the engines' blocks"
     first, alone, beside, later = workload.flows
     assert [flow.start_seconds for flow in workload.flows] == pytest.approx([0.0, 0.5, 3.1, 4_990.0])
     assert [turn.think_seconds for turn in first.turns] == pytest.approx([0.0, 2.0])
-    assert list(first.turns[0].nodes) == [1, 2, 3, 4], "130 tokens were generated, of which the next prompt has blocks"
-    assert list(first.turns[1].nodes)[:4] == [1, 2, 3, 4]
-    assert list(alone.turns[0].nodes)[:1] == [9]
-    fresh = [node for flow in (first, alone, beside, later) for turn in flow.turns for node in turn.nodes if node > 9]
+    assert list(first.turns[0].nodes) == list(range(4, 20)), "130 tokens were generated: of the next prompt's blocks"
+    assert list(first.turns[1].nodes)[:16] == list(range(4, 20)), "a hash of 64 tokens stands for four blocks"
+    assert list(alone.turns[0].nodes)[:4] == [36, 37, 38, 39]
+    fresh = [node for flow in (first, alone, beside, later) for turn in flow.turns for node in turn.nodes if node > 39]
     assert len(fresh) == len(set(fresh)), "a block without a hash is nobody else's"
 
 
