@@ -26,7 +26,8 @@ RUNTIME := $(STAMPS)/runtime $(if $(CARGO)$(filter 1,$(KVSCOUT_REQUIRE_NATIVE)),
 DEVELOP := $(RUNTIME) $(STAMPS)/develop
 PROGRESS := python3 deploy/progress.py
 # Without the extension, which is built by itself.
-PIP_INSTALL := env KVSCOUT_NATIVE=0 $(PY) -m pip install --disable-pip-version-check --progress-bar off
+# Nor compiled: Python does that to what is imported, which is a small part.
+PIP_INSTALL := env KVSCOUT_NATIVE=0 $(PY) -m pip install --no-compile --disable-pip-version-check --progress-bar off
 
 $(PY):
 	@sh deploy/make-venv.sh .venv
@@ -137,7 +138,7 @@ h2spec: $(DEVELOP) ## The cases of h2spec (needs Go) against the native transpor
 check-plan: $(DEVELOP) ## Plans of a recorded stack beside the same changes made to it: hit rate within 3 points, TTFT within 15 % (six minutes).
 	PYTHONPATH=tests $(PY) tests/plan_check.py
 
-screenshots: $(DEVELOP) ## Take the pictures of the dashboard in docs/images anew, of a stack under some traffic (needs Chromium).
+screenshots: $(DEVELOP) ## Take the pictures of dashboard and `kvscout top` in docs/images anew, of a stack under some traffic (needs Chromium).
 	PYTHONPATH=tests $(PY) tests/screenshots.py
 
 docs-outputs: $(DEVELOP) ## Run the commands whose outputs pages show, on default ports, and write the outputs anew (needs `make grpcurl`).

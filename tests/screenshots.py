@@ -1,15 +1,21 @@
-"""`make screenshots`: the pictures of the dashboard in docs/images: empty, under traffic, an engine killed."""
+"""`make screenshots`: the pictures in docs/images: the dashboard (empty, busy, an engine killed), `kvscout top`."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import io
+import os
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
 from support.browser import CHROMIUM, MISSING, browser
 from support.gateway_stack import MODEL, fresh_prompt, running_stack
 
@@ -17,6 +23,7 @@ IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 SECONDS = 330.0
 """Of traffic, so that the charts have something to show."""
 WORKERS = 8
+TERMINAL_COLUMNS = 100
 LAPTOP: dict[str, Any] = {"viewport": {"width": 1360, "height": 850}, "device_scale_factor": 1.2}
 PHONE: dict[str, Any] = {
     "viewport": {"width": 375, "height": 812},
@@ -89,6 +96,25 @@ async def until(page: Any, selector: str) -> None:
     await page.locator(selector).first.wait_for(timeout=60_000)
 
 
+async def terminal_picture(gateway: str, name: str, *words: str) -> None:
+    """What a command prints on a terminal, as SVG."""
+    environment = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(TERMINAL_COLUMNS)}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvscout_cli.main", *words, "--gateway", gateway),
+        stdout=asyncio.subprocess.PIPE,
+        env=environment,
+    )
+    printed, _ = await process.communicate()
+    console = Console(record=True, width=TERMINAL_COLUMNS, file=io.StringIO(), color_system="truecolor")
+    console.print(Text.from_ansi(f"$ kvscout {' '.join(words)}\n{printed.decode()}"), soft_wrap=True)
+    # Without the fonts, which rich would have the browser load from elsewhere.
+    form = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
+        "Fira Code", "DejaVu Sans Mono"
+    )
+    svg = console.export_svg(title=f"kvscout {words[0]}", code_format=form, unique_id=name)
+    (IMAGES / f"{name}.svg").write_text(svg)
+
+
 async def main(seconds: float) -> None:
     """Takes the pictures: before any request, after so many seconds of traffic, and with an engine that was killed."""
     draw = random.Random(7)
@@ -109,6 +135,7 @@ async def main(seconds: float) -> None:
         await picture(chromium, laptop, "empty")
         traffic = group.create_task(converse(url, draw))
         await asyncio.sleep(seconds)
+        await terminal_picture(stack.gateway.address, "top", "top", "--once")
         for name, page in pages.items():
             await picture(chromium, page, name)
         for name, (kind, shown) in OTHER_PAGES.items():

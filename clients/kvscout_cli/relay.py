@@ -99,5 +99,5 @@ def _copy(option: SectionedOption, section: str) -> SectionedOption:
         envvar=option.envvar,
         show_envvar=True,
         section=section,
-        shell_complete=option.shell_complete,
+        shell_complete=lambda context, _, incomplete: option.shell_complete(context, incomplete),
     )

@@ -332,7 +332,8 @@ def test_each_shell_completes_commands_flags_and_what_they_take(shell: str) -> N
         assert {"--help", "--version"} <= offered(" ".join([*above, name]), "--"), (above, name)
     assert {"prefill", "decode"} <= offered("workers register w --role", "")
     assert {"kv", "kv-time", "round-robin"} <= offered("route --policy", "")
-    assert offered("serve --router-mode", "round") == {"round-robin"}
+    for program in ("serve", "up"):
+        assert offered(f"{program} --router-mode", "round") == {"round-robin"}, program
     assert offered("route --gateway localhost:1 --model", "") == set()
 
 

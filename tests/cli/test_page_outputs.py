@@ -30,6 +30,7 @@ async def test_a_page_shows_what_its_commands_print(page: Path, session: Session
     async with up(tmp_path / ".kvscout", "--seed", SEED, *session.flags) as (process, state):
         addresses = {
             "localhost:7050": state["gateway"],
+            "localhost:7051": state["indexer"],
             "localhost:8000": state["openai"].removeprefix("http://").removesuffix("/v1"),
         }
         async with shell(tmp_path, addresses, KVSCOUT_GATEWAY=state["gateway"]) as run:

@@ -114,6 +114,8 @@ def test_s2_a_request_with_a_seed_is_repeatable() -> None:
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidArgument, match=r"policy: unknown policy 'best', known are .*kv.*round-robin"):
         chosen(scheduler("a"), 1, override=ConfigOverride(policy="best"))
+    with pytest.raises(InvalidArgument, match=r"unknown policy 'kv-tiem'; did you mean 'kv-time'\? Known are .*kv"):
+        chosen(scheduler("a"), 1, override=ConfigOverride(policy="kv-tiem"))
 
 
 def test_other_packages_add_policies_through_entry_points() -> None:

@@ -23,6 +23,7 @@ MARK = r"<!-- outputs(?: of: kvscout up(?P<flags>[^;>]*?))?(?:; after: (?P<after
 BLOCK = re.compile(rf"^ *{MARK}\n+(?P<indent> *)```\w*\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 REQUEST_ID = re.compile(r"\bgen-[0-9a-f]{32}\b")
+ROOT = Path(__file__).resolve().parents[2]
 SHOWN_REQUEST_ID = "gen-499a46646b6d40568a144a496f980e72"
 NUMBER = re.compile(r"[-+]?\d+(?:[.,:]\d+)*(?:e[-+]?\d+)?(?: (?:ms|s|µs)\b)?")
 ELISION = "…"
@@ -130,6 +131,7 @@ async def shell(directory: Path, addresses: Mapping[str, str], **environment: st
         environment: Variables beside those of this process.
     """
     (directory / ".curlrc").write_text("silent\nshow-error\n")
+    (directory / "examples").symlink_to(ROOT / "examples")
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSCOUT_")}
     wide = {"COLUMNS": "160", "CURL_HOME": str(directory), "PATH": path}

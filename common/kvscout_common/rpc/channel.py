@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import grpc
 
@@ -15,6 +17,8 @@ from kvscout_common.transport.keepalive import CLIENT_OPTIONS
 from kvscout_common.transport.statuses import ANSWERED_TRAILER, CAUSE_TRAILER, from_status
 
 T = TypeVar("T")
+_NOT_CONNECTED = re.compile(r"failed to connect to all addresses; .*?:(\S+): Failed to connect to remote host: (.*)")
+"""What grpc says where nothing listens."""
 
 
 def open_channel(
@@ -110,7 +114,10 @@ def to_error(error: grpc.aio.AioRpcError) -> KvscoutError:
         pass  # absent, or a date: some proxies send those
     raised = str(trailers.get(ANSWERED_TRAILER, ""))
     cause = str(trailers.get(CAUSE_TRAILER, ""))
-    ours = from_status(error.code(), error.details() or "", retry_after_seconds=retry_after, raised=raised, cause=cause)
+    details = _NOT_CONNECTED.sub(
+        lambda found: f"cannot connect to {unquote(found[1])}: {found[2]}", error.details() or ""
+    )
+    ours = from_status(error.code(), details, retry_after_seconds=retry_after, raised=raised, cause=cause)
     ours.answered = ANSWERED_TRAILER in trailers
     if isinstance(ours, Cancelled) and not ours.answered:
         # What grpc's server says of a call that came while it was stopping and that nobody has looked at. (A call

@@ -13,6 +13,7 @@ from traceback import walk_tb
 from typing import Any, Final, TypeVar
 
 from kvscout_common.errors import ConfigError, InternalError, InvalidArgument, KvscoutError
+from kvscout_common.known_names import nearest
 from kvscout_common.observability.recent_counts import RecentCounts
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.plain_text import printable
@@ -228,7 +229,9 @@ class PolicyRegistry:
             InvalidArgument: If it does not; the message names those that do.
         """
         if name not in self._factories:
-            raise InvalidArgument(f"unknown policy {name!r}, known are {', '.join(self.names)}", field="policy")
+            meant = nearest(name, self.names)
+            known = f"; did you mean {meant!r}? Known are" if meant else ", known are"
+            raise InvalidArgument(f"unknown policy {name!r}{known} {', '.join(self.names)}", field="policy")
 
     def create(self, name: str) -> CheckedPolicy:
         """Return a new instance of a policy.
