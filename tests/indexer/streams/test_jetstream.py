@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock
 
 import nats.errors
 import pytest
@@ -53,7 +54,7 @@ from kvscout_indexer.streams.position import SnapshotId
 from kvscout_indexer.streams.reader import StreamReader
 from kvscout_indexer.streams.snapshot import Snapshot
 from kvscout_indexer.streams.snapshots import Snapshots
-from kvscout_indexer.streams.snapshotter import Snapshotter
+from kvscout_indexer.streams.snapshotter import HeldLock, Snapshotter
 
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
@@ -540,6 +541,8 @@ async def test_a_holder_of_the_lock_that_was_stopped_beyond_its_life_does_no_har
             return await write(cut)
 
         monkeypatch.setattr(reader(holder).snapshots, "write", stop)
+        # What is stopped does not renew its lock either.
+        monkeypatch.setattr(HeldLock, "renew", AsyncMock())
         taking = asyncio.create_task(taker(holder).take())
         await stopped.wait()
         assert not await taker(other).take(), "the lock is held"

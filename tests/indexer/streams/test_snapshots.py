@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,7 +15,15 @@ from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.streams import snapshots as snapshots_module
 from kvscout_indexer.streams.position import SnapshotId
-from kvscout_indexer.streams.snapshot import Snapshot, SourceCut, decode, decode_positions, encode, header_bytes
+from kvscout_indexer.streams.snapshot import (
+    MAX_MESSAGE_BYTES,
+    Snapshot,
+    SnapshotDecoder,
+    SourceCut,
+    decode_positions,
+    encode,
+    header_bytes,
+)
 from kvscout_indexer.streams.snapshots import SnapshotBroken, Snapshots
 
 INCARNATION = 1_700_000_000_000_000
@@ -28,8 +37,32 @@ def snapshot(sequence: int = 7, payload: bytes = b"chunk") -> Snapshot:
     return Snapshot(SnapshotId(INCARNATION, sequence), 1000.25, cuts)
 
 
-def test_a_snapshot_is_read_as_it_was_written() -> None:
-    assert decode(b"".join(encode(snapshot()))) == snapshot()
+def decode(data: bytes, chunk: int = 1_000) -> list[SourceCut]:
+    """Return the sources of a snapshot that comes in chunks."""
+    decoder, cuts = SnapshotDecoder(), []
+    for at in range(0, len(data), chunk):
+        cuts += decoder.feed(data[at : at + chunk])
+    decoder.end()
+    return cuts
+
+
+async def read(store: Snapshots, one: SnapshotId) -> list[SourceCut]:
+    return [cut async for cut in store.read(one)]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1_000])
+def test_a_snapshot_is_read_as_it_was_written_wherever_it_is_cut(chunk: int) -> None:
+    assert decode(b"".join(encode(snapshot())), chunk) == snapshot().sources
+
+
+def test_a_message_above_the_limit_is_refused_before_it_comes() -> None:
+    with pytest.raises(InvalidArgument, match="at most"):
+        SnapshotDecoder().feed((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"))
+
+
+def test_messages_of_no_source_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="more messages than its sources"):
+        decode(b"".join(encode(snapshot())) + bytes(4))
 
 
 def test_the_header_has_the_positions_of_the_sources() -> None:
@@ -68,7 +101,7 @@ def store(world: World) -> Snapshots:
 async def test_an_empty_store_has_none(store: Snapshots) -> None:
     assert await store.complete() == {WHOLE: []}
     with pytest.raises(SnapshotBroken):
-        await store.read(SnapshotId(INCARNATION, 1))
+        await read(store, SnapshotId(INCARNATION, 1))
     await store.clear()
 
 
@@ -77,13 +110,13 @@ async def test_a_snapshot_of_many_chunks_is_stored_and_read(store: Snapshots) ->
     size = await store.write(large)
     assert size == len(b"".join(encode(large))) > 4 * snapshots_module.CHUNK_BYTES
     assert await store.complete() == {WHOLE: [large.id]}
-    assert await store.read(large.id) == large
+    assert await read(store, large.id) == large.sources
 
 
 async def test_a_snapshot_is_never_written_over(store: Snapshots) -> None:
     await store.write(snapshot(payload=b"first"))
     await store.write(snapshot(payload=b"second"))
-    assert await store.read(snapshot().id) == snapshot(payload=b"first")
+    assert await read(store, snapshot().id) == snapshot(payload=b"first").sources
 
 
 async def test_dropped_snapshots_leave_no_trace(world: World, store: Snapshots) -> None:
@@ -103,10 +136,10 @@ async def test_a_snapshot_whose_content_was_lost_or_changed_is_broken(world: Wor
     content = f"$O.{BUCKET}.C.{info.nuid}"
     await world.js.purge_stream(f"OBJ_{BUCKET}", subject=content)
     with pytest.raises(SnapshotBroken):
-        await store.read(snapshot().id)
+        await read(store, snapshot().id)
     await world.js.publish(content, bytes(info.size or 0))
     with pytest.raises(SnapshotBroken):
-        await store.read(snapshot().id)
+        await read(store, snapshot().id)
 
 
 async def test_what_a_broken_upload_left_is_swept_up_later(world: World, store: Snapshots) -> None:
@@ -114,7 +147,7 @@ async def test_what_a_broken_upload_left_is_swept_up_later(world: World, store: 
     await world.js.publish(f"$O.{BUCKET}.C.abandoned", b"half a snapshot")
     assert await store.sweep(time.time()) == 0
     assert await store.sweep(time.time() + snapshots_module.SWEEP_AFTER_SECONDS + 1) == 1
-    assert await store.read(snapshot().id) == snapshot()
+    assert await read(store, snapshot().id) == snapshot().sources
 
 
 async def test_shards_have_snapshots_of_their_own(world: World) -> None:
@@ -127,7 +160,7 @@ async def test_shards_have_snapshots_of_their_own(world: World) -> None:
     whole = Snapshots(world.js, BUCKET, WHOLE)
     assert await whole.complete() == {WHOLE: [], **expected}
     with pytest.raises(SnapshotBroken):
-        await whole.read(snapshot(4).id)
+        await read(whole, snapshot(4).id)
     await whole.drop(halves[0], [snapshot(4).id])
     assert await whole.complete() == {WHOLE: [], halves[1]: [snapshot(6).id]}
 
@@ -137,3 +170,57 @@ async def test_objects_of_others_are_left_alone(world: World, store: Snapshots) 
     objects = await world.js.object_store(BUCKET)
     await objects.put("notes", b"of an operator", meta=ObjectMeta(name="notes"))
     assert await store.complete() == {WHOLE: [snapshot().id]}
+
+
+async def test_a_snapshot_that_is_not_kept_while_it_is_verified_is_read_once_more(
+    store: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = snapshot(payload=bytes(range(256)) * 4096)
+    await store.write(large)
+    monkeypatch.setattr(snapshots_module, "KEPT_BYTES", 0)
+    assert await read(store, large.id) == large.sources
+
+
+async def test_a_snapshot_that_nobody_could_read_is_not_written(
+    store: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots_module, "MAX_SNAPSHOT_BYTES", 10)
+    with pytest.raises(SnapshotBroken, match="divide the workers with --shard"):
+        await store.write(snapshot())
+    assert await store.complete() == {WHOLE: []}
+
+
+async def test_a_snapshot_that_cannot_be_read_back_does_not_stay(
+    world: World, store: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = store._put
+
+    async def losing(name: str, one: Snapshot) -> int:
+        size = await put(name, one)
+        (info,) = await (await world.js.object_store(BUCKET)).list()
+        await world.js.purge_stream(f"OBJ_{BUCKET}", subject=f"$O.{BUCKET}.C.{info.nuid}")
+        return size
+
+    monkeypatch.setattr(store, "_put", losing)
+    with pytest.raises(SnapshotBroken):
+        await store.write(snapshot())
+    assert await store.complete() == {WHOLE: []}
+
+
+async def test_reading_takes_no_more_memory_for_ten_times_the_sources(
+    store: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots_module, "KEPT_BYTES", 0)
+    peaks = []
+    for count in (10, 100):
+        cuts = [SourceCut(WorkerRank("w", rank), count, (bytes(1 << 18),)) for rank in range(count)]
+        one = Snapshot(SnapshotId(INCARNATION, count), 0.0, cuts)
+        await store.write(one)
+        tracemalloc.start()
+        read_bytes = 0
+        async for cut in store.read(one.id):
+            read_bytes += len(cut.messages[0])
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert read_bytes == count << 18
+    assert peaks[1] <= 2 * peaks[0]

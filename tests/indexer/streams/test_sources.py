@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import pytest
 
 from kvscout_blocks.source.feed import Cursor
@@ -59,6 +61,11 @@ def stream(first: int, last: int, *, incarnation: int = 1, deleted: int = 0) -> 
     return StreamState(incarnation, first, last, deleted)
 
 
+async def each(snapshot: Snapshot) -> AsyncIterator[SourceCut]:
+    for one in snapshot.sources:
+        yield one
+
+
 async def cut(sources: StreamSources) -> Snapshot:
     snapshot = await sources.cut()
     assert snapshot is not None
@@ -98,9 +105,9 @@ async def test_a_snapshot_brings_its_state_to_what_it_brings_further(sources: St
     sources.deliver_past(message(8, b"8", "ahead"))
     cuts = [SourceCut(WorkerRank(name, 0), 7, [b"state of " + name.encode()]) for name in ("w", "ahead", "unknown")]
     snapshot = Snapshot(SnapshotId(1, 7), 0.0, cuts)
-    positions = {each.worker: each.position for each in cuts}
+    positions = {one.worker: one.position for one in cuts}
     assert sources.wants(positions, fits=True)
-    await sources.load(snapshot, fits=True)
+    await sources.load(each(snapshot), fits=True)
     assert not sources.wants(positions, fits=True)
     assert (feed.delivered, ahead.delivered) == ([b"state of w"], [b"8"])
     assert sources.begin_past(stream(8, 9)) == 7
@@ -166,7 +173,7 @@ async def test_a_state_of_a_former_stream_is_loaded_into_what_has_none_and_verif
     sources.place(stream(1, 5, incarnation=2))
     feed = attach(sources)
     snapshot = Snapshot(SnapshotId(1, 70), 0.0, [SourceCut(WorkerRank("w", 0), 70, [b"old"])])
-    await sources.load(snapshot, fits=False)
+    await sources.load(each(snapshot), fits=False)
     assert (feed.delivered, sources.begin_past(stream(1, 5, incarnation=2))) == ([b"old"], 0)
     assert sources.caught_up(5)
     sources.verify()
@@ -217,3 +224,43 @@ def test_a_later_feed_of_the_same_worker_stays_when_the_former_leaves(sources: S
     assert list(sources.behind) == ["w"]
     sources.detach("w", later)
     assert not sources.behind
+
+
+async def test_what_a_waiting_message_does_not_prove_is_verified_once_the_source_is_settled(
+    sources: StreamSources,
+) -> None:
+    sources.place(stream(3, 9))
+    feed = attach(sources)
+    sources.begin_past(stream(3, 9))
+    assert sources.caught_up(9)
+    # Other work on the rank is under way: the message waits behind it.
+    feed.settled = False
+    sources.deliver(message(10, b"10"))
+    sources.verify()
+    assert feed.verified == 0
+    (waiting,) = (await cut(sources)).sources
+    assert waiting.unverified
+    feed.settled = True
+    sources.verify()
+    assert feed.verified == 1
+
+
+async def test_a_message_that_leaves_a_gap_has_snapshots_say_so_until_it_is_filled(sources: StreamSources) -> None:
+    sources.place(stream(3, 9))
+    feed = attach(sources)
+    sources.begin_past(stream(3, 9))
+    assert sources.caught_up(9)
+
+    def deliver(data: bytes) -> None:
+        feed.delivered.append(data)
+        feed.settled = False
+
+    feed.deliver = deliver  # type: ignore[method-assign]  # its source requests what is missing
+    sources.deliver(message(10, b"10"))
+    (unfilled,) = (await cut(sources)).sources
+    assert unfilled.unverified
+    feed.settled = True
+    sources.verify()
+    (filled,) = (await cut(sources)).sources
+    assert not filled.unverified
+    assert feed.verified == 0

@@ -276,8 +276,7 @@ class JetStreamFeed(PublisherFeed):
 
     def verify(self) -> None:
         """See `PartitionFeed.verify`."""
-        if not self._source.replaying:
-            self._source.on_reconnect()
+        self._source.on_reconnect()
 
     async def caught_up(self) -> None:
         """See `PartitionFeed.caught_up`."""

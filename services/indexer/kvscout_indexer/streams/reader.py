@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
@@ -282,7 +283,8 @@ class StreamReader:
     async def _load(self, snapshot: SnapshotId, *, of_stream: bool) -> None:
         try:
             if self.sources.wants(await self.snapshots.positions(snapshot), fits=of_stream):
-                await self.sources.load(await self.snapshots.read(snapshot), fits=of_stream)
+                async with aclosing(self.snapshots.read(snapshot)) as cuts:
+                    await self.sources.load(cuts, fits=of_stream)
         except SnapshotBroken as error:
             log.warning("skipping a snapshot of model %r: %s", self.model, error)
         except (nats.errors.Error, TimeoutError):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Final
 
 from google.protobuf.message import DecodeError
@@ -26,6 +25,8 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.streams.position import SnapshotId
 
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+"""Of one message, or of the header: a million sources."""
 VERSION: Final = 1
 """Version of the header; readers take this one and the one before."""
 _LENGTH: Final = struct.Struct("<I")
@@ -77,25 +78,72 @@ def encode(snapshot: Snapshot) -> Iterator[bytes]:
         yield message
 
 
-def decode(data: bytes) -> Snapshot:
-    """Read a snapshot.
+def size_bytes(snapshot: Snapshot) -> int:
+    """Return the size of the snapshot's messages, which is nearly that of the whole."""
+    return sum(_LENGTH.size + len(message) for cut in snapshot.sources for message in cut.messages)
 
-    Raises:
-        FailedPrecondition: A version that this release cannot read.
-        InvalidArgument: The bytes are none.
-    """
-    messages = _messages(data)
-    header = _header(next(messages, b""))
-    sources = [
-        SourceCut(
-            WorkerRank(source.worker_id, source.dp_rank),
-            source.stream_sequence,
-            _take(messages, source.messages),
-            source.unverified,
-        )
-        for source in header.sources
-    ]
-    return Snapshot(SnapshotId(header.stream_incarnation, header.stream_sequence), header.cut_at, sources)
+
+class SnapshotDecoder:
+    """Reads a snapshot in chunks of any size, and keeps no more of it than the source that is not complete."""
+
+    def __init__(self) -> None:
+        self._left = bytearray()
+        self._header: snapshots_pb2.SnapshotHeader | None = None
+        self._sources = 0
+        """Sources that are complete."""
+        self._messages: list[bytes] = []
+        """Of the source that is not."""
+
+    def feed(self, data: bytes) -> list[SourceCut]:
+        """Take the next bytes; return the sources that they complete.
+
+        Raises:
+            FailedPrecondition: A version that this release cannot read.
+            InvalidArgument: The bytes are none.
+        """
+        self._left += data
+        complete: list[SourceCut] = []
+        at = 0
+        while len(self._left) >= at + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._left, at)
+            if length > MAX_MESSAGE_BYTES:
+                raise InvalidArgument(f"has a message of {length} bytes, {MAX_MESSAGE_BYTES} at most", field="snapshot")
+            end = at + _LENGTH.size + length
+            if len(self._left) < end:
+                break
+            self._take(bytes(self._left[at + _LENGTH.size : end]))
+            complete += self._completed()
+            at = end
+        del self._left[:at]
+        return complete
+
+    def end(self) -> None:
+        """Note that these were all bytes.
+
+        Raises:
+            InvalidArgument: More were announced.
+        """
+        if self._header is None or self._left or self._sources < len(self._header.sources):
+            raise InvalidArgument("ends before all its sources came", field="snapshot")
+
+    def _take(self, message: bytes) -> None:
+        if self._header is None:
+            self._header = _header(message)
+        elif self._sources == len(self._header.sources):
+            raise InvalidArgument("has more messages than its sources", field="snapshot")
+        else:
+            self._messages.append(message)
+
+    def _completed(self) -> Iterator[SourceCut]:
+        assert self._header is not None
+        while self._sources < len(self._header.sources):
+            source = self._header.sources[self._sources]
+            if len(self._messages) < source.messages:
+                return
+            worker = WorkerRank(source.worker_id, source.dp_rank)
+            yield SourceCut(worker, source.stream_sequence, tuple(self._messages), source.unverified)
+            self._sources += 1
+            self._messages = []
 
 
 def header_bytes(data: bytes) -> int:
@@ -135,10 +183,3 @@ def _messages(data: bytes) -> Iterator[bytes]:
             raise InvalidArgument("ends within a message", field="snapshot")
         yield data[at : at + length]
         at += length
-
-
-def _take(messages: Iterator[bytes], count: int) -> tuple[bytes, ...]:
-    taken = tuple(islice(messages, count))
-    if len(taken) != count:
-        raise InvalidArgument(f"{count} messages of a source announced, {len(taken)} there", field="snapshot")
-    return taken

@@ -7,6 +7,7 @@ it is swept up later. The object store's layout is NATS' own (ADR-20), so its to
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import io
@@ -25,14 +26,24 @@ from kvscout_common.errors import KvscoutError
 from kvscout_common.shards import Shard
 from kvscout_common.worker import WorkerRank
 from kvscout_indexer.streams.position import SnapshotId
-from kvscout_indexer.streams.snapshot import Snapshot, decode, decode_positions, encode, header_bytes
+from kvscout_indexer.streams.snapshot import (
+    Snapshot,
+    SnapshotDecoder,
+    SourceCut,
+    decode_positions,
+    encode,
+    header_bytes,
+    size_bytes,
+)
 
 log = logging.getLogger("kvscout.snapshots")
 
 CHUNK_BYTES: Final = 512 * 1024
 """Chunk size of an object: NATS refuses messages of over 1 MiB by default."""
 MAX_SNAPSHOT_BYTES: Final = 4 * 1024 * 1024 * 1024
-"""Read at most; 200 million held blocks."""
+"""Read and written at most; 200 million held blocks."""
+KEPT_BYTES: Final = 64 * 1024 * 1024
+"""A snapshot up to this size is kept while it is verified; a larger one is read from the store once more."""
 SWEEP_AFTER_SECONDS: Final = 600.0
 """Content without an entry is of an upload that was broken off, once nothing was added to it for so long."""
 
@@ -93,8 +104,8 @@ class Snapshots:
                         break
             return decode_positions(data[: header_bytes(data)])
 
-    async def read(self, snapshot: SnapshotId) -> Snapshot:
-        """Load one.
+    async def read(self, snapshot: SnapshotId) -> AsyncGenerator[SourceCut, None]:
+        """Yield the sources of one, once all of it was verified; each is in memory alone.
 
         Raises:
             SnapshotBroken: It is not complete, or no longer there, or of a version that cannot be read.
@@ -103,20 +114,63 @@ class Snapshots:
         name = _name(self._shard, snapshot)
         with _broken(name):
             info = await self._info(name)
-            data = b"".join([chunk async for chunk in self._chunks(info)])
-            digest = "SHA-256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
-            if digest != info.digest or len(data) != info.size:
-                raise SnapshotBroken(f"{name} is damaged: its digest is another")
-            return decode(data)
+            kept = await self._verified(name, info, keep=(info.size or 0) <= KEPT_BYTES)
+            decoder = SnapshotDecoder()
+            async with aclosing(_each(kept) if kept else self._chunks(info)) as chunks:
+                async for chunk in chunks:
+                    for cut in decoder.feed(chunk):
+                        yield cut
 
-    async def write(self, snapshot: Snapshot) -> int:
-        """Store one, unless it is there; return its size in bytes.
+    async def verify(self, snapshot: SnapshotId) -> None:
+        """Read one back as whoever needs it will, and drop what it says.
 
         Raises:
+            SnapshotBroken: It cannot be read.
+            nats.errors.Error: The store cannot be reached.
+        """
+        name = _name(self._shard, snapshot)
+        with _broken(name):
+            await self._verified(name, await self._info(name), keep=False)
+
+    async def _verified(self, name: str, info: ObjectInfo, *, keep: bool) -> list[bytes]:
+        """Read all chunks, hashed beside the event loop; return them if they are to be kept."""
+        hashed, size, kept, decoder = hashlib.sha256(), 0, [], SnapshotDecoder()
+        async with aclosing(self._chunks(info)) as chunks:
+            async for chunk in chunks:
+                await asyncio.to_thread(hashed.update, chunk)
+                size += len(chunk)
+                decoder.feed(chunk)
+                if keep:
+                    kept.append(chunk)
+        digest = "SHA-256=" + base64.urlsafe_b64encode(hashed.digest()).decode()
+        if digest != info.digest or size != info.size:
+            raise SnapshotBroken(f"{name} is damaged: its digest is another")
+        decoder.end()
+        return kept
+
+    async def write(self, snapshot: Snapshot) -> int:
+        """Store one, unless it is there, and read it back; return its size in bytes.
+
+        Raises:
+            SnapshotBroken: It is larger than what is read, or cannot be read back: then it is not there any more.
             nats.errors.Error: It cannot be stored.
         """
-        store = await self._store()
         name = _name(self._shard, snapshot.id)
+        if (size := size_bytes(snapshot)) > MAX_SNAPSHOT_BYTES:
+            raise SnapshotBroken(
+                f"{name} would have {size} bytes, {MAX_SNAPSHOT_BYTES} can be read: divide the workers with --shard"
+            )
+        size = await self._put(name, snapshot)
+        try:
+            await self.verify(snapshot.id)
+        except SnapshotBroken:
+            # Events must not be purged because of it.
+            await self.drop(self._shard, [snapshot.id])
+            raise
+        return size
+
+    async def _put(self, name: str, snapshot: Snapshot) -> int:
+        store = await self._store()
         try:
             return (await store.get_info(name)).size or 0
         except NotFoundError:
@@ -204,6 +258,11 @@ class Snapshots:
             chunk = await self._js.get_msg(self._stream, seq=sequence, subject=subject, direct=True, next=True)
             sequence = (chunk.seq or 0) + 1
             yield chunk.data or b""
+
+
+async def _each(chunks: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
+    for chunk in chunks:
+        yield chunk
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.shards import Shard
 from kvscout_indexer.streams.position import retention, superseded
 from kvscout_indexer.streams.reader import StreamReader
+from kvscout_indexer.streams.snapshots import SnapshotBroken
 
 log = logging.getLogger("kvscout.snapshots")
 
@@ -68,6 +69,18 @@ class SnapshotLock:
             # It ended between the try and the look.
             return None
 
+    async def renew(self, revision: int) -> int | None:
+        """Keep the lock for another `LOCK_SECONDS`; return its new revision, None if it ended.
+
+        Raises:
+            nats.errors.Error: The server cannot be reached.
+        """
+        store = await self._bucket_store()
+        try:
+            return await store.update(self._key, self._holder.encode(), last=revision)
+        except (KeyWrongLastSequenceError, BadRequestError):
+            return None
+
     async def release(self, revision: int) -> None:
         """Release the lock, unless another replica has it by now.
 
@@ -87,6 +100,27 @@ class SnapshotLock:
         except BadRequestError:
             # It is there, with settings of its own.
             return await self._js.key_value(self._bucket)
+
+
+class HeldLock:
+    """The lock while a snapshot is taken, which may take longer than a lock lives."""
+
+    def __init__(self, lock: SnapshotLock, revision: int) -> None:
+        self.revision = revision
+        self._lock = lock
+
+    async def renew(self) -> None:
+        """Renew it until cancelled, or until another replica has it."""
+        while True:
+            await asyncio.sleep(LOCK_SECONDS / 3)
+            try:
+                renewed = await self._lock.renew(self.revision)
+            except (nats.errors.Error, TimeoutError, OSError) as error:
+                log.info("the lock of a snapshot was not renewed: %r", error)
+                continue
+            if renewed is None:
+                return
+            self.revision = renewed
 
 
 class Snapshotter:
@@ -124,7 +158,7 @@ class Snapshotter:
                 continue
             try:
                 done = await self.take()
-            except (nats.errors.Error, TimeoutError, OSError) as error:
+            except (nats.errors.Error, TimeoutError, OSError, SnapshotBroken) as error:
                 self.failed += 1
                 done = False
                 self._warnings.warning(
@@ -142,11 +176,17 @@ class Snapshotter:
         revision = await self._lock.acquire()
         if revision is None:
             return False
+        held = HeldLock(self._lock, revision)
+        renewing = asyncio.create_task(held.renew(), name=f"lock of snapshots {self._reader.model}")
         try:
             await self._learn()
             return await self._take() if self._due() else True
         finally:
-            await self._lock.release(revision)
+            renewing.cancel()
+            (ended,) = await asyncio.gather(renewing, return_exceptions=True)
+            await self._lock.release(held.revision)
+            if isinstance(ended, Exception):
+                raise ended
 
     def _due(self) -> bool:
         reader = self._reader

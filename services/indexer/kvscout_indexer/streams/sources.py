@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping
 from typing import Final, Protocol
 
 from kvscout_blocks.source.feed import Cursor
@@ -158,10 +158,10 @@ class StreamSources:
             for partition in self.behind.values()
         )
 
-    async def load(self, snapshot: Snapshot, *, fits: bool) -> None:
-        """Deliver a snapshot to the partitions that gain from it; `fits` = it is of this stream."""
+    async def load(self, cuts: AsyncIterable[SourceCut], *, fits: bool) -> None:
+        """Deliver the sources of a snapshot to the partitions that gain from it; `fits` = it is of this stream."""
         by_worker = {partition.worker: partition for partition in self.behind.values()}
-        for cut in snapshot.sources:
+        async for cut in cuts:
             partition = by_worker.get(cut.worker)
             if partition is None or not _gains(partition, cut.position, fits=fits):
                 continue
@@ -224,7 +224,7 @@ class StreamSources:
     def _deliver(self, partition: Partition, message: StreamMessage) -> None:
         if message.sequence <= partition.position:
             return
-        feed, before = partition.feed, partition.feed.cursor
+        feed, before, settled = partition.feed, partition.feed.cursor, partition.feed.settled
         unverified, partition.unverified = partition.unverified, False
         self._receive(partition, message.data)
         partition.position = message.sequence
@@ -232,6 +232,12 @@ class StreamSources:
             # What continues the cursor proves that nothing was missed; what leaves a gap makes its source request them.
             partition.unverified = partition.unverified or (unverified and feed.cursor == before)
             partition.contained, partition.doubtful = message.sequence, False
+        elif settled:
+            # It left a gap or began a state. Until that is over, snapshots say that something may be missing.
+            partition.doubtful = partition.doubtful or unverified
+        else:
+            # It waits behind other work, and proves nothing yet.
+            partition.unverified = partition.unverified or unverified
 
     def _receive(self, partition: Partition, data: bytes) -> None:
         try:
@@ -256,7 +262,12 @@ class StreamSources:
             return
         to_verify, self._to_verify = self._to_verify, []
         for partition in to_verify:
-            if partition.unverified and self.live.get(partition.subject) is partition:
+            if not partition.unverified or self.live.get(partition.subject) is not partition:
+                continue
+            if not partition.feed.settled:
+                # It asks for what it knows of; whether that is all is asked afterwards.
+                self._to_verify.append(partition)
+            else:
                 # Until the answer is there, snapshots say that something may be missing.
                 partition.unverified, partition.doubtful = False, True
                 partition.feed.verify()
