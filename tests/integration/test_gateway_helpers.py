@@ -30,6 +30,9 @@ from kvscout_common.rpc.channel import call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+PAUSE_SECONDS = 0.02
+"""Between two requests: most of a machine is to be left for what they wait for."""
+
 
 @dataclass
 class Lasting:
@@ -64,7 +67,7 @@ async def kill(process: Running) -> None:
 
 @asynccontextmanager
 async def load(client: GatewayClient) -> AsyncIterator[list[gateway_pb2.RouteResponse]]:
-    """Requests without pause while the block runs, each of which must succeed; where they went."""
+    """Requests all the time while the block runs, each of which must succeed; where they went."""
     routes: list[gateway_pb2.RouteResponse] = []
     stop = asyncio.Event()
 
@@ -73,6 +76,7 @@ async def load(client: GatewayClient) -> AsyncIterator[list[gateway_pb2.RouteRes
             got = await client.generate(fresh_prompt(64), max_tokens=4)
             assert len(got.token_ids) == 4
             routes.extend(got.routes)
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(4):
@@ -99,6 +103,7 @@ async def http_load(stack: Stack, folder: Path) -> AsyncIterator[list[str]]:
                     assert response.status == 200, await response.text()
                     assert (await response.json())["usage"]["completion_tokens"] == 4
                     reasons.extend(response.headers.getall("x-kvscout-degraded", []))
+                await asyncio.sleep(PAUSE_SECONDS)
 
         for url in (f"http://127.0.0.1:{stack.gateway.ready['http_port']}", envoy.url):
             group.create_task(one_after_the_other(url))

@@ -30,6 +30,8 @@ from kvscout_common import errors
 from kvscout_common.hashing import block_hashes
 from kvscout_common.rpc.channel import call
 
+PAUSE_SECONDS = 0.01
+"""Between two requests: most of a machine is to be left for what they wait for."""
 GRACE_SECONDS = 10.0
 PROMPT_TOKENS = 100
 """Of each request that runs."""
@@ -156,13 +158,14 @@ async def ended_by_themselves(client: GatewayClient) -> dict[str, int]:
 
 @asynccontextmanager
 async def short_requests(client: GatewayClient) -> AsyncIterator[list[gateway_pb2.RouteResponse]]:
-    """Route without pause while the block runs; none may fail."""
+    """Route all the time while the block runs; none may fail."""
     routes: list[gateway_pb2.RouteResponse] = []
     stop = asyncio.Event()
 
     async def one_after_the_other() -> None:
         while not stop.is_set():
             routes.append(await client.route(fresh_prompt(64)))
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async with asyncio.TaskGroup() as group:
         group.create_task(one_after_the_other())

@@ -113,7 +113,7 @@ async def first_finding(stack: Stack) -> dict[str, Any]:
 
 @asynccontextmanager
 async def load(stack: Stack, *, max_tokens: int = 32) -> AsyncIterator[list[str]]:
-    """Runs new prompts until exit, three at a time; yields the errors of those that failed."""
+    """Runs new prompts until exit, three at a time with a pause; yields the errors of those that failed."""
     errors: list[str] = []
 
     async def send() -> None:
@@ -122,6 +122,7 @@ async def load(stack: Stack, *, max_tokens: int = 32) -> AsyncIterator[list[str]
                 await stack.client.generate(fresh_prompt(64), max_tokens=max_tokens)
             except grpc.aio.AioRpcError as error:
                 errors.append(error.details() or "")
+            await asyncio.sleep(0.02)
 
     senders = [asyncio.create_task(send()) for _ in range(3)]
     try:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -136,8 +137,10 @@ async def eventually(
     last: Any = None
     try:
         async with asyncio.timeout(deadline_seconds):
+            began = time.monotonic()
             while not (last := await _result(condition())):
-                await asyncio.sleep(0.02)
+                # Looking costs both sides: the longer the wait, the more rarely.
+                await asyncio.sleep(min(0.1, max(0.02, (time.monotonic() - began) / 10)))
     except TimeoutError:
         raise AssertionError(f"{what} not reached within {deadline_seconds} s; last: {last!r}") from None
     return last
