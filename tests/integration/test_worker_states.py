@@ -65,8 +65,6 @@ async def dashboard(stack: Stack) -> dict[str, str]:
 
 async def states(stack: Stack, worker_id: str) -> dict[str, str]:
     """The state of a worker, by the surface that shows it."""
-    status = await stack.client.status()
-    observed = [one.health.state for one in status.workers if one.worker.worker_id == worker_id]
     entry = (await stack.client.known())[worker_id]
     commands = (
         ("workers", "list", "--json"),
@@ -78,7 +76,7 @@ async def states(stack: Stack, worker_id: str) -> dict[str, str]:
     listed, loads, overview, top = map(json.loads, printed)
     samples = [name for name in await scrape(stack.gateway) if name.startswith("kvscout_worker_state{")]
     return {
-        "GetStatus": word_of(types_pb2.WorkerState, observed[0]) if observed else "ok",
+        "GetStatus": await _at_gateway(stack, worker_id),
         "ListWorkers": word_of(types_pb2.WorkerState, entry.health.state),
         "workers list": next(one["health"]["state"] for one in listed if one["spec"]["worker_id"] == worker_id),
         "loads": next(one["health"]["state"] for one in loads if one["worker"]["worker_id"] == worker_id),
@@ -89,13 +87,22 @@ async def states(stack: Stack, worker_id: str) -> dict[str, str]:
     }
 
 
+async def _at_gateway(stack: Stack, worker_id: str) -> str:
+    status = await stack.client.status()
+    observed = [one.health.state for one in status.workers if one.worker.worker_id == worker_id]
+    return word_of(types_pb2.WorkerState, observed[0]) if observed else "ok"
+
+
 async def until_all_say(stack: Stack, worker_id: str, state: str) -> None:
     """Waits until each surface shows this state."""
     last: dict[str, str] = {}
 
     async def same() -> bool:
         nonlocal last
-        last = await states(stack, worker_id)
+        last = {"GetStatus": await _at_gateway(stack, worker_id)}
+        if last["GetStatus"] == state:
+            # Half of the others are commands, each a process: they are asked when they can be right.
+            last = await states(stack, worker_id)
         return set(last.values()) == {state}
 
     try:
