@@ -96,7 +96,11 @@ class Indexer:
             from kvscout_indexer.feeds.nats_core import NatsCore
 
             self.nats_core = NatsCore(
-                self.nats, security=config.client, warnings=self._warnings, failed=self._defect.report
+                self.nats,
+                security=config.client,
+                shard=config.shard,
+                warnings=self._warnings,
+                failed=self._defect.report,
             )
             self._transports[Transport.NATS_CORE] = self.nats_core
         self.jetstream = self._make_jetstream(config)

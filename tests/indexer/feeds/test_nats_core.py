@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
 from support.engine_events import CLEARED, batch, chain, prompt, removed, stored
@@ -29,7 +30,8 @@ from support.scripted_publisher import (
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc, indexer_pb2, indexer_pb2_grpc, workers_pb2
 from kvscout_blocks.source.sequence import OUTDATED_AFTER
 from kvscout_common.errors import FailedPrecondition
-from kvscout_common.worker import Transport, WorkerRank
+from kvscout_common.shards import Shard, shard_of
+from kvscout_common.worker import DEFAULT_TENANT, Transport, WorkerRank
 from kvscout_indexer.feeds import nats_core
 from kvscout_indexer.indexer import Indexer
 
@@ -61,9 +63,10 @@ class Stack:
         assert await dumped(self.stub) == publisher.truth()
 
 
-@pytest.fixture
-async def stack(server: NatsServer) -> AsyncIterator[Stack]:
-    async with served_indexer(nats_config(server.url)) as (client, indexer, stub):
+@pytest.fixture(params=[1, 2], ids=["whole", "shard"])
+async def stack(request: pytest.FixtureRequest, server: NatsServer) -> AsyncIterator[Stack]:
+    shard = Shard(shard_of(DEFAULT_TENANT, "w", request.param), request.param)
+    async with served_indexer(nats_config(server.url, shard=shard)) as (client, indexer, stub):
         follow(indexer, Transport.NATS_CORE)
         yield Stack(client, indexer, stub)
 
@@ -335,7 +338,8 @@ async def test_sources_that_nobody_registered_are_counted_and_not_indexed(core: 
     await core.publish(*chain(1))
     await stack.same_as(core.publisher)
     assert stack.indexer.nats_core is not None
-    assert stack.indexer.nats_core.unknown_messages == 1
+    # They do not even come to a shard of several.
+    assert stack.indexer.nats_core.unknown_messages == (stack.indexer.shard.count == 1)
     assert set(await stack.client.overlaps(prompt(1))) == {("w", 0)}
 
 
@@ -387,3 +391,53 @@ async def test_a_publisher_with_another_block_size_is_shown_and_not_indexed(serv
         assert "8 tokens" in status.reason
         assert "4 tokens" in status.reason
         assert status.blocks == 0
+
+
+async def test_a_shard_receives_the_events_of_its_own_workers_alone(server: NatsServer) -> None:
+    received: dict[int, list[int]] = {}
+    for workers in (4, 40):
+        names = [f"w{number}" for number in range(workers)]
+        async with AsyncExitStack() as entered:
+            started = [
+                await entered.enter_async_context(served_indexer(nats_config(server.url, shard=Shard(index, 2))))
+                for index in range(2)
+            ]
+            publishers = [
+                await entered.enter_async_context(core_publisher(server.url, ScriptedPublisher(name))) for name in names
+            ]
+            for name in names:
+                for _, indexer, _ in started:
+                    follow(indexer, Transport.NATS_CORE, worker_id=name)
+                owner, _, _ = started[shard_of(DEFAULT_TENANT, name, 2)]
+                await owner.until(lambda s: s.replays >= 1 and s.state == indexer_pb2.SOURCE_STATE_WAITING, name)
+            for publisher in publishers:
+                await publisher.publish(*chain(3))
+            for name in names:
+                owner, _, _ = started[shard_of(DEFAULT_TENANT, name, 2)]
+                await owner.until(lambda s: s.applied == 3, name)
+            cores = [indexer.nats_core for _, indexer, _ in started]
+            assert all(core is not None and core.unknown_messages == 0 for core in cores)
+            received[workers] = [core._received for core in cores if core is not None]
+    for workers, counts in received.items():
+        owned = [sum(shard_of(DEFAULT_TENANT, f"w{n}", 2) == index for n in range(workers)) for index in range(2)]
+        assert counts == [3 * count for count in owned]
+
+
+async def test_a_rank_that_a_shard_has_no_more_is_not_received_any_more(server: NatsServer) -> None:
+    shard = Shard(shard_of(DEFAULT_TENANT, "w", 2), 2)
+    async with (
+        served_indexer(nats_config(server.url, shard=shard)) as (client, indexer, _),
+        core_publisher(server.url, ScriptedPublisher()) as core,
+    ):
+        follow(indexer, Transport.NATS_CORE)
+        await settled(client)
+        await core.publish(*chain(3))
+        await client.until(lambda s: s.applied == 3)
+        forget(indexer)
+        transport = indexer.nats_core
+        assert transport is not None
+        await eventually(lambda: not transport._tasks)
+        await core.publish(batch(removed([3])))
+        await core.client.flush()
+        await transport.link.client.flush()
+        assert (transport._received, transport.unknown_messages) == (3, 0)
