@@ -22,6 +22,8 @@ from kvscout_common.plain_text import name_problem, text_problem
 DEFAULT_TENANT = "default"
 ALL_TENANTS = "*"
 """In place of a tenant's name, where it may be every one."""
+REVISION: Final = "revision"
+"""The label of workers that were rolled out together: what one revision computes, another may not be able to use."""
 MAX_RANKS: Final = 1024
 """Data-parallel ranks of one worker."""
 

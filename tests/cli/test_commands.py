@@ -146,6 +146,19 @@ def test_workers_are_listed_registered_drained_and_removed(gateway: FakeGateway)
     assert json.loads(kvscout(gateway, "workers", "remove", "w0", "--json").stdout) == {"removed": ["w0"]}
 
 
+def test_workers_of_a_revision_are_drained_together(gateway: FakeGateway) -> None:
+    nobody = kvscout(gateway, "workers", "drain", "--revision", "7")
+    assert nobody.exit_code == 1
+    assert "no worker has the label revision=7; there are none" in nobody.stderr
+    assert "Name workers, or give --revision" in kvscout(gateway, "workers", "drain").stderr
+    gateway.labels = {"revision": "7"}
+    heading, *rows = kvscout(gateway, "workers", "list").stdout.splitlines()
+    assert "revision" in heading.split()
+    assert [row.split()[5] for row in rows] == ["7", "–"]
+    drained = kvscout(gateway, "workers", "drain", "--revision", "7", "w1")
+    assert sorted(line.split()[0] for line in drained.stdout.splitlines()) == ["w0", "w1"]
+
+
 def test_active_requests_are_listed(gateway: FakeGateway) -> None:
     lines = kvscout(gateway, "requests", "--worker-id", "w0").stdout.splitlines()
     assert [line.split()[:5] for line in lines[1:]] == [["r", "m", "decode", "w0/1", "decode"]]

@@ -390,6 +390,42 @@ async def test_prefill_is_preferred_in_the_domain_of_the_decode_worker(client: G
         assert len(far.requests) == 1
 
 
+async def test_prefill_and_decode_are_of_one_revision(client: GatewayClient) -> None:
+    """Also while a rollout has decode workers of a revision before its prefill workers, and the other way around."""
+    old, new = {"revision": "1"}, {"revision": "2"}
+    async with pools(client, "rollout") as workers:
+        prefills = {"1": await workers.add("p1", computed, PREFILL, labels=old)}
+        decodes = {"1": await workers.add("d1", answer, DECODE, labels=old)}
+        decodes["2"] = await workers.add("d2", answer, DECODE, labels=new)
+
+        async def run(count: int) -> dict[str, tuple[int, int]]:
+            """Requests that each revision's prefill and decode workers were sent."""
+            for _ in range(count):
+                await client.generate(fresh_prompt(40), model="rollout")
+            names = sorted(prefills)
+            return {name: (len(prefills[name].requests), len(decodes[name].requests)) for name in names}
+
+        assert await run(4) == {"1": (4, 4)}, "nobody computes prompts for revision 2"
+        prefills["2"] = await workers.add("p2", computed, PREFILL, labels=new)
+        found = await run(6)
+        assert all(prompts == answers > 0 for prompts, answers in found.values())
+        assert sum(prompts for prompts, _ in found.values()) == 10
+        await workers.add("p0", computed, PREFILL)
+        assert all(prompts == answers for prompts, answers in (await run(4)).values()), "p0 has no revision"
+        await workers.remove("p1")
+        before = len(decodes["2"].requests)
+        assert (await run(3))["2"][1] == before + 3
+
+
+async def test_revisions_without_a_pair_are_served_as_without_prefill_workers(client: GatewayClient) -> None:
+    async with pools(client, "apart") as workers:
+        prefill = await workers.add("p", computed, PREFILL, labels={"revision": "1"})
+        decode = await workers.add("d", answer, DECODE, labels={"revision": "2"}, can_fallback=True)
+        assert (await client.generate(fresh_prompt(40), model="apart")).route.worker.worker_id == "apart-d"
+        assert (len(prefill.requests), len(decode.requests)) == (0, 1)
+        assert "kv_transfer_params" not in decode.requests[-1]
+
+
 async def test_a_pin_means_the_worker_that_answers(client: GatewayClient) -> None:
     async with pools(client, "pins") as workers:
         prefill = await workers.add("p", computed, PREFILL)

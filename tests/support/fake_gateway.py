@@ -25,6 +25,8 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         self.chunks: list[gateway_pb2.GenerateResponse] = []
         self.booked: bool | None = None
         """What Route says of it; None = nothing, as gateways of 0.1."""
+        self.labels: dict[str, str] = {}
+        """Of "w0" in the list of workers."""
         self.seconds_between_chunks = 0.0
         self.hang_after_chunks = False
         self.cancelled = asyncio.Event()
@@ -183,7 +185,7 @@ class FakeGateway(gateway_pb2_grpc.GatewayServicer):
         self, request: workers_pb2.ListWorkersRequest, context: Any
     ) -> workers_pb2.ListWorkersResponse:
         self._take("ListWorkers", request)
-        worker = workers_pb2.Worker(worker_id="w0", model="m", block_size=16)
+        worker = workers_pb2.Worker(worker_id="w0", model="m", block_size=16, labels=self.labels)
         return workers_pb2.ListWorkersResponse(
             workers=[
                 workers_pb2.WorkerEntry(worker=worker, source=workers_pb2.REGISTRATION_SOURCE_FILE),

@@ -23,13 +23,14 @@ from kvscout_cli.connection import (
 from kvscout_cli.lifetime import run
 from kvscout_cli.output import echo, plain, print_json
 from kvscout_cli.tables import columns, stdout
-from kvscout_client import RegisteredWorker, WorkerRecord
+from kvscout_client import RegisteredWorker, Router, WorkerRecord
 from kvscout_common.doctor.overview import Overview, SourceRow, overview
-from kvscout_common.errors import ConfigError
+from kvscout_common.errors import ConfigError, NotFound
+from kvscout_common.known_names import or_known
 from kvscout_common.registry.worker_proto import rank_from_proto
 from kvscout_common.registry.workers_file import load_workers
 from kvscout_common.settings.flags import SectionedCommand, SectionedGroup, ValueOf
-from kvscout_common.worker import DEFAULT_TENANT, EngineKind, EventEndpoint, Role, WorkerSpec
+from kvscout_common.worker import DEFAULT_TENANT, REVISION, EngineKind, EventEndpoint, Role, WorkerSpec
 
 
 @click.group(name="workers", cls=SectionedGroup)
@@ -55,12 +56,14 @@ def list_workers(connection: Connection, model: str, as_json: bool) -> None:
         print_json([{**plain(record), "events": events[record.spec.worker_id]} for record in records])
         return
     numbers = ("ranks", "block size", "KV blocks")
-    names = ("worker", "model", "role", "engine", "endpoint")
+    has_revisions = any(REVISION in record.spec.labels for record in records)
+    names = ("worker", "model", "role", "engine", "endpoint", *([REVISION] if has_revisions else []))
     table = columns(*names, *numbers, "source", "lease", "state", "events", "cause", right=numbers)
     for record in records:
         spec, lease = record.spec, record.lease_remaining_seconds
         table.add_row(
             *(spec.worker_id, spec.model, spec.role.value, spec.engine.value, spec.http_endpoint or "–"),
+            *((spec.labels.get(REVISION, "–"),) if has_revisions else ()),
             *(str(spec.dp_size), str(spec.block_size), str(spec.total_kv_blocks or "–")),
             *(record.source, "–" if lease is None else f"{lease:.0f} s", record.health.state or "unknown"),
             *(", ".join(events[spec.worker_id]) or "–", record.health.cause),
@@ -154,17 +157,22 @@ def remove(connection: Connection, worker_ids: tuple[str, ...], as_json: bool) -
 
 
 @command.command(cls=SectionedCommand)
-@click.argument("worker_ids", nargs=-1, required=True, shell_complete=completion.workers)
+@click.argument("worker_ids", nargs=-1, shell_complete=completion.workers)
+@option("--revision", default="", help="All workers with this revision label, beside those that are named.")
 @option("--undo", is_flag=True, help="Take requests again.")
 @json_flag
 @connection_flags
-def drain(connection: Connection, worker_ids: tuple[str, ...], undo: bool, as_json: bool) -> None:
+def drain(connection: Connection, worker_ids: tuple[str, ...], revision: str, undo: bool, as_json: bool) -> None:
     """Stop new requests for workers; what runs goes on."""
+    if not worker_ids and not revision:
+        raise click.UsageError("Name workers, or give --revision.")
 
     async def fetch() -> dict[str, int]:
         async with connection.router() as router:
-            active = await asyncio.gather(*(router.drain_worker(worker_id, undo=undo) for worker_id in worker_ids))
-        return dict(zip(worker_ids, active, strict=True))
+            named = [*worker_ids, *(await _of_revision(router, revision) if revision else ())]
+            drained = list(dict.fromkeys(named))
+            active = await asyncio.gather(*(router.drain_worker(worker_id, undo=undo) for worker_id in drained))
+        return dict(zip(drained, active, strict=True))
 
     answers = run(fetch())
     if as_json:
@@ -172,6 +180,20 @@ def drain(connection: Connection, worker_ids: tuple[str, ...], undo: bool, as_js
         return
     for worker_id, active in answers.items():
         echo(f"{worker_id} {'takes requests again' if undo else f'drains, {active} requests active'}")
+
+
+async def _of_revision(router: Router, revision: str) -> list[str]:
+    """Return the ids of the workers of a revision.
+
+    Raises:
+        NotFound: There are none.
+    """
+    specs = [record.spec for record in await router.list_workers()]
+    found = [spec.worker_id for spec in specs if spec.labels.get(REVISION) == revision]
+    if not found:
+        known = or_known(revision, {spec.labels[REVISION] for spec in specs if REVISION in spec.labels})
+        raise NotFound(f"no worker has the label {REVISION}={revision}{known}")
+    return found
 
 
 @command.command("clear-cooldowns", cls=SectionedCommand)

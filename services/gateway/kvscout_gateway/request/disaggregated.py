@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvscout.v1 import types_pb2
 from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound, ResourceExhausted, Unavailable
-from kvscout_common.worker import EngineKind, Role, WorkerSpec
+from kvscout_common.worker import REVISION, EngineKind, Role, WorkerSpec
 from kvscout_gateway.members.catalog import Catalog
 from kvscout_gateway.request.attempt import Attempt, Reply
 from kvscout_gateway.request.metrics import GatewayMetrics
@@ -135,7 +135,7 @@ class Disaggregated:
         if await self._stays(exchange):
             return Path.LOCAL, await exchange.place(self._alone(exchange.request)), None
         try:
-            decode = await exchange.place(_decode_request(exchange.request))
+            decode = await exchange.place(self._decode_request(exchange.request))
         except Unavailable as error:  # all busy is another error, and stays one
             return await self._place_instead(exchange, error, among=(Path.FALLBACK_AGGREGATED,))
         try:
@@ -179,7 +179,7 @@ class Disaggregated:
             await handover.run(exchange, self._prefill_request(exchange.request, attempt), attempt, reply)
 
         try:
-            await exchange.run_attempts(_decode_request(exchange.request), decode)
+            await exchange.run_attempts(self._decode_request(exchange.request), decode)
             return Path.REMOTE
         except PrefillFailed as failed:
             return await self._instead(exchange, alone, failed.error)
@@ -246,11 +246,27 @@ class Disaggregated:
             and (not request.allowed or spec.worker_id in request.allowed)
         )
 
+    def _decode_request(self, request: Request) -> Request:
+        """Return the request for the decode worker: its cache is of no use, and the prompt costs it nothing.
+
+        Workers whose revision has no prefill worker are left out, unless all are.
+        """
+        override = types_pb2.RouterConfigOverride()
+        if request.override is not None:
+            override.CopyFrom(request.override)
+        override.MergeFrom(_ON_LOAD_ALONE)
+        revisions = {_revision(spec) for spec in self._prefillers(request) if not spec.draining}
+        decoders = [spec for spec in self._catalog.serving(request).specs if spec.role is Role.DECODE]
+        unpaired = [spec.worker_id for spec in decoders if _revision(spec) not in revisions]
+        excluded = (*request.excluded, *unpaired) if len(unpaired) < len(decoders) else request.excluded
+        return replace(request, role=Role.DECODE, remote_prefill=True, override=override, excluded=excluded)
+
     def _prefill_request(self, request: Request, decode: Attempt) -> Request:
-        """Return the request for the prefill worker: one whose engine can hand over to the decode worker's, in its
-        transfer domain if there is one. An allow-list that names no prefill worker is about the worker that answers."""
+        """Return the request for the prefill worker: one of the decode worker's revision whose engine can hand over to
+        its engine, in its transfer domain if there is one. An allow-list that names no prefill worker is about the
+        worker that answers."""
         spec, workers = decode.decision.spec, self._prefillers(request)
-        strangers = [other.worker_id for other in workers if not _same_family(other, spec)]
+        strangers = [other.worker_id for other in workers if not _can_hand_over(other, spec)]
         domain = spec.labels.get(TRANSFER_DOMAIN) if spec is not None else None
         near = [other.worker_id for other in workers if domain and other.labels.get(TRANSFER_DOMAIN) == domain]
         allowed = tuple(other.worker_id for other in workers if other.worker_id in request.allowed)
@@ -269,14 +285,13 @@ class Disaggregated:
         return [spec for spec in self._catalog.serving(request).specs if spec.role is Role.PREFILL]
 
 
-def _decode_request(request: Request) -> Request:
-    """Return the decode attempt's request: its cache is of no use, and the prompt costs it nothing."""
-    override = types_pb2.RouterConfigOverride()
-    if request.override is not None:
-        override.CopyFrom(request.override)
-    override.MergeFrom(_ON_LOAD_ALONE)
-    return replace(request, role=Role.DECODE, remote_prefill=True, override=override)
+def _can_hand_over(one: WorkerSpec, other: WorkerSpec | None) -> bool:
+    if other is None:
+        return True
+    return (one.engine is EngineKind.SGLANG) == (other.engine is EngineKind.SGLANG) and _revision(one) == _revision(
+        other
+    )
 
 
-def _same_family(one: WorkerSpec, other: WorkerSpec | None) -> bool:
-    return other is None or (one.engine is EngineKind.SGLANG) == (other.engine is EngineKind.SGLANG)
+def _revision(spec: WorkerSpec) -> str:
+    return spec.labels.get(REVISION, "")
