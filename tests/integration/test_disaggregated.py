@@ -159,6 +159,7 @@ async def test_the_prompt_is_computed_on_one_worker_and_continued_on_another(sta
     assert again.usage.cached_tokens == 96
     seen = {row.worker.worker_id: row for row in (await stack.client.status()).workers}
     assert (seen["w0"].checked > 0, seen["w0"].mispredicted, seen["w1"].checked) == (True, 0, 0)
+    assert seen["w0"].cached_tokens < seen["w0"].reported_prompt_tokens <= seen["w0"].prompt_tokens
     assert await mocker_total(prefill, "nixl_num_kv_expired_reqs") == 0
     await stack.client.until_idle()
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2
+from kvscout_common.doctor.overview import reported_prompt_tokens
 from kvscout_common.doctor.snapshot import RankName, Snapshot, observed_name
 
 
@@ -63,7 +64,7 @@ class Moment:
     def _tokens(self) -> dict[tuple[str, RankName], tuple[int, int]]:
         """Return prompt and cached tokens by gateway and worker rank: ranks come and go between two moments."""
         return {
-            (service.address, observed_name(one)): (one.prompt_tokens, one.cached_tokens)
+            (service.address, observed_name(one)): (reported_prompt_tokens(one), one.cached_tokens)
             for service, status in self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse)
             for one in status.workers
         }

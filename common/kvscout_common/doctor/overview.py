@@ -125,6 +125,12 @@ class Overview:
         )
 
 
+def reported_prompt_tokens(one: gateway_pb2.WorkerObservation) -> int:
+    """Return the prompt tokens of which the cached ones are a part; those of a gateway of an earlier release include
+    requests that run."""
+    return one.reported_prompt_tokens if one.HasField("reported_prompt_tokens") else one.prompt_tokens
+
+
 @dataclass(slots=True)
 class Seen:
     """Observations of one worker rank, of all gateways together."""
@@ -132,6 +138,7 @@ class Seen:
     requests: int = 0
     failures: int = 0
     prompt_tokens: int = 0
+    """Of the requests of which the engine reported cached tokens."""
     checked: int = 0
     mispredicted: int = 0
     unreported: int = 0
@@ -146,7 +153,7 @@ class Seen:
         """Add the observations of one more gateway."""
         self.requests += one.requests
         self.failures += one.failures
-        self.prompt_tokens += one.prompt_tokens
+        self.prompt_tokens += reported_prompt_tokens(one)
         self.checked += one.checked
         self.mispredicted += one.mispredicted
         self.unreported += one.unreported

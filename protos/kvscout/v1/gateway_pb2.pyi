@@ -1248,6 +1248,7 @@ class WorkerObservation(_message.Message):
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
+    REPORTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Requests dispatched."""
     failures: _builtins.int
@@ -1278,6 +1279,10 @@ class WorkerObservation(_message.Message):
     """Requests with at least one output."""
     ttft_seconds: _builtins.float
     """Sum of their times to the first token, in seconds."""
+    reported_prompt_tokens: _builtins.int
+    """Prompt tokens of the requests of which the engine reported cached tokens, counted together with these: cached_tokens
+    divided by this number is the hit rate. Unset = the gateway is of an earlier release.
+    """
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -1312,12 +1317,15 @@ class WorkerObservation(_message.Message):
         first_tokens: _builtins.int = ...,
         ttft_seconds: _builtins.float = ...,
         health: _types_pb2.WorkerHealth | None = ...,
+        reported_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["health", b"health", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reported_prompt_tokens", b"_reported_prompt_tokens", "health", b"health", "reported_prompt_tokens", b"reported_prompt_tokens", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "checked", b"checked", "eventful_age_seconds", b"eventful_age_seconds", "failures", b"failures", "first_tokens", b"first_tokens", "health", b"health", "health_check_problem", b"health_check_problem", "mispredicted", b"mispredicted", "predicted_cached_tokens", b"predicted_cached_tokens", "prediction_error_tokens", b"prediction_error_tokens", "problem", b"problem", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "tenant", b"tenant", "ttft_seconds", b"ttft_seconds", "unreported", b"unreported", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reported_prompt_tokens", b"_reported_prompt_tokens", "cached_tokens", b"cached_tokens", "checked", b"checked", "eventful_age_seconds", b"eventful_age_seconds", "failures", b"failures", "first_tokens", b"first_tokens", "health", b"health", "health_check_problem", b"health_check_problem", "mispredicted", b"mispredicted", "predicted_cached_tokens", b"predicted_cached_tokens", "prediction_error_tokens", b"prediction_error_tokens", "problem", b"problem", "prompt_tokens", b"prompt_tokens", "reported_prompt_tokens", b"reported_prompt_tokens", "requests", b"requests", "tenant", b"tenant", "ttft_seconds", b"ttft_seconds", "unreported", b"unreported", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reported_prompt_tokens: _TypeAlias = _typing.Literal["reported_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__reported_prompt_tokens: _TypeAlias = _typing.Literal["_reported_prompt_tokens", b"_reported_prompt_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reported_prompt_tokens) -> _WhichOneofReturnType__reported_prompt_tokens | None: ...
 
 Global___WorkerObservation: _TypeAlias = WorkerObservation  # noqa: Y015
 

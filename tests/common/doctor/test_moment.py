@@ -43,5 +43,16 @@ def test_the_hit_rate_of_a_while_is_that_of_the_ranks_that_are_there(
     assert moment(10.0, **now).hit_rate(moment(0.0, **before)) == expected
 
 
+def test_prompt_tokens_of_requests_that_run_are_not_compared_with_cached_ones() -> None:
+    def reported(at: float, dispatched: int, prompt: int, cached: int) -> Moment:
+        made = moment(at, a=(dispatched, cached))
+        [service] = made.snapshot.services
+        assert isinstance(service.status, gateway_pb2.GatewayGetStatusResponse)
+        service.status.workers[0].reported_prompt_tokens = prompt
+        return made
+
+    assert reported(1.0, 1100, 1000, 800).hit_rate(reported(0.0, 1000, 0, 0)) == 0.8
+
+
 def test_without_an_earlier_moment_it_is_that_since_the_start() -> None:
     assert moment(10.0, a=(100, 50), b=(100, 0)).hit_rate(None) == 0.25

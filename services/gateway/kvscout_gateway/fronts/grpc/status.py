@@ -111,6 +111,7 @@ def _observation(tenant: str, rank: WorkerRank, seen: Observation, now: float) -
         prompt_tokens=seen.prompt_tokens,
         first_tokens=seen.first_tokens,
         ttft_seconds=seen.ttft_seconds,
+        reported_prompt_tokens=seen.reports.prompt_tokens,
         cached_tokens=seen.reports.cached_tokens,
         checked=seen.reports.checked,
         mispredicted=seen.reports.mispredicted,
