@@ -23,7 +23,8 @@ FLEETS = {
 }
 """Of a million blocks each, ten millions, and with a long history of which most is evicted again."""
 QUICK = Fleet(32, 40, 128, 8)
-MESSAGES, QUICK_MESSAGES = 300_000, 2_000
+MESSAGES, QUICK_MESSAGES = 1_000_000, 2_000
+"""Many: whether all are applied is looked at each two seconds."""
 BURST = 4
 """Batches of a rank that come together, in a flood."""
 RESTART_SECONDS = 1_800.0

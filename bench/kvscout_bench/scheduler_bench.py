@@ -28,7 +28,7 @@ PROMPTS = 256
 OUTSTANDING = 64
 OPERATIONS = 16
 """Operations of one message, at most."""
-MANY_WORKERS = 2_000
+MANY_WORKERS, MANY_ACTIVE = 2_000, 20_000
 LIFECYCLES, QUICK_LIFECYCLES = 10_000, 200
 BOOKINGS, QUICK_BOOKINGS = 4_000, 100
 WAITING = 1_024
@@ -51,7 +51,9 @@ class SchedulerCase(Case):
     """Blocks of each prompt, in rows of the native core."""
 
 
-def _lifecycle(tokens: int, goal_us: float, *, workers: int = WORKERS, holders: int = 0, **more: Any) -> SchedulerCase:
+def _lifecycle(
+    tokens: int, goal_us: float, *, workers: int = WORKERS, holders: int = 0, held: int = 0, **more: Any
+) -> SchedulerCase:
     """Return the row of lives in a process.
 
     Args:
@@ -59,19 +61,23 @@ def _lifecycle(tokens: int, goal_us: float, *, workers: int = WORKERS, holders: 
         goal_us: CPU time of a life.
         workers: Workers of the pool.
         holders: Workers on which a part of each prompt is cached; 0 = all.
+        held: Requests that are active all the time.
     """
 
     def measure(bench: SchedulerBench) -> float:
         with SchedulerProcess(workers) as process:
             holding = sorted(Random(SEED).sample(process.worker_ids, holders or workers))
             requests = prompts(PROMPTS, tokens // BLOCK_SIZE, holding, SEED)
-            gateway = Gateway(requests, outstanding=OUTSTANDING, operations=OPERATIONS)
+            active = QUICK_LIFECYCLES if bench.quick else held
+            gateway = Gateway(requests, outstanding=OUTSTANDING, operations=OPERATIONS, held=min(active, held))
             return lifecycle_cpu_us(process, gateway, bench.lifecycles)
 
     name, cached = f"{tokens}", f"{workers:,} workers"
     if holders:
         name, cached = f"{workers}-workers/{holders}-holders", f"cached on {holders} of {cached}"
     title = f"CPU a lifecycle, {tokens:,} tokens, {cached}, {OUTSTANDING} at once"
+    if held:
+        name, title = f"{name}/{held}-active", f"{title} beside {held:,} that are active"
     return SchedulerCase(
         name=f"process/lifecycle/{name}", title=title, unit="µs", goal=goal_us, measure=measure, **more
     )
@@ -125,6 +131,7 @@ class SchedulerBench(Bench):
         _lifecycle(16_384, 280.0, published=(1_002.0, 1_366.0)),
         _lifecycle(512, 60.0, workers=WORKERS, holders=HOLDERS),
         _lifecycle(512, 90.0, workers=MANY_WORKERS, holders=HOLDERS),
+        _lifecycle(512, 150.0, workers=MANY_WORKERS, holders=HOLDERS, held=MANY_ACTIVE),
         SchedulerCase(
             name="process/memory",
             title="memory an active request of 1,024 blocks",

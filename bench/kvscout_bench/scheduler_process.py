@@ -74,12 +74,14 @@ class Gateway:
         requests: Serialised `SelectRequest`s, taken round-robin.
         outstanding: Requests at once.
         operations: Operations of one message at first; later messages follow the answers.
+        held: Requests that are booked before all others, and stay.
     """
 
-    def __init__(self, requests: Sequence[bytes], *, outstanding: int, operations: int) -> None:
+    def __init__(self, requests: Sequence[bytes], *, outstanding: int, operations: int, held: int = 0) -> None:
         self._requests = requests
         self._outstanding = outstanding
         self._operations = operations
+        self._held = held
         self._begun = self._done = 0
 
     async def run(self, address: str, lifecycles: int, begins: Callable[[], None]) -> None:
@@ -95,9 +97,26 @@ class Gateway:
         """
         warm = lifecycles // 10 + 1
         async with _open_stream(address) as call:
+            await self._hold(call)
             await self._live(call, warm)
             begins()
             await self._live(call, lifecycles)
+
+    async def _hold(self, call: Any) -> None:
+        for start in range(0, self._held, self._operations):
+            operations = []
+            for number in range(start, min(start + self._operations, self._held)):
+                operation = scheduler_pb2.LifecycleOperation(id=number)
+                operation.select_and_reserve.MergeFromString(self._requests[number % len(self._requests)])
+                operation.select_and_reserve.request_id = f"held-{number}"
+                operations.append(operation)
+            await call.write(self._message(operations))
+            answered = 0
+            while answered < len(operations):
+                results = (await call.read()).results
+                if refused := next((result for result in results if result.code), None):
+                    raise DriverFailed(f"the scheduler refused a booking: {refused.message}")
+                answered += len(results)
 
     async def _live(self, call: Any, lifecycles: int) -> None:
         last = self._begun + lifecycles
