@@ -7,7 +7,7 @@ import time
 import urllib.request
 from array import array
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple, Self
 
 from kvscout.v1 import indexer_pb2, types_pb2, workers_pb2
@@ -29,6 +29,7 @@ STATUS_SECONDS = 2.0
 """Between two looks at the status of all sources, which is itself work for an indexer."""
 TOP_K = 64
 STATUS_LIMIT_SECONDS = 60.0
+REGISTERED_AT_ONCE = 64
 
 
 class Fleet(NamedTuple):
@@ -133,12 +134,12 @@ class FleetIndexer(IndexerProcess):
 
     def register_all(self, engines: Engines) -> None:
         """Register every worker, several at a time."""
-        calls = [
-            self.stub.RegisterWorker.future(workers_pb2.RegisterWorkerRequest(worker=worker), timeout=READY_SECONDS)
-            for worker in engines.workers()
-        ]
-        for call in calls:
-            call.result()
+        workers = engines.workers()
+        while some := list(islice(workers, REGISTERED_AT_ONCE)):
+            requests = (workers_pb2.RegisterWorkerRequest(worker=worker) for worker in some)
+            calls = [self.stub.RegisterWorker.future(request, timeout=READY_SECONDS) for request in requests]
+            for call in calls:
+                call.result()
 
     def find(self, request: indexer_pb2.FindMatchesRequest) -> indexer_pb2.FindMatchesResponse:
         """Return the answer to a request."""
