@@ -135,7 +135,7 @@ async def main(seconds: float) -> None:
         await picture(chromium, laptop, "empty")
         traffic = group.create_task(converse(url, draw))
         await asyncio.sleep(seconds)
-        await terminal_picture(stack.gateway.address, "top", "top", "--once")
+        await terminal_picture(stack.gateway.address, "top", "top", "--once", "--interval", "5")
         for name, page in pages.items():
             await picture(chromium, page, name)
         for name, (kind, shown) in OTHER_PAGES.items():
