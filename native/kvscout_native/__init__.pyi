@@ -334,7 +334,9 @@ class Intake:
         """
 
     def pause(self, source: int, paused: bool) -> None:
-        """Leave a source unread from where it is connected, or read it again."""
+        """Leave a source unread from where it is connected, or read it again. A replay pauses by itself, behind a reply that
+        was declined.
+        """
 
     def hand_over(self, source: int, bytes: int) -> None:
         """Note that a notice of a replay was dealt with, whose payload has so many bytes."""

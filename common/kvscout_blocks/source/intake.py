@@ -110,7 +110,7 @@ class Intake:
         )
         if number is None:
             return None
-        replay = IntakeReplay(bypass, endpoint, partial(self._close, number), partial(self._thread.hand_over, number))
+        replay = IntakeReplay(bypass, endpoint, number, self._thread, partial(self._close, number))
         self._subscriptions[number] = replay
         return replay
 
@@ -204,11 +204,12 @@ class IntakeSubscription:
 class IntakeReplay:
     """One replay, whose usual replies are applied by the thread while a position is lent."""
 
-    def __init__(self, bypass: Any, endpoint: str, close: Callable[[], None], hand_over: Callable[[int], None]) -> None:
+    def __init__(self, bypass: Any, endpoint: str, number: int, thread: Any, close: Callable[[], None]) -> None:
         self._bypass = bypass
         self._endpoint = endpoint
+        self._number = number
+        self._thread = thread
         self._close = close
-        self._hand_over = hand_over
         self._on_stopped: Callable[[], None] = lambda: None
         self.undelivered = 0
         self._waiting: deque[tuple[str, Any]] = deque()
@@ -243,7 +244,7 @@ class IntakeReplay:
         while True:
             while self._waiting:
                 kind, detail = self._waiting.popleft()
-                self._hand_over(len(detail[1]) if kind == "reply" else 0)
+                self._thread.hand_over(self._number, len(detail[1]) if kind == "reply" else 0)
                 match kind:
                     case "reply":
                         yield Message(*detail)
@@ -253,5 +254,8 @@ class IntakeReplay:
                         return
                     case "reply broken":
                         raise HistoryBroken(f"{self._endpoint}: {detail}")
+                if not self._waiting:
+                    # What came was dealt with, and a position lent if that is possible: now the thread reads on.
+                    self._thread.pause(self._number, False)
             self._news.clear()
             await self._news.wait()

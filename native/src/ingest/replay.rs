@@ -13,6 +13,9 @@ use super::source::{Context, INTEREST, RETRY, token};
 use super::zmtp::{Message, Session};
 use crate::events::Batch;
 
+/// Replies left to the event loop at a time, at most.
+const WIDEST: usize = 128;
+
 /// What is requested, and for how long it is waited for.
 #[derive(Debug, Clone)]
 pub struct Request {
@@ -33,6 +36,11 @@ pub struct Replay {
     /// When to connect; None: it is, or is being, connected.
     connect_at: Option<Instant>,
     answered: bool,
+    /// Replies that may be left to the event loop before they were dealt with: one, so that a position can be lent behind
+    /// it, and more where none is.
+    window: usize,
+    /// Replies of it that were left.
+    left: usize,
     /// Left unread for now, so that silence means nothing.
     stalled: bool,
     /// When it is over for want of a reply.
@@ -51,6 +59,8 @@ impl Replay {
             connection: None,
             connect_at: Some(now),
             answered: false,
+            window: 1,
+            left: 0,
             stalled: false,
             over: false,
         }
@@ -86,13 +96,28 @@ impl Replay {
             return false;
         }
         let mut heard = std::mem::take(&mut self.stalled);
+        if heard {
+            self.left = 0;
+        }
+        let (window, left) = (&mut self.window, &mut self.left);
         let others = *context.unfinished - connection.held();
         let room = UNFINISHED_IN_ALL.saturating_sub(others);
         let mut end = None;
         let outcome = connection.drive(context.scratch, room, context.now, |news| {
             if let News::Message(message) = news {
                 heard = true;
-                end = take(bypass, context.batch, leave, message);
+                let mut leave = |notice: Notice| {
+                    *left += 1;
+                    if *left >= *window {
+                        *window = (2 * *window).min(WIDEST);
+                        bypass.pause(true);
+                    }
+                    leave(notice);
+                };
+                end = take(bypass, context.batch, &mut leave, message);
+                if *left == 0 {
+                    *window = 1;
+                }
             }
             end.is_none() && !bypass.stall_if_full(false)
         });
