@@ -52,8 +52,8 @@ async def search(of: Peers) -> int:
 
 
 async def test_a_rank_s_time_begins_with_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SEARCH_SECONDS", 0.5)
-    Answers(monkeypatch, slow_seconds=0.15)
+    monkeypatch.setattr(peers, "SEARCH_SECONDS", 1.5)
+    Answers(monkeypatch, slow_seconds=0.4)
     # Five turns of eight take longer than one may.
     queue = Peers(["peer:1"])
     assert await search(queue) == RANKS

@@ -90,7 +90,7 @@ async def test_what_nobody_waits_for_goes_with_the_next_operation_which_acknowle
 async def test_what_nobody_waits_for_goes_alone_after_a_while_and_a_heartbeat_acknowledges_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lifecycle, "HEARTBEAT_SECONDS", 0.5)
+    monkeypatch.setattr(lifecycle, "HEARTBEAT_SECONDS", 1.5)
     async with streaming() as (stream, scheduler):
         await worker_of(book(stream, "a"))
         stream.prefill_complete(ref("a"))
