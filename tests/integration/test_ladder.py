@@ -6,11 +6,12 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
+import zmq.asyncio
 from support.free_ports import free_ports
 from support.gateway_stack import (
     CALL_SECONDS,
@@ -44,6 +45,7 @@ async def fleet(
     blocks: int = 4095,
     scheduler_flags: Sequence[str] = (),
     slow: bool = False,
+    events_late_by: float = 0.0,
 ) -> AsyncIterator[GatewayClient]:
     speedup = "2" if slow else "20"
     engines = [
@@ -52,9 +54,41 @@ async def fleet(
     services = running_services(*gateway_flags, scheduler_flags=scheduler_flags)
     async with together(services, *engines) as (served, *mockers):
         async with connected(served.gateway, served.scheduler, served.indexer) as client:
-            for index, mocker in enumerate(mockers):
-                await client.register(mocker_worker(f"w{index}", mocker, total_kv_blocks=blocks))
-            yield client
+            async with AsyncExitStack() as stack:
+                for index, mocker in enumerate(mockers):
+                    worker = mocker_worker(f"w{index}", mocker, total_kv_blocks=blocks)
+                    if events_late_by:
+                        [events] = worker.event_endpoints
+                        events.endpoint = await stack.enter_async_context(late_events(events.endpoint, events_late_by))
+                        events.replay_endpoint = ""
+                    await client.register(worker)
+                yield client
+
+
+@asynccontextmanager
+async def late_events(endpoint: str, seconds: float) -> AsyncIterator[str]:
+    """Where an engine's events come so many seconds later."""
+    context = zmq.asyncio.Context()
+    come, go = context.socket(zmq.SUB), context.socket(zmq.PUB)
+    come.connect(endpoint)
+    come.subscribe(b"")
+
+    async def deliver(frames: list[bytes]) -> None:
+        await asyncio.sleep(seconds)
+        await go.send_multipart(frames)
+
+    async def carry() -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(deliver(await come.recv_multipart()))
+
+    carrying = asyncio.create_task(carry())
+    try:
+        yield f"tcp://127.0.0.1:{go.bind_to_random_port('tcp://127.0.0.1')}"
+    finally:
+        carrying.cancel()
+        await asyncio.gather(carrying, return_exceptions=True)
+        context.destroy(linger=0)
 
 
 async def ladders(client: GatewayClient) -> dict[str, gateway_pb2.Ladder]:
@@ -145,6 +179,17 @@ async def test_a_balancer_in_front_that_names_the_worker_is_named() -> None:
 async def test_events_that_do_not_come_are_named() -> None:
     prompts = [fresh_prompt(TOKENS) for _ in range(PROMPTS)]
     async with fleet(mocker_flags=("--drop-events", "1.0", "--no-replay")) as client:
+        for _ in range(ROUNDS):
+            for prompt in prompts:
+                await client.generate(prompt)
+        ladder = (await ladders(client))[""]
+        assert largest(ladder) == "not reported"
+
+
+@pytest.mark.timeout(120)
+async def test_events_that_come_late_are_named() -> None:
+    prompts = [fresh_prompt(TOKENS) for _ in range(PROMPTS)]
+    async with fleet(events_late_by=3_600.0) as client:
         for _ in range(ROUNDS):
             for prompt in prompts:
                 await client.generate(prompt)
