@@ -172,7 +172,7 @@ async def test_a_timeline_has_a_track_for_each_attempt_and_its_steps_in_numbers(
         await moved.locator(".toggle").focus()
         await page.keyboard.press("Enter")
         cells = [plain(one) for one in await moved.locator("tbody tr").all_inner_texts()]
-        assert cells[0].split("\t") == ["w1/0", "1 ms", "1 ms", "98 ms", "300 ms", "600 ms", "1 600", "960", "50"]
+        assert cells[0].split("\t") == ["w1/0", "1 ms", "1 ms", "98 ms", "300 ms", "600 ms", "1,600", "960", "50"]
         assert cells[1].startswith("w2/0")
         newer = [timeline(f"r-{index}", NOW + index, "w0/0") for index in range(3)]
         dashboard.send("requests", {"last": [*newer, timeline("moved-once", NOW, "w1/0", "w2/0")], "slowest": newer})
