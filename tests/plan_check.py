@@ -29,7 +29,7 @@ SECONDS: Final = 60.0
 """In which conversations begin."""
 RATE: Final = 1.3
 """Conversations a second."""
-BLOCKS: Final = 512
+BLOCKS: Final = 768
 STEP: Final = (
     *("--step-base-ms", "40", "--prefill-us-per-token", "1100", "--decode-us-per-request", "1400"),
     *("--context-ns-per-token", "1400", "--max-num-batched-tokens", "2048", "--speedup", "1"),
