@@ -188,7 +188,7 @@ impl Intake {
     /// Requests a replay, whose usual replies are applied by a bypass of its own; its number, as of a source.
     pub fn replay(&self, bypass: Arc<Bypass>, request: Request) -> io::Result<usize> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        self.watch(number, bypass, Reader::Replay(Replay::new(number, request)))
+        self.watch(number, bypass, Reader::Replay(Box::new(Replay::new(number, request))))
     }
 
     fn watch(&self, number: usize, bypass: Arc<Bypass>, reader: Reader) -> io::Result<usize> {

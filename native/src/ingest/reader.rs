@@ -11,7 +11,7 @@ use super::source::{Context, Sockets};
 
 pub enum Reader {
     Live(Sockets),
-    Replay(Replay),
+    Replay(Box<Replay>),
 }
 
 impl Reader {
