@@ -182,7 +182,7 @@ impl Intake {
         } else {
             Sockets::connecting(number, place, topic, longest_frame)
         };
-        self.watch(number, bypass, Reader::Live(sockets))
+        self.watch(number, bypass, Reader::Live(Box::new(sockets)))
     }
 
     /// Requests a replay, whose usual replies are applied by a bypass of its own; its number, as of a source.

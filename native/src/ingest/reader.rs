@@ -10,7 +10,7 @@ use super::replay::Replay;
 use super::source::{Context, Sockets};
 
 pub enum Reader {
-    Live(Sockets),
+    Live(Box<Sockets>),
     Replay(Box<Replay>),
 }
 
