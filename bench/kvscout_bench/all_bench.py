@@ -130,7 +130,7 @@ class AllBench:
         for name, given, known in (("peers", self.peers, tuple(PEERS)), ("parts", self.parts, PARTS)):
             for each in given:
                 if each not in known:
-                    raise InvalidArgument(f"{each!r} is none of {', '.join(known)}", field=name)
+                    raise InvalidArgument(f"{each!r} is not one of {', '.join(known)}", field=name)
 
     def run(self, say: Say) -> Report:
         """Measure part by part; blocks. The failure of a part is reported, and the next one begins.

@@ -223,7 +223,7 @@ class Bench(ABC):
     def __post_init__(self) -> None:
         for peer in self.peers:
             if peer not in self.PEERS:
-                raise InvalidArgument(f"{peer!r} is none of {', '.join(self.PEERS)}", field="peer")
+                raise InvalidArgument(f"{peer!r} is not one of {', '.join(self.PEERS)}", field="peer")
         if self.rounds < 1:
             raise InvalidArgument("must be at least 1", field="rounds")
         if self.seconds < 0:

@@ -224,10 +224,10 @@ model_flag = flag(
     section="Options",
     default="",
     shell_complete=completion.models,
-    help="Default: the only one that has workers.",
+    help="Model; default: the only one that has workers.",
 )
 
-of_model_flag = option("--model", default="", shell_complete=completion.models, help="Only of this model.")
+of_model_flag = option("--model", default="", shell_complete=completion.models, help="Only this model.")
 
 
 async def chosen_model(router: Router, model: str) -> str:

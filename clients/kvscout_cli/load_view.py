@@ -1,4 +1,4 @@
-"""What `kvscout load` has measured: in the last seconds, and in all. Pure."""
+"""What `kvscout load` has measured: in the last seconds, and in total. Pure."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def table(measurements: Measurements, now: float) -> Table:
     """Return the live table."""
     names = ("requests", "req/s", "TTFT mean", "TTFT p99", "hit rate", "output tokens", "errors")
     shown = columns(f"{now:.0f} s", *names, right=names)
-    for label, one in (("last 10 s", measurements.recent(now)), ("in all", measurements.all(now))):
+    for label, one in (("last 10 s", measurements.recent(now)), ("total", measurements.all(now))):
         shown.add_row(
             *(label, f"{one.requests:,}", f"{one.requests_per_second:.1f}"),
             *(_milliseconds(one.ttft_mean_seconds), _milliseconds(one.ttft_p99_seconds)),

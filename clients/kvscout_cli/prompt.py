@@ -85,7 +85,7 @@ def prompt_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
     @option(
         "--file", "source", type=click.File(), help="Read token ids from a file, - = stdin: a JSON list, or numbers."
     )
-    @option("--text", default="", help="A text instead; an engine of the model tokenizes it.")
+    @option("--text", default="", help="Text of the prompt, instead of token ids; an engine of the model tokenizes it.")
     @functools.wraps(command)
     def with_prompt(*arguments: Any, tokens: tuple[str, ...], source: TextIO | None, text: str, **values: Any) -> Any:
         if bool(tokens) + bool(source) + bool(text) != 1:

@@ -122,7 +122,7 @@ def _totals(found: Totals, queue: Sequence[QueueRow], width: int) -> list[Text]:
     parts = [
         f"{_rate(found.requests_per_second)} req/s",
         f"TTFT {_time(found.ttft_seconds)}",
-        f"hit rate {_percent(found.hit_rate)} now, {_percent(found.hit_rate_since_start)} in all",
+        f"hit rate {_percent(found.hit_rate)} now, {_percent(found.hit_rate_since_start)} since start",
         f"in flight {found.in_flight:,}",
         f"queued {found.queued:,}{_callers(queue)}",
         f"requests {found.requests:,}",

@@ -224,15 +224,15 @@ class KvEventPublisher(CacheEvents):
         epoch: int | None = None,
     ) -> None:
         if transport not in _TRANSPORTS:
-            raise ValueError(f"transport {transport!r} is none of {', '.join(_TRANSPORTS)}")
+            raise ValueError(f"transport {transport!r} is not one of {', '.join(_TRANSPORTS)}")
         if copies not in tuple(CopyMode):
-            raise ValueError(f"copies {copies!r} is none of {', '.join(CopyMode)}")
+            raise ValueError(f"copies {copies!r} is not one of {', '.join(CopyMode)}")
         if engine not in tuple(EngineKind):
-            raise ValueError(f"engine {engine!r} is none of {', '.join(EngineKind)}")
+            raise ValueError(f"engine {engine!r} is not one of {', '.join(EngineKind)}")
         if engine != EngineKind.CUSTOM and not http_endpoint:
             raise ValueError(f"http_endpoint must be given for an engine {engine!r}: requests are dispatched there")
         if (transport == Transport.GRPC) != bool(indexers):
-            raise ValueError("indexers must be given for transport grpc, and for no other")
+            raise ValueError("indexers must be given for transport grpc, and only for it")
         if isinstance(indexers, str) or isinstance(nats_servers, str):
             raise TypeError("indexers and nats_servers are lists of addresses")
         if not 0 <= dp_rank < dp_size:

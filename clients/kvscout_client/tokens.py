@@ -26,7 +26,7 @@ def token_list(tokens: object) -> Sequence[int]:
         return tokens
     if isinstance(tokens, (bytes, bytearray)):
         if len(tokens) % 4:
-            raise InvalidArgument(f"{len(tokens)} bytes are no whole number of u32 ids", field="token_ids")
+            raise InvalidArgument(f"{len(tokens)} bytes are not a whole number of u32 ids", field="token_ids")
         words = array("I", bytes(tokens))
         if sys.byteorder == "big":
             words.byteswap()

@@ -67,7 +67,7 @@ def u64(block_hash: int) -> int:
         ValueError: It has more than 64 bits.
     """
     if not -(2**63) <= block_hash < 2**64:
-        raise ValueError(f"{block_hash} is no 64-bit hash")
+        raise ValueError(f"{block_hash} is not a 64-bit hash")
     return block_hash % 2**64
 
 

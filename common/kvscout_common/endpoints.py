@@ -71,9 +71,9 @@ def url_problem(url: str) -> str:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as error:
-        return f"is no URL: {printable(str(error))}"
+        return f"is not a URL: {printable(str(error))}"
     if parts.scheme not in ("http", "https"):
-        return f"is no http(s) URL: {url}"
+        return f"is not an http(s) URL: {url}"
     if "@" in parts.netloc:
         return "must not name a user or a password: registrations are shown to everybody who may list workers"
     if parts.query or parts.fragment:
@@ -91,7 +91,7 @@ def event_endpoint_problem(address: str, *, bind: bool = False) -> str:
         path = address.removeprefix("ipc://")
         return "" if 0 < len(path.encode()) <= MAX_IPC_BYTES else f"must have a path of at most {MAX_IPC_BYTES} bytes"
     if not address.startswith("tcp://"):
-        return f"is no address of ZMQ such as tcp://HOST:PORT: {address}"
+        return f"is not a ZMQ address such as tcp://HOST:PORT: {address}"
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if host.strip("[]") not in WILDCARDS:
         return _host_and_port_problem(host, port)

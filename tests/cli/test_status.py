@@ -106,7 +106,7 @@ async def test_further_services_are_known_by_what_they_say_and_shown_once(stack:
     ]
     refused, wrong = shown.services[3:]
     assert (refused.kind, refused.address, refused.well) == ("", "127.0.0.1:1", False)
-    assert "is no address" in wrong.state
+    assert "is not an address" in wrong.state
 
 
 async def test_a_gateway_that_was_told_of_another_service_as_its_scheduler_is_said_so(stack: Stack) -> None:
@@ -133,7 +133,7 @@ async def test_doctor_tells_what_it_finds_as_text_and_as_json(stack: Stack) -> N
     said = "error service-unreachable\n  Gateway 127.0.0.1:1 does not answer at its address.\n  · gateway 127.0.0.1:1: "
     assert out.startswith(said)
     assert "  → Start the service" in out
-    assert "1 finding (asked: nobody answered; 0 workers)" in out
+    assert "1 finding (checked: nobody answered; 0 workers)" in out
 
 
 @asynccontextmanager

@@ -53,10 +53,10 @@ def shown(now: Moment, before: Moment | None, *decisions: scheduler_pb2.WatchDec
 def test_rates_are_those_since_the_frame_before() -> None:
     text = shown(moment(12.0, 30, 900), moment(10.0, 10, 100))
     assert text.splitlines()[0] == (
-        "10.0 req/s · TTFT 50 ms · hit rate 40 % now, 30 % in all · in flight 2 · queued 5 · requests 30 · "
+        "10.0 req/s · TTFT 50 ms · hit rate 40 % now, 30 % since start · in flight 2 · queued 5 · requests 30 · "
         "failed 1 (0.0/s)"
     )
-    assert "– req/s · TTFT – · hit rate 30 % now, 30 % in all" in shown(moment(12.0, 30, 900), None)
+    assert "– req/s · TTFT – · hit rate 30 % now, 30 % since start" in shown(moment(12.0, 30, 900), None)
 
 
 def test_the_callers_whose_requests_wait_are_named_the_largest_first() -> None:
@@ -86,7 +86,7 @@ def test_a_worker_of_several_indexers_is_one_line_that_shows_trouble_first() -> 
 
 
 def test_a_gateway_that_started_anew_meanwhile_has_no_rates_below_zero() -> None:
-    assert "0.0 req/s · TTFT – · hit rate – now, 0 % in all" in shown(moment(12.0, 1, 0), moment(10.0, 10, 100))
+    assert "0.0 req/s · TTFT – · hit rate – now, 0 % since start" in shown(moment(12.0, 1, 0), moment(10.0, 10, 100))
 
 
 def test_decisions_are_shown_with_their_worker_or_why_there_is_none() -> None:

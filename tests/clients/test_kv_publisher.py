@@ -476,9 +476,9 @@ async def test_whoever_waits_for_a_flush_is_told_of_the_end() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"transport": "zmq"}, "transport 'zmq' is none of nats-core, jetstream, grpc"),
+        ({"transport": "zmq"}, "transport 'zmq' is not one of nats-core, jetstream, grpc"),
         ({"transport": "grpc"}, "indexers must be given"),
-        ({"indexers": ["a:1"]}, "indexers must be given for transport grpc, and for no other"),
+        ({"indexers": ["a:1"]}, "indexers must be given for transport grpc, and only for it"),
         ({"dp_rank": 1}, "dp_rank 1 must be between 0 and dp_size - 1"),
         ({"max_buffered_bytes": 0}, "max_buffered_bytes"),
         ({"lease_seconds": 0}, "lease_seconds"),

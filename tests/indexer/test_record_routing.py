@@ -131,7 +131,7 @@ async def test_who_served_and_was_never_heard_is_blind_until_its_first_event(con
         await client.register(engine, second, dp_size=2)
         waiting = await client.status()
         assert waiting.state == indexer_pb2.SOURCE_STATE_WAITING
-        assert waiting.reason == f"no event came yet at {engine.endpoint}"
+        assert waiting.reason == f"no event has arrived yet at {engine.endpoint}"
         assert (await record(client, served())).predicted_blocks == 0
         once = await client.status()
         assert once.state == indexer_pb2.SOURCE_STATE_BLIND

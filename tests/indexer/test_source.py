@@ -535,7 +535,7 @@ async def test_an_engine_that_connected_to_us_and_is_gone_is_disconnected(client
     async with recorded_engine(connect_to=address) as engine:
         await client.register(engine, bind=True)
         await engine.subscribed()
-        await client.until(lambda s: s.reason == f"no event came yet at {address}")
+        await client.until(lambda s: s.reason == f"no event has arrived yet at {address}")
     status = await client.until(lambda s: s.state == DISCONNECTED)
     assert status.reason == f"nothing is connected to {address}, which is bound here for the engine to connect to"
 
@@ -632,7 +632,7 @@ async def test_an_engine_without_replay_that_comes_and_counts_from_1_is_whole_un
     await mute.start()
     mute.next_seq = 1
     await mute.subscribed()
-    await client.until(lambda s: s.reason == f"no event came yet at {mute.endpoint}")
+    await client.until(lambda s: s.reason == f"no event has arrived yet at {mute.endpoint}")
     await mute.publish(*chain(3))
     assert (await client.until_applied(3)).state == LIVE
     await mute.publish(batch(removed([77])))

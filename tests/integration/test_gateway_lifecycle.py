@@ -292,7 +292,7 @@ async def test_what_runs_moves_to_the_next_scheduler_and_back_to_the_first_when_
             moved = await loads_of(runs, at_second)
             async with running("kvscout_scheduler.main", "--port", port) as flapping:
                 await until_registered(client)
-                assert not await client.active(), "it is not gone back to at once"
+                assert not await client.active(), "the gateway does not return to it at once"
                 flapping.process.kill()
                 await flapping.process.wait()
             async with running("kvscout_scheduler.main", "--port", port):

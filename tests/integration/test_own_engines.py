@@ -141,7 +141,7 @@ async def test_a_custom_engine_is_not_dispatched_to() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"engine": "openia", "http_endpoint": "http://a"}, "engine 'openia' is none of"),
+        ({"engine": "openia", "http_endpoint": "http://a"}, "engine 'openia' is not one of"),
         ({"engine": "openai"}, "http_endpoint must be given for an engine 'openai'"),
     ],
 )

@@ -50,7 +50,7 @@ FAILURES = {
     "probabilities raise": ("probabilities", crash),
     "probabilities are too many": ("probabilities", lambda: [0.5, 0.5, 0.5]),
     "reason raises": ("reason", crash),
-    "reason is no text": ("reason", lambda: 7),
+    "reason is not text": ("reason", lambda: 7),
 }
 
 

@@ -263,7 +263,7 @@ def test_flags_of_all_services_are_there_once_and_wrong_ones_are_named() -> None
         (["--scheduler", "a:1", "--scheduler", "a:1"], "scheduler: names an address twice"),
         (["--indexer", "127.0.0.1:99999"], "indexer: "),
         (["--indexer", "0/2=127.0.0.1:7051"], "indexer: names no address of shard 1/2"),
-        (["--indexer", "127.0.0.1:7051", "--no-indexer"], "no_indexer: excludes --indexer"),
+        (["--indexer", "127.0.0.1:7051", "--no-indexer"], "no_indexer: cannot be combined with --indexer"),
         (["--no-indexer", "--no-kv-events"], "no_kv_events: has no effect with --no-indexer"),
         (["--indexer", "127.0.0.1:7051", "--peers", "127.0.0.1:7061"], "peers: has no effect with --indexer"),
         (["--scheduler", "127.0.0.1:7052", "--router-mode", "kv"], "router_mode: has no effect with --scheduler"),

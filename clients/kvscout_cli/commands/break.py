@@ -30,13 +30,13 @@ _MENDED: Final = {"slowdown": 1.0, "drop_events": 0.0}
 @click.command(cls=SectionedCommand)
 @click.argument("worker", shell_complete=complete_engine)
 @option("--kill", "fault", flag_value="kill", help="End it as SIGKILL does; `kvscout up` starts it again.")
-@option("--hang", "fault", flag_value="hang", help="Stop it (SIGSTOP): its sockets stay open, nothing answers.")
-@option("--slow", "fault", flag_value="slow", help=f"Let each step take {SLOWDOWN:g} times as long.")
-@option("--mute-events", "fault", flag_value="mute-events", help="Publish no KV events any more.")
+@option("--hang", "fault", flag_value="hang", help="Stop it (SIGSTOP): its sockets stay open, but it does not answer.")
+@option("--slow", "fault", flag_value="slow", help=f"Make each step {SLOWDOWN:g} times as long.")
+@option("--mute-events", "fault", flag_value="mute-events", help="Stop publishing KV events.")
 @option("--mend", "fault", flag_value="mend", help="Undo --hang, --slow and --mute-events.")
 @state_dir_flag
 def command(worker: str, fault: str | None, state_dir: Path) -> None:
-    """Let a simulated engine of `kvscout up` fail, and mend it.
+    """Make a simulated engine of `kvscout up` fail, and mend it.
 
     \b
         kvscout break mocker-0 --hang

@@ -81,7 +81,7 @@ class _Workload:
 @option(
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
-    help=f"Sessions a second.  [default: {SESSIONS_PER_SECOND:g}]",
+    help=f"Sessions per second.  [default: {SESSIONS_PER_SECOND:g}]",
 )
 @option(
     "--duration",
@@ -93,7 +93,7 @@ class _Workload:
     type=click.FloatRange(min=0),
     help=f"Mean time between a reply and the next turn.  [default: {MultiTurn().think_seconds:g}]",
 )
-@option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the workload.")
+@option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Seed of the workload.")
 @option("--mockers", default=4, show_default=True, type=click.IntRange(1, 64), help="Simulated engines.")
 @option("--blocks", type=click.IntRange(min=2), help=f"KV blocks of an engine.  [default: {CHAT_BLOCKS}]")
 @option(
@@ -106,7 +106,7 @@ class _Workload:
     default=TRACE_SPEED,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Times the recorded rate, with engines as much faster.",
+    help="Factor of the recorded rate; engines are faster by the same factor.",
 )
 @option(
     "--disagg",
@@ -128,7 +128,7 @@ def command(
     disagg: bool,
     as_json: bool,
 ) -> None:
-    """Compare kv-aware routing with round-robin on this machine, or with --disagg prefill and decode apart.
+    """Compare kv-aware routing with round-robin on this machine, or with --disagg separate prefill and decode.
 
     Starts indexer, scheduler, gateway and simulated engines as real processes, replays the same sessions through the
     gateway under round-robin and under kv-time, the default policy, each on a fresh stack, and prints what the engines

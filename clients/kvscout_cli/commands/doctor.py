@@ -23,7 +23,7 @@ MAX_WIDTH = 110
 
 
 @click.command(cls=SectionedCommand)
-@option("--engines/--no-engines", default=True, show_default=True, help="Ask the workers' engines over HTTP, too.")
+@option("--engines/--no-engines", default=True, show_default=True, help="Also query the workers' engines over HTTP.")
 @option(
     "--envoy-admin",
     multiple=True,
@@ -33,9 +33,9 @@ MAX_WIDTH = 110
 @json_flag
 @services_flags
 def command(services: Services, *, engines: bool, envoy_admin: tuple[str, ...], as_json: bool) -> None:
-    """Say what makes routing blind or wrong, how it shows, and what helps; exit with 1 if anything does.
+    """Diagnose what makes routing blind or wrong, with evidence and remedy; exit with 1 on a finding.
 
-    The gateway names its indexers and schedulers, the workers their bridges and engines. ADDRESS is any
+    The gateway names its indexers and schedulers, and workers name their bridges and engines. ADDRESS is a
     further service.
 
     \b
@@ -78,7 +78,7 @@ def _summary(snapshot: Snapshot, findings: list[Finding]) -> str:
     counts = [(kind, sum(service.info is not None for service in snapshot.of_kind(kind))) for kind in ServiceKind]
     counted = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts if count) or "nobody answered"
     workers = len(snapshot.workers)
-    about = f"asked: {counted}; {workers:,} worker{'s' * (workers != 1)}"
+    about = f"checked: {counted}; {workers:,} worker{'s' * (workers != 1)}"
     if not findings:
         return f"nothing is wrong ({about})"
     return f"{len(findings)} finding{'s' * (len(findings) > 1)} ({about})"

@@ -41,7 +41,7 @@ class _Total:
 )
 @connection_flags
 def command(connection: Connection, *, model: str, as_json: bool, output: IO[bytes] | None) -> None:
-    """Dump the state of the index: one consistent cut of each worker rank.
+    """Dump the state of the index: one consistent snapshot per worker rank.
 
     \b
         kvscout dump

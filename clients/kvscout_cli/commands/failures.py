@@ -27,9 +27,23 @@ MAX_NEW: Final = 1_000
 
 @click.command(cls=SectionedCommand)
 @of_model_flag
-@option("--worker", "worker_id", default="", shell_complete=completion.workers, help="Only what was sent to it.")
-@option("--cause", default="", help="Only of this cause, such as queue or worker: see docs/failure-modes.md.")
-@option("--whose", type=click.Choice([owner.value for owner in FaultOwner]), help="Only this one's fault.")
+@option(
+    "--worker",
+    "worker_id",
+    default="",
+    shell_complete=completion.workers,
+    help="Only requests that were sent to this worker.",
+)
+@option(
+    "--cause",
+    default="",
+    help="Only failures with this cause, such as queue or worker; docs/failure-modes.md lists them.",
+)
+@option(
+    "--whose",
+    type=click.Choice([owner.value for owner in FaultOwner]),
+    help="Only failures for which this side is responsible.",
+)
 @option(
     "--answered",
     is_flag=True,
@@ -51,7 +65,7 @@ def command(
     follow: bool,
     as_json: bool,
 ) -> None:
-    """List the last requests that failed, the newest first: cause, whose fault, workers, message.
+    """List the last requests that failed, the newest first: cause, responsible side, workers, message.
 
     A gateway remembers the last failures of callers, of engines and of the router since its start.
     ADDRESS is a further gateway.

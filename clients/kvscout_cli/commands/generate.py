@@ -47,7 +47,7 @@ class _Answer:
 @option("--cache-salt", default="", help="Cache salt.")
 @option("--pinned-worker-id", default="", shell_complete=completion.workers, help="Worker that must run it.")
 @option("--max-tokens", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens to generate.")
-@option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
+@option("--ignore-eos", is_flag=True, help="Continue past the end-of-sequence token.")
 @option("--sampling-temperature", type=click.FloatRange(min=0), help="0 = greedy.  [default: the engine's]")
 @json_flag
 @connection_flags
@@ -64,7 +64,7 @@ def command(
     sampling_temperature: float | None,
     as_json: bool,
 ) -> None:
-    """Run a prompt and stream its output, as text where the engine sends it, else as token ids.
+    """Run a prompt and stream its output, as text if the engine sends it, otherwise as token ids.
 
     \b
         kvscout generate $(seq 1 100) --max-tokens 8

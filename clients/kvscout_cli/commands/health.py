@@ -45,7 +45,7 @@ WAIT_POLL_SECONDS = 0.2
     "--tls-server-name",
     section=CONNECTION,
     default="",
-    help="Name in the server's certificate, where it is reached at another address.",
+    help="Name in the server's certificate, if its address is a different name.",
 )
 @client_tls_flags(CONNECTION)
 def command(
@@ -59,7 +59,7 @@ def command(
     tls_client_cert: Path | None,
     tls_client_key: Path | None,
 ) -> None:
-    """Ask services whether they serve; exit with 1 if one does not, with 3 if one does not answer.
+    """Check whether services serve; exit with 1 if one does not, with 3 if one does not answer.
 
     ADDRESS is host:port of a server of grpc.health.v1, or the URL of an HTTP health check, such as an engine's. Without
     one, every service on this machine's default ports is checked. No token is needed.

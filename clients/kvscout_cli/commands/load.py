@@ -43,14 +43,14 @@ MAX_SESSIONS: Final = 1_000_000
 @option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A trace in Mooncake's format instead.",
+    help="Send a trace in Mooncake's format instead of a workload.",
 )
 @option(
     "--rate",
     default=2.0,
     show_default=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Sessions a second; of a trace, times its recorded rate.",
+    help="Sessions per second; with a trace, a factor of its recorded rate.",
 )
 @option(
     "--duration",

@@ -19,11 +19,11 @@ NUMBERS = ("active requests", "prefill tokens", "decode blocks", "KV blocks")
 
 @click.command(cls=SectionedCommand)
 @model_flag
-@option("--role", type=ValueOf(Role), help="Only workers of this role; else of every role.")
+@option("--role", type=ValueOf(Role), help="Only workers of this role; unset = all roles.")
 @json_flag
 @connection_flags
 def command(connection: Connection, model: str, role: Role | None, as_json: bool) -> None:
-    """Show the load of each worker rank, as the scheduler that decides has it, and its state."""
+    """Show the load of each worker rank, as the deciding scheduler knows it, and its state."""
 
     async def fetch() -> list[tuple[Role, WorkerLoad]]:
         async with connection.router() as router:

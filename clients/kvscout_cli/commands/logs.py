@@ -24,7 +24,7 @@ POLL_SECONDS: Final = 0.2
 @click.command(cls=SectionedCommand)
 @click.argument("service", default="", shell_complete=complete_process)
 @option("--lines", default=100, show_default=True, type=click.IntRange(min=0), help="Last lines to print.")
-@option("--follow", "-f", is_flag=True, help="Go on with new lines, until Ctrl-C or the end of `kvscout up`.")
+@option("--follow", "-f", is_flag=True, help="Continue with new lines, until Ctrl-C or the end of `kvscout up`.")
 @state_dir_flag
 def command(service: str, lines: int, follow: bool, state_dir: Path) -> None:
     """Print the log of `kvscout up`, or of one of its processes.

@@ -26,7 +26,7 @@ TARGET_SHARE: Final = 0.95
 
 @click.command(cls=SectionedCommand)
 @click.argument("recording", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@option("--model", default="", help="Of the recording.  [default: the one with most requests]")
+@option("--model", default="", help="Model of the recording.  [default: the one with most requests]")
 @option(
     "--today",
     default="kv-time",
@@ -34,22 +34,39 @@ TARGET_SHARE: Final = 0.95
     shell_complete=completion.policies,
     help="Policy that ran when it was recorded, as NAME or NAME:setting=value,….",
 )
-@option("--today-workers", type=click.IntRange(min=1), help="Ranks then.  [default: as recorded]")
-@option("--today-kv-tokens", type=click.IntRange(min=1), help="KV tokens of each rank then.  [default: as registered]")
-@option("--policy", "policies", multiple=True, shell_complete=completion.policies, help="To try; may be repeated.")
+@option("--today-workers", type=click.IntRange(min=1), help="Ranks at recording time.  [default: as recorded]")
+@option(
+    "--today-kv-tokens",
+    type=click.IntRange(min=1),
+    help="KV tokens of each rank at recording time.  [default: as registered]",
+)
+@option(
+    "--policy", "policies", multiple=True, shell_complete=completion.policies, help="Policy to try; may be repeated."
+)
 @option("--workers", multiple=True, type=click.IntRange(min=1), help="Number of ranks to try; may be repeated.")
-@option("--kv", "kv_factors", multiple=True, type=click.FloatRange(min=0, min_open=True), help="Caches × this.")
+@option(
+    "--kv", "kv_factors", multiple=True, type=click.FloatRange(min=0, min_open=True), help="Factor of the cache sizes."
+)
 @option(
     "--offload",
     "offload_factors",
     multiple=True,
     type=click.FloatRange(min=0, min_open=True),
-    help="Offload tier of caches × this.",
+    help="Size of an offload tier, as a factor of the cache sizes.",
 )
-@option("--prefill-workers", multiple=True, type=click.IntRange(min=1), help="Of all ranks, apart from the others.")
+@option(
+    "--prefill-workers",
+    multiple=True,
+    type=click.IntRange(min=1),
+    help="Prefill workers to try, in addition to the other ranks.",
+)
 @option("--ttft-ms", default=2_000.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="Target.")
 @option("--warm-up", default=0.1, show_default=True, type=click.FloatRange(0, 1, max_open=True), help="Left out.")
-@option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a .png or .svg; needs the extra lab.")
+@option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw to this .png or .svg file; needs the extra lab.",
+)
 @json_flag
 def command(  # noqa: PLR0913  # a flag each
     recording: Sequence[Path],
@@ -70,8 +87,8 @@ def command(  # noqa: PLR0913  # a flag each
 ) -> None:
     """Replay recorded traffic in other set-ups: hit rate, TTFT, and the fewest workers that keep the target.
 
-    Engine speeds are fitted to the recording. The first two rows are what was recorded and a replay of the same
-    set-up: how far they are apart is the error of all others. Without --policy, --workers, --kv, --offload or
+    Engine speeds are fitted to the recording. The first two rows are the recorded traffic and a replay of the same
+    set-up: their difference is the error of all other rows. Without --policy, --workers, --kv, --offload or
     --prefill-workers the usual changes are tried.
 
     \b

@@ -38,18 +38,24 @@ _MB: Final = 1_000_000
     default="recordings",
     show_default=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where the files go.",
+    help="Directory for the files.",
 )
-@option("--file-mb", default=64.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="Of a file.")
+@option(
+    "--file-mb",
+    default=64.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Maximum size of a file.",
+)
 @option("--files", default=16, show_default=True, type=click.IntRange(min=1), help="Files kept; the oldest goes.")
-@option("--duration", type=click.FloatRange(min=0, min_open=True), help="Seconds.  [default: until Ctrl-C]")
+@option("--duration", type=click.FloatRange(min=0, min_open=True), help="Duration in seconds.  [default: until Ctrl-C]")
 @option(
     "--tokens-per-hash", default=64, show_default=True, type=click.IntRange(1, 65_536), help="Precision of prefixes."
 )
 @option(
     "--key-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Key of the hashes, made if it is not there; recordings with one key match.  [default: a new one, not kept]",
+    help="Key file of the hashes, created if missing; recordings with one key match.  [default: a new key]",
 )
 @option(
     "--mooncake",
@@ -72,7 +78,7 @@ def command(
     key_file: Path | None,
     convert: Sequence[Path],
 ) -> None:
-    """Record the requests of gateways as a trace: times, lengths, keyed hashes, decisions, outcomes; no token, no text.
+    """Record the requests of gateways as a trace: times, lengths, hashes, decisions, outcomes; without tokens and text.
 
     \b
         kvscout record --duration 3600

@@ -105,7 +105,7 @@ FIRST = (
 @option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A trace in Mooncake's format instead.",
+    help="Replay a trace in Mooncake's format instead of a workload.",
 )
 @option("--requests", type=_COUNT, help=f"Approximate number.  [default: {REQUESTS}; of a trace, all]")
 @option(
@@ -113,7 +113,7 @@ FIRST = (
     type=click.IntRange(min=0),
     default=8_192,
     show_default=True,
-    help="Tokens of the prompt of shared-prompt.",
+    help="Length of the system prompt of shared-prompt.",
 )
 @option(
     "--policy",
@@ -123,18 +123,28 @@ FIRST = (
     help="NAME or NAME:setting=value,…; session-sticky is the laboratory's own. May be repeated.",
 )
 @option("--workers", "workers", type=_COUNT, multiple=True, default=(16,), help="May be repeated.  [default: 16]")
-@option("--prefill-workers", type=click.IntRange(min=0), default=0, help="Apart from the --workers, which then decode.")
-@option("--rate", "rates", type=_POSITIVE, multiple=True, help="Flows a second; may be repeated.")
+@option(
+    "--prefill-workers",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Number of prefill workers; the --workers then only decode.",
+)
+@option("--rate", "rates", type=_POSITIVE, multiple=True, help="Flows per second; may be repeated.")
 @option(
     "--load",
     "loads",
     type=_POSITIVE,
     multiple=True,
-    help="Share of the rate at which kv saturates, which is searched first; may be repeated.  [default: 0.85]",
+    help="Share of the rate at which kv saturates, which is determined first; may be repeated.  [default: 0.85]",
 )
-@option("--burst", type=click.FloatRange(1, 5), default=1.0, help="Rate of bursts, in mean rates; 1: none.")
-@option("--burst-seconds", type=_POSITIVE, default=30.0, show_default=True, help="From burst to burst.")
-@option("--lead-seconds", type=_TIME, default=0.0, help="Time by which the first flow precedes the others.")
+@option(
+    "--burst",
+    type=click.FloatRange(1, 5),
+    default=1.0,
+    help="Rate of bursts, as a multiple of the mean rate; 1: no bursts.",
+)
+@option("--burst-seconds", type=_POSITIVE, default=30.0, show_default=True, help="Time from burst to burst.")
+@option("--lead-seconds", type=_TIME, default=0.0, help="Time by which the first flow starts before the others.")
 @option(
     "--kv-tokens",
     "kv_tokens",
@@ -142,7 +152,7 @@ FIRST = (
     multiple=True,
     help="KV tokens of each worker; may be repeated.  [default: 600000; of --engine, what it has]",
 )
-@option("--engine", "engine_name", type=click.Choice(list(ENGINES)), help="A model on accelerators, instead of:")
+@option("--engine", "engine_name", type=click.Choice(list(ENGINES)), help="Profile of a model on accelerators, instead of the step times below.")
 @option("--max-num-batched-tokens", type=_COUNT, default=8_192, show_default=True, help="Tokens of a step.")
 @option("--max-num-seqs", type=_COUNT, default=256, show_default=True, help="Requests of a batch.")
 @option("--step-base-ms", type=_POSITIVE, default=StepTime().base_ms, show_default=True, help="An empty step.")
@@ -164,22 +174,37 @@ FIRST = (
 @option(
     "--max-tokens",
     metavar="N|usual",
-    help="Set by clients: one number, or usual values, each with a share.",
+    help="max_tokens of clients: one number, or `usual` for a mix of values.",
 )
-@option("--expects-max-tokens", is_flag=True, help="Gateways take it for the expected length, not for a limit.")
-@option("--unstreamed", type=_SHARE, default=0.0, help="Share of the requests whose answer comes as a whole.")
+@option("--expects-max-tokens", is_flag=True, help="Gateways use max_tokens as the expected length, not as a limit.")
+@option("--unstreamed", type=_SHARE, default=0.0, help="Share of requests that are not streamed.")
 @option("--long-answers", type=_SHARE, default=0.0, help="Share of answers of thousands of tokens; others are short.")
 @option(
-    "--sign", type=click.Choice(SIGNS), default="none", show_default=True, help="Sign by which these are recognised."
+    "--sign", type=click.Choice(SIGNS), default="none", show_default=True, help="How long answers can be recognised."
 )
 @option("--sheddable", type=_SHARE, default=0.0, help="Share of the flows of a priority below 0, which may be shed.")
-@option("--classes", is_flag=True, help="Requests say an output class, one for each beginning of prompts.")
-@option("--adapters", type=click.IntRange(min=0), default=0, help="LoRA adapters, each on every other worker.")
+@option("--classes", is_flag=True, help="Requests name an output class, one for each beginning of a prompt.")
 @option(
-    "--speed", "speeds", type=_POSITIVE, multiple=True, help="Speed of the first workers, in multiples of the others'."
+    "--adapters",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Number of LoRA adapters; each is loaded on every second worker.",
 )
-@option("--prefill-speed", "prefill_speeds", type=_POSITIVE, multiple=True, help="Likewise, of prompts alone.")
-@option("--decode-speed", "decode_speeds", type=_POSITIVE, multiple=True, help="Likewise, of all but prompts.")
+@option(
+    "--speed",
+    "speeds",
+    type=_POSITIVE,
+    multiple=True,
+    help="Speed of the first workers, relative to the others; may be repeated.",
+)
+@option("--prefill-speed", "prefill_speeds", type=_POSITIVE, multiple=True, help="Like --speed, for prompts only.")
+@option(
+    "--decode-speed",
+    "decode_speeds",
+    type=_POSITIVE,
+    multiple=True,
+    help="Like --speed, for everything except prompts.",
+)
 @option(
     "--gateways", type=_COUNT, default=1, show_default=True, help="Number of gateways; requests are spread over them."
 )
@@ -189,7 +214,7 @@ FIRST = (
     type=_COUNT,
     multiple=True,
     default=(1,),
-    help="Replicas of the scheduler, to which gateways belong in turn; may be repeated.  [default: 1]",
+    help="Replicas of the scheduler; gateways are distributed over them; may be repeated.  [default: 1]",
 )
 @option("--event-ms", type=_TIME, default=Latencies().event_ms, show_default=True, help="Delay of KV events.")
 @option(
@@ -198,7 +223,7 @@ FIRST = (
     type=_TIME,
     multiple=True,
     default=(Latencies().sync_ms,),
-    help=f"Delay between replicas; may be repeated.  [default: {Latencies().sync_ms:g}]",
+    help=f"Replication delay between replicas; may be repeated.  [default: {Latencies().sync_ms:g}]",
 )
 @option(
     "--picture",
@@ -210,61 +235,73 @@ FIRST = (
 @option("--sessions-hashed", is_flag=True, help="Each session has one gateway; else each request goes to the next.")
 @option("--bypass", type=_SHARE, default=0.0, help="Share of the sessions that go to workers past all gateways.")
 @option("--lost-events", type=_SHARE, default=0.0, help="Share of the batches of KV events that never arrive.")
-@option("--restart-scheduler", type=_SHARE, help="After this share of the time in which flows arrive.")
-@option("--restart-gateway", type=_SHARE, help="Likewise; the first of them.")
-@option("--recover-worker", type=_SHARE, help="Likewise; until then the first worker has a fifth of its speed.")
-@option("--tells-output", is_flag=True, help="Gateways know how long an output will be.")
+@option("--restart-scheduler", type=_SHARE, help="Share of the arrival period after which the fault occurs.")
+@option("--restart-gateway", type=_SHARE, help="Like --restart-scheduler: the first gateway dies.")
+@option(
+    "--recover-worker",
+    type=_SHARE,
+    help="Share of the arrival period until which the first worker runs at a fifth of its speed.",
+)
+@option("--tells-output", is_flag=True, help="Gateways know the length of each output.")
 @option("--ttft-ms", type=_POSITIVE, default=2_000.0, show_default=True, help="Goodput: first token within.")
 @option("--itl-ms", type=_POSITIVE, default=75.0, show_default=True, help="Goodput: mean gap between tokens within.")
-@option("--warm-up", type=_SHARE, default=0.1, show_default=True, help="Share of the requests that do not count.")
+@option(
+    "--warm-up",
+    type=_SHARE,
+    default=0.1,
+    show_default=True,
+    help="Share of requests at the start that are left out of the results.",
+)
 @option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Seed of workload and draws.")
 @option(
-    "--seeds", type=_COUNT, help="Number of seeds, from --seed on; shows 95 % intervals.  [default: 1; of --matrix, 3]"
+    "--seeds",
+    type=_COUNT,
+    help="Number of seeds, starting with --seed; shows 95 % intervals.  [default: 1; of --matrix, 3]",
 )
 @option(
     "--matrix",
     is_flag=True,
-    help="Instead, run named cells; only options that name it, --policy, --seeds and --trace count.",
+    help="Instead, run named cells; only --policy, --seeds, --trace and options that mention --matrix apply.",
 )
 @option(
     "--cells",
     default="*",
     show_default=True,
     metavar="PATTERN",
-    help="Of --matrix, such as 'max-tokens/*', or --cross-check.",
+    help="Cells of --matrix, such as 'max-tokens/*', or of --cross-check.",
 )
-@option("--jobs", type=_COUNT, default=1, show_default=True, help="Of --matrix: processes.")
-@option("--scale", type=_POSITIVE, default=1.0, show_default=True, help="Of --matrix: factor of the requests.")
+@option("--jobs", type=_COUNT, default=1, show_default=True, help="For --matrix: number of processes.")
+@option(
+    "--scale", type=_POSITIVE, default=1.0, show_default=True, help="For --matrix: factor of the number of requests."
+)
 @option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Of --matrix: keep each run here, and take from it what was run before.",
+    help="For --matrix: file that stores each run; stored runs are not repeated.",
 )
-@option("--again", multiple=True, metavar="POLICY", help="Of --matrix: run this one anew, though --out has it.")
-@option("--json", "as_json", is_flag=True, help="Print one JSON object a cell.")
-@option("--markdown", "as_markdown", is_flag=True, help="Print one table of all cells, as the page of results has it.")
+@option("--again", multiple=True, metavar="POLICY", help="For --matrix: policy to run again although --out has it.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object per cell.")
+@option("--markdown", "as_markdown", is_flag=True, help="Print a table of all cells, in Markdown.")
 @option(
     "--cross-check",
     is_flag=True,
-    help="Instead, run --cells made for that on real processes with simulated engines, too, two minutes a policy.",
+    help="Instead, also run the --cells for this on real processes with simulated engines; two minutes per policy.",
 )
-@option(
-    "--cell-seconds", type=_POSITIVE, default=75.0, show_default=True, help="Of --cross-check, in which requests come."
-)
+@option("--cell-seconds", type=_POSITIVE, default=75.0, show_default=True, help="Arrival period of --cross-check.")
 @option(
     "--plot",
     "plot_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw TTFT into this .png or .svg; needs the extra lab.",
+    help="Draw TTFT to this .png or .svg file; needs the extra lab.",
 )
 def command(**options: Any) -> None:
-    """Compare policies on a simulated cluster, in a fraction of the time it would take.
+    """Compare policies on a simulated cluster, much faster than real time.
 
     The scheduler's own code decides; engines are simulated step by step. The same command prints the same numbers on
-    every machine. Options that may be repeated make a cell of each combination.
+    every machine. Options that may be repeated are combined: each combination is a cell.
 
-    Of a RECORDING (`kvscout record`), workers, caches, engine speeds and times are as they were recorded, but for what
-    options say.
+    With a RECORDING (`kvscout record`), workers, caches, engine speeds and times are as recorded, except where
+    options change them.
     """
     if options["recordings"]:
         options = _as_recorded(options)
@@ -457,7 +494,7 @@ def _cross_check(contenders: Sequence[Contender], options: dict[str, Any]) -> No
     pattern, seconds, seed = options["cells"], options["cell_seconds"], options["seed"]
     names = [name for name in cross_check.CELLS if fnmatch(name, pattern)]
     if not names:
-        raise ConfigError(f"{pattern!r} is none of {', '.join(cross_check.CELLS)}", field="cells")
+        raise ConfigError(f"{pattern!r} is not one of {', '.join(cross_check.CELLS)}", field="cells")
     say = stderr().print
     checked = run(cross_check.cross_check(contenders, names, replay_cell, seconds=seconds, seed=seed, say=say))
     if options["as_json"]:

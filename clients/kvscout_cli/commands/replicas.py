@@ -24,7 +24,7 @@ NUMBERS = ("requests", "sequence", "heard", "lag", "divergences", "gaps", "snaps
 @json_flag
 @scheduler_flags
 def command(schedulers: Schedulers, *, as_json: bool) -> None:
-    """Show the replicas of the scheduler: who is there, what each owns, and who lags or disagrees.
+    """Show the replicas of the scheduler: their state, the requests each owns, lag and divergence.
 
     \b
         kvscout replicas

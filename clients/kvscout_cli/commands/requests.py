@@ -18,13 +18,13 @@ from kvscout_common.settings.flags import SectionedCommand
 
 @click.command(name="requests", cls=SectionedCommand)
 @of_model_flag
-@option("--worker-id", default="", shell_complete=completion.workers, help="Only on this worker.")
+@option("--worker-id", default="", shell_complete=completion.workers, help="Only requests on this worker.")
 @option("--limit", default=1_000, show_default=True, type=click.IntRange(min=1), help="Largest number of requests.")
-@option("--by-session", is_flag=True, help="One line a session: conversations, however many requests each has.")
+@option("--by-session", is_flag=True, help="Print one line per session instead of per request.")
 @json_flag
 @connection_flags
 def command(connection: Connection, model: str, worker_id: str, limit: int, by_session: bool, as_json: bool) -> None:
-    """List the requests that are booked, whoever booked them."""
+    """List the booked requests of all callers."""
 
     async def fetch() -> list[ActiveRequest]:
         async with connection.router() as router:

@@ -45,7 +45,7 @@ def command(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Ask where a prompt should go. Nothing is booked.
+    """Show where a prompt would go. Nothing is booked.
 
     \b
         kvscout route 1 2 3 4

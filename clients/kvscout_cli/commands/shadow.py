@@ -22,7 +22,7 @@ NUMBERS = ("requests", "compared", "hit rate as it is", "with the policy", "same
 @json_flag
 @services_flags
 def command(services: Services, *, as_json: bool) -> None:
-    """Show, by the hour, the hit rate as it is and as the policy would have had it, at gateways in shadow mode.
+    """Show, by the hour, the actual hit rate and the policy's, at gateways in shadow mode.
 
     ADDRESS is any further gateway. Exits with 1 if none runs with --shadow.
 

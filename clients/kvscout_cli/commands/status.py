@@ -21,7 +21,7 @@ from kvscout_common.settings.flags import SectionedCommand
 def command(services: Services, *, as_json: bool) -> None:
     """Show every service, every worker and its events; exit with 1 if something is wrong.
 
-    The gateway names its indexers and schedulers, the workers their bridges. ADDRESS is any further service.
+    The gateway names its indexers and schedulers, and workers name their bridges. ADDRESS is a further service.
 
     \b
         kvscout status

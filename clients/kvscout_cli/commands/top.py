@@ -33,13 +33,13 @@ RATE_SECONDS = 10.0
 
 
 @click.command(cls=SectionedCommand)
-@option("--interval", default=1.0, show_default=True, type=click.FloatRange(min=0.1), help="Seconds between two looks.")
+@option("--interval", default=1.0, show_default=True, type=click.FloatRange(min=0.1), help="Interval, in seconds.")
 @option(
     "--once",
     is_flag=True,
-    help="Look for one interval, print one frame and end. Without a terminal it does so, too.",
+    help="Watch for one interval, print one frame and end; this is the default without a terminal.",
 )
-@option("--json", "as_json", is_flag=True, help="Print a JSON document a line: one each interval, with --once one.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON document per line and interval; with --once only one.")
 @services_flags
 def command(services: Services, *, interval: float, once: bool, as_json: bool) -> None:
     """Show workers, load, hit rate, TTFT and the last decisions, live. Press ? for the keys, q to quit.

@@ -42,7 +42,7 @@ state_dir_flag = flag(
     section="Options",
     default=DEFAULT_STATE_DIR,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where it keeps its lock, its state and its log.",
+    help="Directory of its lock, state and log.",
 )
 
 
@@ -70,7 +70,7 @@ FIRST = (
     default=0,
     show_default=True,
     type=click.IntRange(0, 63),
-    help="Engines of these that compute prompts for the others, which continue them.",
+    help="Number of these engines that are prefill workers; the others are decode workers.",
 )
 @option("--blocks", default=4096, show_default=True, type=click.IntRange(min=2), help="KV blocks of each of them.")
 @option(
@@ -83,7 +83,7 @@ FIRST = (
     default=Transport.ZMQ.value,
     show_default=True,
     type=click.Choice([Transport.ZMQ.value, Transport.NATS_CORE.value, Transport.JETSTREAM.value]),
-    help="How events reach the indexer; over NATS a server of its own and a bridge are started, too.",
+    help="Transport of events to the indexer; with NATS, a private server and a bridge are also started.",
 )
 @option("--one-process", is_flag=True, help="Indexer, scheduler and gateway as one process, `kvscout serve`.")
 @option("--free-ports", is_flag=True, help="Any free ports instead of the default ones.")
@@ -93,7 +93,7 @@ FIRST = (
     default="info",
     show_default=True,
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="Of all processes.",
+    help="Minimum severity of logged messages, in all processes.",
 )
 @state_dir_flag
 @relay(_FLAGS)
@@ -116,7 +116,7 @@ def command(
 ) -> None:
     """Start indexer, scheduler, gateway and engines, and keep them until Ctrl-C or `kvscout down`.
 
-    Takes the services' own flags, too, and passes them on.
+    It also takes the services' own flags, and passes them on.
     """
     if prefill and prefill >= mockers:
         raise click.UsageError("--prefill leaves no engine that answers: it must be below --mockers.")

@@ -26,7 +26,7 @@ BAR: Final = 24
     default=300,
     show_default=True,
     type=click.IntRange(1, 3_600),
-    help="Requests of the last so many seconds.",
+    help="Length of the window, in seconds.",
 )
 @option("--sessions", is_flag=True, help="Also by session class: first turns, later turns, subagents, no session.")
 @json_flag

@@ -43,7 +43,7 @@ def command() -> None:
 @json_flag
 @connection_flags
 def list_workers(connection: Connection, model: str, as_json: bool) -> None:
-    """List the registered workers, their states, and those of their events where an indexer reports them."""
+    """List the registered workers, their states, and the states of their events if an indexer reports them."""
 
     async def fetch() -> tuple[list[WorkerRecord], Overview]:
         async with connection.router() as router:
@@ -87,7 +87,7 @@ def _events(record: WorkerRecord, sources: Iterable[SourceRow]) -> list[str]:
     help="Register every worker of a workers file instead.",
 )
 @option("--model", default="", help="Model it serves.")
-@option("--block-size", type=click.IntRange(min=1), help="Tokens a KV block.")
+@option("--block-size", type=click.IntRange(min=1), help="Tokens per KV block.")
 @option("--http-endpoint", default="", help="Base URL of its HTTP API.")
 @option("--event-endpoint", multiple=True, help="ZMQ event endpoint; repeat for further ranks.")
 @option("--replay-endpoint", multiple=True, help="ZMQ replay endpoint; repeat in the order of --event-endpoint.")
@@ -102,7 +102,12 @@ def _events(record: WorkerRecord, sources: Iterable[SourceRow]) -> list[str]:
 @option("--dp-size", default=1, show_default=True, type=click.IntRange(1, 1024), help="Data-parallel ranks.")
 @option("--total-kv-blocks", default=0, type=click.IntRange(min=0), help="KV blocks of a rank; 0 = unknown.")
 @option("--label", multiple=True, help="KEY=VALUE that requests can require; repeatable.")
-@option("--lease-seconds", default=0, type=click.IntRange(min=0), help="Ends unless kept alive; 0 = stays.")
+@option(
+    "--lease-seconds",
+    default=0,
+    type=click.IntRange(min=0),
+    help="Lease of the registration; 0 = it stays until removed.",
+)
 @json_flag
 @connection_flags
 def register(
@@ -158,12 +163,12 @@ def remove(connection: Connection, worker_ids: tuple[str, ...], as_json: bool) -
 
 @command.command(cls=SectionedCommand)
 @click.argument("worker_ids", nargs=-1, shell_complete=completion.workers)
-@option("--revision", default="", help="All workers with this revision label, beside those that are named.")
-@option("--undo", is_flag=True, help="Take requests again.")
+@option("--revision", default="", help="Also all workers with this revision label.")
+@option("--undo", is_flag=True, help="End the drain: the workers get requests again.")
 @json_flag
 @connection_flags
 def drain(connection: Connection, worker_ids: tuple[str, ...], revision: str, undo: bool, as_json: bool) -> None:
-    """Stop new requests for workers; what runs goes on."""
+    """Stop new requests for workers; running requests continue."""
     if not worker_ids and not revision:
         raise click.UsageError("Name workers, or give --revision.")
 
@@ -203,9 +208,9 @@ async def _of_revision(router: Router, revision: str) -> list[str]:
 @json_flag
 @scheduler_flags
 def clear_cooldowns(schedulers: Schedulers, worker_id: str, model: str, tenant: str, as_json: bool) -> None:
-    """End cool-downs of workers that clients reported as failed; without a worker id, of all of the tenant.
+    """End cool-downs of workers that clients reported as failed; without a worker id, of all workers of the tenant.
 
-    Replicas of one scheduler replicate to each other; of schedulers that do not, name each.
+    Replicas inform each other. Name each scheduler that is not a replica of another.
     """
     request = scheduler_pb2.ClearCooldownsRequest(tenant=tenant, worker_id=worker_id, model=model)
     answers: dict[str, scheduler_pb2.ClearCooldownsResponse] = run(schedulers.call("ClearCooldowns", request))

@@ -51,7 +51,7 @@ def parse_batch(message: bytes) -> events_pb2.KvEventBatch:
     try:
         return events_pb2.KvEventBatch.FromString(message)
     except DecodeError as error:
-        raise InvalidArgument("is no message", field="batch") from error
+        raise InvalidArgument("is not a message", field="batch") from error
 
 
 def source_of(message: events_pb2.KvEventBatch) -> tuple[WorkerRank, PoolKey]:

@@ -148,13 +148,13 @@ def _stored(fields: Mapping[str, Any]) -> Stored:
     parent = fields["parent_block_hash"]
     block_size = fields["block_size"]
     if not _is_int(block_size, 0, 2**31 - 1):
-        raise _BadEvent("block_size is no size")
+        raise _BadEvent("block_size is not a valid size")
     tokens, pairs, lookahead = _tokens(fields["token_ids"])
     group = _group(fields)
     kind = fields.get("kv_cache_spec_kind")
     lora_id = fields.get("lora_id")
     if lora_id is not None and not _is_int(lora_id, -(2**63), 2**64 - 1):
-        raise _BadEvent("lora_id is no number")
+        raise _BadEvent("lora_id is not a number")
     lora_name = _text(fields, "lora_name")
     salt, mm_items = _extra_keys(fields.get("extra_keys"), lora_name, first=parent is None)
     return Stored(
@@ -204,7 +204,7 @@ def _hash(value: Any) -> int:
 
 def _hashes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list):
-        raise _BadEvent("block_hashes is no array")
+        raise _BadEvent("block_hashes is not an array")
     return tuple(_hash(value) for value in values)
 
 
@@ -222,7 +222,7 @@ def _tokens(values: Any) -> tuple[tuple[int, ...], bool, int | None]:
     Pairs are read as one run of tokens: the first of each, and the second of the last.
     """
     if not isinstance(values, list):
-        raise _BadEvent("token_ids is no array")
+        raise _BadEvent("token_ids is not an array")
     if not values or not isinstance(values[0], list):
         return _u32s(values), False, None
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in values):
@@ -238,7 +238,7 @@ def _lookahead(values: Any, tokens: tuple[int, ...], block_size: int, blocks: in
     if values is None:
         return None
     if not isinstance(values, list):
-        raise _BadEvent("lookahead_token_ids is no array")
+        raise _BadEvent("lookahead_token_ids is not an array")
     following = _u32s([value for value in values if value is not None])
     if not following:
         return None
@@ -257,11 +257,11 @@ def _text(fields: Mapping[str, Any], name: str) -> str:
 
 def _clean(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise _BadEvent(f"{name} is no string")
+        raise _BadEvent(f"{name} is not a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _BadEvent(f"{name} is no UTF-8") from None
+        raise _BadEvent(f"{name} is not UTF-8") from None
     return value
 
 
@@ -278,7 +278,7 @@ def _group(fields: Mapping[str, Any]) -> int:
     if group is None:
         return 0
     if not _is_int(group, 0, MAX_GROUP):
-        raise _BadEvent("group_idx is no group")
+        raise _BadEvent("group_idx is not a valid group")
     return int(group)
 
 
@@ -295,7 +295,7 @@ def _extra_keys(raw: Any, lora_name: str, *, first: bool) -> tuple[str, tuple[tu
     if raw is None:
         return "", ()
     if not isinstance(raw, list):
-        raise _BadEvent("extra_keys is no array")
+        raise _BadEvent("extra_keys is not an array")
     salts: list[str] = []
     items: list[tuple[str, ...]] = []
     for position, keys in enumerate(raw):

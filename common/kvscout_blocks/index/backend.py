@@ -36,5 +36,5 @@ def loading_state(index: BlockIndex, worker: WorkerRank, pool: PoolKey, messages
     """
     first = parse_batch(messages[0]) if messages else None
     if first is None or source_of(first) != (worker, pool):
-        raise InvalidArgument(f"is no state of worker {worker.worker_id}/{worker.dp_rank}", field="events")
+        raise InvalidArgument(f"is not a state of worker {worker.worker_id}/{worker.dp_rank}", field="events")
     return index.loading_messages(messages)

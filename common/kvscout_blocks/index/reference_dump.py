@@ -33,9 +33,9 @@ def check_dump(dump: WorkerDump, block_size: int) -> None:
     _require_ascending("windows", [group.number for group in dump.windows])
     for position, group in enumerate(dump.windows):
         field = f"windows.{position}"
-        _require((group.number, False) in dump.groups, field, "is no group that is not full attention")
+        _require((group.number, False) in dump.groups, field, "must be a known group other than full attention")
         _require(group.window > 0 and group.block_size > 0, field, "has no tokens")
-        _require(group.block_size % block_size == 0, field, f"its blocks are no multiple of {block_size} tokens")
+        _require(group.block_size % block_size == 0, field, f"its blocks are not multiples of {block_size} tokens")
     windows, hashes = {group.number for group in dump.windows}, set[int]()
     for position, window_block in enumerate(dump.window_blocks):
         field = f"window_blocks.{position}"

@@ -78,7 +78,7 @@ async def ensure_stream(
         there = (await js.stream_info(name)).config
         if (there.max_age, there.num_replicas) != (max_age_seconds, replicas):
             log.warning(
-                "stream of model %r keeps events for %g s on %s servers, as its first user said; not %g s on %d",
+                "stream of model %r keeps events for %g s on %s servers, as set by its creator; not %g s on %d",
                 model,
                 there.max_age,
                 there.num_replicas,

@@ -184,7 +184,7 @@ def _request(data: bytes) -> bridge_pb2.RecoverRequest:
     try:
         return bridge_pb2.RecoverRequest.FromString(data)
     except DecodeError as error:
-        raise InvalidArgument("is no message", field="request") from error
+        raise InvalidArgument("is not a message", field="request") from error
 
 
 async def serve_recovery(

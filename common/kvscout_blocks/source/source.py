@@ -364,7 +364,7 @@ class Source:
                 self._apply(decision.batch)
             elif isinstance(decision, Reset):
                 self._warnings.warning(
-                    (self.rank, "restart"), "worker %s/%d: %s, its blocks are forgotten", *self.rank, decision.reason
+                    (self.rank, "restart"), "worker %s/%d: %s, its blocks are dropped", *self.rank, decision.reason
                 )
                 self._restart()
             elif isinstance(decision, Demote):

@@ -188,7 +188,7 @@ class Collection:
 
     async def _ask(self, named: NamedService) -> Service:
         if problem := address_problem(named.address):
-            return Service(named.address, named.kind, named_by=named.named_by, error=f"is no address: {problem}")
+            return Service(named.address, named.kind, named_by=named.named_by, error=f"is not an address: {problem}")
         async with self._places:
             channel = open_channel(named.address, self._security)
             try:

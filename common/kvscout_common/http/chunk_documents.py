@@ -84,7 +84,7 @@ def load(payload: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise NoDocument(str(error)) from error
     if not isinstance(document, dict):
-        raise NoDocument("it is no object")
+        raise NoDocument("it is not an object")
     return document
 
 

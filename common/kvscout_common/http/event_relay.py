@@ -132,13 +132,13 @@ class EventRelay:
             found = self._documents.read(load(payload))
         except NoDocument as error:
             if self._messages:
-                self._fail(f"an event that is no completion chunk: {error}")
+                self._fail(f"an event that is not a completion chunk: {error}")
             self._speaking = True
             return True
         if found.error is not None:
             return self._reported(found)
         if found.wrong and self._messages:
-            self._fail("an event that is no completion chunk: a field of it has the wrong type")
+            self._fail("an event that is not a completion chunk: a field of it has the wrong type")
             return False
         over = self._beyond(found)
         if over:

@@ -82,7 +82,7 @@ def _finite(text: str) -> float:
 
 
 def _no_constant(text: str) -> float:
-    raise ValueError(f"is no JSON object: {text} is no number of JSON")
+    raise ValueError(f"is not a JSON object: {text} is not a JSON number")
 
 
 _STRICT: Final = json.JSONDecoder(
@@ -112,13 +112,13 @@ def scan_object(
     try:
         data.decode()
     except UnicodeDecodeError:
-        raise ValueError("is no JSON object: it is no UTF-8") from None
+        raise ValueError("is not a JSON object: it is not UTF-8") from None
     _require_bounds(_without_strings(data), max_values)
     try:
         decoder, text = _STRICT if strict else _LENIENT, _Text(text_fields, text_keys)
         return _scan(data, max_fields, max_values, decoder, packed, text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"is no JSON object: something else is expected at byte {error.pos}") from None
+        raise ValueError(f"is not a JSON object: something else is expected at byte {error.pos}") from None
     except _OutOfRange as error:
         raise ValueError(f"has a number that is out of range at byte {_place_of_number(data, str(error))}") from None
 

@@ -166,5 +166,5 @@ def _admit(call: HttpCall, tokens: TokenTable) -> None:
     """Refuse who may not see all tenants."""
     given = next((value for name, value in call.headers if name.lower() == "authorization"), "")
     if tokens.identify_header(given).tenant != ALL_TENANTS:
-        raise PermissionDenied("metrics are of all tenants, this token is not")
+        raise PermissionDenied("metrics show all tenants, but this token is for one tenant")
     call.trust()

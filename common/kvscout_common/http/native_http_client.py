@@ -340,9 +340,9 @@ def _place(url: str) -> _Place:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as error:
-        raise HttpFailed(f"{url!r} is no URL: {error}", FailureKind.PROTOCOL) from error
+        raise HttpFailed(f"{url!r} is not a URL: {error}", FailureKind.PROTOCOL) from error
     if parts.scheme not in ("http", "https") or not host:
-        raise HttpFailed(f"{url!r} is no URL of HTTP", FailureKind.PROTOCOL)
+        raise HttpFailed(f"{url!r} is not an HTTP URL", FailureKind.PROTOCOL)
     is_secure = parts.scheme == "https"
     port = port or (443 if is_secure else 80)
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -373,7 +373,7 @@ def _trusting(ca: bytes | None) -> ClientTls:
         if Path(path).is_file():
             certificates = [found for found in _CERTIFICATE.findall(Path(path).read_bytes()) if _can_be_read(found)]
             return ClientTls(b"\n".join(certificates))
-    raise HttpFailed("this machine has no list of whom to trust", FailureKind.UNREACHABLE)
+    raise HttpFailed("this machine has no list of trusted CAs", FailureKind.UNREACHABLE)
 
 
 def _can_be_read(certificate: bytes) -> bool:

@@ -283,7 +283,7 @@ def _read_entry(entry: Any, where: str) -> tuple[str, Identity]:
         raise ConfigError("needs exactly one of token, sha256", field=where)
     for key in _KEYS & entry.keys() - {"priority"}:
         if not isinstance(entry[key], str) or not entry[key]:
-            raise ConfigError("must be text, in quotes where YAML reads something else", field=f"{where}.{key}")
+            raise ConfigError("must be text: put it in quotes", field=f"{where}.{key}")
     if entry.get("role") not in list(AccessRole):
         raise ConfigError(f"must be one of {', '.join(AccessRole)}", field=f"{where}.role")
     digest = str(entry.get("sha256") or _digest(entry["token"])).lower()

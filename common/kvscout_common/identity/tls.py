@@ -69,7 +69,9 @@ class ServerCertificates:
         try:
             context.load_cert_chain(files.certificate, files.key)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{files.certificate} and {files.key} are no pair: {error}", field="tls_cert") from error
+            raise ConfigError(
+                f"{files.certificate} and {files.key} are not a pair: {error}", field="tls_cert"
+            ) from error
         if client_ca is not None:
             try:
                 context.load_verify_locations(cadata=client_ca.decode("ascii"))

@@ -116,7 +116,9 @@ def find_access(kubeconfig: Path | None, environment: Mapping[str, str] = os.env
     if os.pathsep in named:
         raise ConfigError("KUBECONFIG names several files: give one of them with --kubeconfig", field=FLAG)
     if not Path(named).is_file():
-        raise ConfigError(f"this is no pod of Kubernetes, and there is no {named}: give --kubeconfig", field=FLAG)
+        raise ConfigError(
+            f"this process is not in a Kubernetes pod, and there is no {named}: give --kubeconfig", field=FLAG
+        )
     return from_kubeconfig(Path(named))
 
 
@@ -182,7 +184,7 @@ def _part(path: Path, entry: Mapping[str, Any], key: str) -> Path | bytes | None
         try:
             return base64.b64decode(str(entry[f"{key}-data"]), validate=True)
         except (binascii.Error, ValueError) as error:
-            raise ConfigError(f"{path}: {key}-data is no base64", field=FLAG) from error
+            raise ConfigError(f"{path}: {key}-data is not base64", field=FLAG) from error
     return path.parent / str(entry[key]) if key in entry else None
 
 

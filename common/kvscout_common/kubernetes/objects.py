@@ -150,10 +150,10 @@ class InferenceObjective:
         meta, spec = _mapping(document, "metadata"), _mapping(document, "spec")
         priority = spec.get("priority") if spec.get("priority") is not None else 0
         if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
-            raise ObjectProblem(f"spec.priority is no whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+            raise ObjectProblem(f"spec.priority is not a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
         pool = _mapping(spec, "poolRef").get("name")
         if not isinstance(pool, str) or not pool or text_problem(pool):
-            raise ObjectProblem("spec.poolRef.name is no name")
+            raise ObjectProblem("spec.poolRef.name is not a name")
         return cls(_name(meta, "namespace"), _name(meta, "name"), priority, pool)
 
     @property
@@ -167,7 +167,7 @@ def _mapping(document: Any, key: str) -> Mapping[str, Any]:
     if part is None:
         return {}
     if not isinstance(part, Mapping):
-        raise ObjectProblem(f"{key} is no mapping")
+        raise ObjectProblem(f"{key} is not a mapping")
     return part
 
 
@@ -179,7 +179,7 @@ def _mappings(document: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 def _name(meta: Mapping[str, Any], key: str) -> str:
     name = meta.get(key)
     if not isinstance(name, str) or not name or text_problem(name):
-        raise ObjectProblem(f"metadata.{key} is no name")
+        raise ObjectProblem(f"metadata.{key} is not a name")
     return name
 
 
@@ -189,7 +189,7 @@ def _address(text: Any) -> str:
     try:
         return str(ipaddress.ip_address(text))
     except ValueError as error:
-        raise ObjectProblem("status.podIP is no address") from error
+        raise ObjectProblem("status.podIP is not an address") from error
 
 
 def _ports(containers: list[Mapping[str, Any]]) -> tuple[ContainerPort, ...]:

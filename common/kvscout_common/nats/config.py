@@ -85,7 +85,7 @@ def nats_flags(*, default: tuple[str, ...] = ()) -> Callable[[F], F]:
             "--namespace",
             default=DEFAULT_NAMESPACE,
             section=BEHAVIOUR,
-            help="Separates everything in NATS from other namespaces; a new one starts empty.",
+            help="Name that separates everything in NATS from other namespaces; a new one starts empty.",
         ),
         flag("--nats-credentials", type=path, section=BEHAVIOUR, help="NATS user credentials file."),
         flag("--nats-ca", type=path, section=BEHAVIOUR, help="CA of the NATS servers, PEM; enables TLS."),

@@ -51,7 +51,7 @@ def decode_name(encoded: str) -> str:
     try:
         return base64.b32hexdecode(encoded + "=" * (-len(encoded) % 8)).decode()
     except ValueError as error:
-        raise InvalidArgument(f"{encoded!r} is no encoded name", field="subject") from error
+        raise InvalidArgument(f"{encoded!r} is not an encoded name", field="subject") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class NatsNames:
         """
         parts = key.split(".")
         if len(parts) != 2:
-            raise InvalidArgument(f"{key!r} is no key of a worker", field="key")
+            raise InvalidArgument(f"{key!r} is not a key of a worker", field="key")
         return decode_name(parts[0]), decode_name(parts[1])
 
     @property

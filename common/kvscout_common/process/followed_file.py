@@ -46,7 +46,7 @@ def read_file(path: Path, *, flag: str, max_bytes: int, secret: bool = False) ->
         with open(descriptor, "rb") as file:
             mode = os.fstat(descriptor).st_mode
             if not stat.S_ISREG(mode):
-                raise ConfigError(f"{path} is no regular file", field=flag)
+                raise ConfigError(f"{path} is not a regular file", field=flag)
             content = file.read(max_bytes + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field=flag) from error
@@ -71,7 +71,7 @@ def read_yaml(path: Path, *, flag: str, max_bytes: int, secret: bool = False) ->
         mark = getattr(error, "problem_mark", None)
         where = f": line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
     # Outside of the handler: the cause, which quotes the line, would be logged with a traceback.
-    raise ConfigError(f"cannot read {path}: it is no YAML{where}", field=flag)
+    raise ConfigError(f"cannot read {path}: it is not YAML{where}", field=flag)
 
 
 def located(error: ConfigError, path: Path, *, max_bytes: int) -> ConfigError:

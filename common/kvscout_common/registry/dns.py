@@ -130,7 +130,7 @@ class DnsWorkers:
             TenantWarning(ALL_TENANTS, f"{state.name.url}: {state.problem}") for state in self._names if state.problem
         ]
         return found + [
-            TenantWarning(ALL_TENANTS, f"{address} of {state.name.url} is no worker yet: {why}")
+            TenantWarning(ALL_TENANTS, f"{address} of {state.name.url} is not a worker yet: {why}")
             for state in self._names
             for address, why in sorted(state.unknown.items())
         ]

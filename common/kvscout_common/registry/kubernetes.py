@@ -206,9 +206,9 @@ class KubernetesWorkers:
                 found.append(f"{of}: there is no such InferencePool in namespace {followed.namespace!r}")
             count = sum(map(len, followed.problems.values()))
             problems = itertools.chain.from_iterable(one.items() for one in followed.problems.values())
-            found += [f"pod {name} is no worker: {why}" for name, why in heapq.nsmallest(WARNED_PODS, problems)]
+            found += [f"pod {name} is not a worker: {why}" for name, why in heapq.nsmallest(WARNED_PODS, problems)]
             if count > WARNED_PODS:
-                found.append(f"{of}: {count - WARNED_PODS} more pods are no workers")
+                found.append(f"{of}: {count - WARNED_PODS} more pods are not workers")
         return [TenantWarning(ALL_TENANTS, text) for text in found]
 
     async def run(self) -> None:

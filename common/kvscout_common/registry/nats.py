@@ -256,7 +256,7 @@ class NatsRegistry:
             self._lost(error.message)
             return
         if info.created != self._made_at:
-            raise _ReadAgain("the bucket was made anew")
+            raise _ReadAgain("the bucket was created again")
         if self._away:
             self._registry.restart_leases(Source.NATS)
             self._away = False

@@ -197,7 +197,7 @@ def _of_others(pod: Pod) -> dict[str, Any]:
     role = notes.get("llm-d.ai/role")
     if role is not None:
         if role not in _LLM_D_ROLES:
-            raise ObjectProblem(f"llm-d.ai/role {role!r} is no role that takes prompts")
+            raise ObjectProblem(f"llm-d.ai/role {role!r} is not a role that takes prompts")
         found["role"] = _LLM_D_ROLES[role]
     for name, field in (
         ("sglang.ai/bootstrap-port", "bootstrap_port"),
@@ -229,7 +229,7 @@ def _count(values: Mapping[str, Any], field: str, default: int) -> int:
     """Return a number of ranks, or of the first of them."""
     text = str(values.get(field, default))
     if not (text.isascii() and text.isdecimal() and len(text) <= 9) or (field == "dp_size" and int(text) > MAX_RANKS):
-        raise ObjectProblem(f"{field} {text!r} is no number of ranks")
+        raise ObjectProblem(f"{field} {text!r} is not a number of ranks")
     return int(text)
 
 

@@ -81,7 +81,7 @@ def decode(name: WorkerName, value: bytes, revision: int) -> Stored:
     try:
         message.ParseFromString(value)
     except DecodeError as error:
-        raise InvalidArgument("is no StoredWorker", field="value") from error
+        raise InvalidArgument("is not a StoredWorker", field="value") from error
     if message.version != VERSION:
         raise InvalidArgument(f"{message.version} is not {VERSION}", field="version")
     stored = Stored(spec_from_proto(message.worker), message.lease_seconds, revision)

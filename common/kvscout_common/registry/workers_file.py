@@ -145,7 +145,7 @@ def _value_error(entry: Mapping[Any, Any], values: Mapping[str, Any], where: str
             if key in _ENUM_PREFIXES and field is not None and field.enum_type is not None:
                 words = [name.removeprefix(_ENUM_PREFIXES[key]).lower() for name in field.enum_type.values_by_name]
                 known = [word.replace("_", "-") for word in words if word != "unspecified"]
-                problem = f"{str(entry[key])[:100]!r} is none of these{or_known(str(entry[key]), known)}"
+                problem = f"{str(entry[key])[:100]!r} is not one of these{or_known(str(entry[key]), known)}"
             else:
                 problem = f"cannot be {str(entry[key])[:100]!r}"
             return ConfigError(problem, field=f"{where}.{key}")

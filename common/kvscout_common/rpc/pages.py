@@ -35,5 +35,5 @@ def read_page_token(token: str, *kinds: type) -> tuple[Any, ...] | None:
     except (binascii.Error, ValueError, RecursionError):
         place = None
     if not isinstance(place, list) or tuple(map(type, place)) != kinds:
-        raise InvalidArgument("is no next_page_token of such a list", field="page_token")
+        raise InvalidArgument("is not a next_page_token of such a list", field="page_token")
     return tuple(place)

@@ -296,7 +296,7 @@ def server_flags(program: str, *, port: int, metrics_port: int, discovers: bool 
             "--grace-seconds",
             default=120.0,
             type=click.FloatRange(min=0),
-            help="Time for running calls to complete after SIGTERM; a second SIGTERM ends it.",
+            help="Time for running calls to complete after SIGTERM; a second SIGTERM ends the wait.",
         ),
         server_flag(
             "--shutdown-delay-seconds",

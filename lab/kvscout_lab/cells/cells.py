@@ -56,7 +56,7 @@ class Contender:
                 continue
             if not equals or key not in known:
                 meant = nearest(key, known)
-                problem = f"{assignment!r} is no setting=number of a scheduler"
+                problem = f"{assignment!r} is not a scheduler setting of the form NAME=NUMBER"
                 hint = f"; did you mean {meant}?" if meant and meant != key else ";"
                 raise ConfigError(f"{problem}{hint} Settings: {', '.join(sorted(known))}", field="policy")
             changes[key] = _number(key, value, defaults[key])

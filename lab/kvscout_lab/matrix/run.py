@@ -240,7 +240,7 @@ def _read(path: Path, digests: dict[str, str], again: set[str]) -> Results:
                 key = RunKey(run.pop("cell"), run.pop("policy"), run.pop("seed"))
                 same = run.pop("digest") == digests.get(key.cell)
             except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise ConfigError(f"line {number} of {path} is no run of a cell", field="out") from error
+                raise ConfigError(f"line {number} of {path} is not a run of a cell", field="out") from error
             if same and key.policy not in again:
                 found[key] = run
     return found

@@ -61,7 +61,7 @@ class Setup:
 
     @property
     def uncounted(self) -> float:
-        """Share of the requests that do not count."""
+        """Share of requests at the start that are left out of the results."""
         return WARM_UP.get(self.workload, 0.1) if self.warm_up is None else self.warm_up
 
     @property

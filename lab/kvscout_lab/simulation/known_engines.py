@@ -127,5 +127,5 @@ def known_engine(name: str) -> KnownEngine:
     """
     found = ENGINES.get(name)
     if found is None:
-        raise ConfigError(f"{name!r} is none of {', '.join(ENGINES)}", field="engine")
+        raise ConfigError(f"{name!r} is not one of {', '.join(ENGINES)}", field="engine")
     return found

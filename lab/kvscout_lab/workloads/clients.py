@@ -64,7 +64,7 @@ class Clients:
         if self.max_tokens and self.usual_max_tokens:
             raise ConfigError("is either one value or the usual ones", field="max_tokens")
         if self.sign not in SIGNS:
-            raise ConfigError(f"is none of {', '.join(SIGNS)}", field="sign")
+            raise ConfigError(f"is not one of {', '.join(SIGNS)}", field="sign")
         return self
 
 

@@ -298,4 +298,4 @@ def generate(name: str, requests: int, seed: int = 0, shared_tokens: int = 8_192
         return embeddings(Embeddings(requests=requests, seed=seed))
     if name == "shared-prompt":
         return shared_prompt(SharedPrompt(requests=requests, seed=seed, prompt_tokens=shared_tokens))
-    raise ConfigError(f"{name!r} is none of {', '.join(GENERATED)}", field="workload")
+    raise ConfigError(f"{name!r} is not one of {', '.join(GENERATED)}", field="workload")

@@ -179,7 +179,7 @@ class Burst:
     factor: float
     """Rate within a burst, in mean rates; at most 1 / share."""
     period_seconds: float = 30.0
-    """From burst to burst."""
+    """Time from burst to burst."""
     share: float = 0.2
     """Share of the time that is burst."""
 

@@ -72,7 +72,7 @@ struct Reading {
     incompatible: String,
 }
 
-const NO_MESSAGE: &str = "is no message";
+const NO_MESSAGE: &str = "is not a message";
 
 /// Calls `with` for each field of a message.
 pub(super) fn fields<'a>(
@@ -92,7 +92,7 @@ pub(super) fn narrow<T: TryFrom<u64>>(name: &'static str, value: u64) -> Result<
 }
 
 pub(super) fn text(name: &'static str, bytes: &[u8]) -> Result<String, DecodeError> {
-    std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| invalid(name, "is no text"))
+    std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| invalid(name, "is not text"))
 }
 
 impl Identity {

@@ -211,7 +211,7 @@ impl Client {
             let inbound = wire.inbound();
             let begins = &b"HTTP/1."[..inbound.len().min(7)];
             if !inbound.starts_with(begins) {
-                return nonsense("what came is no HTTP/1.1");
+                return nonsense("the response is not HTTP/1.1");
             }
             let Some(length) = head::length(inbound, seen) else {
                 self.state = State::Head { seen: inbound.len(), interim };

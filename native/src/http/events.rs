@@ -82,7 +82,7 @@ pub struct EventRelay {
     chunk: Chunk,
 }
 
-const NO_CHUNK: &str = "an event that is no completion chunk";
+const NO_CHUNK: &str = "an event that is not a completion chunk";
 const TOO_LONG: &str = "an event of over 64 MiB";
 
 impl EventRelay {

@@ -69,7 +69,7 @@ pub fn request(head: &[u8], max_headers: usize) -> Result<RequestHead, Refusal> 
     };
     Ok(RequestHead {
         method: parsed.method.unwrap_or_default().to_owned(),
-        target: target(parsed.path.unwrap_or_default()).ok_or((400, "the target is no path"))?,
+        target: target(parsed.path.unwrap_or_default()).ok_or((400, "the target is not a path"))?,
         headers: headers(parsed.headers),
         body,
         keep_alive: found.keeps_alive(version_11),

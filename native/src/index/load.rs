@@ -49,7 +49,7 @@ impl Index {
         check(&dump)?;
         let windows = WindowGroups::of_groups(&dump.windows, self.block_size);
         if let Some(at) = dump.windows.iter().position(|group| !self.is_whole(group.block_size)) {
-            let message = format!("its blocks are no multiple of {} tokens", self.block_size);
+            let message = format!("its blocks are not multiples of {} tokens", self.block_size);
             return Err(LoadError::Contradiction { field: format!("windows.{at}"), message });
         }
         let tiers = dump.tiers();

@@ -48,7 +48,7 @@ const PAUSE: Duration = Duration::from_micros(50);
 
 #[pyfunction]
 fn load_value<'py>(py: Python<'py>, data: &[u8], begin: usize, end: usize) -> PyResult<Bound<'py, PyAny>> {
-    let none = || PyValueError::new_err("is no JSON that was scanned");
+    let none = || PyValueError::new_err("is not scanned JSON");
     let text = data.get(begin..end).ok_or_else(none)?;
     let read = || std::str::from_utf8(text).ok().and_then(json_value::read);
     let nodes = if text.len() > DETACH_ABOVE_BYTES { py.detach(read) } else { read() }.ok_or_else(none)?;
@@ -101,8 +101,8 @@ impl<'py> Maker<'py, '_> {
 
 fn reason(refused: &Refused) -> String {
     match refused {
-        Refused::NotUtf8 => "is no JSON object: it is no UTF-8".into(),
-        Refused::Syntax(at) => format!("is no JSON object: something else is expected at byte {at}"),
+        Refused::NotUtf8 => "is not a JSON object: it is not UTF-8".into(),
+        Refused::Syntax(at) => format!("is not a JSON object: something else is expected at byte {at}"),
         Refused::Number(at) => format!("has a number that is out of range at byte {at}"),
         Refused::Depth => format!("has more than {MAX_DEPTH} lists and objects within one another"),
         Refused::Values(limit) => format!("has more than {limit} values"),

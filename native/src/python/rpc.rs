@@ -303,7 +303,7 @@ impl RpcLoop {
 }
 
 pub(super) fn address(host: &str, port: u16) -> PyResult<SocketAddr> {
-    let ip = host.parse().map_err(|_| PyValueError::new_err(format!("{host:?} is no IP address")))?;
+    let ip = host.parse().map_err(|_| PyValueError::new_err(format!("{host:?} is not an IP address")))?;
     Ok(SocketAddr::new(ip, port))
 }
 

@@ -118,7 +118,7 @@ impl Deframer {
         if flag > 1 {
             return Err(Status::new(
                 INTERNAL,
-                format!("a message begins with {flag}, which is no gRPC frame"),
+                format!("a message begins with {flag}, which is not a gRPC frame"),
             ));
         }
         let length = u32::from_be_bytes([a, b, c, d]) as usize;

@@ -48,7 +48,7 @@ pub fn connector(ca: &[u8], own: Option<(&[u8], &[u8])>) -> Result<TlsConnector,
 /// # Errors
 /// It is no name and no address.
 pub fn server_name(host: &str) -> Result<ServerName<'static>, String> {
-    ServerName::try_from(host.to_owned()).map_err(|_| format!("{host:?} is no host name"))
+    ServerName::try_from(host.to_owned()).map_err(|_| format!("{host:?} is not a host name"))
 }
 
 fn chain(pem: &[u8], what: &str) -> Result<Vec<CertificateDer<'static>>, String> {

@@ -46,12 +46,12 @@ pub(super) fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &
             2 => (stored.tokens, stored.pairs, stored.lookahead) = read_tokens(reader, batch)?,
             3 => match read_scalar(reader)? {
                 Value::Int(size) if (0..1 << 31).contains(&size) => stored.block_size = size as u32,
-                _ => return bad("block_size is no size"),
+                _ => return bad("block_size is not a valid size"),
             },
             4 => match read_scalar(reader)? {
                 Value::Nil => stored.lora_id = 0,
                 Value::Int(id) => stored.lora_id = id,
-                _ => return bad("lora_id is no number"),
+                _ => return bad("lora_id is not a number"),
             },
             5 => stored.tier = read_tier(reader)?,
             6 => stored.lora_name = batch.add_text(read_text(reader, "lora_name")?),
@@ -140,7 +140,7 @@ fn read_optional_hash(reader: &mut Reader<'_>) -> Read<Option<u64>> {
 }
 
 fn read_hashes(reader: &mut Reader<'_>, batch: &mut Batch) -> Read<Span> {
-    let Some(length) = reader.elements()? else { return bad("block_hashes is no array") };
+    let Some(length) = reader.elements()? else { return bad("block_hashes is not an array") };
     let hashes = &mut batch.hashes;
     let start = hashes.len();
     hashes.reserve(length);
@@ -163,8 +163,8 @@ fn read_text<'a>(reader: &mut Reader<'a>, name: &str) -> Read<&'a str> {
 }
 
 fn text_of<'a>(value: Value<'a>, name: &str) -> Read<&'a str> {
-    let Value::Str(bytes) = value else { return bad(format!("{name} is no string")) };
-    std::str::from_utf8(bytes).or_else(|_| bad(format!("{name} is no UTF-8")))
+    let Value::Str(bytes) = value else { return bad(format!("{name} is not a string")) };
+    std::str::from_utf8(bytes).or_else(|_| bad(format!("{name} is not UTF-8")))
 }
 
 fn read_tier(reader: &mut Reader<'_>) -> Read<u8> {
@@ -187,7 +187,7 @@ fn read_group(reader: &mut Reader<'_>) -> Read<u32> {
     match read_scalar(reader)? {
         Value::Nil => Ok(0),
         Value::Int(group) if (0..=MAX_GROUP).contains(&group) => Ok(group as u32),
-        _ => bad("group_idx is no group"),
+        _ => bad("group_idx is not a valid group"),
     }
 }
 
@@ -196,7 +196,7 @@ fn read_extra_keys(reader: &mut Reader<'_>, stored: &mut Stored, batch: &mut Bat
     if { *reader }.value()? == Value::Nil {
         return Ok(());
     }
-    let Some(length) = reader.elements()? else { return bad("extra_keys is no array") };
+    let Some(length) = reader.elements()? else { return bad("extra_keys is not an array") };
     let (first, mut salted) = (stored.parent.is_none(), false);
     let mut items: Vec<Vec<String>> = Vec::new();
     for position in 0..length {

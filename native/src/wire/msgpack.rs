@@ -133,7 +133,7 @@ impl<'a> Reader<'a> {
         for element in 0..elements {
             let value = self.value()?;
             if is_map && element % 2 == 0 && matches!(value, Value::Array(_) | Value::Map(_)) {
-                return broken("the key of a map is no scalar");
+                return broken("the key of a map is not a scalar");
             }
             self.skip_rest_of(value, nesting - 1)?;
         }
@@ -169,7 +169,7 @@ pub(super) fn for_each_field<'a>(
             for _ in 0..length {
                 let key = reader.value()?;
                 if matches!(key, Value::Array(_) | Value::Map(_)) {
-                    return broken("the key of a map is no scalar");
+                    return broken("the key of a map is not a scalar");
                 }
                 let field = match key {
                     Value::Str(key) => {

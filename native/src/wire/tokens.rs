@@ -15,7 +15,7 @@ fn token_of(value: Value<'_>) -> Read<u32> {
 pub(super) fn read_tokens(reader: &mut Reader<'_>, batch: &mut Batch) -> Read<(Span, bool, Option<u32>)> {
     let tokens = &mut batch.tokens;
     let start = tokens.len();
-    let Some(length) = reader.elements()? else { return bad("token_ids is no array") };
+    let Some(length) = reader.elements()? else { return bad("token_ids is not an array") };
     let first = *reader;
     if length > 0 && matches!({ *reader }.value()?, Value::Array(_)) {
         let last = read_pairs(reader, length, tokens)?;
@@ -83,7 +83,7 @@ pub(super) fn read_lookahead(reader: &mut Reader<'_>, stored: &Stored, tokens: &
             _ => reader.elements()?,
         }
     }) else {
-        return bad("lookahead_token_ids is no array");
+        return bad("lookahead_token_ids is not an array");
     };
     let mut following = Vec::new();
     for _ in 0..length {

@@ -240,7 +240,7 @@ class Bridge:
                     write_at = time.monotonic() + RECORD_SECONDS
                     await self._write_records()
             except (nats.errors.Error, TimeoutError, OSError) as error:
-                self._warnings.warning("records", "NATS does not keep what is published: %r; trying again", error)
+                self._warnings.warning("records", "NATS does not store published events: %r; trying again", error)
 
     async def _decide(self) -> None:
         for key, rank in list(self._ranks.items()):

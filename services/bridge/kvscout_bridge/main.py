@@ -86,7 +86,7 @@ FIRST = (
 @flag("--bind-events", is_flag=True, section=ENGINE, help="Bind the event endpoints: the engine connects to them.")
 @flag("--dp-start-rank", default=0, type=click.IntRange(min=0), section=ENGINE, help="Rank of the first endpoint.")
 @flag("--eagle", is_flag=True, section=ENGINE, help="Blocks are EAGLE windows.")
-@flag("--copies", default="count", type=ValueOf(CopyMode), section=ENGINE, help="How repeated Stored events count.")
+@flag("--copies", default="count", type=ValueOf(CopyMode), section=ENGINE, help="Counting of repeated Stored events.")
 @flag(
     "--total-kv-blocks", default=0, type=click.IntRange(min=0), section=ENGINE, help="Device cache size; 0 = unknown."
 )
@@ -131,7 +131,7 @@ FIRST = (
     default=64 * 1024 * 1024,
     type=click.IntRange(min=1024),
     section=PERFORMANCE,
-    help="Maximum of buffered events while NATS is down; beyond it the engine's state replaces them.",
+    help="Maximum size of buffered events while NATS is down; above it the engine's state replaces them.",
 )
 @event_endpoints_flag()
 @nats_flags(default=(DEFAULT_SERVER,))

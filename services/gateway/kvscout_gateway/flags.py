@@ -127,7 +127,7 @@ def gateway_flags() -> Callable[[F], F]:
             default=5.0,
             type=click.FloatRange(min=0),
             section=PERFORMANCE,
-            help="Interval of health checks of an engine without output; 0 = none, also of engines in doubt.",
+            help="Interval of health checks of an engine without output; 0 = no checks, not even of suspected engines.",
         ),
         flag(
             "--client-write-seconds",
@@ -210,7 +210,7 @@ def gateway_flags() -> Callable[[F], F]:
             default=50.0,
             type=click.FloatRange(min=0),
             section=PERFORMANCE,
-            help="Longest wait of a request for a renderer and engines that tokenize, in all; 0 = none is queried.",
+            help="Total time that a request waits for a renderer and for engines that tokenize; 0 = none is queried.",
         ),
         flag(
             "--inference-objective",
@@ -231,7 +231,7 @@ def gateway_flags() -> Callable[[F], F]:
             "--no-session-source",
             multiple=True,
             metavar="NAME",
-            help=f"Do not learn a request's session from this source: {', '.join(SOURCE_NAMES)}. Repeatable.",
+            help=f"Do not read a request's session from this source: {', '.join(SOURCE_NAMES)}. Repeatable.",
         ),
         flag(
             "--engine-key-file",

@@ -39,7 +39,7 @@ def indexer_flags() -> Callable[[F], F]:
             default=0,
             type=click.IntRange(min=0),
             section=PERFORMANCE,
-            help="Maximum of held blocks per index; 0 = none. Above it the least recently used prefixes are "
+            help="Maximum number of held blocks per index; 0 = none. Above it the least recently used prefixes are "
             "dropped until an engine uses them again: overlaps may then be too short, never too long.",
         ),
         flag(
@@ -47,7 +47,7 @@ def indexer_flags() -> Callable[[F], F]:
             default=1_048_576,
             type=click.IntRange(min=1),
             section=PERFORMANCE,
-            help="Maximum of predicted blocks per index.",
+            help="Maximum number of predicted blocks per index.",
         ),
         flag(
             "--router-prune-target-ratio",

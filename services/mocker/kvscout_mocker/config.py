@@ -67,7 +67,7 @@ class EngineConfig:
     """The engine of one data-parallel rank."""
 
     block_size: int
-    """Tokens a KV block."""
+    """Tokens per KV block."""
     num_gpu_blocks: int
     """Physical blocks including vLLM's null block: one less can hold tokens."""
     max_num_seqs: int
@@ -309,7 +309,7 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.Choice(EventFormat, case_sensitive=False),
         default=EventFormat.MAP,
         show_default="map",
-        help="map: vLLM 0.32; array: vLLM 0.23, also in the replay frames.",
+        help="Encoding of events and replay frames; map: vLLM 0.32; array: vLLM 0.23.",
     ),
     _flag(
         "--block-hash-format",
@@ -334,13 +334,13 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.Choice(PromptTokensDetails, case_sensitive=False),
         default=PromptTokensDetails.ALWAYS,
         show_default="always",
-        help="When usages report cached tokens; nonzero: not where there are none, as several vLLM releases.",
+        help="When usages report cached tokens; nonzero: only if there are any, as in several vLLM releases.",
     ),
     _flag(
         "--tool-call-share",
         type=_SHARE,
         default=0.0,
-        help="Share of answers that call a tool, where the request has tools and leaves it open.",
+        help="Share of answers that call a tool, if the request has tools and leaves it open.",
     ),
     _flag("--store-responses", is_flag=True, help="Stores responses, as vLLM with VLLM_ENABLE_RESPONSES_API_STORE=1."),
     _flag(
@@ -355,50 +355,55 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.Choice(Role, case_sensitive=False),
         default=Role.AGGREGATED,
         show_default="aggregated",
-        help="prefill, decode: takes part in their handshake, by the API that it has.",
+        help="Role; prefill and decode take part in the handshake of its API.",
     ),
     _flag(
         "--api",
         type=click.Choice(EngineApi, case_sensitive=False),
         default=EngineApi.VLLM,
         show_default="vllm",
-        help="Whose HTTP API it has; both have OpenAI's endpoints.",
+        help="HTTP API of the engine; both have OpenAI's endpoints.",
     ),
-    _flag("--bootstrap-port", type=_PORT, default=8998, help="Of a SGLang prefill engine; 0: any free one."),
-    _flag("--kv-transfer-base-ms", type=_DURATION, default=2.0, help="What each transfer of blocks takes."),
-    _flag("--kv-transfer-us-per-token", type=_DURATION, default=5.0, help="What each of its tokens adds."),
+    _flag(
+        "--bootstrap-port",
+        type=_PORT,
+        default=8998,
+        help="Bootstrap port of an SGLang prefill engine; 0: any free one.",
+    ),
+    _flag("--kv-transfer-base-ms", type=_DURATION, default=2.0, help="Time of each transfer of blocks."),
+    _flag("--kv-transfer-us-per-token", type=_DURATION, default=5.0, help="Time per token of a transfer."),
     _flag(
         "--kv-transfer-timeout-seconds",
         type=_WAIT,
         default=5.0,
-        help="How much longer a vLLM decode engine waits than a transfer takes.",
+        help="Time for which a vLLM decode engine waits in addition to the duration of a transfer.",
     ),
     _flag(
         "--kv-lease-seconds",
         type=_WAIT,
         default=30.0,
-        help="How long a vLLM prefill engine keeps blocks for a decode engine.",
+        help="Time for which a vLLM prefill engine holds blocks for a decode engine.",
     ),
     _flag(
         "--kv-load-failure",
         type=click.Choice(KvLoadFailure, case_sensitive=False),
         default=KvLoadFailure.RECOMPUTE,
         show_default="recompute",
-        help="What a vLLM decode engine does when blocks do not come; vLLM's own default is fail.",
+        help="Reaction of a vLLM decode engine if blocks do not arrive; vLLM's own default is fail.",
     ),
     _flag(
         "--bootstrap-timeout-seconds",
         type=_WAIT,
         default=300.0,
-        help="How long a SGLang prefill engine waits for the decode engine.",
+        help="Time for which an SGLang prefill engine waits for the decode engine.",
     ),
     _flag(
         "--waiting-timeout-seconds",
         type=_WAIT,
         default=300.0,
-        help="How long a SGLang decode engine waits for the blocks.",
+        help="Time for which an SGLang decode engine waits for the blocks.",
     ),
-    _flag("--block-size", type=_COUNT, default=16, help="Tokens a KV block."),
+    _flag("--block-size", type=_COUNT, default=16, help="Tokens per KV block."),
     _flag(
         "--num-gpu-blocks",
         type=click.IntRange(min=2),
@@ -437,25 +442,25 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         "--prefill-us-per-token",
         type=_DURATION,
         default=50.0,
-        help="What each uncached prompt token adds to its step.",
+        help="Time that each uncached prompt token adds to its step.",
     ),
     _flag(
         "--decode-us-per-request",
         type=_DURATION,
         default=50.0,
-        help="What each decoding request adds to a step.",
+        help="Time that each decoding request adds to a step.",
     ),
     _flag(
         "--context-ns-per-token",
         type=_DURATION,
         default=0.0,
-        help="What each token adds that a decoding request has before it.",
+        help="Time that each token of the contexts of decoding requests adds to a step.",
     ),
     _flag(
         "--speedup",
         type=click.FloatRange(min=0.0, min_open=True),
         default=1.0,
-        help="Divides all durations.",
+        help="Factor by which all durations are divided.",
     ),
     _flag("--drop-events", type=_SHARE, default=0.0, help="Fault: share of batches not sent live."),
     _flag("--duplicate-events", type=_SHARE, default=0.0, help="Fault: share of batches sent twice."),
@@ -468,9 +473,9 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         "--stall-seconds",
         type=click.FloatRange(0, MAX_STALL_SECONDS),
         default=5.0,
-        help="How long it hangs.",
+        help="Duration of the hang.",
     ),
-    _flag("--no-replay", is_flag=True, help="Fault: there is no replay socket."),
+    _flag("--no-replay", is_flag=True, help="Fault: no replay socket."),
 )
 
 

@@ -150,7 +150,7 @@ class BoundPorts:
             port, bootstrap, events, replay = json.loads(value)
             return cls(int(port), int(bootstrap), tuple(map(int, events)), tuple(map(int, replay)))
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{value!r} are no ports", field=BOUND_VARIABLE) from error
+            raise ConfigError(f"{value!r} are not ports", field=BOUND_VARIABLE) from error
 
 
 def restart(bound: BoundPorts, extra_flags: Sequence[str]) -> NoReturn:

@@ -91,13 +91,13 @@ def scheduler_flags() -> Callable[[F], F]:
             default=1_000_000,
             type=click.IntRange(min=1),
             section=PERFORMANCE,
-            help="Maximum of bookings; more are refused.",
+            help="Maximum number of bookings; more are refused.",
         ),
         flag(
             "--tenant-share",
             default=0.5,
             section=PERFORMANCE,
-            help="Share of --max-active-requests that one tenant may hold while others have workers; 1 = all of it.",
+            help="Share of --max-active-requests that one tenant may hold while other tenants have workers; 1 = all.",
         ),
         flag(
             "--scrape-engine-metrics",
@@ -151,7 +151,7 @@ def scheduler_flags() -> Callable[[F], F]:
             "--model-target",
             multiple=True,
             metavar="MODEL=TTFT_MS:ITL_MS",
-            help="MODEL=TTFT_MS:ITL_MS: targets of one model; either may be empty: then the general one is in effect. "
+            help="MODEL=TTFT_MS:ITL_MS: targets of one model; either may be empty: the general one then applies. "
             "Repeatable.",
         ),
         flag(
@@ -159,6 +159,6 @@ def scheduler_flags() -> Callable[[F], F]:
             default=1_024,
             type=click.IntRange(min=1),
             section=PERFORMANCE,
-            help="Maximum of queued requests per model and role; more are refused.",
+            help="Maximum number of queued requests per model and role; more are refused.",
         ),
     )

@@ -50,7 +50,7 @@ class ServeConfig:
             ConfigError: If they contradict one another; names the flag.
         """
         if values["indexer"] and values["no_indexer"]:
-            raise ConfigError("excludes --indexer", field="no_indexer")
+            raise ConfigError("cannot be combined with --indexer", field="no_indexer")
         lease = values["lease_seconds"]
         defaults = {"gateway": GatewayConfig().lease_seconds, "scheduler": SchedulerConfig().settings.lease_seconds}
 

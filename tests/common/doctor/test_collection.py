@@ -50,7 +50,7 @@ async def test_what_tells_no_health_of_a_service_is_not_taken_for_one() -> None:
 @pytest.mark.parametrize("address", ["", "nowhere", "dns://x", "127.0.0.1:99999", "a:1\x1b[2J"])
 async def test_what_is_no_address_is_not_tried(address: str) -> None:
     [service] = (await Collection(PLAINTEXT).snapshot([NamedService(address)])).services
-    assert service.error.startswith("is no address: ")
+    assert service.error.startswith("is not an address: ")
     assert service.error.isprintable()
 
 

@@ -147,7 +147,7 @@ NO_OBJECTS = [
 
 @pytest.mark.parametrize("data", NO_OBJECTS, ids=lambda data: repr(data[:20]))
 def test_what_is_no_object_is_refused(backend: ModuleType, data: bytes) -> None:
-    assert "is no JSON object" in refusal(backend, data)
+    assert "is not a JSON object" in refusal(backend, data)
 
 
 def _value(draw: random.Random, depth: int) -> str:

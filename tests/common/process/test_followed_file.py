@@ -34,8 +34,8 @@ def test_a_file_that_is_none_or_too_large_is_refused_and_waited_for_by_nobody(tm
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     for path, message in (
-        (fifo, "is no regular file"),
-        (Path("/dev/zero"), "is no regular file"),
+        (fifo, "is not a regular file"),
+        (Path("/dev/zero"), "is not a regular file"),
         (write(tmp_path / "large", "x" * 101), "is larger than 100 bytes"),
         (tmp_path / "missing", "No such file"),
         (tmp_path, "Is a directory"),
@@ -66,7 +66,7 @@ def test_no_error_repeats_what_stands_in_a_tokens_file(tmp_path: Path, text: str
 
 
 def test_a_yaml_error_says_where(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="it is no YAML: line 3, column"):
+    with pytest.raises(ConfigError, match="it is not YAML: line 3, column"):
         read_yaml(write(tmp_path / "y", "a:\n  b: 1\n c: 2\n"), flag="workers_file", max_bytes=100)
 
 
@@ -88,7 +88,7 @@ async def test_a_content_that_is_wrong_is_told_once_and_the_last_good_one_stays(
     def read() -> int:
         content = read_file(path, flag="f", max_bytes=10)
         if not content.isdigit():
-            raise ConfigError("is no number", field="f")
+            raise ConfigError("is not a number", field="f")
         return int(content)
 
     file = FollowedFile("number", (path,), read, taken.append)
@@ -114,7 +114,7 @@ async def test_a_content_that_is_wrong_is_told_once_and_the_last_good_one_stays(
     await look()
     await look()
     await looked.acquire()
-    assert (taken, file.error) == ([1], f"f: {path} is no regular file")
+    assert (taken, file.error) == ([1], f"f: {path} is not a regular file")
     assert len(caplog.records) == 2  # "x" and "y" are the same error
     looked.release()
     write(path, "2")
@@ -228,7 +228,7 @@ async def test_a_server_answers_while_its_workers_file_becomes_a_fifo_or_huge(tm
         async def refused(why: str) -> bool:
             return why in await warning()
 
-        await eventually(lambda: refused("is no regular file"))
+        await eventually(lambda: refused("is not a regular file"))
         write(path, workers(50_000))
         await eventually(lambda: refused("is larger than 2,097,152 bytes"))
         assert await registered() == 1

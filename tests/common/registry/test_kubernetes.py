@@ -172,7 +172,7 @@ async def test_an_engine_that_does_not_answer_is_no_worker_yet_and_holds_up_no_o
         made.engines.down.add("http://10.0.0.1:8000")
         await made.api.put(PODS, pod("a", "10.0.0.1"), pod("b", "10.0.0.2"))
         await made.until("b:8000")
-        await made.warned("default/a:8000 is no worker: not up")
+        await made.warned("default/a:8000 is not a worker: not up")
         made.engines.down.clear()
         await made.until("a:8000", "b:8000")
         assert made.warnings == []
@@ -235,8 +235,8 @@ async def test_a_pod_that_says_something_wrong_is_named_and_many_are_counted(mon
         wrong = {"kvscout/role": "king"}
         await made.api.put(PODS, pod("ok", "10.0.0.1"), *(pod(n, "10.0.0.2", annotations=wrong) for n in "xyz"))
         await made.until("ok:8000")
-        await made.warned("default/x is no worker: ")
-        await made.warned("2 more pods are no workers")
+        await made.warned("default/x is not a worker: ")
+        await made.warned("2 more pods are not workers")
 
 
 async def test_twenty_engines_are_found_by_a_service_that_is_told_a_selector_and_nothing_else(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_what_stands_at_the_pod_counts_more_than_the_flag_and_the_flag_more_than
 def test_labels_of_llm_d_sglangs_gateway_and_aibrix_are_understood() -> None:
     for told, role in (("both", Role.AGGREGATED), ("prefill-decode", Role.AGGREGATED), ("decode", Role.DECODE)):
         assert workers("a=b", labels={"llm-d.ai/role": told})[0].role is role
-    with pytest.raises(ObjectProblem, match="'encode' is no role that takes prompts"):
+    with pytest.raises(ObjectProblem, match="'encode' is not a role that takes prompts"):
         workers("a=b", labels={"llm-d.ai/role": "encode"})
     notes = {"sglang.ai/bootstrap-port": "8998", "smg.ai/worker-ports": "30000,30001"}
     first, second = workers("a=b?role=prefill&engine=sglang", annotations=notes)

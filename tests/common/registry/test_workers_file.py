@@ -59,7 +59,7 @@ def test_a_registration_survives_its_way_through_protobuf(tmp_path: Path) -> Non
         ("workers: [{worker_id: a, model: m}]", "workers.0.block_size: must be at least 1 token"),
         (
             "workers: [{worker_id: a, model: m, block_size: 16, role: king}]",
-            "w.yaml, line 1: workers.0.role: 'king' is none of these; known: aggregated, decode, prefill",
+            "w.yaml, line 1: workers.0.role: 'king' is not one of these; known: aggregated, decode, prefill",
         ),
         (
             "workers: [{worker_id: a, model: m, block_size: 16, colour: red}]",
@@ -77,7 +77,7 @@ def test_a_registration_survives_its_way_through_protobuf(tmp_path: Path) -> Non
         ),
         (
             "workers:\n- worker_id: a\n  role: prefil\n",
-            "w.yaml, line 3: workers.0.role: 'prefil' is none of these; did you mean 'prefill'",
+            "w.yaml, line 3: workers.0.role: 'prefil' is not one of these; did you mean 'prefill'",
         ),
         (
             "workers:\n- worker_id: a\n  model: m\n  block_size: sixteen\n",

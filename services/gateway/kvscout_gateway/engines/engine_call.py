@@ -233,9 +233,7 @@ class EngineCall:
         if not report.done:
             raise EngineFailed("the engine broke off its stream")
         if report.overrun:
-            self._engines.warnings.warning(
-                self._endpoint, "%s goes on past the end of what was requested", self._endpoint
-            )
+            self._engines.warnings.warning(self._endpoint, "%s continued past the requested length", self._endpoint)
         return report
 
     async def _await_engine(self, waiting: Awaitable[T]) -> T:

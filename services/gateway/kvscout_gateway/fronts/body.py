@@ -144,7 +144,7 @@ def text_of(value: str, field: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument("is no text: half of a surrogate pair is in it", field=field) from error
+        raise InvalidArgument("is not valid text: it contains half of a surrogate pair", field=field) from error
     return value
 
 

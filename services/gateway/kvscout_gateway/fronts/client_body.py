@@ -87,7 +87,7 @@ async def model_of_form(kind: str, data: bytes, charge: Charge | None = None) ->
         charge: What is charged for it; the thread that reads has it while it does.
 
     Raises:
-        InvalidArgument: It is no form, or has a field that is not a client's to set.
+        InvalidArgument: It is no form, or has a field that is reserved: clients must not set it.
     """
     if len(data) <= INLINE_BYTES:
         return _model_of_form(kind, data)

@@ -64,7 +64,7 @@ class ClientPaths:
         opened = tuple(opened)
         for path in opened:
             if not _TEMPLATE.fullmatch(path):
-                raise ConfigError(f"{path!r} is no path such as /v1/videos or /v1/videos/*", field=FLAG)
+                raise ConfigError(f"{path!r} is not a path such as /v1/videos or /v1/videos/*", field=FLAG)
         listed = (*CLIENT_PATHS, *opened)
         self._exact = frozenset(path for path in listed if "*" not in path)
         patterns = (re.escape(path).replace(r"\*", _PART) for path in listed if "*" in path)

@@ -45,17 +45,17 @@ def field_of_form(content_type: str, body: bytes, name: str, *, refused: Collect
     for headers, begin, end in _parts(body, _boundary(content_type)):
         named = _name(headers)
         if named in refused:
-            raise InvalidArgument("is not a client's to set", field=named)
+            raise InvalidArgument("is reserved: clients must not set it", field=named)
         if named != name:
             continue
         if found is not None:
-            raise InvalidArgument("is there twice", field=name)
+            raise InvalidArgument("is given twice", field=name)
         if end - begin > MAX_VALUE_BYTES:
             raise InvalidArgument(f"has {end - begin} bytes, at most {MAX_VALUE_BYTES} are allowed", field=name)
         try:
             found = body[begin:end].decode()
         except UnicodeDecodeError as error:
-            raise InvalidArgument("is no UTF-8 text", field=name) from error
+            raise InvalidArgument("is not UTF-8 text", field=name) from error
     return found
 
 
@@ -99,7 +99,7 @@ def _behind(body: bytes, delimiter: bytes, at: int) -> int:
         if found >= 0:
             return found + len(delimiter)
         at += _SLICE_BYTES
-    raise InvalidArgument("is no multipart form, or its last boundary is missing", field="body")
+    raise InvalidArgument("is not a multipart form, or its last boundary is missing", field="body")
 
 
 def _name(headers: bytes) -> str:
@@ -108,7 +108,7 @@ def _name(headers: bytes) -> str:
     lines = (line.partition(":") for line in headers.decode("latin-1").split("\r\n"))
     found = [value for key, _, value in lines if key.strip().lower() == DISPOSITION]
     if len(found) > 1:
-        raise InvalidArgument("is there twice in a part of the form", field=DISPOSITION)
+        raise InvalidArgument("is given twice in a part of the form", field=DISPOSITION)
     return _parameter(found[0], "name", header=DISPOSITION) if found else ""
 
 

@@ -129,7 +129,7 @@ def refusal_of(
         return Refusal(status, kept, body)
     if not isinstance(error, KvscoutError):
         _defects.warning(type(error).__name__, "request %s failed: %r", request_id, error, error=error)
-        error = InternalError("the gateway has failed; its log says how")
+        error = InternalError("the gateway failed; its log has the details")
     if not in_full:
         error = error.for_clients()
     message = f"{error} ({failed.detail})" if in_full and failed is not None and failed.detail else str(error)

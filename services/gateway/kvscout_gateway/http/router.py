@@ -176,7 +176,7 @@ def metrics_answer(page: MetricsPage) -> Answer:
 
     async def answer(call: HttpCall, caller: Caller) -> None:
         if caller.identity.tenant != ALL_TENANTS:
-            raise PermissionDenied("metrics are of all tenants, this API key is not")
+            raise PermissionDenied("metrics show all tenants, but this API key is for one tenant")
         await page.answer(call)
 
     return answer

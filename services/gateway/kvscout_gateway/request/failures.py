@@ -319,4 +319,4 @@ def _texts(error: BaseException) -> tuple[str, str]:
     if cause_of(error) is Cause.GONE:
         text = str(error) or "the client went away"
         return text, text
-    return "the gateway has failed; its log says how", f"{type(error).__name__}: {error}"
+    return "the gateway failed; its log has the details", f"{type(error).__name__}: {error}"

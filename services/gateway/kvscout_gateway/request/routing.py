@@ -233,7 +233,7 @@ class RoutingFlow:
             request, self._catalog.serving(request).specs, self._catalog.tenant(request.tenant).models
         )
         self._metrics.degraded("scheduler")
-        self._warnings.warning("round-robin", "workers take turns, nothing is booked: %s", problem)
+        self._warnings.warning("round-robin", "workers are chosen round-robin, and nothing is booked: %s", problem)
         booking: Booking | None = None
         if request.owned and request.request_id:
             booking = booking_of(request)

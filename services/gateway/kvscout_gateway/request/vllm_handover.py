@@ -33,7 +33,9 @@ class VllmHandover:
             transfer = document.get("kv_transfer_params")
             if not transfer:
                 worker = attempt.decision.worker.worker_id
-                self.warnings.warning(worker, "%s answers without kv_transfer_params: decode computes anew", worker)
+                self.warnings.warning(
+                    worker, "%s answers without kv_transfer_params: the decode worker computes the prompt", worker
+                )
 
         try:
             await exchange.run_attempts(prefill, compute)

@@ -365,5 +365,5 @@ def _read_json(path: Path, *, flag: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", field=flag) from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} is no object", field=flag)
+        raise ConfigError(f"{path} is not an object", field=flag)
     return document

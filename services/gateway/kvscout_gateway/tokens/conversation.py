@@ -75,10 +75,10 @@ def messages_of(messages: Any) -> Iterator[tuple[dict[str, Any], str]]:
         NotText: They are no messages.
     """
     if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
-        raise NotText(f"messages is no list of at most {MAX_MESSAGES:,}")
+        raise NotText(f"messages is not a list of at most {MAX_MESSAGES:,}")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-            raise NotText("a message is no object with a role")
+            raise NotText("a message is not an object with a role")
         yield message, role
 
 
@@ -119,7 +119,7 @@ def calls_of(calls: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         NotText: They are no tool calls.
     """
     if not isinstance(calls, list):
-        raise NotText("tool_calls is no list")
+        raise NotText("tool_calls is not a list")
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
@@ -148,7 +148,7 @@ def tools_shown(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, list):
-        raise NotText("tools is no list")
+        raise NotText("tools is not a list")
     return [_tool(tool) for tool in tools]
 
 
@@ -162,7 +162,7 @@ def template_variables(request: Mapping[str, Any]) -> dict[str, Any]:
         raise NotText("it has a chat template of its own")
     given = request.get("chat_template_kwargs") or {}
     if not isinstance(given, dict):
-        raise NotText("chat_template_kwargs is no object")
+        raise NotText("chat_template_kwargs is not an object")
     effort = request.get("reasoning_effort")
     more = {
         "add_generation_prompt": request.get("add_generation_prompt", True),
@@ -250,7 +250,7 @@ def _arguments(given: Any) -> dict[str, Any]:
 def _tool(tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict):
-        raise NotText("a tool is no function")
+        raise NotText("a tool is not a function")
     shown = {name: function.get(name) for name in ("name", "description", "parameters")}
     deferred = tool.get("defer_loading")
     shown |= {

@@ -138,7 +138,7 @@ def _image_part(source: Any, *, media_type: str) -> dict[str, Any]:
     if source.get("type") != "url":
         url = f"data:{source.get('media_type', media_type)};base64,{source.get('data', '')}"
     if not isinstance(url, str):
-        raise NotText("the URL of an image is no text")
+        raise NotText("the URL of an image is not text")
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -156,7 +156,7 @@ def _tools_of(tools: Any) -> Iterator[dict[str, Any]]:
         NotText: They are no tools.
     """
     if not isinstance(tools, list):
-        raise NotText("tools is no list")
+        raise NotText("tools is not a list")
     for tool in tools:
         if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
             raise NotText("a tool has no name")

@@ -153,7 +153,7 @@ class ParityCheck:
         state.mismatches += 1
         state.difference, state.until = how, self._clock() + AGAIN_SECONDS
         model = printable(of.model)
-        self._warnings.warning(of, "tokens of model %s are not those of its engine: %s, %s", model, of, how)
+        self._warnings.warning(of, "tokens of model %s differ from those of its engine: %s, %s", model, of, how)
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:

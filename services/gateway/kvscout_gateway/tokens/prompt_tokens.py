@@ -187,4 +187,4 @@ def _given(token_ids: list[Any]) -> Prompt:
     try:
         return Prompt.of_tokens(array("I", token_ids).tobytes())
     except (TypeError, OverflowError):
-        return unknown_prompt("the prompt is no list of token ids")
+        return unknown_prompt("the prompt is not a list of token ids")

@@ -171,4 +171,4 @@ def _json(body: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
-        raise NotText("half of a surrogate pair is no text") from error
+        raise NotText("half of a surrogate pair is not valid text") from error

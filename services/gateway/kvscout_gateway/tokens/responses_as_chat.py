@@ -42,7 +42,7 @@ def vllm_chat_of_responses(request: Mapping[str, Any]) -> dict[str, Any]:
         chat["reasoning_effort"] = reasoning["effort"]
     if tools := request.get("tools"):
         if not isinstance(tools, list):
-            raise NotText("tools is no list")
+            raise NotText("tools is not a list")
         chat["tools"] = [shown for tool in tools for shown in _tools(tool)]
         chat["tool_choice"] = request.get("tool_choice") or "auto"
     return chat
@@ -78,7 +78,7 @@ def _begin(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[
     if not isinstance(given, list) or len(given) > MAX_MESSAGES:
         raise NotText(f"input is neither text nor a list of at most {MAX_MESSAGES:,} items")
     if not all(isinstance(item, dict) for item in given):
-        raise NotText("an item of the input is no object")
+        raise NotText("an item of the input is not an object")
     return [{"role": "system", "content": text}] if text else [], given
 
 

@@ -129,9 +129,9 @@ def _arguments(text: str) -> dict[str, Any]:
     try:
         arguments = load_json(text.encode("utf-8", "replace"), max_values=MAX_ARGUMENT_VALUES)
     except ValueError as error:
-        raise NotText("the arguments of a tool call are no JSON") from error
+        raise NotText("the arguments of a tool call are not JSON") from error
     if not isinstance(arguments, dict):
-        raise NotText("the arguments of a tool call are no object")
+        raise NotText("the arguments of a tool call are not an object")
     return arguments
 
 
@@ -140,10 +140,10 @@ def _tools(request: Mapping[str, Any], release: SglangRelease) -> list[dict[str,
     if not tools or choice == "none":
         return None
     if not isinstance(tools, list):
-        raise NotText("tools is no list")
+        raise NotText("tools is not a list")
     functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
-        raise NotText("a tool is no function with a name")
+        raise NotText("a tool is not a function with a name")
     shown = [_tool(tool, tool["function"], release) for tool in tools]
     if isinstance(choice, dict):
         named = choice.get("function")
@@ -177,7 +177,7 @@ def _variables(request: Mapping[str, Any], release: SglangRelease) -> dict[str, 
         raise NotText("it has a field reasoning")
     given = request.get("chat_template_kwargs") or {}
     if not isinstance(given, dict):
-        raise NotText("chat_template_kwargs is no object")
+        raise NotText("chat_template_kwargs is not an object")
     variables: dict[str, Any] = {"add_generation_prompt": True}
     effort = request.get("reasoning_effort")
     if effort is not None:

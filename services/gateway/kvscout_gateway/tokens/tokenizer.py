@@ -62,7 +62,7 @@ class LocalTokenizer:
         try:
             return cls(Tokenizer.from_file(str(path)))
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"{path} is no tokenizer: {error}", field=flag) from error
+            raise ConfigError(f"{path} is not a tokenizer: {error}", field=flag) from error
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[bytes]:
         """Return the token ids of each text, u32 each; other threads run meanwhile.

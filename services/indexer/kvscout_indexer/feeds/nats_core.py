@@ -209,7 +209,9 @@ class NatsCore:
             return
         self.dropped_messages += 1
         self._dropped.add(subject)
-        self._warnings.warning("slow", "events come faster than they are read; what NATS drops is requested again")
+        self._warnings.warning(
+            "slow", "events arrive faster than they are read; events that NATS drops are requested again"
+        )
         if self._look is None:
             self._look = asyncio.get_running_loop().call_later(DROPPED_SECONDS, self._request_dropped)
 

@@ -286,7 +286,7 @@ def _hashes(request: indexer_pb2.FindMatchesRequest, key: PoolKey) -> bytes:
         )
     for name in ("lora_name", "cache_salt", "mm_items"):
         if request.block_hashes and getattr(request, name):
-            raise InvalidArgument("goes with token_ids only: block_hashes carry it already", field=name)
+            raise InvalidArgument("may only be given with token_ids: block_hashes include it", field=name)
     return array("Q", request.block_hashes).tobytes()
 
 

@@ -95,7 +95,7 @@ def source_state(
         (
             observed.last_id is None,
             indexer_pb2.SOURCE_STATE_WAITING,
-            lambda: f"no event came yet{_where(spec, source)}",
+            lambda: f"no event has arrived yet{_where(spec, source)}",
         ),
     )
     for applies, state, reason in table:

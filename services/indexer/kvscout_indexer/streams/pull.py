@@ -189,4 +189,4 @@ def parse_reply(reply: str) -> tuple[int, int, float, int]:
         stream, consumer, sent_at, pending = map(int, parts[first : first + 4])
         return stream, consumer, sent_at / _NANOSECONDS, pending
     except (ValueError, IndexError):
-        raise PullBroken(f"{reply!r} is no reply subject of JetStream") from None
+        raise PullBroken(f"{reply!r} is not a reply subject of JetStream") from None

@@ -177,7 +177,7 @@ class Rank:
             await source.fetch(request, pull.tokens)
         except TransferFailed as error:
             consequence = "it computes its prompt here" if source.recomputes else "it fails"
-            _log.warning("%s: the blocks do not come: %s; %s", request.request_id, error, consequence)
+            _log.warning("%s: the blocks did not arrive: %s; %s", request.request_id, error, consequence)
             if self.engine.lost(pull, recompute=source.recomputes):
                 stream, index = self._streams.pop(request)
                 stream.push(index, Output(request, None, Finish.ERROR))

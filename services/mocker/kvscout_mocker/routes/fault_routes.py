@@ -93,5 +93,5 @@ def _faults(body: object) -> dict[str, Any]:
         if kind is None:
             raise InvalidArgument(f"unknown, known are {', '.join(_KINDS)}", field=str(name))
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise InvalidArgument(f"{value!r} is no value for it", field=name)
+            raise InvalidArgument(f"{value!r} is not a valid value", field=name)
     return body

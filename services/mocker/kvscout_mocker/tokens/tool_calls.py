@@ -93,7 +93,7 @@ def chosen_call(fields: Fields, prompt: array[int], share: float) -> ToolCall | 
         name = json_object(choice.get("function"), "tool_choice.function").get("name")
         tools = [tool for tool in tools if tool["name"] == name]
         if not tools:
-            raise InvalidArgument("is none of the tools", field="tool_choice")
+            raise InvalidArgument("is not one of the tools", field="tool_choice")
     elif choice not in ("auto", "required"):
         raise InvalidArgument("must be none, auto, required or a tool", field="tool_choice")
     elif choice == "auto" and (draw % 10_000) / 10_000 >= share:

@@ -149,7 +149,7 @@ class Nixl:
             raise TransferFailed(f"{host}:{port}: {str(error) or type(error).__name__}") from None
 
     def _expire(self, transfer_id: str) -> None:
-        _log.warning("nobody came for the blocks of %s in %g s", transfer_id, self._config.lease_seconds)
+        _log.warning("no decode engine fetched the blocks of %s within %g s", transfer_id, self._config.lease_seconds)
         self._free(transfer_id, expired=True)
 
     def _free(self, transfer_id: str, *, expired: bool) -> None:

@@ -59,7 +59,7 @@ def operation_from_proto(
             return AddOutput(key, message.attempt_id, message.blocks)
         case "free":
             return Free(key, message.attempt_id, output_tokens, age_us / MICROSECONDS)
-    raise TypeError(f"{kind} is no operation")
+    raise TypeError(f"{kind} is not an operation")
 
 
 def streamed_from_proto(message: scheduler_pb2.LifecycleOperation, tenant: str = "") -> Operation:

@@ -211,7 +211,7 @@ class Direct(LeastLoaded):
 
     def pick(self, candidates: Candidates, costs: Sequence[float], rng: Random) -> int:
         if not candidates.request.constraints.pinned_worker_id:
-            raise InvalidArgument("policy direct takes no request without it", field="pinned_worker_id")
+            raise InvalidArgument("policy direct requires it", field="pinned_worker_id")
         return super().pick(candidates, costs, rng)
 
     def reason(self, candidates: Candidates, costs: Sequence[float], index: int) -> str:

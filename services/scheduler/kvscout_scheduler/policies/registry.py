@@ -255,5 +255,7 @@ def _loaded(entry_point: EntryPoint) -> PolicyFactory:
         ) from error
     missing = [name for name in _REQUIRED if not callable(getattr(policy, name, None))]
     if missing:
-        raise ConfigError(f"{entry_point.value} is no policy: it has no {', '.join(missing)}", field=entry_point.name)
+        raise ConfigError(
+            f"{entry_point.value} is not a policy: it has no {', '.join(missing)}", field=entry_point.name
+        )
     return factory

@@ -218,7 +218,7 @@ def claim_from_proto(message: replication_pb2.Claim, find: FindBlocks) -> Claim:
     block_hashes = message.block_hashes
     if message.known_blocks:
         if block_hashes:
-            raise InvalidArgument("must be empty where blocks are known", field="claim.block_hashes")
+            raise InvalidArgument("must be empty if known_blocks is set", field="claim.block_hashes")
         block_hashes = find(key, attempt_id, KnownBlocks(message.known_blocks, message.known_blocks_crc))
     reservation = Reservation(
         key=key,

@@ -140,7 +140,7 @@ class Registers:
         try:
             self._local.put(tenant, rank, remaining)
         except NotFound:
-            log.debug("worker %s of a cool-down is not known yet", rank.worker_id)
+            log.debug("a cool-down names worker %s, which is not known yet", rank.worker_id)
 
     def _on_thresholds(self, tenant: str, model: str, thresholds: BusyThresholds) -> None:
         known = self.thresholds.get((tenant, model))

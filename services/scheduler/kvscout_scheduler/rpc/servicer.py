@@ -221,7 +221,7 @@ class SchedulerServicer(LifecycleRpc, WatchRpcs, WorkerRpcs, scheduler_pb2_grpc.
             return None
         lists, queued, since, model, role, request_id = place
         if lists != self._lists or role not in list(Role):
-            raise InvalidArgument("is of another scheduler: list from the beginning", field="page_token")
+            raise InvalidArgument("comes from another scheduler: list again from the beginning", field="page_token")
         return ListPlace(bool(queued), since, RequestKey(tenant, model, Role(role), request_id))
 
     async def ReportWorkerMetrics(

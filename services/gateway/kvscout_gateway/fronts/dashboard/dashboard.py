@@ -102,7 +102,7 @@ class Dashboard:
                     await self._show_while_watched(decisions)
             except Exception as error:
                 # A page that shows nothing harms nobody; a gateway that ends with it would.
-                _defects.warning("dashboard", "the dashboard begins anew: %r", error, error=error)
+                _defects.warning("dashboard", "the dashboard restarts after an error: %r", error, error=error)
                 await asyncio.sleep(self._look_seconds)
             self.viewers.forget()
 

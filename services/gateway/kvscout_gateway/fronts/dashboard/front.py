@@ -42,5 +42,5 @@ class DashboardFront:
             ResourceExhausted: Too many watch.
         """
         if caller.identity.tenant != ALL_TENANTS:
-            raise PermissionDenied("the dashboard shows all tenants, this API key is for one")
+            raise PermissionDenied("the dashboard shows all tenants, but this API key is for one tenant")
         await self._dashboard.viewers.serve(call)

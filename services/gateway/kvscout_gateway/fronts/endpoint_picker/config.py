@@ -129,7 +129,7 @@ def endpoint_picker_flags() -> Callable[[F], F]:
             default=_DEFAULT.pick_seconds * 1000,
             type=click.FloatRange(min=1),
             section=PERFORMANCE,
-            help="Longest time for a pick; then it is made round-robin, or a request that was queued gets 429.",
+            help="Longest time for a pick. Then a worker is chosen round-robin; a queued request gets 429.",
         ),
         flag(
             "--endpoint-picker-lease-seconds",

@@ -260,9 +260,7 @@ class ExchangePicker:
         some = reachable(among, asked.subset)
         specs = random_workers(self._health, self._tenant(), some, tuple(view.specs.values()), draw=self._draw)
         if not specs:
-            raise Unavailable(
-                "there is no worker that answers clients and that the request may go to", retry_after_seconds=1.0
-            )
+            raise Unavailable("no worker that serves clients may take the request", retry_after_seconds=1.0)
         # Several workers may have one address.
         addresses = list(dict.fromkeys(address_of(spec.http_endpoint) for spec in specs))[: 1 + self._config.fallbacks]
         return ExchangePick(self, {wire.DESTINATION: ",".join(addresses)})

@@ -72,7 +72,7 @@ async def read_request(
 
     Raises:
         InvalidArgument: The body is neither a JSON object nor a form, its model is no name, or a form has a field
-            that is not a client's to set.
+            that is reserved: clients must not set it.
         HttpRefused: It is compressed.
     """
     named, path = headers.get(MODEL_HEADER, ""), path_of(headers)

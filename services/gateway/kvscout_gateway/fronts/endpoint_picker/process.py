@@ -124,7 +124,7 @@ class ExternalProcessor:
                     call.report(call.pick, event)
         if not self._hold(call, call.stream.held_bytes):
             self._count("full")
-            error = ResourceExhausted("too much waits for picks already", retry_after_seconds=1.0)
+            error = ResourceExhausted("too many requests wait for picks", retry_after_seconds=1.0)
             return call.stream.refused(_refused(error, call.stream.request_headers))
         return step
 

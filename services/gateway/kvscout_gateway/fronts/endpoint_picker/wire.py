@@ -183,7 +183,7 @@ def pick_answer(
 
 
 def _is_foreign(name: str) -> bool:
-    """Tell whether a header is not a client's to set: those of the proxy's own, by which it chooses the route, stay."""
+    """Tell whether a header is reserved. The proxy's own headers, by which it chooses the route, are not."""
     return is_reserved_header(name) and not name.startswith(PROXY_HEADERS)
 
 

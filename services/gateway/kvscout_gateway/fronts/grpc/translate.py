@@ -91,7 +91,7 @@ def route_request(
             raise InvalidArgument("must be at least 1 token", field="block_size")
         for name in ("block_size", "isl_tokens"):
             if getattr(request, name):
-                raise InvalidArgument("goes with block_hashes only", field=name)
+                raise InvalidArgument("may only be given with block_hashes", field=name)
         prompt = Prompt(
             isl_tokens=len(request.token_ids),
             token_ids=pack_tokens(request, max_prompt_tokens),
@@ -103,7 +103,7 @@ def route_request(
             raise InvalidArgument("is required with block_hashes, at least 1", field="block_size")
         for name in ("cache_salt", "mm_items"):
             if getattr(request, name):
-                raise InvalidArgument("goes with token_ids only: block_hashes carry it already", field=name)
+                raise InvalidArgument("may only be given with token_ids: block_hashes include it", field=name)
         least = len(request.block_hashes) * request.block_size
         _check_length(least, max_prompt_tokens, "block_hashes")
         if request.isl_tokens and request.isl_tokens < least:
@@ -219,7 +219,7 @@ def engine_parameters(request: gateway_pb2.GenerateRequest) -> dict[str, Any]:  
     stop, sampling, output = request.stop_conditions, request.sampling_options, request.output_options
     if output.HasField("prompt_logprobs"):
         raise Unimplemented(
-            "GenerateResponse has no place for those of the prompt; /v1/completions passes them on",
+            "log probabilities of the prompt are not supported here; use /v1/completions",
             field="output_options.prompt_logprobs",
         )
     for field, value in sampling.ListFields():

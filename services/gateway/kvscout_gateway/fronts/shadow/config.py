@@ -38,7 +38,7 @@ class ShadowConfig:
             raise ConfigError(problem, field="shadow")
         parts = urlsplit(url)
         if parts.path or parts.query or parts.fragment:
-            raise ConfigError("must be scheme, host and port alone: paths are the clients'", field="shadow")
+            raise ConfigError("must contain scheme, host and port only: clients set the path", field="shadow")
         if not header or not all(one.isalnum() or one in "-_" for one in header) or not header.isascii():
             raise ConfigError("must be the name of a header", field="shadow_served_by")
         return cls(url, header)

@@ -71,7 +71,7 @@ class MatchStream:
         """End every stream; what waits is broken off."""
         self._leave()
         for stream in self._streams:
-            stream.break_off(Unavailable("this gateway stops"))
+            stream.break_off(Unavailable("this gateway is stopping"))
         await asyncio.gather(*self._closing)
 
     def _stream(self) -> _Matches:

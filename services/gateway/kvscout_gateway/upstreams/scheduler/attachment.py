@@ -229,7 +229,7 @@ class Attachment:
                     await self._attach(better)
                 except KvscoutError as error:
                     self._unwell(better)
-                    log.debug("not gone back to %s: %s", better.name, error)
+                    log.debug("could not return to %s: %s", better.name, error)
                 else:
                     return better, None
         ended = member.stub.drop_stream()
