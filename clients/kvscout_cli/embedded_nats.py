@@ -21,7 +21,7 @@ _CHILD = Path(__file__).with_name("child.py")
 
 
 def server_binary() -> str | None:
-    """Path of nats-server; None = there is none."""
+    """Return the path of nats-server; None = there is none."""
     beside = Path(sys.executable).with_name("nats-server")
     return str(beside) if beside.exists() else shutil.which("nats-server")
 

@@ -97,7 +97,7 @@ def prompt_arguments(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Token ids in a text: a JSON list, or numbers between spaces, commas or line ends.
+    """Parse the token ids in a text: a JSON list, or numbers between spaces, commas or line ends.
 
     Raises:
         BadParameter: It is something else, empty, or an id is not a u32.

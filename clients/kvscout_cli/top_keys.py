@@ -44,7 +44,7 @@ _KEY: Final = re.compile(r"\x1b[\[O][0-9;]*[ -/]*[@-~]|\x1b|.", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What of it all is on the screen."""
+    """Part of the data that is on the screen."""
 
     sort: str = SORTS[0]
     filter: str = ""

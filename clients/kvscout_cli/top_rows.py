@@ -13,7 +13,7 @@ from kvscout_common.doctor.snapshot import RankName
 from kvscout_common.doctor.worker_health import OK, UNJUDGED, Health, health_of, load_healths, worst
 
 MAX_CHARACTERS: Final = 300
-"""Of a name or a sentence."""
+"""Maximum length of a name or a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class Totals:
     failed: Mapping[str, int]
     """Failures since the gateways' start by whose fault they are: "caller", "engine", "router"."""
     troubles: tuple[str, ...]
-    """What goes wrong with requests, a sentence each."""
+    """Problems of requests, one sentence each."""
 
     @property
     def callers_mistakes(self) -> int:
-        """Requests that failed by their callers' fault."""
+        """Return the requests that failed by their callers' fault."""
         return self.failed.get("caller", 0)
 
 
@@ -55,7 +55,7 @@ class WorkerRow:
     state: str
     """State of its health, such as "left out"; that of its events where they alone are in trouble."""
     reason: str
-    """Why, in one sentence; "" = nothing is wrong."""
+    """Reason of the state, in one sentence; "" = nothing is wrong."""
     well: bool
     requests: int
     """Since the gateways' start."""

@@ -73,7 +73,7 @@ def frame(
     width: int = 80,
     height: int | None = None,
 ) -> Group:
-    """Contents of a frame.
+    """Return the contents of a frame.
 
     Args:
         now: Current statuses.

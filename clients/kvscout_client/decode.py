@@ -163,7 +163,7 @@ def _usage(message: gateway_pb2.Usage) -> Usage:
 
 
 def free_outcome(message: scheduler_pb2.FreeResponse) -> FreeOutcome:
-    """Outcome of a free."""
+    """Return the outcome of a free."""
     return _FREE_OUTCOMES.get(message.outcome, FreeOutcome.UNKNOWN)
 
 

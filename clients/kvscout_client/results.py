@@ -16,7 +16,7 @@ class Candidate:
     worker: WorkerRank
     eligible: bool
     ineligible_reason: str
-    """Why it could not be chosen; "" = it could."""
+    """Reason why it could not be chosen; "" = it could."""
     device_blocks: int
     host_blocks: int
     disk_blocks: int
@@ -34,7 +34,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a worker was chosen."""
+    """Explanation of the choice of a worker."""
 
     policy: str
     overlap_score_weight: float
@@ -42,7 +42,7 @@ class Explanation:
     reason: str
     candidates: tuple[Candidate, ...]
     summary: str = ""
-    """Why this worker and no other, in one sentence; "" = the scheduler is too old to say."""
+    """Reason for the choice, in one sentence; "" = an earlier scheduler, which does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class RouteDecision:
 
 
 class FinishReason(StrEnum):
-    """Why generation ended."""
+    """Reason why generation ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -123,7 +123,7 @@ class GenerateChunk:
 
 
 class FreeOutcome(StrEnum):
-    """Outcome of a free."""
+    """Return the outcome of a free."""
 
     FREED = "freed"
     UNKNOWN = "unknown"
@@ -253,7 +253,7 @@ class WorkerRecord:
     lease_remaining_seconds: float | None
     """None = no lease."""
     health: WorkerHealth = UNJUDGED
-    """That of its worst rank."""
+    """Health of its worst rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class WorkerObservation:
     unreported: int = 0
     """Requests that were predicted to be cached in part, of a worker that has never reported cached tokens."""
     problem: str = ""
-    """Why it gets no requests now; "" = it does."""
+    """Reason why it gets no requests now; "" = it gets requests."""
     health_check_problem: str = ""
     """Error of its last health check, once several failed; "" = none."""
 

@@ -37,7 +37,7 @@ class Role(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """Which engine's HTTP API and event dialect a worker speaks."""
+    """Kind of engine, which determines the HTTP API and the event format of a worker."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -227,7 +227,7 @@ class WorkerSpec:
             seen.add(rank)
 
     def require_allowed(self, allowed: Collection[Allowed]) -> None:
-        """Nothing, if every event endpoint is one that is opened here.
+        """Raise unless every event endpoint may be opened here.
 
         Args:
             allowed: What the operator of this service allows.

@@ -23,7 +23,7 @@ _FAULTS: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "slow": ({"slowdown": SLOWDOWN}, f"takes {SLOWDOWN:g} times as long for each step"),
     "mute-events": ({"drop_events": 1.0}, "publishes no events any more"),
 }
-"""What a simulated engine is told, and what it then does."""
+"""Faults by name: the request to a simulated engine, and their effect."""
 _MENDED: Final = {"slowdown": 1.0, "drop_events": 0.0}
 
 

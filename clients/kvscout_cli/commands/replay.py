@@ -152,7 +152,12 @@ FIRST = (
     multiple=True,
     help="KV tokens of each worker; may be repeated.  [default: 600000; of --engine, what it has]",
 )
-@option("--engine", "engine_name", type=click.Choice(list(ENGINES)), help="Profile of a model on accelerators, instead of the step times below.")
+@option(
+    "--engine",
+    "engine_name",
+    type=click.Choice(list(ENGINES)),
+    help="Profile of a model on accelerators, instead of the step times below.",
+)
 @option("--max-num-batched-tokens", type=_COUNT, default=8_192, show_default=True, help="Tokens of a step.")
 @option("--max-num-seqs", type=_COUNT, default=256, show_default=True, help="Requests of a batch.")
 @option("--step-base-ms", type=_POSITIVE, default=StepTime().base_ms, show_default=True, help="An empty step.")

@@ -181,7 +181,7 @@ def _write_state(state: StateDirectory, running: Running, stack: Stack) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """What `kvscout up` started, for commands that do something to it."""
+    """Processes that `kvscout up` started, for commands that act on them."""
 
     processes: Mapping[str, int]
     """Process ids by name."""

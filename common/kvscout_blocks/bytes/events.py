@@ -131,11 +131,11 @@ class DecodedBatch(Protocol):
 
     @property
     def dp_rank(self) -> int | None:
-        """As of `EventBatch`."""
+        """Return it as `EventBatch` does."""
 
     @property
     def cleared(self) -> bool:
-        """As of `EventBatch`."""
+        """Return it as `EventBatch` does."""
 
     @property
     def faults(self) -> Sequence[tuple[str, str]]:

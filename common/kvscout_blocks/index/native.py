@@ -196,7 +196,7 @@ class NativeQueries:
         self._queries.remove_pool(_identity(pool))
 
     def set_incomplete(self, pool: PoolKey, rank: WorkerRank, incomplete: bool) -> None:
-        """Say whether the history of a rank is incomplete."""
+        """Set whether the history of a rank is incomplete."""
         self._queries.set_incomplete(_identity(pool), rank, incomplete)
 
     @property

@@ -83,7 +83,7 @@ class Demote(NamedTuple):
     """History is lost: what the worker rank holds becomes a prediction."""
 
     missing: str
-    """Which events, for people."""
+    """Missing events, as text."""
 
 
 Decision = Apply[T] | Drop | RequestReplay | Reset | Demote

@@ -81,7 +81,7 @@ class Progress(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """How far a bypass is with the position that it was lent."""
+    """Progress of a bypass with the position that it was lent."""
 
     last_id: int
     """Last batch applied."""

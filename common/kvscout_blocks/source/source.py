@@ -56,7 +56,7 @@ class SourceObserver(Protocol):
     """Receives what became of a source's batches, in order, after the index did; must not block or raise."""
 
     def applied(self, batch: SequencedBatch[DecodedBatch]) -> None:
-        """A batch was applied."""
+        """Record an applied batch."""
 
     def reset(self) -> None:
         """Note that the rank starts anew: all that was known of it is dropped."""
@@ -69,7 +69,7 @@ class SourceObserver(Protocol):
 
 
 class Observed(NamedTuple):
-    """What a source is like now, for whoever only looks."""
+    """Current state of a source, for observers."""
 
     sequence: SourceSequence[DecodedBatch]
     """Not to be changed; behind by what a bypass applied since, which the other fields have."""

@@ -84,7 +84,7 @@ class NamedService:
 
     @property
     def place(self) -> str:
-        """Its address, the same for two ways to write one."""
+        """Return its address in one form, however it was written."""
         host, colon, port = self.address.rpartition(":")
         return f"127.0.0.1:{port}" if colon and host == "localhost" else self.address
 

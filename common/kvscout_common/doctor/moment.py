@@ -21,23 +21,23 @@ class Moment:
 
     @property
     def requests(self) -> int:
-        """That all gateways served since their start."""
+        """Return the number of requests that all gateways served since their start."""
         return sum(status.requests for _, status in self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse))
 
     def requests_per_second(self, before: Moment | None) -> float | None:
-        """Requests a second since then; None = there is no then."""
+        """Return the requests per second since an earlier moment; None = there is none."""
         if before is None or self.at <= before.at:
             return None
         return max(0, self.requests - before.requests) / (self.at - before.at)
 
     @property
     def in_flight(self) -> int:
-        """Requests of all gateways that run."""
+        """Return the running requests of all gateways."""
         return sum(status.in_flight for _, status in self.snapshot.statuses(gateway_pb2.GatewayGetStatusResponse))
 
     @property
     def failures(self) -> int:
-        """Requests of all gateways that failed by an engine's or the router's fault, since their start."""
+        """Return the requests that failed by an engine's or the router's fault, of all gateways since their start."""
         return sum(
             # One of an older release does not say whose fault it was.
             _ours(status) if status.recent_seconds else status.failures
@@ -46,12 +46,12 @@ class Moment:
 
     @property
     def queued(self) -> int:
-        """Requests that wait at schedulers for a worker."""
+        """Return the requests that are queued at schedulers."""
         statuses = self.snapshot.statuses(scheduler_pb2.SchedulerGetStatusResponse)
         return sum(pool.queued for _, status in statuses for pool in status.pools)
 
     def hit_rate(self, before: Moment | None) -> float | None:
-        """Cached ÷ prompt tokens since then, or since the gateways' start; None = nothing was reported."""
+        """Return cached ÷ prompt tokens since an earlier moment or the gateways' start; None = nothing was reported."""
         earlier = before._tokens() if before is not None else {}
         prompt = cached = 0
         for rank, (prompt_now, cached_now) in self._tokens().items():

@@ -70,7 +70,7 @@ class SourceRow:
     state: str
     """As in the API, in lower case, such as "live"."""
     reason: str
-    """Why it is not live; "" = it is."""
+    """Reason why it is not live; "" = it is."""
     well: bool
     endpoint: str
     """Endpoint at which its events are read; "" = they are pushed, or not read."""
@@ -78,7 +78,7 @@ class SourceRow:
     """None = nothing came yet."""
     blocks: int
     requests: int
-    """That gateways gave it."""
+    """Requests that gateways sent to it."""
     prediction_error: float | None
     """See `prediction_error`; None = nothing could be compared."""
     health: Health
@@ -109,7 +109,7 @@ class Overview:
     queue: tuple[QueueRow, ...] = ()
     """As far as schedulers show it: to administrators."""
     troubles: tuple[str, ...] = ()
-    """What goes wrong with requests, a sentence each."""
+    """Problems of requests, one sentence each."""
     failed: Mapping[str, int] = field(default_factory=dict)
     """Requests that failed since the gateways' start, by whose fault: "caller", "engine", "router"."""
     answered: int = 0
@@ -203,7 +203,7 @@ def _failure_counts(snapshot: Snapshot) -> Iterator[gateway_pb2.FailureCount]:
 
 
 def overview(snapshot: Snapshot) -> Overview:
-    """Tables of a snapshot."""
+    """Return the tables of a snapshot."""
     reached = reached_by_gateways(snapshot)
     return Overview(
         services=tuple(_service_row(service, reached.get(service.address)) for service in snapshot.services),

@@ -38,7 +38,7 @@ def check_registrations(snapshot: Snapshot) -> Iterator[Symptom]:
 
 
 def check_tenants(snapshot: Snapshot) -> Iterator[Symptom]:
-    """Engines that workers of several tenants are."""
+    """Find engines that are registered as workers of several tenants."""
     workers: dict[str, set[WorkerName]] = {}
     for service in snapshot.services:
         for entry in service.workers or ():

@@ -49,7 +49,7 @@ class ShadowRow:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: ShadowRow | gateway_pb2.ShadowHour) -> None:
-        """More requests of the same."""
+        """Add more requests of the same hour."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.left_out.update(dict(other.left_out))
@@ -66,17 +66,17 @@ class ShadowRow:
 
     @property
     def hit_rate(self) -> float | None:
-        """Cached ÷ prompt tokens, as it was; None = nothing was compared."""
+        """Return the actual cached ÷ prompt tokens; None = nothing was compared."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
     def policy_hit_rate(self) -> float | None:
-        """The same, had the policy decided."""
+        """Return the same ratio, had the policy decided."""
         return self.policy_cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
     @property
     def same_share(self) -> float | None:
-        """Share of requests that the policy would have sent where they went; None = nobody says where that was."""
+        """Return the share of requests that the policy would have sent to the same worker; None = unknown."""
         return self.same_worker / self.served_known if self.served_known else None
 
     @property
@@ -91,7 +91,7 @@ class Shadow:
     """All of it."""
 
     balancers: tuple[str, ...]
-    """That decide; empty = no gateway shadows."""
+    """URLs of the balancers that decide; empty = no gateway shadows."""
     hours: tuple[ShadowRow, ...]
     """The newest first."""
 

@@ -37,7 +37,7 @@ HELPER_KINDS = {
 
 
 class RankName(NamedTuple):
-    """Which rank of which worker."""
+    """Name of a worker rank."""
 
     tenant: str
     worker_id: str
@@ -64,7 +64,7 @@ class Service:
     named_by: str = ""
     """Address of the gateway, or worker, that names it; "" = whoever asks."""
     error: str = ""
-    """Why its status is not known; "" = it is."""
+    """Reason why its status is unknown; "" = it is known."""
     serving: bool = False
     """Its health says so."""
     status: Status | None = None
@@ -81,7 +81,7 @@ class Service:
 
     @property
     def name(self) -> str:
-        """Kind and address."""
+        """Return kind and address."""
         return f"{self.kind or 'service'} {self.address}"
 
     @property
@@ -118,7 +118,7 @@ class Proxy:
     counters: Mapping[str, int] = field(default_factory=dict)
     """Those of `PROXY_COUNTERS`, by their full names."""
     error: str = ""
-    """Why they are not known; "" = they are."""
+    """Reason why they are unknown; "" = they are known."""
 
 
 PROXY_COUNTERS = r"upstream_(cx|rq_pending|rq_retry)_overflow$|ext_proc\..*failure_mode_allowed$"
@@ -151,7 +151,7 @@ class Snapshot:
 
     @property
     def workers(self) -> dict[WorkerName, workers_pb2.Worker]:
-        """Every worker that any service knows, as the first service says: gateways come first."""
+        """Return every worker that any service knows, as the first service reports it: gateways come first."""
         found: dict[WorkerName, workers_pb2.Worker] = {}
         for kind in (ServiceKind.GATEWAY, ServiceKind.INDEXER, ServiceKind.SCHEDULER):
             for service in self.of_kind(kind):

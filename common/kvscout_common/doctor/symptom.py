@@ -18,7 +18,7 @@ class Symptom(NamedTuple):
     age_seconds: float = float("inf")
     """Since what it is about was started or registered; infinity = that is no reason for it."""
     subject: str = ""
-    """What it is about, such as "worker vllm-0"; "" = the condition's sentence names no one."""
+    """Subject, such as "worker vllm-0"; "" = the condition's sentence names none."""
 
 
 def of_worker(worker_id: str) -> tuple[str, ...]:

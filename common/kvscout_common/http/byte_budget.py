@@ -28,11 +28,11 @@ class Budget(Protocol):
 
     @property
     def limit(self) -> int:
-        """Bytes that may be held at once."""
+        """Return the bytes that may be held at once."""
 
     @property
     def held(self) -> int:
-        """Bytes that are held now."""
+        """Return the bytes that are held now."""
 
     @property
     def refused(self) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class BudgetCollector(Collector):
         self._budget = budget
 
     def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
+        """Return the current samples."""
         budget = self._budget
         yield GaugeMetricFamily(
             "kvscout_request_memory_bytes",

@@ -26,7 +26,7 @@ def connect(*, ca: bytes | None = None) -> HttpClient:
 
 @asynccontextmanager
 async def http_client() -> AsyncIterator[HttpClient]:
-    """A client whose connections are closed on exit."""
+    """Return a client whose connections are closed on exit."""
     http = connect()
     try:
         yield http

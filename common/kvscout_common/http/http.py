@@ -257,7 +257,7 @@ class Charge(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Charged now."""
+        """Return the bytes charged now."""
 
     def grow(self, bytes: int, /) -> tuple[int, str] | None:
         """Charge for bytes that came; the HTTP status and text of a refusal if there is no room for them."""
@@ -266,7 +266,7 @@ class Charge(Protocol):
         """Check the same and charge nothing: for bytes that are to come."""
 
     def release(self) -> None:
-        """Nothing of it is held any more."""
+        """Release all of it."""
 
 
 class HttpCall(Sink, Protocol):
@@ -298,13 +298,13 @@ class HttpCall(Sink, Protocol):
         """
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """Answers with a body; also instead of what was started, as long as nothing of that was written."""
+        """Answer with a body, also instead of what was started, as long as nothing of that was written."""
 
     async def start(self, status: int, headers: Headers) -> None:
         """Begin an answer whose body is written in chunks; its head leaves with the first one, or the end."""
 
     def trust(self) -> None:
-        """Say that the client is a known one: its connection is not closed to make room for others."""
+        """Mark the client as known: its connection is not closed to make room for others."""
 
     async def end(self) -> None:
         """End what was started. A handler that returns or raises without it breaks the connection off."""
@@ -351,7 +351,7 @@ class HttpServer(Protocol):
         """
 
     def renew(self, pem: Pem) -> None:
-        """New connections are answered with other certificates."""
+        """Use other certificates for new connections."""
 
     async def stop(self, grace: float) -> None:
         """Accept no connection, wait these seconds for what runs, then close what is left. Requests that come in

@@ -47,7 +47,7 @@ class Fields(Mapping[str, Any]):
 
     @classmethod
     def scanned(cls, data: bytes, *, strict: bool = True) -> Fields:
-        """Those of an object.
+        """Scan the fields of an object.
 
         Args:
             data: JSON.

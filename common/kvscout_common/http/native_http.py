@@ -56,17 +56,17 @@ class ClosedHttp:
     this."""
 
     def report(self, answer: int) -> None:
-        """It is over."""
+        """Report nothing: the call has ended."""
 
     def write(self, call: int, data: bytes) -> None:
-        """The client has gone."""
+        """Drop the data: the client has gone."""
 
     def open_connections(self, listener: int) -> int:
-        """They are closed."""
+        """Return 0: they are closed."""
         return 0
 
     def stats(self) -> dict[str, int]:
-        """Nothing is open."""
+        """Return zeros: nothing is open."""
         return {"connections_refused": 0, "connections_evicted": 0}
 
     def ignore(self, *_: object) -> None:
@@ -104,7 +104,7 @@ class HttpCore:
         self._users += 1
 
     def release(self) -> None:
-        """A user needs it no more; the last closes it, and its sockets."""
+        """Release it for one user; the last release closes it and its sockets."""
         self._users -= 1
         if self._users == 0:
             self._handle(self.http.flush())
@@ -210,7 +210,7 @@ _cores: dict[asyncio.AbstractEventLoop, HttpCore] = {}
 
 
 def shared() -> HttpCore:
-    """That of the running loop; say `release` when it is needed no more."""
+    """Return that of the running loop; call `release` when it is no longer needed."""
     loop = asyncio.get_running_loop()
     core = _cores.get(loop)
     if core is None:

@@ -167,7 +167,7 @@ class NativeHttpCall(ServerCall):
         self.is_gone = False
         """The client has gone."""
         self.closed = False
-        """The handler has returned."""
+        """Close the call: the handler has returned."""
         self.task: asyncio.Task[None] | None = None
         """Runs the handler, once it waits."""
         self.method: str = method
@@ -255,12 +255,12 @@ class NativeHttpCall(ServerCall):
         self.core.flush()
 
     async def refuse(self, status: int, text: str) -> None:
-        """Answers with a text, unless something was answered."""
+        """Answer with a text, unless something was answered."""
         if not self._has_begun and not self.is_gone:
             await self.respond(status, [("Content-Type", "text/plain")], text.encode())
 
     def close(self) -> None:
-        """The handler has returned."""
+        """Close the call: the handler has returned."""
         self.closed = True
         if not self._ended:
             self.core.http.handled(self.number)

@@ -172,12 +172,12 @@ def tenant_to_show(named: str) -> str:
 
 
 def enter(identity: Identity) -> Token[Identity]:
-    """From here on an rpc of this caller runs, until `leave` is given what this returns."""
+    """Begin an rpc of this caller; it ends when `leave` gets the value that this returns."""
     return _current.set(identity)
 
 
 def leave(entered: Token[Identity]) -> None:
-    """The rpc runs no more: its task may be another's next."""
+    """End the rpc; its task may run another one next."""
     _current.reset(entered)
 
 
@@ -352,7 +352,7 @@ class MethodAccess:
             self._streams.take(Limit.STREAMS, identity.tenant)
 
     def closed(self, identity: Identity) -> None:
-        """It is over."""
+        """Record the end of a call."""
         if self._streams is not None and identity.tenant != ALL_TENANTS:
             self._streams.give_back(Limit.STREAMS, identity.tenant)
 

@@ -32,13 +32,13 @@ class Limit(StrEnum):
     """Kind of a limit."""
 
     REQUESTS = "requests"
-    """That a gateway runs."""
+    """Running requests of a gateway."""
     BOOKINGS = "bookings"
-    """That are active at a scheduler."""
+    """Active bookings of a scheduler."""
     STREAMS = "streams"
     """Calls that stay open for as long as their caller likes."""
     WORKERS = "workers"
-    """That are registered."""
+    """Registered workers."""
 
 
 TenantTable = Mapping[str, Mapping[Limit, int]]
@@ -62,7 +62,7 @@ class TenantLimits(Collector):
         """Usage of each tenant, by who counts it."""
 
     def set(self, table: TenantTable) -> None:
-        """From now on these count; what is over them stays."""
+        """Set the limits; usage above them stays."""
         self._table = table
 
     def of(self, tenant: str, limit: Limit) -> int | None:
@@ -74,7 +74,7 @@ class TenantLimits(Collector):
         return None
 
     def require(self, limit: Limit, tenant: str, used: int) -> None:
-        """Nothing, while there is room for one more.
+        """Raise unless there is room for one more.
 
         Args:
             limit: Of what.
@@ -97,7 +97,7 @@ class TenantLimits(Collector):
         )
 
     def take(self, limit: Limit, tenant: str) -> None:
-        """One more request or stream, until it is given back.
+        """Take one request or stream, until it is given back.
 
         Raises:
             ResourceExhausted: As `require`.
@@ -107,7 +107,7 @@ class TenantLimits(Collector):
         held[tenant] += 1
 
     def give_back(self, limit: Limit, tenant: str) -> None:
-        """One that was taken is over."""
+        """Give back one that was taken."""
         held = self._held[limit]
         held[tenant] -= 1
         if not held[tenant]:
@@ -115,7 +115,7 @@ class TenantLimits(Collector):
 
     @contextmanager
     def hold(self, limit: Limit, tenant: str) -> Iterator[None]:
-        """Both, around a block.
+        """Take and give back around a block.
 
         Raises:
             ResourceExhausted: As `require`.
@@ -127,7 +127,7 @@ class TenantLimits(Collector):
             self.give_back(limit, tenant)
 
     def collect(self) -> Iterable[Metric]:
-        """Limits, what is used of them, and what was refused."""
+        """Return limits, their usage and refusals."""
         labels = ["tenant", "limit"]
         limits = GaugeMetricFamily("kvscout_tenant_limit", "Limit of what a tenant may use at once", labels=labels)
         used = GaugeMetricFamily("kvscout_tenant_used", "Current use of a limited resource by a tenant", labels=labels)

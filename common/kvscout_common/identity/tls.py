@@ -35,7 +35,7 @@ class ServerCertificates:
         self.file.load()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For `add_secure_port` of one server."""
+        """Return the credentials for `add_secure_port` of one server."""
         served = self.current
 
         def newest() -> Any:

@@ -123,7 +123,7 @@ def find_access(kubeconfig: Path | None, environment: Mapping[str, str] = os.env
 
 
 def from_service_account(server: str, folder: Path = SERVICE_ACCOUNT) -> KubernetesAccess:
-    """As the service account of this pod.
+    """Return the access of this pod's service account.
 
     Raises:
         ConfigError: It has none that it may use.
@@ -135,7 +135,7 @@ def from_service_account(server: str, folder: Path = SERVICE_ACCOUNT) -> Kuberne
 
 
 def from_kubeconfig(path: Path) -> KubernetesAccess:
-    """As the current context of a kubeconfig says: tokens and certificates, no programs that fetch them.
+    """Return the access of a kubeconfig's current context: tokens and certificates, no programs that fetch them.
 
     Raises:
         ConfigError: It cannot be read, or wants what is not supported.

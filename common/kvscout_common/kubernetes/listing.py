@@ -64,7 +64,7 @@ class Keyed(Protocol):
 
     @property
     def key(self) -> str:
-        """Key that is unique among the objects that exist."""
+        """Return a key that is unique among the existing objects."""
 
 
 T = TypeVar("T", bound=Keyed)

@@ -90,13 +90,13 @@ class Pod:
 
     @property
     def key(self) -> str:
-        """Key that is unique among the objects that exist."""
+        """Return a key that is unique among the existing objects."""
         return f"{self.namespace}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class InferencePool:
-    """Which pods serve, and on which ports, each of which is a data-parallel rank of its own."""
+    """Selection of pods and their ports; each port is a separate data-parallel rank."""
 
     namespace: str
     name: str
@@ -125,7 +125,7 @@ class InferencePool:
 
     @property
     def key(self) -> str:
-        """Key that is unique among the objects that exist."""
+        """Return a key that is unique among the existing objects."""
         return f"{self.namespace}/{self.name}"
 
 
@@ -158,7 +158,7 @@ class InferenceObjective:
 
     @property
     def key(self) -> str:
-        """Key that is unique among the objects that exist."""
+        """Return a key that is unique among the existing objects."""
         return f"{self.namespace}/{self.name}"
 
 

@@ -29,7 +29,7 @@ class NatsBarrier:
 
     @property
     def generation(self) -> int:
-        """Number of the connection; take it before the first publish."""
+        """Return the number of the connection; read it before the first publish."""
         return self._client.stats["reconnects"]
 
     async def wait(self, generation: int, *, seconds: float) -> None:

@@ -24,7 +24,7 @@ DEFAULT_NAMESPACE = "default"
 
 @dataclass(frozen=True, slots=True)
 class NatsConfig:
-    """Which NATS, and whose part of it."""
+    """Servers of NATS, credentials and namespace."""
 
     servers: tuple[str, ...] = (DEFAULT_SERVER,)
     namespace: str = DEFAULT_NAMESPACE

@@ -83,7 +83,7 @@ class _Client(nats.aio.client.Client):
     async def subscribe(
         self, subject: str, queue: str = "", cb: Callback | None = None, *args: Any, **options: Any
     ) -> Subscription:
-        """As that of nats-py."""
+        """Subscribe, as in nats-py."""
         return await super().subscribe(subject, queue, cb and self._guarded(cb), *args, **options)
 
     def _guarded(self, callback: Callback) -> Callback:
@@ -169,7 +169,7 @@ class NatsLink:
         return self.client
 
     def on_connected(self, hook: Hook) -> None:
-        """Has a hook run after each connection, in the order in which they were added.
+        """Run a hook after each connection, in the order in which hooks were added.
 
         A hook that fails is logged and run again after a second, and those after it wait: hooks must be repeatable.
         """
@@ -180,7 +180,7 @@ class NatsLink:
         self._slow_hooks.append(hook)
 
     async def run(self) -> None:
-        """Connects, and stays connected until cancelled; a task of the process.
+        """Connect, and stay connected until cancelled; a task of the process.
 
         Raises:
             Unavailable: The client gave the connection up, as it does where the server refuses what it sent; what was

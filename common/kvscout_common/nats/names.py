@@ -114,7 +114,7 @@ class NatsNames:
         return f"{self._bucket_root}-workers"
 
     def worker_key(self, tenant: str, worker_id: str) -> str:
-        """Key of a registration in `workers_bucket`."""
+        """Return the key of a registration in `workers_bucket`."""
         return f"{encode_name(tenant)}.{encode_name(worker_id)}"
 
     @staticmethod
@@ -140,7 +140,7 @@ class NatsNames:
         return f"{self._bucket_root}-bridges"
 
     def bridge_key(self, tenant: str, worker: WorkerRank) -> str:
-        """Key of a rank in `bridges_bucket`."""
+        """Return the key of a rank in `bridges_bucket`."""
         return f"{self.worker_key(tenant, worker.worker_id)}.{worker.dp_rank}"
 
     def snapshots_bucket(self, tenant: str, model: str) -> str:

@@ -29,12 +29,12 @@ class Latencies:
         """All of them together."""
 
     def observe(self, seconds: float) -> None:
-        """One more."""
+        """Add one value."""
         self.counts[bisect_left(self._bounds, seconds)] += 1
         self.seconds += seconds
 
     def add(self, counts: Sequence[int], seconds: float) -> None:
-        """More of them, by bucket, and their sum."""
+        """Add values, by bucket, and their sum."""
         self.counts = [ours + theirs for ours, theirs in zip(self.counts, counts, strict=True)]
         self.seconds += seconds
 

@@ -17,11 +17,11 @@ from kvscout_common.hashing import backend_name
 
 class _Held(Collector):
     def describe(self) -> list[Metric]:
-        """Nothing: where it is registered, no loop need run."""
+        """Return nothing: where it is registered, no loop need run."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Samples of now; on the loop whose tasks they are."""
+        """Return the current samples; call it on the loop whose tasks are counted."""
         count = len(asyncio.all_tasks())
         yield GaugeMetricFamily("kvscout_tasks", "Tasks of the event loop that have not ended", value=count)
         # Read off the allocator's pools, in microseconds: nobody need walk over the objects.

@@ -69,7 +69,7 @@ class RankFamily(Metric):
 
     @samples.setter
     def samples(self, samples: Any) -> None:
-        """Nothing: the base class begins with none."""
+        """Return nothing: the base class has no samples."""
 
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]

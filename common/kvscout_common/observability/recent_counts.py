@@ -9,7 +9,7 @@ from typing import Final, Generic, TypeVar
 
 RECENT_SECONDS: Final = 300
 SPAN_SECONDS: Final = 10
-"""What is recent ends in spans of this length."""
+"""Resolution of recent counts, in seconds."""
 MAX_KEYS: Final = 1_000
 
 Key = TypeVar("Key", bound=Hashable)

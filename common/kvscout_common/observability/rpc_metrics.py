@@ -45,7 +45,7 @@ class MethodTimes:
         return codes, latencies
 
     def ended(self, code: grpc.StatusCode, started: float) -> None:
-        """One more.
+        """Count one call that ended.
 
         Args:
             code: How.
@@ -62,7 +62,7 @@ class RpcTimes(Collector):
         self._methods: dict[str, MethodTimes] = {}
 
     def method(self, name: str) -> MethodTimes:
-        """Those of one rpc.
+        """Return the metrics of one rpc.
 
         Args:
             name: "/package.Service/Method".
@@ -70,7 +70,7 @@ class RpcTimes(Collector):
         return self._methods.setdefault(name, MethodTimes())
 
     def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
+        """Return the current samples."""
         labels = ["grpc_service", "grpc_method"]
         handled = CounterMetricFamily(
             "grpc_server_handled", "Calls that have ended, by status", labels=[*labels, "grpc_code"]

@@ -30,7 +30,7 @@ Fact = str | int | float | bool
 
 
 class SpanKind(StrEnum):
-    """Which side of a call a span is."""
+    """Side of a call that a span covers."""
 
     SERVER = "SERVER"
     CLIENT = "CLIENT"
@@ -54,11 +54,11 @@ class Span(Protocol):
         ...
 
     def event(self, name: str) -> None:
-        """Something happened now."""
+        """Record an event that happened now."""
         ...
 
     def failed(self, error: BaseException) -> None:
-        """It came to nothing."""
+        """Record a failure."""
         ...
 
     def begun(self) -> Span:
@@ -66,7 +66,7 @@ class Span(Protocol):
         ...
 
     def end(self) -> None:
-        """It is over, for one that is no block. A second call does nothing."""
+        """End the span, if it is not used as a block. A second call does nothing."""
         ...
 
 
@@ -85,20 +85,20 @@ class _Nothing:
         """Nothing."""
 
     def record(self, **facts: Fact) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def event(self, name: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def failed(self, error: BaseException) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def begun(self) -> Span:
-        """Nothing."""
+        """Do nothing."""
         return self
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 NOTHING: Final[Span] = _Nothing()
@@ -138,7 +138,7 @@ def call_options() -> dict[str, Any]:
 
 
 def ids() -> dict[str, str]:
-    """Ids of the trace and the span that run now, for logs; empty = none."""
+    """Return the ids of the current trace and span, for logs; empty = none."""
     if _tracer is None:
         return {}
     context = _tracer.api.get_current_span().get_span_context()
@@ -148,7 +148,7 @@ def ids() -> dict[str, str]:
 
 
 def start(service: str, endpoint: str, *, ratio: float, version: str) -> Callable[[], None]:
-    """From here on this process is traced.
+    """Start to trace this process.
 
     Args:
         service: Its name, such as "gateway".
@@ -181,7 +181,7 @@ def start(service: str, endpoint: str, *, ratio: float, version: str) -> Callabl
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Nothing, for the address of a receiver.
+    """Raise unless it is the address of a receiver.
 
     Raises:
         ConfigError: It is none.

@@ -18,7 +18,7 @@ Warned: TypeAlias = str | TenantWarning
 
 
 def text_of(warning: Warned) -> str:
-    """Its sentence, for the log."""
+    """Return its sentence, for the log."""
     return warning if isinstance(warning, str) else warning.text
 
 

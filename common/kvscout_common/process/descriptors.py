@@ -19,13 +19,13 @@ _OPEN = Path("/proc/self/fd")
 
 
 def descriptor_limit() -> int:
-    """Files that this process may have open now."""
+    """Return how many files this process may have open now."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def open_descriptors() -> int:
-    """Files that it has open; 0 = the system does not say."""
+    """Return how many files it has open; 0 = unknown."""
     try:
         # Linux counts them there since 6.2; before, and on other systems, they are counted one by one.
         return _OPEN.stat().st_size or len(os.listdir(_OPEN))

@@ -46,12 +46,12 @@ class FirstDefect:
         self._met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def report(self, error: BaseException) -> None:
-        """A defect was met; the first one counts."""
+        """Report a defect; the first one counts."""
         if not self._met.done():
             self._met.set_exception(error)
 
     def watch_loop(self) -> None:
-        """Counts what the running loop would only log: whatever our callbacks raise, and every panic."""
+        """Count what the running loop would only log: whatever our callbacks raise, and every panic."""
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

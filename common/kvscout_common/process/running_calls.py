@@ -57,7 +57,7 @@ class RunningCalls:
         self._finishing = False
 
     def begin(self, call: RunningCall, method: str) -> None:
-        """A call runs.
+        """Record the begin of a call.
 
         Raises:
             Draining: It is endless, and the server stops.
@@ -67,7 +67,7 @@ class RunningCalls:
         self._running[call] = method
 
     def end(self, call: RunningCall) -> None:
-        """A call runs no more."""
+        """Record the end of a call."""
         del self._running[call]
         if not self._running:
             self._none.set()

@@ -143,7 +143,7 @@ class DnsWorkers:
                 await asyncio.sleep(RESOLVE_SECONDS)
 
     async def follow(self, http: HttpClient) -> None:
-        """One round: looks every name up, and asks the engines that are new."""
+        """Look up every name once, and query engines that are new."""
         specs: dict[tuple[str, str], WorkerSpec] = {}
         for state, workers in zip(
             self._names, await asyncio.gather(*(self._workers(http, state) for state in self._names)), strict=True

@@ -27,7 +27,7 @@ class EngineFacts:
     block_size: int = 0
     total_kv_blocks: int = 0
     engine: EngineKind | None = None
-    """Which one it is; None = what it said fits several."""
+    """Kind of the engine; None = its answers fit several kinds."""
 
     def complete(self, spec: WorkerSpec) -> WorkerSpec:
         """Return a registration with what it leaves open.

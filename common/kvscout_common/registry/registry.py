@@ -82,13 +82,13 @@ class RegistryListener(Protocol):
     """Receives every change, synchronously and in order; must not block or raise."""
 
     def worker_added(self, spec: WorkerSpec) -> None:
-        """A worker is new."""
+        """Handle a new worker."""
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
-        """A worker's registration changed."""
+        """Handle a changed registration."""
 
     def worker_removed(self, spec: WorkerSpec, reason: str) -> None:
-        """A worker is gone: "removed", "lease", or the source that no longer has it."""
+        """Handle a worker that is gone: "removed", "lease", or the source that no longer has it."""
 
 
 def any_worker(spec: WorkerSpec) -> None:
@@ -130,7 +130,7 @@ class Registry:
             listener.worker_added(entry.spec)
 
     def get(self, tenant: str, worker_id: str) -> Entry:
-        """One entry.
+        """Return an entry.
 
         Raises:
             NotFound: If no such worker is registered.
@@ -142,11 +142,11 @@ class Registry:
         return entry
 
     def find(self, name: WorkerName) -> Entry | None:
-        """One entry, or None if no such worker is registered."""
+        """Return an entry, or None if no such worker is registered."""
         return self._entries.get(name)
 
     def entries(self, tenant: str = ALL_TENANTS, model: str = "") -> list[Entry]:
-        """Entries of a tenant ("*" = all) and model ("" = all), ordered by tenant and worker id."""
+        """Return the entries of a tenant ("*" = all) and model ("" = all), ordered by tenant and worker id."""
         if self._names is None:
             self._names = sorted(self._entries)
         every = [self._entries[name] for name in self._names]
@@ -155,7 +155,7 @@ class Registry:
         return [each for each in every if tenant in (ALL_TENANTS, each.spec.tenant) and model in ("", each.spec.model)]
 
     def require_room(self, name: WorkerName) -> None:
-        """Nothing, if a worker may be registered by its tenant: it is, or there is room for one more.
+        """Raise unless a tenant may register a worker: it is registered, or there is room for one more.
 
         Raises:
             ResourceExhausted: The tenant has all the workers that it may have.
@@ -346,7 +346,7 @@ class Registry:
 
 
 def require_writable(entry: Entry, source: Source) -> None:
-    """Nothing, if a source may change an entry.
+    """Raise unless a source may change an entry.
 
     Raises:
         FailedPrecondition: If it comes from one of `DECLARED` that is not `source`.

@@ -51,11 +51,11 @@ class Stored:
 
     @property
     def name(self) -> WorkerName:
-        """Return whose it is."""
+        """Return the name of the worker."""
         return WorkerName(self.spec.tenant, self.spec.worker_id)
 
     def encode(self) -> bytes:
-        """As it is written."""
+        """Return the value as written to the bucket."""
         return workers_pb2.StoredWorker(
             version=VERSION, worker=spec_to_proto(self.spec), lease_seconds=self.lease_seconds
         ).SerializeToString()

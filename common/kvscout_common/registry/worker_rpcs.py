@@ -115,7 +115,7 @@ class WorkerRpcs:
         return None
 
     def active_requests(self, tenant: str, worker_id: str) -> int:
-        """Requests active on a worker; 0 where the service does not know."""
+        """Return the active requests of a worker; 0 if the service does not know them."""
         return 0
 
 

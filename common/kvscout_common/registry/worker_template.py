@@ -64,7 +64,7 @@ class WorkerTemplate:
         return None if given is None else EngineKind(str(given).lower())
 
     def worker(self, worker_id: str, http_endpoint: str, facts: EngineFacts | None = None) -> WorkerSpec:
-        """One worker; events are left to what its engine reports later (`engine_discovery`), unless they are given.
+        """Return a worker; its events come from what its engine reports later (`engine_discovery`), unless given.
 
         Raises:
             Unavailable: The engine does not report what is open.

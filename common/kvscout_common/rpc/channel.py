@@ -127,7 +127,7 @@ def to_error(error: grpc.aio.AioRpcError) -> KvscoutError:
 
 
 async def call(method: Callable[..., Awaitable[T]], request: Any, *, timeout: float | None = None) -> T:
-    """Calls a unary rpc of a stub.
+    """Call a unary rpc of a stub.
 
     Args:
         method: Such as `stub.FindMatches`.
@@ -146,7 +146,7 @@ async def call(method: Callable[..., Awaitable[T]], request: Any, *, timeout: fl
 async def stream(
     method: Callable[..., Any], request: Any, *, timeout: float | None = None
 ) -> AsyncGenerator[Any, None]:
-    """Calls a server-streaming rpc of a stub and yields its answers; cancels it when the caller stops early.
+    """Call a server-streaming rpc of a stub and yield its answers; cancel it when the caller stops early.
 
     Raises:
         KvscoutError: As `call`.

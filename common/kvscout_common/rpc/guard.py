@@ -110,7 +110,7 @@ class GuardedMethod:
         """(many requests, many answers)"""
 
     def begin(self, call: RunningCall, identity: Identity) -> None:
-        """A call runs from here on, until `end`.
+        """Begin a call; it ends with `end`.
 
         Raises:
             Draining: It is endless, and the server stops.
@@ -124,12 +124,12 @@ class GuardedMethod:
             raise
 
     def end(self, call: RunningCall, identity: Identity) -> None:
-        """It is over."""
+        """End the call."""
         self.admission.closed(identity)
         self.calls.end(call)
 
     def as_handler(self, *, reads: bool = True) -> Handler:
-        """For grpc.aio.
+        """Return it as a handler of grpc.aio.
 
         Args:
             reads: False = for a call that is not admitted: nothing that its caller sends is waited for.

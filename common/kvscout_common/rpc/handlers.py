@@ -30,12 +30,12 @@ class Synchronous:
         self.native = native
 
     def one_answer(self) -> Handler:
-        """As the handler of an rpc with one request."""
+        """Adapt the handler of an rpc with one request."""
         behaviour: Any = self  # grpcio's stubs know functions only
         return grpc.unary_unary_rpc_method_handler(behaviour)
 
     def an_answer_each(self) -> Handler:
-        """As the handler of an rpc whose many requests are answered one by one."""
+        """Adapt the handler of an rpc whose many requests are answered one by one."""
         behaviour: Any = self
         return grpc.stream_stream_rpc_method_handler(behaviour)
 

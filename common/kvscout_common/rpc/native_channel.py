@@ -99,7 +99,7 @@ class NativeChannel:
         return make
 
     def stream_unary(self, method: str, *serializers: Any, **options: Any) -> Callable[..., Any]:
-        """No rpc of kvscout has many requests and one answer; stubs ask for none."""
+        """Raise NotImplementedError: no rpc of kvscout has many requests and one answer."""
         raise NotImplementedError(f"{method}: no rpc of this kind")
 
     def metadata(self) -> list[tuple[str, str | bytes]]:

@@ -61,7 +61,7 @@ class NativeContext(MessageStream):
         self._reads = bool(handler.request_streaming)
         """Messages of the caller are still to come."""
         self.closed = False
-        """The handler has returned."""
+        """Close the call: the handler has returned."""
         core.calls[number] = self
 
     def waits(self, task: asyncio.Task[None]) -> None:
@@ -220,7 +220,7 @@ class NativeContext(MessageStream):
         self.finish((self._code or grpc.StatusCode.UNKNOWN).value[0], self._details)
 
     def close(self) -> None:
-        """The handler has returned."""
+        """Close the call: the handler has returned."""
         self.closed = True
         self.core.calls.pop(self.number, None)
         if self._deadline is not None:

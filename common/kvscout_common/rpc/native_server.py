@@ -114,12 +114,12 @@ class NativeServer:
         return bound
 
     def renew(self, pem: Pem) -> None:
-        """New connections are answered with other certificates."""
+        """Use other certificates for new connections."""
         if self._listener is not None:
             self._core.rpc.set_tls(self._listener, _tls(pem))
 
     async def start(self) -> None:
-        """Nothing to do: it serves since it listens."""
+        """Do nothing: it serves from the moment it listens."""
 
     def stats(self) -> dict[str, int]:
         """Return what the extension has open now, and has refused."""

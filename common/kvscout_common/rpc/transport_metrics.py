@@ -33,7 +33,7 @@ class TransportCollector(Collector):
         self._http = http
 
     def collect(self) -> Iterator[Metric]:
-        """Samples of now."""
+        """Return the current samples."""
         info = GaugeMetricFamily("kvscout_rpc_transport", "1 for what carries the calls", labels=["transport"])
         info.add_metric([chosen()], 1)
         yield info

@@ -348,13 +348,13 @@ def event_endpoints_flag() -> Callable[[F], F]:
 
 
 def client_flags(section: str = SERVER) -> Callable[[F], F]:
-    """The flags of every gRPC client; `channel.ClientSecurity` takes them."""
+    """Return the flags of every gRPC client; `channel.ClientSecurity` takes them."""
     token = flag("--token-file", section=section, type=_FILE, help="File with the bearer token for calls to servers.")
     return flag_group(client_tls_flags(section), token)
 
 
 def client_tls_flags(section: str = SERVER) -> Callable[[F], F]:
-    """Those of them that say how a server is trusted, and how it trusts the client."""
+    """Return those for TLS: how a server is trusted, and how it trusts the client."""
     declared = [
         flag("--tls-ca", section=section, type=_FILE, help="CA of the servers called, PEM; enables TLS."),
         flag("--tls-client-cert", section=section, type=_FILE, help="Client certificate for calls to servers, PEM."),

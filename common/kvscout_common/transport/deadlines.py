@@ -39,7 +39,7 @@ class Deadlines:
         return self._number
 
     def drop(self, number: int) -> None:
-        """It need not be called any more; nothing if it was."""
+        """Cancel it; no effect if it was called."""
         self._expire.pop(number, None)
         if len(self._heap) > 2 * len(self._expire) + SPARE:
             self._heap = [entry for entry in self._heap if entry[1] in self._expire]

@@ -74,7 +74,7 @@ class EventHandler(Protocol):
     """Receives the events of one call, answer, connection or listener."""
 
     def on_event(self, kind: int, event: tuple[Any, ...]) -> None:
-        """Something happened; `event` is as the extension's stub says."""
+        """Handle an event, as described in the extension's stub."""
 
 
 class ClosedRpc:
@@ -88,7 +88,7 @@ class ClosedRpc:
         self._stats = {**stats, "connections": 0, "calls": 0, "queued_bytes": 0}
 
     def stats(self) -> dict[str, int]:
-        """Nothing is open, and what was refused stays."""
+        """Return the last counts of refusals, and zeros for everything else: nothing is open."""
         return self._stats
 
     def send(self, *_: object) -> bool:
@@ -184,7 +184,7 @@ class NativeCore:
                 self.loop.call_soon(self._flush)
 
     def flush_now(self) -> None:
-        """The same immediately, where nobody else will write anything."""
+        """Flush immediately, if nobody else will write anything."""
         self._flushing = True
         if not self._polling:
             self._flush()

@@ -70,12 +70,12 @@ class Inbox:
         return len(self._messages)
 
     def put(self, message: bytes) -> None:
-        """A message came."""
+        """Add a message."""
         self._messages.append(message)
         self.news.notify()
 
     def end(self) -> None:
-        """No more will come."""
+        """End the queue: no more messages follow."""
         self._ended = True
         self.news.notify()
 

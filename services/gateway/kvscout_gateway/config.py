@@ -84,7 +84,7 @@ class GatewayConfig:
     tokenize_timeout_seconds: float = 0.05
     """Longest wait for renderers and engines that tokenize a prompt, in all; 0 = none is used."""
     session_affinity: str = ""
-    """What is kept on one worker: the name of a session's source, or "header:NAME"; "" = nothing is."""
+    """Value that keeps requests on one worker: the name of a session's source, or "header:NAME"; "" = none."""
     no_session_sources: tuple[str, ...] = ()
     """Sources of sessions that are switched off."""
     lease_seconds: int = 30
@@ -174,7 +174,7 @@ def addresses(flag: str, given: Sequence[str]) -> tuple[str, ...]:
 
 
 def indexer_shards(flag: str, given: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Addresses of each shard's replicas, in order, from `host:port` or `I/N=host:port` each.
+    """Return the addresses of each shard's replicas, in order, from `host:port` or `I/N=host:port` each.
 
     Raises:
         ConfigError: If one is neither, the numbers of shards differ, or a shard has no address; names the flag.
@@ -201,7 +201,7 @@ FIND_TOKENIZERS: Final = "auto"
 
 
 def tokenizer_folders(flag: str, given: Sequence[str]) -> dict[str, Path]:
-    """Folders of tokenizers by model, from `DIR` or `MODEL=DIR` each; "" = of all other models. `auto` names none.
+    """Return tokenizer folders by model, from `DIR` or `MODEL=DIR` each; "" = of all other models. `auto` names none.
 
     Raises:
         ConfigError: If one is no folder, or a model is given twice; names the flag.

@@ -112,7 +112,7 @@ class Gateway:
     body_copies = 4
     """Bytes of memory that each byte of a body over HTTP counts as: as it came, as text, what it says, as it leaves."""
     port = 0
-    """Of its gRPC server; 0 = it is not bound yet."""
+    """Port of its gRPC server; 0 = not bound yet."""
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ class _Missed:
 
     since: float
     problem: str
-    """What was wrong with the last one."""
+    """Problem of the last one."""
     count: int = 1
 
 
@@ -88,7 +88,7 @@ class _Record:
     ejected_until: float | None = None
     """None = it is in."""
     ejected_at: float = 0.0
-    """When it was ejected first since it was last in."""
+    """Time of its first ejection since it last got requests."""
     ejection_seconds: float = 0.0
     """Length of its last ejection."""
     back_since: float = 0.0
@@ -145,7 +145,7 @@ class WorkerHealth:
     def ejected(
         self, tenant: str, candidates: Callable[[], Sequence[WorkerSpec]], tried: Collection[str] = ()
     ) -> set[str]:
-        """Ids of the workers that should not get a request now: those none of whose ranks should.
+        """Return the ids of workers that should get no request now, because none of their ranks should.
 
         Args:
             tenant: Whose request.
@@ -168,7 +168,7 @@ class WorkerHealth:
         return [w for w in workers if w.http_endpoint and not w.draining and w.worker_id not in out]
 
     def well_first(self, tenant: str, some: Iterable[WorkerSpec], among: Sequence[WorkerSpec]) -> list[WorkerSpec]:
-        """Workers in their order, but those that are left out at the end.
+        """Return the workers in their order, with ejected ones at the end.
 
         Args:
             tenant: Whose request.

@@ -39,7 +39,7 @@ BODY_BYTES = 64 * 1024
 
 
 class Outputs(Protocol):
-    """What is known of workers' outputs: `Observations`."""
+    """Outputs of workers, as observed: `Observations`."""
 
     def has_output_within(self, spec: WorkerSpec, seconds: float) -> bool:
         """Tell whether a worker has put out anything within that many seconds."""

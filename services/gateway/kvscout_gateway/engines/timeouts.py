@@ -33,7 +33,7 @@ class Liveness:
     """Liveness of one worker rank, as all requests of this gateway observe it."""
 
     beat_at: float = float("-inf")
-    """When it last put out something for a request that has ended, on the loop's clock."""
+    """Time of its last output for a request that has ended, on the loop's clock."""
     prefilling: dict[SilenceWatch, int] = field(default_factory=dict)
     """Tokens that it has to compute for each request without a first token, in the order in which they came."""
     decoding: set[SilenceWatch] = field(default_factory=set)
@@ -230,7 +230,7 @@ class SilenceWatch:
         return min(max(since, self._liveness.last_beat()) + self.seconds, since + at_most)
 
     def left(self, now: float) -> float:
-        """Seconds until then; 0 or less = it hangs. Others of the worker rank are looked at only if it matters."""
+        """Return the seconds until then; 0 or less = it hangs. Look at others of the rank only if it matters."""
         if self.lost:
             return 0.0
         left = self._since + self._seconds - now
@@ -286,7 +286,7 @@ class Bounded:
                 raise TimeoutError from error
 
     def end(self) -> None:
-        """Nothing will be awaited any more. A second call does nothing."""
+        """Stop waiting. A second call does nothing."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

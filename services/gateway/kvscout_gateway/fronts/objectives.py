@@ -18,7 +18,7 @@ MAX_PRIORITY: Final = 2**31 - 1
 
 
 class Objective(NamedTuple):
-    """What requests of one name get."""
+    """Priority and targets of requests that name this objective."""
 
     priority: int = 0
     """In the queue, higher first; below 0, requests may be shed."""

@@ -22,7 +22,7 @@ from kvscout_common.http.json_fields import Fields
 from kvscout_gateway.values.session import Session
 
 MAX_NAME_CHARACTERS: Final = 1024
-"""Of what a client says, as much counts as has room here."""
+"""Characters of a client's name that are used; further ones are ignored."""
 MAX_FIELD_BYTES: Final = 8 * MAX_NAME_CHARACTERS
 """A longer field of a body names no session."""
 PREVIOUS_RESPONSE: Final = "previous-response"

@@ -17,7 +17,7 @@ LARGER: Final = (1.25, 1.5, 2.0, 4.0)
 
 
 class Loss(StrEnum):
-    """Why prompt tokens were not cached; from the top of the ladder to its bottom."""
+    """Reason why prompt tokens were not cached; from the top of the ladder to its bottom."""
 
     NEVER_SEEN = "never_seen"
     OTHER_NAME = "other_name"
@@ -39,13 +39,13 @@ class Counts:
     usable: int = 0
     """Complete blocks that an engine may report as cached."""
     held: int = 0
-    """Of these, the longest overlap with any worker."""
+    """Longest overlap of these with any worker, in tokens."""
     predicted: int = 0
     """Overlap with the worker that was chosen."""
     moved: int = 0
     """Held by another worker than the policy chose."""
     saved_seconds: float = 0.0
-    """That those saved who were moved, as the policy estimates."""
+    """Seconds saved by moved requests, as estimated by the policy."""
     not_placed: int = 0
     """Lost where the policy had no choice."""
     other_tokens: int = 0

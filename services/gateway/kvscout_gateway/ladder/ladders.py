@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SPAN_SECONDS: Final = 60
 """A window is a number of these."""
 WINDOW_SECONDS: Final = 300
-"""Of metrics, and unless another one is asked for."""
+"""Window of metrics, and default window of queries."""
 MAX_WINDOW_SECONDS: Final = 3_600
 MAX_SAMPLERS: Final = 32
 """Beyond it the one that was not used for longest is dropped: its model begins anew."""
@@ -46,7 +46,7 @@ class SessionClass(StrEnum):
 
 
 class Key(NamedTuple):
-    """What is counted together."""
+    """Key of a count."""
 
     tenant: str
     model: str

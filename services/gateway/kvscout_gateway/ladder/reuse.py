@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Protocol
 from kvscout_common.hashing import native_module
 
 MAX_SAMPLES: Final = 16_384
-"""Of a sampler: about 2 MB."""
+"""Maximum number of samples per sampler: about 2 MB."""
 
 
 class Reuse(NamedTuple):

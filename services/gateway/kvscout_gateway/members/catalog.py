@@ -36,9 +36,9 @@ class Caches(NamedTuple):
 
     workers: int
     blocks: int
-    """Of all ranks together; 0 = unknown."""
+    """Blocks of all ranks together; 0 = unknown."""
     smallest: int
-    """Of the smallest; 0 = unknown."""
+    """Blocks of the smallest rank; 0 = unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Serving:
     longest_prompt: int | None = None
     """Tokens that the largest cache of a rank holds; None = some worker's size is unknown."""
     caches: Mapping[Geometry, Caches] = field(default_factory=dict)
-    """Of the workers that compute prompts."""
+    """Caches of the workers that compute prompts."""
     ranks: Mapping[Geometry, RankSet] = field(default_factory=dict)
-    """Of all workers."""
+    """Ranks of all workers."""
     target: Target | None = None
     """The model, without an adapter; None = nobody serves it."""
 

@@ -59,7 +59,7 @@ class Peer(NamedTuple):
     lease_seconds: int
     source: Source
     listed_at: float
-    """When its list was requested, on the gateway's clock."""
+    """Time when its list was requested, on the gateway's clock."""
 
     @property
     def registered_there(self) -> bool:

@@ -59,11 +59,11 @@ class RequestSummary(NamedTuple):
     model: str = ""
     """"" = unknown."""
     request_id: str = ""
-    """Where the log has none; "" = unknown."""
+    """Request id, if the log has none; "" = unknown."""
 
 
 class FailureKind(NamedTuple):
-    """What is counted together."""
+    """Key of a count."""
 
     cause: Cause
     answered: bool

@@ -47,7 +47,7 @@ class Timeline(NamedTuple):
     """A request that has ended."""
 
     at: float
-    """When it came, in seconds since the Unix epoch."""
+    """Time of arrival, in seconds since the Unix epoch."""
     request_id: str
     model: str
     outcome: str
@@ -58,7 +58,7 @@ class Timeline(NamedTuple):
 
 
 class PromptPrefix(NamedTuple):
-    """What a prompt begins with."""
+    """Beginning of a prompt."""
 
     tenant: str
     model: str

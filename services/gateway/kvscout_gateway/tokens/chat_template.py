@@ -156,7 +156,7 @@ class _Compiled:
         self._knows_developers = "developer" in {node.value for node in tree.find_all(nodes.Const)}
 
     def shown(self, messages: Any) -> list[dict[str, Any]]:
-        """Messages as the template reads them.
+        """Return messages in the form that the template reads.
 
         Raises:
             NotText: As `conversation`.

@@ -47,7 +47,7 @@ class NotOnlyText(NotText):
 
 
 class TemplateTraits(NamedTuple):
-    """What a model's chat template does, as vLLM finds out by trying it."""
+    """Traits of a model's chat template, as vLLM detects them by trying it."""
 
     merges_system: bool = False
     """It refuses a system message that is not the first: vLLM puts the text of all of them into the first."""

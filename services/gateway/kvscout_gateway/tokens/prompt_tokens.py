@@ -24,7 +24,7 @@ CHAT: Final = "chat"
 
 
 class LateTokens(NamedTuple):
-    """What is counted together of prompts whose tokens a source did not have in time."""
+    """Key of a count of prompts whose tokens a source did not have in time."""
 
     source: str
     tenant: str

@@ -47,7 +47,7 @@ class Call(NamedTuple):
     read: Callable[[bytes], Rendered]
     """Reads the answer; raises Unavailable."""
     digest: str
-    """Of path and body."""
+    """Digest of path and body."""
 
     @classmethod
     def of(cls, path: str, body: bytes, read: Callable[[bytes], Rendered]) -> Call:

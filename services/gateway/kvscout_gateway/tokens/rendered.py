@@ -19,7 +19,7 @@ TOKEN_BYTES: Final = 4
 
 
 class Rendered(NamedTuple):
-    """What a server makes of a prompt."""
+    """Prompt as rendered by a server."""
 
     token_ids: bytes
     """u32 each."""

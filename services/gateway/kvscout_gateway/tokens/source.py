@@ -57,11 +57,11 @@ class TokenRequest:
     size: int
     """Bytes of the body."""
     engine: EngineKind = EngineKind.VLLM
-    """What renders it: SGLang, or any other, which does as vLLM."""
+    """Engine that renders it: SGLang, or any other, which renders as vLLM does."""
     text: str = ""
     """Prompt of a completion."""
     traits: TemplateTraits | None = None
-    """Of the model's template, once a tokenizer has told them."""
+    """Traits of the model's template, once a tokenizer has reported them."""
     remote_seconds: float = 0.0
     """Time that is left for calls."""
 

@@ -33,7 +33,7 @@ class Choice(NamedTuple):
     policy_problem: str = ""
     """Policy that failed, and how: the default policy decided; "" = none did."""
     saved_seconds: float = 0.0
-    """What the worker that holds most would have cost more; 0 = it was chosen, or costs are no seconds."""
+    """Cost of the worker that holds most, minus that of this one; 0 = it was chosen, or costs are not in seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class Decision:
     session_id: int = 0
     """Session of the request, named or found by lineage; 0 = unknown."""
     degraded: tuple[str, ...] = ()
-    """Why less was known than usual, with the addresses of upstreams."""
+    """Reasons why less was known than usual, with the addresses of upstreams."""
     explanation: scheduler_pb2.Explanation | None = None
     booking: Booking | None = None
     """None for a query; its scheduler is None where none answered."""

@@ -84,7 +84,7 @@ OPENAI_RESPONSES: Final = Dialect(
 
 
 class ErrorShape(Enum):
-    """What an API's errors look like, as a whole answer and as the last event of a stream."""
+    """Shape of an API's errors, as a whole answer and as the last event of a stream."""
 
     OPENAI = auto()
     """`{"error": {"message", "type", "param", "code"}}`; in a stream the same."""

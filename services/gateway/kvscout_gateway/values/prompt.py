@@ -47,7 +47,7 @@ class TokenClass(NamedTuple):
     tools: bool
     """The requests have tools."""
     source: str
-    """Where the tokens are from."""
+    """Source of the tokens."""
 
     def __str__(self) -> str:
         return f"{self.dialect} {'with' if self.tools else 'without'} tools, by {self.source}"
@@ -67,9 +67,9 @@ class Prompt:
     cache_salt: str = ""
     mm_items: tuple[MmItem, ...] = ()
     unknown: str = ""
-    """Why neither tokens nor hashes are known, and the length is an estimate: it is placed by load alone."""
+    """Reason why neither tokens nor hashes are known: the length is an estimate, and it is placed by load alone."""
     partial: str = ""
-    """Why only the first tokens are known: it is placed by these."""
+    """Reason why only the first tokens are known: it is placed by these."""
     further_tokens: int = 0
     """Estimated tokens of the request's further prompts, or behind those that are known; only their number counts."""
     field: str = "token_ids"

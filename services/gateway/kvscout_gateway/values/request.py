@@ -160,7 +160,7 @@ class Request:
     """Name of the token by which it came; "" = the tenant has the fair share."""
     fairness_id: str = ""
     deadline: float = inf
-    """When nobody wants its output any more, on `time.monotonic`."""
+    """Time from which its output is useless, on `time.monotonic`."""
     ttft_target_seconds: float = inf
     itl_target_seconds: float = inf
     """Its own targets; inf = those of the scheduler."""
@@ -171,7 +171,7 @@ class Request:
     remote_prefill: bool = False
     """Another worker computes the prompt: none of it is charged to this one."""
     undivided: str = ""
-    """Why one worker has to compute the prompt and the output; "" = two may."""
+    """Reason why one worker has to compute prompt and output; "" = two may."""
     owned: bool = False
     """This gateway runs the request itself, and holds its booking; else a caller does, who has a lease."""
     unreported: bool = False
@@ -182,7 +182,7 @@ class Request:
     """It is on the worker that it is pinned to already, whatever that has room for: it is booked there as one that was
     not sent there now."""
     fallback_reason: str = ""
-    """Why no upstream is called, and round-robin picks the worker; "" = they are called."""
+    """Reason why no upstream is called, and round-robin picks the worker; "" = they are called."""
 
     def of_attempt(self, attempt_id: int, lease_seconds: int) -> Request:
         """Return the request of an attempt that this gateway runs itself."""

@@ -16,7 +16,7 @@ class Session(NamedTuple):
     by_lineage: bool = True
     """Schedulers look for it by the prompt where its client does not say."""
     affinity: int = 0
-    """What is kept on one worker; 0 = the request may go to any."""
+    """Hash of the value that keeps requests on one worker; 0 = the request may go to any."""
     parent_id: int = 0
     """Session of the agent whose subagent this one is; 0 = its client names none."""
 

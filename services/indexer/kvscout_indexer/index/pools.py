@@ -76,7 +76,7 @@ class Pools:
         return limited.union(self._incomplete.get(pool, ()))
 
     def set_incomplete(self, pool: PoolKey, rank: WorkerRank, incomplete: bool) -> None:
-        """Say whether the history of a rank is incomplete."""
+        """Set whether the history of a rank is incomplete."""
         ranks = self._incomplete.setdefault(pool, set())
         (ranks.add if incomplete else ranks.discard)(rank)
         if not ranks:

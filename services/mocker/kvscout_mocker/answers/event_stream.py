@@ -30,7 +30,7 @@ def break_off(http: web.Request, response: web.StreamResponse) -> web.StreamResp
 
 
 async def only_pings(http: web.Request) -> web.StreamResponse:
-    """Until the client goes away."""
+    """Send pings until the client goes away."""
     response = await begin_stream(http)
     while True:
         await response.write(b": ping\n\n")
@@ -38,10 +38,10 @@ async def only_pings(http: web.Request) -> web.StreamResponse:
 
 
 def sse(document: Document) -> bytes:
-    """One event."""
+    """Return one event as bytes."""
     return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
 
 
 def named_sse(name: str, document: Document) -> bytes:
-    """One event with a name."""
+    """Return one event with a name, as bytes."""
     return b"event: " + name.encode() + b"\n" + sse(document)

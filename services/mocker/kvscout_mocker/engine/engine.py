@@ -141,7 +141,7 @@ class Engine:
         return pulls
 
     def received(self, pull: Pull) -> None:
-        """The tokens came: the request decodes next, its last prompt token is recomputed for that."""
+        """Handle received tokens: the request decodes next, and recomputes its last prompt token for that."""
         request = pull.request
         self.counters.received_tokens += pull.tokens
         if self._arrived(request):

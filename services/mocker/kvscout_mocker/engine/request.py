@@ -13,7 +13,7 @@ from kvscout_mocker.tokens.tokenizer import RESERVED_TOKENS
 
 
 class Finish(StrEnum):
-    """Why a request got its last token, as engines say it."""
+    """Reason why a request ended, in the engines' words."""
 
     LENGTH = "length"
     STOP = "stop"

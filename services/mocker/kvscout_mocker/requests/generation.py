@@ -67,7 +67,7 @@ class Generation:
     priority: int = 0
     """Lower values go first."""
     tool_call: ToolCall | None = None
-    """What the answer calls; None: it is text."""
+    """Tool call of the answer; None: it is text."""
 
 
 def served_model(fields: Fields, config: MockerConfig) -> tuple[str, int]:

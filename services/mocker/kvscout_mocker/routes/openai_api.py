@@ -62,7 +62,7 @@ class OpenAiRoutes:
         return await self._generate(http, generation, "chatcmpl", ChatAnswer)
 
     async def embeddings(self, http: web.Request) -> web.StreamResponse:
-        """Vectors of one or several inputs."""
+        """Answer with the vectors of one or several inputs."""
         generation = parse_embedding(await json_body(http), self._config, self._tokenizer)
         await asyncio.sleep(self._config.engine.cost.step_seconds(generation.prompt_tokens, 0))
         return web.json_response(embedding_answer(generation, f"embd-{request_id(http)}", int(time.time())))

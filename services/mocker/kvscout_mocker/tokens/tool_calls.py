@@ -26,7 +26,7 @@ _IF_GIVEN = ("strict", "defer_loading")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What an answer calls."""
+    """Tool call of an answer."""
 
     name: str
     argument: str

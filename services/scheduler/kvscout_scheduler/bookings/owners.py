@@ -21,11 +21,11 @@ class Owner:
     session: int = 0
     """Number of its newest stream."""
     connected_at: float = 0.0
-    """When that stream began."""
+    """Time when that stream began."""
     opened_at: int = 0
     """When its owner opened it, microseconds since the Unix epoch by the owner's clock; 0 = it did not say."""
     gone_at: float | None = None
-    """When that stream ended; None = it is open."""
+    """Time when that stream ended; None = it is open."""
     bookings: dict[Booking, None] = field(default_factory=dict)
     """In the order in which they came; a set of objects is in that of their addresses."""
     unlisted: dict[Booking, None] = field(default_factory=dict)

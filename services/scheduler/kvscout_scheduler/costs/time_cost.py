@@ -60,7 +60,7 @@ class TimeRow(NamedTuple):
     behind: float = 0.0
     """Seconds of prefill of those behind the first."""
     due_at: float = 0.0
-    """When the first should be done."""
+    """Time when the first should be done."""
     pace: float = 1.0
     """Time of a prefill here, divided by its time in the pool."""
     used: float = 0.0

@@ -61,7 +61,7 @@ class RateSums(NamedTuple):
     prefill_seconds: float = 0.0
     prefills: float = 0.0
     prompt_tokens: float = 0.0
-    """That were computed."""
+    """Prompt tokens that were computed."""
     gap_seconds: float = 0.0
     gaps: float = 0.0
     """Between two tokens of an output."""

@@ -43,9 +43,9 @@ class Session:
 
     session_id: int
     seen: float
-    """When a request of it was last booked or ended."""
+    """Time when a request of it was last booked or ended."""
     rank: WorkerRank = NOWHERE
-    """Of its last request."""
+    """Worker rank of its last request."""
     tokens: int = 0
     """Of its last prompt, and of the output if that has ended: what the next prompt begins with, at most."""
     active: int = 0
@@ -53,9 +53,9 @@ class Session:
     pauses: PauseClass | None = None
     """Its own, with those of its class."""
     away_since: float = 0.0
-    """When it had its last answer, if nothing of it is under way."""
+    """Time of its last answer, if none of its requests runs."""
     stage: int = 0
-    """Of its pause, as of the last look."""
+    """Stage of its pause at the last update."""
     lineage: int = 0
     """Of the prompt in which it ends; with `last_block`, where it stands among the ends."""
     last_block: int = 0

@@ -60,7 +60,7 @@ class WorkerTimes:
     row: int
     """Number of its row."""
     since: float
-    """When the first of its prefills could begin."""
+    """Time when the first of its prefills could begin."""
     due_at: float
     seen: float
     prefills: dict[ActiveTimes, None] = field(default_factory=dict)

@@ -50,7 +50,7 @@ class FeatureSets:
             self._cached[feature] = found | slots if _has(spec, feature) else found & ~slots
 
     def forget(self) -> None:
-        """Others are registered now."""
+        """Forget all sets: other workers are registered now."""
         self._cached.clear()
 
 

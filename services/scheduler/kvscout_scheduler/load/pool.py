@@ -41,7 +41,7 @@ class LeavingRank(NamedTuple):
     """A rank that is not registered any more, and has requests that were booked while it was."""
 
     until: float
-    """When they end; infinite = by themselves, as the worker goes on with them."""
+    """Time when they end; infinite = by themselves, as the worker continues them."""
     taken_out: bool = False
     """True: the worker was removed; else its registration ended."""
 

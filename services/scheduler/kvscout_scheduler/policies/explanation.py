@@ -40,10 +40,10 @@ class _Row(NamedTuple):
 
     name: str
     why_not: str
-    """Why it could not be chosen; "" = it could."""
+    """Reason why it could not be chosen; "" = it could."""
     cached_tokens: int
     prefill_tokens: int
-    """Of other requests, booked there."""
+    """Prefill tokens of other requests booked there."""
     cost: float
 
 

@@ -293,9 +293,9 @@ class Formula(Enum):
     """Costs that the load computes, and finds the least of, in one call (`ActiveLoad.cheapest`)."""
 
     BLOCKS = auto()
-    """That of `costs.cost`."""
+    """The formula `costs.cost`."""
     SECONDS = auto()
-    """That of `costs.time_cost`."""
+    """The formula `costs.time_cost`."""
 
 
 class Policy(ABC):

@@ -41,7 +41,7 @@ class Flow(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What waits of a flow."""
+    """Queued requests of a flow."""
 
     flow: Flow
     waiting: int

@@ -22,7 +22,7 @@ WARNED_SECONDS: Final = 60.0
 
 
 class Shedding:
-    """What is shed, and what operators are told of it.
+    """Shedding of requests, and its warnings for operators.
 
     Args:
         settings: The policy, and the targets of the models.

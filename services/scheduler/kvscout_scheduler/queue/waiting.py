@@ -67,11 +67,11 @@ class Waiter:
     seconds: float = 1.0
     """Estimated seconds that the request takes: its cost in its fair share."""
     deadline: float = inf
-    """When its time in the queue is over, on the scheduler's clock."""
+    """Time when its time in the queue is over, on the scheduler's clock."""
     sheds: bool = False
     """It is shed then: the time is that of its target, not of its deadline."""
     joined: float = field(init=False)
-    """When this call of it came; `since` is when the first did."""
+    """Arrival of this call; `since` is the arrival of the first."""
     place: int = field(default=0, init=False)
     """Orders those of one priority and fair share: by arrival."""
     flow: Flow = field(default=Flow(), init=False)

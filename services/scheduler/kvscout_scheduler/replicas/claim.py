@@ -55,7 +55,7 @@ class Claim(NamedTuple):
     owner: OwnerName | None = None
     lease_seconds: float = 0.0
     owner_since: int = 0
-    """When the owner opened the stream on which the replica has the request, microseconds since the Unix epoch."""
+    """Time when the owner opened its stream to the replica, microseconds since the Unix epoch."""
 
     @property
     def key(self) -> RequestKey:

@@ -39,7 +39,7 @@ def priorities_of(waiting: WaitingQueues) -> dict[PoolId, int]:
 
 
 def priorities_to_proto(priorities: Mapping[PoolId, int]) -> list[replication_pb2.ReplicaLine]:
-    """Lines, for others."""
+    """Convert queues to messages for other replicas."""
     return [
         replication_pb2.ReplicaLine(
             tenant=pool.tenant, model=pool.model, role=role_to_proto(pool.role), priority=priority

@@ -33,9 +33,9 @@ class CoolDown(NamedTuple):
     """Cool-down of one rank, in microseconds since the Unix epoch; of two, the greater one holds."""
 
     cleared_at: int
-    """When its cool-downs were last ended before their time; 0 = never."""
+    """Time when its cool-downs were last ended early; 0 = never."""
     until: int
-    """When it ends; 0 = there is none."""
+    """Time when it ends; 0 = there is none."""
 
 
 NEVER = CoolDown(0, 0)

@@ -30,7 +30,7 @@ class ListPlace(NamedTuple):
 
     queued: bool
     since: float
-    """When it was booked, or began to wait, on the monotonic clock."""
+    """Time when it was booked, or began to wait, on the monotonic clock."""
     key: RequestKey
 
 

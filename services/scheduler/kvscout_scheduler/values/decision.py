@@ -41,7 +41,7 @@ class Explanation(NamedTuple):
     candidates: tuple[Candidate, ...]
     """Every worker rank of the pool, by rank."""
     summary: str = ""
-    """Why this worker and no other, in one sentence for a person."""
+    """Reason for the choice, in one sentence for a person."""
 
 
 @dataclass(slots=True)
@@ -65,4 +65,4 @@ class Decision:
     policy_problem: str = ""
     """Policy that failed, and how, in one line: `policy` decided in its place; "" = none failed."""
     saved_seconds: float = 0.0
-    """What the worker that holds most would have cost more; 0 = it was chosen, or costs are no seconds."""
+    """Cost of the worker that holds most, minus that of this one; 0 = it was chosen, or costs are not in seconds."""

@@ -10,7 +10,7 @@ from kvscout_common.errors import InvalidArgument
 
 
 class Targets(NamedTuple):
-    """What a request is to get, in seconds; inf = there is no such target."""
+    """Targets of a request, in seconds; inf = no target."""
 
     ttft_seconds: float = inf
     """To the first token, including the wait in the queue."""

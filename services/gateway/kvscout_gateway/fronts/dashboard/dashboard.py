@@ -47,7 +47,7 @@ REST: Final = 4.0
 """Pause after a look, as a multiple of its duration; never longer than an examination."""
 DECISIONS: Final = 20
 FAILURES: Final = 50
-"""Of each kind: failed, and answered all the same."""
+"""Maximum number per kind: failed, and answered although something failed."""
 
 
 class Dashboard:

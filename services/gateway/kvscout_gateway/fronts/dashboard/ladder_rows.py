@@ -12,7 +12,7 @@ from kvscout_common.plain_text import printable
 from kvscout_gateway.fronts.dashboard.numbers import finite
 
 MAX_LADDERS: Final = 64
-"""Of a window; those of most prompt tokens."""
+"""Maximum number per window; those with the most prompt tokens."""
 
 
 def ladders_document(ladders: Sequence[gateway_pb2.Ladder]) -> list[dict[str, Any]]:

@@ -51,13 +51,13 @@ def _speeds(now: Moment) -> dict[tuple[str, str, int | None], float]:
 
 class _Found(NamedTuple):
     blocks: int
-    """Of the prompt, that the chosen worker had."""
+    """Blocks of the prompt that the chosen worker held."""
     possible: int
-    """That the worker with most of them had."""
+    """Blocks of the prompt that the worker with most of them held."""
 
 
 class Possible:
-    """What was possible, by the last decisions that were watched."""
+    """Hit rate that was possible, by the last decisions that were watched."""
 
     def __init__(self) -> None:
         self._newest: scheduler_pb2.WatchDecisionsResponse | None = None

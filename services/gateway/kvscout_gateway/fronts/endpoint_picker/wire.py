@@ -230,7 +230,7 @@ def _set(headers: Mapping[str, str]) -> list[pb.HeaderValueOption]:
 
 
 def header_map(headers: pb.HeaderMap) -> dict[str, str]:
-    """Headers by their lower-case names; of several with one name, the last."""
+    """Return headers by lower-case name; of several with one name, the last."""
     return {
         header.key.lower(): header.raw_value.decode("latin-1") if header.raw_value else header.value
         for header in headers.headers
@@ -251,7 +251,7 @@ def subset_hint(request: pb.ProcessingRequest) -> tuple[str, ...] | None:
 
 
 def endpoints_in(text: str) -> tuple[str, ...]:
-    """Endpoints with commas between them."""
+    """Return the endpoints in a list with commas."""
     return tuple(endpoint.strip() for endpoint in text.split(",") if endpoint.strip())
 
 

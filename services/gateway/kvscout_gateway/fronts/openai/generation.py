@@ -29,7 +29,7 @@ MAX_READ_BYTES: Final = 64 * 1024
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 _REQUEST_ID_FIELD: Final = REQUEST_ID_HEADER.lower()
 DEGRADED_HEADER: Final = "X-Kvscout-Degraded"
-"""Why a request was placed with less knowledge than usual."""
+"""Header with the reason why a request was placed with less knowledge than usual."""
 
 
 class ClientJson:

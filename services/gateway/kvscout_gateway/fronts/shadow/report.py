@@ -17,7 +17,7 @@ MAX_HOURS: Final = 500
 
 
 class LeftOut(StrEnum):
-    """Why a request was not compared."""
+    """Reason why a request was not compared."""
 
     TOKENS = "tokens"
     """The tokens of its prompt are not known here, or are not those that the engine counted."""
@@ -96,7 +96,7 @@ class Span:
         self.unproven = Sums()
 
     def reasons(self) -> dict[str, int]:
-        """Requests that were not compared, by why."""
+        """Count the requests that were not compared, by reason."""
         counts = Counter({reason.value: count for reason, count in self.left_out.items()})
         if self.unproven.compared:
             counts[LeftOut.USAGE.value] += self.unproven.compared
@@ -104,7 +104,7 @@ class Span:
 
 
 class Hour(NamedTuple):
-    """Which."""
+    """Key of an hour of one model."""
 
     begin: int
     """Seconds since the Unix epoch."""

@@ -50,7 +50,7 @@ class ScoredRequest:
 
 
 class Scores:
-    """All that are being scored."""
+    """Requests that are being scored."""
 
     def __init__(self, context: FrontContext, report: ShadowReport) -> None:
         self._context = context

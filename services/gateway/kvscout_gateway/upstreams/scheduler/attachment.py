@@ -60,7 +60,7 @@ class _Health:
     well_since: float | None = None
     stable_seconds: float = field(default_factory=lambda: STABLE_SECONDS)
     returned_at: float = 0.0
-    """When it was last gone back to."""
+    """Time of the last return to it."""
 
 
 def owner_name() -> str:
