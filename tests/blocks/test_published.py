@@ -102,7 +102,7 @@ def test_what_is_of_another_source_or_version_is_refused(
 
 
 def test_bytes_that_are_no_message_have_no_place(reader: PublishedReader) -> None:
-    with pytest.raises(InvalidArgument, match="no message"):
+    with pytest.raises(InvalidArgument, match="not a message"):
         reader.read(b"\xff\xff")
 
 

@@ -505,5 +505,5 @@ def test_events_that_make_no_sense_are_named() -> None:
         stored_events([1] * 4, [4], [1], None, **{**given, "medium": "TAPE"})
     with pytest.raises(ValueError, match="mm_items of 2 blocks for 1 block_hashes"):
         stored_events([1] * 4, [4], [1], None, **{**given, "mm_items": (("a",), ())})
-    with pytest.raises(ValueError, match="no 64-bit hash"):
+    with pytest.raises(ValueError, match="not a 64-bit hash"):
         removed_events([2**64], medium=None)

@@ -110,7 +110,7 @@ def test_short_blocks_are_left_out_with_what_follows_them() -> None:
         ([1] * 5, [5], [1], "between 1 and block_size"),
         ([], [0], [1], "between 1 and block_size"),
         ([2**32, 1, 1, 1], [4], [1], "u32"),
-        ([1] * 4, [4], [2**64], "no 64-bit hash"),
+        ([1] * 4, [4], [2**64], "not a 64-bit hash"),
     ],
 )
 def test_what_contradicts_itself_is_refused(

@@ -60,8 +60,20 @@ TARGET_SHARE: Final = 0.95
     type=click.IntRange(min=1),
     help="Prefill workers to try, in addition to the other ranks.",
 )
-@option("--ttft-ms", default=2_000.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="Target.")
-@option("--warm-up", default=0.1, show_default=True, type=click.FloatRange(0, 1, max_open=True), help="Left out.")
+@option(
+    "--ttft-ms",
+    default=2_000.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Target of the TTFT.",
+)
+@option(
+    "--warm-up",
+    default=0.1,
+    show_default=True,
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Share of requests at the start that are left out.",
+)
 @option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -295,13 +295,13 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         "--events-port",
         type=_PORT,
         default=5557,
-        help="Rank r uses + r; 0: any free ones.",
+        help="First port; rank r uses this port + r. 0: any free ports.",
     ),
     _flag(
         "--replay-port",
         type=_PORT,
         default=5657,
-        help="Rank r uses + r; 0: any free ones.",
+        help="First port; rank r uses this port + r. 0: any free ports.",
     ),
     _flag("--topic", default="", help="First frame of every event message."),
     _flag(

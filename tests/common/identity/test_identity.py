@@ -171,7 +171,7 @@ def test_tenants_are_found_in_repeated_and_nested_messages() -> None:
         ),
         ("tokens: [{token: a, role: client, priority: -1}]", "tokens.0.priority: must be a whole number from 0"),
         ("tokens: [{token: a, role: client, priority: true}]", "tokens.0.priority: must be a whole number"),
-        ("tokens: [{token: 0123, role: admin}]", "tokens.0.token: must be text, in quotes"),
+        ("tokens: [{token: 0123, role: admin}]", "tokens.0.token: must be text: put it in quotes"),
         ("tokens: [{sha256: abc, role: admin}]", "tokens.0.sha256: must be 64 hexadecimal digits"),
         ("tokens: [", "cannot read"),
         ("tokens: [{token: a, role: admin}]\nlimits: {}", "limits: must be a list"),

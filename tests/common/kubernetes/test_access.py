@@ -114,7 +114,7 @@ def test_a_process_in_a_pod_is_known_by_its_environment(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match=r"cannot read .*namespace"):
         find_access(None, {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"})
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no pod of Kubernetes, and there is no .*kube/config"):
+    with pytest.raises(ConfigError, match=r"not in a Kubernetes pod, and there is no .*kube/config"):
         find_access(None, {})
     with pytest.raises(ConfigError, match="several files"):
         find_access(None, {"KUBECONFIG": "a:b"})
@@ -126,11 +126,11 @@ def test_a_process_in_a_pod_is_known_by_its_environment(tmp_path: Path, monkeypa
         ({}, "current-context"),
         ({"current-context": "x"}, "no context named 'x'"),
         (config("http://h") | {"clusters": 7}, "no cluster named 'c'"),
-        (config("ftp://h"), "no http"),
+        (config("ftp://h"), "not an http"),
         (config("http://u:p@h"), "must not name a user"),
         (config("http://h", user={"exec": {"command": "gke-gcloud-auth-plugin"}}), "kubectl proxy"),
         (config("http://h", {"proxy-url": "http://p"}), "proxy-url"),
-        (config("https://h", {"certificate-authority-data": "%%%"}), "no base64"),
+        (config("https://h", {"certificate-authority-data": "%%%"}), "not base64"),
         (config("https://h", {"certificate-authority": "missing.pem"}), "cannot read"),
         (config("https://h", {"certificate-authority-data": base64.b64encode(b"x").decode()}), "PEM"),
     ],

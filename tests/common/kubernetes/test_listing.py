@@ -185,7 +185,7 @@ async def test_retry_after_is_waited_for_and_bounded(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"<html>", "no JSON"),
+        (b"<html>", "not a JSON object"),
         (b"[" * 100_000, "lists and objects within one another"),
         (b"[]", "no object"),
         (b'{"items": 7, "metadata": {"resourceVersion": "1"}}', "no list"),
@@ -215,7 +215,7 @@ async def test_a_hostile_list_is_refused(body: bytes, words: str) -> None:
     ("lines", "words"),
     [
         (b"x" * 5_000_000, "more than 4,194,304 bytes"),
-        (b"not json\n", "no JSON"),
+        (b"not json\n", "not a JSON object"),
         (b'{"type": "ADDED"}\n', "without an object"),
         (b'{"type": "ERROR", "object": {"code": 500, "message": "etcd is gone"}}\n', "etcd is gone"),
     ],

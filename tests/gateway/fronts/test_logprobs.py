@@ -85,5 +85,5 @@ async def test_tokens_past_the_end_have_none_either() -> None:
 async def test_nonsense_is_a_failure_of_the_engine(logprobs: Any) -> None:
     with pytest.raises(EngineFailed, match="log probabilities that are none"):
         await run(OPENAI, event({"choices": [{"token_ids": [1], "logprobs": logprobs}]}))
-    with pytest.raises(EngineFailed, match="no completion chunk"):
+    with pytest.raises(EngineFailed, match="not a completion chunk"):
         await run(OPENAI, b"data: {\n")
