@@ -105,7 +105,7 @@ FIRST = (
 @option(
     "--trace",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Replay a trace in Mooncake's format instead of a workload.",
+    help="A trace in Mooncake's format instead.",
 )
 @option("--requests", type=_COUNT, help=f"Approximate number.  [default: {REQUESTS}; of a trace, all]")
 @option(
@@ -127,7 +127,7 @@ FIRST = (
     "--prefill-workers",
     type=click.IntRange(min=0),
     default=0,
-    help="Number of prefill workers; the --workers then only decode.",
+    help="Further workers, for prefill only.",
 )
 @option("--rate", "rates", type=_POSITIVE, multiple=True, help="Flows per second; may be repeated.")
 @option(
@@ -156,7 +156,7 @@ FIRST = (
     "--engine",
     "engine_name",
     type=click.Choice(list(ENGINES)),
-    help="Profile of a model on accelerators, instead of the step times below.",
+    help="Profile of a model on accelerators.",
 )
 @option("--max-num-batched-tokens", type=_COUNT, default=8_192, show_default=True, help="Tokens of a step.")
 @option("--max-num-seqs", type=_COUNT, default=256, show_default=True, help="Requests of a batch.")
@@ -219,7 +219,7 @@ FIRST = (
     type=_COUNT,
     multiple=True,
     default=(1,),
-    help="Replicas of the scheduler; gateways are distributed over them; may be repeated.  [default: 1]",
+    help="Replicas of the scheduler; may be repeated.  [default: 1]",
 )
 @option("--event-ms", type=_TIME, default=Latencies().event_ms, show_default=True, help="Delay of KV events.")
 @option(
@@ -266,7 +266,7 @@ FIRST = (
 @option(
     "--matrix",
     is_flag=True,
-    help="Instead, run named cells; only --policy, --seeds, --trace and options that mention --matrix apply.",
+    help="Instead, run named cells; of other options --policy, --seeds, --trace apply.",
 )
 @option(
     "--cells",
@@ -297,7 +297,7 @@ FIRST = (
     "--plot",
     "plot_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw TTFT to this .png or .svg file; needs the extra lab.",
+    help="Draw TTFT to a .png or .svg; needs the extra lab.",
 )
 def command(**options: Any) -> None:
     """Compare policies on a simulated cluster, much faster than real time.
