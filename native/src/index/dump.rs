@@ -124,7 +124,10 @@ fn check_windows(dump: &WorkerDump) -> Result<(), LoadError> {
     }
     for (position, group) in dump.windows.iter().enumerate() {
         if !dump.groups.contains(&(group.number, false)) {
-            return contradiction(format!("windows.{position}"), "must be a known group other than full attention");
+            return contradiction(
+                format!("windows.{position}"),
+                "must be a known group other than full attention",
+            );
         }
         if group.window == 0 || group.block_size == 0 {
             return contradiction(format!("windows.{position}"), "has no tokens");
