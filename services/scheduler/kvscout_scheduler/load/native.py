@@ -62,6 +62,8 @@ class NativeLoad:
         self.remove = core.remove
         self.shared = core.shared
         self._score, self._cheapest = core.score, core.cheapest
+        self._arrangement: tuple[Mapping[tuple[str, int], int], Sequence[int]] | None = None
+        """Last one that the extension does not have yet: a fleet registers worker by worker."""
 
     @property
     def requests(self) -> list[int]:
@@ -85,10 +87,16 @@ class NativeLoad:
         return int.from_bytes(self._core.full(), "little")
 
     def arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
+        self._arrangement = slot_of, order
+
+    def _arrange(self, slot_of: Mapping[tuple[str, int], int], order: Sequence[int]) -> None:
         ranks = {slot: rank for rank, slot in slot_of.items()}
         self._core.arrange([(*ranks[slot], slot) for slot in order])
+        self._arrangement = None
 
     def score(self, question: ScoreInputs, overlaps: AnyOverlaps, slots: int | None) -> NativeScores:
+        if self._arrangement is not None:
+            self._arrange(*self._arrangement)
         return NativeScores(self._score(question, _native(overlaps), None if slots is None else packed(slots)))
 
     def cheapest(
@@ -100,6 +108,8 @@ class NativeLoad:
         home: int,
         draw: Draw,
     ) -> Cheapest:
+        if self._arrangement is not None:
+            self._arrange(*self._arrangement)
         members = None if slots is None else packed(slots)
         return self._cheapest(question, _native(overlaps), members, times, home, draw)
 

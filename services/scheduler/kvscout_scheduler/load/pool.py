@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -313,8 +314,12 @@ class Pool:
         self.reported_at.pop(slot, None)
 
     def _registered(self, spec: WorkerSpec) -> None:
+        is_new = spec.worker_id not in self.slots_of
         self._describe(spec)
-        self._reorder()
+        if is_new:
+            self._insert(spec)
+        else:
+            self._reorder()
 
     def _describe(self, spec: WorkerSpec) -> None:
         """Take what a registration says of ranks that are here."""
@@ -333,6 +338,17 @@ class Pool:
     def _first_rates(self) -> Rates:
         return first_rates(self.specs[slot] for slot in self.order)
 
+    def _insert(self, spec: WorkerSpec) -> None:
+        """Give the ranks of a new worker, which follow one another, their places: a fleet registers one by one."""
+        slots = self.slots(spec)
+        place = bisect_left(self.order, spec.ranks[0], key=self.ranks.__getitem__)
+        self.order = [*self.order[:place], *slots, *self.order[place:]]
+        self.slots_of[spec.worker_id] = slots
+        members, block_format = slot_set(slots), _block_format(spec)
+        self.formats[block_format] = self.formats.get(block_format, 0) | members
+        self.everyone |= members
+        self._reordered()
+
     def _reorder(self) -> None:
         self.order = [self.slot_of[rank] for rank in sorted(self.slot_of)]
         formats: dict[BlockFormat, list[int]] = {}
@@ -342,6 +358,9 @@ class Pool:
             self.slots_of.setdefault(self.ranks[slot].worker_id, []).append(slot)
         self.formats = {block_format: large_slot_set(slots, len(self.ranks)) for block_format, slots in formats.items()}
         self.everyone = large_slot_set(self.order, len(self.ranks))
+        self._reordered()
+
+    def _reordered(self) -> None:
         self._features.forget()
         self.places = tuple(self.ranks)
         self.times.workers_changed()
