@@ -126,17 +126,8 @@ def our_stack(engines: list[str], flags: Sequence[str], transport: str, *, embed
         transport: As of `--rpc-transport`.
         embedded: All in one process.
     """
-    workers = [
-        {
-            "worker_id": f"engine-{number}",
-            "model": MODEL,
-            "block_size": BLOCK_SIZE,
-            "http_endpoint": f"http://{address}",
-        }
-        for number, address in enumerate(engines)
-    ]
     with ExitStack() as started:
-        from_file = "--workers-file", _json_file(started, {"workers": workers})
+        from_file = "--workers-file", workers_file(started, engines)
         processes: dict[str, MeasuredProcess] = {}
         if embedded:
             carried = ("--rpc-transport", transport, "--log-level", "error")
@@ -152,6 +143,20 @@ def our_stack(engines: list[str], flags: Sequence[str], transport: str, *, embed
             _, proxy = start_envoy(started, engines, f"127.0.0.1:{port}")
         fronts = gateway.address, gateway.http_address, proxy
         return Stack(processes, started.pop_all(), *fronts)
+
+
+def workers_file(running: ExitStack, engines: Iterable[str]) -> str:
+    """Return the path of a workers file with the engines at some addresses."""
+    workers = [
+        {
+            "worker_id": f"engine-{number}",
+            "model": MODEL,
+            "block_size": BLOCK_SIZE,
+            "http_endpoint": f"http://{address}",
+        }
+        for number, address in enumerate(engines)
+    ]
+    return _json_file(running, {"workers": workers})
 
 
 def answers(address: str) -> bool:
@@ -185,14 +190,21 @@ def router(engines: list[str], flags: Sequence[str], name: str) -> Stack:
     Raises:
         DriverFailed: It cannot be installed or started.
     """
+    with ExitStack() as started:
+        process, address = start_router(started, engines, name, ("--policy", "cache_aware"))
+        return Stack({name: process}, started.pop_all(), http_address=address, text_only=name != "vllm-router")
+
+
+def start_router(
+    running: ExitStack, engines: Iterable[str], name: str, flags: Sequence[str]
+) -> tuple[MeasuredProcess, str]:
+    """Start SGLang's or vLLM's router before engines; return it and its address. Errors as of `router`."""
     folder, port = wheel_venv(ROUTERS[name]).parent, free_port()
     # The first two are one program, whose older release has this name, too.
     command = [str(folder / "vllm-router")] if name == "vllm-router" else [str(folder / "smg"), "launch"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *(f"http://{at}" for at in engines)]
-    command += ["--policy", "cache_aware", "--prometheus-port", str(free_port()), "--log-level", "error"]
-    with ExitStack() as started:
-        process, address = start_proxy(started, command, port)
-        return Stack({name: process}, started.pop_all(), http_address=address, text_only=name != "vllm-router")
+    command += ["--prometheus-port", str(free_port()), "--log-level", "error", *flags]
+    return start_proxy(running, command, port)
 
 
 def envoy(engines: list[str], flags: Sequence[str]) -> Stack:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeAlias
 
-from kvscout_bench.gateway_stack import ROUTERS, answers, start_envoy, start_proxy, until_attached
-from kvscout_bench.peer import wheel_venv
+from kvscout_bench.gateway_stack import answers, start_envoy, start_router, until_attached, workers_file
 from kvscout_bench.router_cells import BLOCK_SIZE
 from kvscout_bench.service_process import (
     MODEL,
@@ -23,7 +18,6 @@ from kvscout_bench.service_process import (
     MeasuredProcess,
     ReadyProcess,
     ServiceProcess,
-    free_port,
     until,
 )
 from kvscout_lab.real_time.apis import Api, Completions
@@ -76,7 +70,7 @@ def services(engines: Sequence[Engine], count: int, running: ExitStack) -> Route
     indexer = running.enter_context(IndexerProcess(*carried))
     scheduler = running.enter_context(ServiceProcess("scheduler", *carried))
     upstreams = ("--indexer", indexer.address, "--scheduler", scheduler.address)
-    workers = ("--workers-file", _workers_file(engines, running))
+    workers = ("--workers-file", workers_file(running, [engine.address for engine in engines]))
     gateways = _start(
         count, running, lambda: ServiceProcess("gateway", "--http-port", "0", *upstreams, *workers, *carried)
     )
@@ -88,7 +82,7 @@ def services(engines: Sequence[Engine], count: int, running: ExitStack) -> Route
 
 def serve(engines: Sequence[Engine], count: int, running: ExitStack) -> Routers:
     """Start `count` processes of `kvscout serve`, each for itself."""
-    workers = ("--workers-file", _workers_file(engines, running))
+    workers = ("--workers-file", workers_file(running, [engine.address for engine in engines]))
     flags = ("--http-port", "0", "--log-level", "error", *workers)
     processes = _start(count, running, lambda: ServiceProcess("serve", *flags))
     for process in processes:
@@ -100,23 +94,6 @@ def _start(count: int, running: ExitStack, start: Callable[[], ServiceProcess]) 
     with ThreadPoolExecutor() as starting:
         started = [starting.submit(start) for _ in range(count)]
     return [running.enter_context(process.result()) for process in started]
-
-
-def _workers_file(engines: Sequence[Engine], running: ExitStack) -> str:
-    workers = [
-        {
-            "worker_id": f"engine-{number}",
-            "model": MODEL,
-            "block_size": BLOCK_SIZE,
-            "http_endpoint": f"http://{engine.address}",
-        }
-        for number, engine in enumerate(engines)
-    ]
-    folder = Path(tempfile.mkdtemp(prefix="kvscout-bench-"))
-    running.callback(shutil.rmtree, folder)
-    file = folder / "workers.json"
-    file.write_text(json.dumps({"workers": workers}))
-    return str(file)
 
 
 def wheel(
@@ -133,24 +110,15 @@ def wheel(
         engines: Before which it is put.
         count: Number of processes.
         running: Ends them.
-        name: One of `ROUTERS`.
+        name: One of `gateway_stack.ROUTERS`.
         flags: Further flags, by the engines.
 
     Raises:
         DriverFailed: It cannot be installed or started.
     """
-    folder = wheel_venv(ROUTERS[name]).parent
-    program = [str(folder / "vllm-router")] if name == VLLM_ROUTER else [str(folder / "smg"), "launch"]
-    processes, addresses = [], []
-    for _ in range(count):
-        port = free_port()
-        command = [*program, "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
-        command += ["--worker-urls", *(f"http://{engine.address}" for engine in engines)]
-        command += ["--prometheus-port", str(free_port()), *flags(engines)]
-        process, address = start_proxy(running, command, port)
-        processes.append(process)
-        addresses.append(address)
-    return Routers(processes, addresses)
+    addresses = [engine.address for engine in engines]
+    started = [start_router(running, addresses, name, flags(engines)) for _ in range(count)]
+    return Routers([process for process, _ in started], [address for _, address in started])
 
 
 def _by_policy(policy: str) -> Callable[[Sequence[Engine]], Sequence[str]]:
