@@ -29,7 +29,7 @@ static QUERIES: LazyLock<Queries> = LazyLock::new(|| {
         index.apply(name(worker), &batch, 0, None);
     }
     let queries = Queries::default();
-    queries.set_pool("default", "m", 4, false, Arc::new(index));
+    queries.set_pool(("default".into(), "m".into(), 4, false), Arc::new(index));
     queries
 });
 

@@ -6,7 +6,7 @@
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 
-use kvscout_native::rpc::{Address, Deframer, Encoding, Event, Kind, Limits, Rpc};
+use kvscout_native::rpc::{Deframer, Encoding, Event, Kind, Limits, Rpc, Status};
 use kvscout_native_fuzz::bounded;
 use libfuzzer_sys::fuzz_target;
 
@@ -32,7 +32,13 @@ fn deframe(bytes: &[u8]) {
         let (mut deframer, mut messages) = (Deframer::new(MAX_MESSAGE, encoding), Vec::new());
         let failed = bytes
             .chunks(size)
-            .try_for_each(|piece| deframer.take(piece.to_vec().into(), |message| messages.push(message)))
+            .try_for_each(|piece| {
+                deframer.push(piece.to_vec().into());
+                while let Some(message) = deframer.next_message()? {
+                    messages.push(message);
+                }
+                Ok::<_, Status>(())
+            })
             .is_err();
         (messages, failed)
     };
@@ -68,8 +74,8 @@ fn serve(bytes: &[u8]) {
 fn call(bytes: &[u8]) {
     let mut rpc = Rpc::new(limits()).expect("an epoll");
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let address = Address::Tcp(listener.local_addr().expect("bound"));
-    let connection = rpc.connect(&address, "test".to_owned(), None).expect("it connects");
+    let address = listener.local_addr().expect("bound");
+    let connection = rpc.connect(address, "test".to_owned(), None).expect("it connects");
     let call = rpc.call(connection, "/s/Unary", &Vec::new(), None).expect("a method").expect("a connection");
     rpc.send(call, b"request");
     let (mut peer, _) = listener.accept().expect("it connects");

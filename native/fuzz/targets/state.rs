@@ -2,10 +2,13 @@
 
 #![no_main]
 
-use kvscout_native::codec::{MAX_CHUNK_BYTES, decode, decode_events, encode};
+use kvscout_native::codec::{decode, decode_events, encode};
 use kvscout_native::index::WorkerOptions;
 use kvscout_native_fuzz::{bounded, check, found, index, name, prompts};
 use libfuzzer_sys::fuzz_target;
+
+/// Most bytes of one message, as the services write them.
+const MAX_CHUNK_BYTES: usize = 512 * 1024;
 
 fuzz_target!(|bytes: &[u8]| {
     // Where the bytes are cut into two messages, the first one says.
