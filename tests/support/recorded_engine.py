@@ -18,6 +18,8 @@ from contextlib import asynccontextmanager
 import zmq
 import zmq.asyncio
 
+from support.zmq_bind import bind
+
 DEADLINE_SECONDS = 30.0
 END_OF_REPLAY = b"\xff" * 8
 SEND_HWM = 100_000
@@ -81,11 +83,11 @@ class RecordedEngine:
         if self._connects:
             self._pub.connect(self.endpoint)
         else:
-            self.endpoint = await _bind(self._pub, self.endpoint)
+            self.endpoint = bind(self._pub, self.endpoint)
         self._tasks = [asyncio.create_task(self._watch_subscriptions())]
         if self._has_replay:
             self._router = self._context.socket(zmq.ROUTER)
-            self.replay_endpoint = await _bind(self._router, self.replay_endpoint)
+            self.replay_endpoint = bind(self._router, self.replay_endpoint)
             self._tasks.append(asyncio.create_task(self._answer_replays()))
 
     async def stop(self) -> None:
@@ -164,20 +166,6 @@ class RecordedEngine:
     async def _reply(self, identity: bytes, topic: bytes, seq: bytes, payload: bytes) -> None:
         frames = [topic, seq, payload] if self._replay_topics else [seq, payload]
         await self._router.send_multipart([identity, b"", *frames])
-
-
-async def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
-    """Binds to an address, or any free port; an address that was ours a moment ago takes a moment to be free."""
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        while True:
-            try:
-                socket.bind(endpoint or "tcp://127.0.0.1:*")
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE:
-                    raise
-                await asyncio.sleep(0.01)
-            else:
-                return socket.get_string(zmq.LAST_ENDPOINT)
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import zmq
 
 from support.recorded_engine import SEND_HWM
+from support.zmq_bind import bind
 
 DEADLINE_MS = 30_000
 
@@ -28,15 +29,7 @@ class Publisher:
         if self._connects:
             self._socket.connect(self.endpoint)
             return
-        while True:
-            try:
-                self._socket.bind(self.endpoint or "tcp://127.0.0.1:*")
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE:
-                    raise
-            else:
-                break
-        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.endpoint = bind(self._socket, self.endpoint)
 
     def await_subscription(self) -> None:
         assert self._socket.poll(DEADLINE_MS), "no subscription came"
