@@ -18,7 +18,7 @@ mod events;
 mod zmtp;
 
 use std::collections::HashMap;
-use std::io::{self, BufRead};
+use std::io::{self, BufRead, ErrorKind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::thread;
@@ -67,7 +67,11 @@ fn main() -> io::Result<()> {
     let mut events = Events::with_capacity(4096);
     loop {
         let wait = process.publish();
-        poll.poll(&mut events, wait)?;
+        match poll.poll(&mut events, wait) {
+            // The process was stopped and goes on.
+            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+            other => other?,
+        }
         for event in events.iter().filter(|event| event.token() != WAKE) {
             if let Some(fleet) = &mut process.fleet {
                 fleet.ready(event.token(), poll.registry())?;
