@@ -7,6 +7,7 @@ import threading
 import msgpack
 import pytest
 import zmq
+from support.free_ports import first_of_free_ports
 from support.indexer_client import BLOCK_SIZE, local_indexer
 
 from kvscout_client.zmq_publisher import END_OF_REPLAY, ZmqKvEventPublisher, full_blocks, u64
@@ -69,10 +70,8 @@ async def test_threads_may_publish_together() -> None:
 
 
 def test_ranks_add_to_the_ports_and_a_replay_begins_where_it_is_asked_to() -> None:
-    with zmq.Context() as context, context.socket(zmq.PUB) as probe, context.socket(zmq.DEALER) as dealer:
-        base = probe.bind_to_random_port("tcp://127.0.0.1") - 1
-        probe.unbind(f"tcp://127.0.0.1:{base + 1}")
-        probe.close(0)
+    base = first_of_free_ports(2)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         with ZmqKvEventPublisher(
             "tcp://127.0.0.1:*", replay_endpoint=f"tcp://[::1]:{base}", block_size=4, dp_rank=1, buffer_steps=3
         ) as events:

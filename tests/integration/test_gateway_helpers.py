@@ -55,7 +55,7 @@ class Lasting:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lasting() -> AsyncIterator[Lasting]:
-    flags = ("--indexer-timeout-ms", "250", "--endpoint-picker-port", "0", "--shutdown-delay-seconds", "0")
+    flags = ("--endpoint-picker-port", "0", "--shutdown-delay-seconds", "0")
     async with running_stack(*flags) as stack, AsyncExitStack() as processes:
         yield Lasting(stack, processes)
 

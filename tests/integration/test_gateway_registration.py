@@ -95,8 +95,8 @@ async def test_registering_updating_draining_and_removing_take_effect_everywhere
 
 async def test_leases_end_everywhere_without_keep_alive(stack: Stack) -> None:
     client = stack.client
-    await client.register(mocker_worker("leased", stack.mockers[0]), lease_seconds=2)
-    for _ in range(6):
+    await client.register(mocker_worker("leased", stack.mockers[0]), lease_seconds=5)
+    for _ in range(14):
         keep = workers_pb2.KeepAliveRequest(worker_ids=["leased", "stranger"])
         kept = await call(client.stub.KeepAlive, keep, timeout=CALL_SECONDS)
         assert list(kept.unknown_worker_ids) == ["stranger"]

@@ -64,7 +64,7 @@ async def test_a_request_id_books_until_it_is_freed(client: GatewayClient) -> No
 
 
 async def test_bookings_are_listed_and_renewed_wherever_they_are(client: GatewayClient) -> None:
-    await client.route(fresh_prompt(100), request_id="long", model="poet", pinned_worker_id="w0", lease_seconds=2)
+    await client.route(fresh_prompt(100), request_id="long", model="poet", pinned_worker_id="w0", lease_seconds=20)
     long, gone = (scheduler_pb2.RequestRef(model="poet", request_id=name) for name in ("long", "gone"))
     renewal = scheduler_pb2.RenewRequest(requests=[gone, long], lease_seconds=100)
     assert (await call(client.stub.Renew, renewal, timeout=CALL_SECONDS)).unknown == [0]
@@ -97,7 +97,7 @@ async def test_an_active_request_id_is_refused_to_another_attempt_only(client: G
 
 
 async def test_a_booking_ends_with_the_lease_that_its_caller_chose(client: GatewayClient) -> None:
-    await client.route(fresh_prompt(64), request_id="short", lease_seconds=1)
+    await client.route(fresh_prompt(64), request_id="short", lease_seconds=3)
     assert len(await client.active()) == 1
     await client.until_idle()
 

@@ -115,9 +115,7 @@ async def test_indexers_that_have_other_workers_than_the_gateway_was_told_are_na
 
 async def test_a_shard_that_dies_under_load_costs_its_own_workers_overlaps_until_it_is_back() -> None:
     async with AsyncExitStack() as processes:
-        stack = await processes.enter_async_context(
-            running_stack("--indexer-timeout-ms", "500", mockers=[()] * 3, shards=2)
-        )
+        stack = await processes.enter_async_context(running_stack(mockers=[()] * 3, shards=2))
         client = stack.client
         prompts = await cached_everywhere(stack)
         stop = asyncio.Event()

@@ -83,7 +83,7 @@ async def test_what_a_half_open_gateway_has_booked_is_freed_and_an_idle_one_is_n
 async def test_a_stream_over_a_half_open_connection_ends_on_both_sides(
     directions: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    soon = {"grpc.keepalive_time_ms": 300, "grpc.keepalive_timeout_ms": 300, "grpc.http2.ping_timeout_ms": 300}
+    soon = {"grpc.keepalive_time_ms": 300, "grpc.keepalive_timeout_ms": 3000, "grpc.http2.ping_timeout_ms": 3000}
     soon["grpc.http2.min_ping_interval_without_data_ms"] = 60
     for module, name in ((channel, "CLIENT_OPTIONS"), (keepalive, "SERVER_OPTIONS")):
         options = tuple((key, soon.get(key, value)) for key, value in getattr(keepalive, name))

@@ -100,7 +100,7 @@ async def test_flags_that_are_wrong_end_it_with_2(flags: list[str], says: str) -
 async def test_bookings_and_workers_end_with_their_leases() -> None:
     async with scheduler("--worker-grace-seconds", "0") as client:
         worker = workers_pb2.Worker(worker_id="leased", model="leased", block_size=BLOCK)
-        await client.rpc("RegisterWorker", workers_pb2.RegisterWorkerRequest(worker=worker, lease_seconds=1))
+        await client.rpc("RegisterWorker", workers_pb2.RegisterWorkerRequest(worker=worker, lease_seconds=5))
         await client.book("on-the-leased-worker", model="leased")
         await client.book("short", lease_seconds=1)
         await client.book("long")

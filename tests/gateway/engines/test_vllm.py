@@ -245,7 +245,7 @@ async def test_who_stands_in_line_is_not_silent_while_others_are_served() -> Non
         response = await begin(request)
         for token in range(10):
             await send_tokens(response, token)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -253,7 +253,7 @@ async def test_who_stands_in_line_is_not_silent_while_others_are_served() -> Non
         return await (slowly(request, body) if body["prompt"] == [1] else hang(request, body))
 
     liveness = Liveness()
-    timeouts = EngineTimeouts(first_output_seconds=0.6, idle_seconds=0.6, prefill_tokens_per_second=1e9)
+    timeouts = EngineTimeouts(first_output_seconds=1.5, idle_seconds=1.5, prefill_tokens_per_second=1e9)
     async with scripted_engine(in_line) as engine, engines(timeouts) as calling:
         served = asyncio.create_task(run(calling, engine, liveness=liveness, parameters={}))
         waits = asyncio.create_task(run(calling, engine, liveness=liveness, token_ids=(2,)))

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from support.processes import eventually
+from support.processes import DEADLINE_SECONDS, eventually
 from support.worker_service import WorkerService, worker_service
 
 from kvscout.v1 import scheduler_pb2_grpc
@@ -74,7 +74,7 @@ async def _expire(registry: Registry) -> None:
 async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
     monkeypatch.setattr(member_sync, "SYNC_SECONDS", 0.05)
     monkeypatch.setattr(member_sync, "PASSED_ON_AFTER_SECONDS", 0.05)
-    monkeypatch.setattr(member_sync, "PASSED_ON_LEASE_SECONDS", 1)
+    monkeypatch.setattr(member_sync, "PASSED_ON_LEASE_SECONDS", 2)
     monkeypatch.setattr(registration, "RETRY_SECONDS", 0.05)
     async with AsyncExitStack() as stack:
         pairs = [await stack.enter_async_context(worker_service()) for _ in range(2)]
@@ -82,7 +82,7 @@ async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    await eventually(condition, deadline_seconds=5)
+    await eventually(condition)
 
 
 async def rounds(node: Node, count: int = 3) -> None:
@@ -114,7 +114,7 @@ async def test_a_thousand_workers_are_told_at_once(fleet: Fleet) -> None:
     node = fleet.node()
     for number in range(1000):
         node.registry.register(replace(A, worker_id=f"w{number}"))
-    await node.registration.flush(20)
+    await node.registration.flush(DEADLINE_SECONDS)
     assert [len(service.worker_ids) for service in fleet.services] == [1000, 1000]
 
 
@@ -137,7 +137,7 @@ async def test_a_member_that_is_away_is_told_when_it_is_back(fleet: Fleet) -> No
     node.registry.register(A)
     with pytest.raises(Unavailable, match="service 1"):
         await node.registration.flush(0.3)
-    assert fleet.services[0].worker_ids == ["a"]
+    await until(lambda: fleet.services[0].worker_ids == ["a"])
     assert node.registration.members[1].pending == 1
     await fleet.services[1].start()
     await until(lambda: fleet.services[1].worker_ids == ["a"])
@@ -198,7 +198,7 @@ async def test_a_worker_registered_with_one_member_is_known_to_the_others_as_lon
     await until(lambda: other.specs["a"] == drained)
     # Longer than the lease of what was passed on: it is renewed while it is there.
     for node in nodes:
-        await rounds(node, 12)
+        await rounds(node, 24)
     assert other.worker_ids == ["a"]
     origin.registry.remove(DEFAULT_TENANT, "a")
     await until(lambda: not other.worker_ids and not any(node.sources() for node in nodes))

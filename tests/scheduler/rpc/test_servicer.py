@@ -513,7 +513,7 @@ async def test_leases_end_unless_renewed(client: Client) -> None:
 async def test_a_booking_whose_caller_ran_out_of_time_is_taken_back(client: Client) -> None:
     client.servicer.may_answer.clear()
     with pytest.raises(DeadlineExceeded):
-        await client.rpc("SelectAndReserve", booking("r"), timeout=0.05)
+        await client.rpc("SelectAndReserve", booking("r"), timeout=1.0)
     await client.idle()
     status = await client.rpc("GetStatus", types_pb2.GetStatusRequest())
     assert dict(status.expired) == {"undelivered": 1}
