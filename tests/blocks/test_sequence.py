@@ -233,12 +233,29 @@ def test_rounds_that_bring_nothing_wait_longer_each_time_and_end_as_a_loss(drive
     driver.live(at(10))
     wait = FIRST_RETRY_SECONDS
     for _ in range(MAX_ATTEMPTS - 1):
-        assert driver.replayed(at(5), at(8)) == []
+        assert driver.replayed(at(5)) == []
+        assert driver.fail() == []
         assert driver.machine.retry_at == driver.now + wait
         assert driver.tick(driver.now + wait) == ["replay 5"]
         wait *= 2
-    assert driver.replayed(at(5), at(8)) == ["demote 6..9", "apply a10"]
+    driver.replayed(at(5))
+    assert driver.fail() == ["demote 6..9", "apply a10"]
     assert not driver.machine.replaying
+
+
+def test_what_an_engine_never_had_is_lost_with_the_first_round_that_leaves_it_out(driver: Driver) -> None:
+    driver.live(at(8))
+    assert driver.replayed(at(5), at(8), at(9)) == ["demote 6..7", "duplicate 8", "apply a8", "apply a9"]
+    assert driver.end() == []
+    assert (driver.machine.missing, driver.machine.replaying) == ("6..7", False)
+
+
+def test_what_an_engine_never_had_behind_more_that_it_has_costs_one_more_round(driver: Driver) -> None:
+    driver.reconnect()
+    assert driver.replayed(at(5), at(6), at(9)) == ["apply a6", "replay 6"]
+    assert driver.replayed(at(6), at(9), at(10), at(12)) == ["demote 7..8", "apply a9", "apply a10", "replay 10"]
+    assert driver.replayed(at(10), at(12)) == ["demote 11..11", "apply a12"]
+    assert driver.end() == []
 
 
 def test_progress_begins_the_count_of_futile_rounds_anew(driver: Driver) -> None:

@@ -2,10 +2,12 @@
 
 The engine's truth is a set of blocks that its batches add to, remove from or clear. The channel loses and repeats
 batches, sockets reconnect, the engine restarts with and without epochs, replays are answered late, in chunks or not
-at all; all but the first of their replies, and their end, may be lost. Sources with epochs may answer with their
-state, send it live, and have it asked for once more where history is incomplete; the state of a third party, of any
-age and maybe of a former life, may come before anything else. Once quiet, what the decisions applied must equal the
-truth; where history was out of reach, it must be a part of it, and say so. `KVSCOUT_SEQUENCE_SEED` reruns one sequence.
+at all; all but the first two of their replies, and their end, may be lost. Engines drop batches that nobody ever gets.
+Sources with epochs may answer with their state, send it live, and have it asked for once more where history is
+incomplete; the state of a third party, of any age and maybe of a former life, may come before anything else.
+
+Once quiet, what the decisions applied must equal the truth; where history was out of reach, it must be a part of it,
+and say so. `KVSCOUT_SEQUENCE_SEED` reruns one sequence.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class Engine:
         self.cuts: list[State] = []
         """Some of its states, of all its lives."""
         self.past: deque[Batch] = deque(maxlen=buffer)
+        self.drops = 0.0
+        """How often its queue is full: a batch has its number, and is neither sent nor replayed."""
         self.restart()
 
     def restart(self) -> None:
@@ -64,7 +68,8 @@ class Engine:
         self.truth: set[int] = set()
         self.past.clear()
 
-    def publish(self) -> Batch:
+    def publish(self) -> Batch | None:
+        """The next batch; None: it was dropped."""
         rng = self.rng
         add = frozenset(rng.sample(range(BLOCKS), rng.randint(0, 2)))
         remove = frozenset(rng.sample(range(BLOCKS), rng.randint(0, 2)))
@@ -79,6 +84,8 @@ class Engine:
             cleared=change.cleared,
         )
         self.next_id += 1
+        if batch.event_id and rng.random() < self.drops:  # at the first one a queue is empty
+            return None
         self.past.append(batch)
         if rng.random() < 0.1:
             self.cuts.append(self.state())
@@ -102,6 +109,8 @@ class World:
         """`whole`: all of the history is always at hand."""
         self.rng = rng = random.Random(seed)
         self.engine = Engine(rng, 10_000 if whole else rng.choice([5, 10_000, 10_000]), rng.random() < 0.3)
+        if not (whole or self.engine.epochs):
+            self.engine.drops = rng.choice([0.0, 0.0, 0.05])
         self.can_replay = whole or rng.random() < 0.85
         self.machine: SourceSequence[Change] = SourceSequence(can_replay=self.can_replay)
         self.applied: set[int] = set()
@@ -135,9 +144,9 @@ class World:
                     self.replay = self.through_router([*self.answer_to(first_id), None])
 
     def through_router(self, replies: list[Batch | State | None]) -> deque[Batch | State | None]:
-        """What is left of replies (None = their end): a socket that is full drops the next ones, never the first."""
-        if len(replies) > 1 and self.rng.random() < self.cuts:
-            first = self.rng.randrange(1, len(replies))
+        """What is left of replies (None = their end): a full socket drops the next ones, never the first two."""
+        if len(replies) > 2 and self.rng.random() < self.cuts:
+            first = self.rng.randrange(2, len(replies))
             del replies[first : self.rng.randint(first, len(replies))]
         return deque(replies)
 
@@ -168,7 +177,7 @@ class World:
 
     def publish(self) -> None:
         batch = self.engine.publish()
-        if self.rng.random() >= self.loss:
+        if batch is not None and self.rng.random() >= self.loss:
             self.channel.extend([batch] * (2 if self.rng.random() < 0.05 else 1))
 
     def deliver(self) -> None:
@@ -237,7 +246,7 @@ class World:
 
     def quiet(self) -> None:
         """No more loss: last batches go through and every replay is answered."""
-        self.loss = 0.0
+        self.loss = self.engine.drops = 0.0
         for _ in range(4):
             # A replay may lose its newest replies and not its end: the next batch shows that they are missing. So may
             # the one that follows when such a batch shows that the publisher had restarted.

@@ -47,13 +47,14 @@ def fault(event: Any) -> str:
     return only.reason
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
 def test_golden_payloads_of_all_releases_decode_to_the_same_events(engine: str) -> None:
     payloads = {name: bytes.fromhex(p) for name, p in GOLDEN.items() if name.startswith(engine)}
-    assert len(payloads) == {"vllm": 29, "sglang": 17}[engine]
+    assert len(payloads) == {"vllm": 29, "sglang": 17, "trtllm": 1}[engine]
     first, second = {
         "vllm": (1882140585328457242, 15284023028817948126),
         "sglang": (-3488128144981237669 + 2**64, 5674439469042975057),
+        "trtllm": (0x5E0F3D2C1B4A7988, 0xDEADBEEF41215241),
     }[engine]
     tokens = tuple(range(1, 9))
     events = (Stored((first, second), None, tokens, 4), Removed((second,)), Cleared())
@@ -107,6 +108,18 @@ def test_extra_keys_are_adapter_salt_and_multimodal_items() -> None:
     assert "extra_keys" in fault(stored_map(parent_block_hash=9, extra_keys=[["salt"]]))
     assert "extra_keys" in fault(stored_map(block_hashes=[1, 2], extra_keys=[None, ["salt"]]))
     assert "extra_keys" in fault(stored_map(extra_keys=[[b"embeds"]]))
+
+
+def test_multimodal_hashes_of_tensorrt_llm_are_items_of_their_blocks() -> None:
+    key = {"type": "mm_key", "hash": "ab" * 32, "start_offset": 1}
+    event = stored(block_hashes=[1, 2], token_ids=list(range(8)), mm_keys=[[], [key, {**key, "hash": "cd" * 32}]])
+    assert event.mm_items == ((), ("ab" * 32, "cd" * 32))
+    assert stored(mm_keys=[[]]).mm_items == stored(mm_keys=None).mm_items == ()
+    strange: list[Any] = [{}, [{}], [[1]], [[{"start_offset": 1}]]]
+    for keys in strange:
+        assert "mm_keys" in fault(stored_map(mm_keys=keys))
+    for name in (None, 7, "\ud800".encode("utf-8", "surrogatepass")):
+        assert "the hash of a multimodal item" in fault(stored_map(mm_keys=[[{"hash": name}]]))
 
 
 def test_the_salt_field_counts_on_the_first_block_only() -> None:

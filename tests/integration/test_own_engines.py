@@ -105,12 +105,13 @@ async def ask(stack: Stack, **body: Any) -> tuple[int, str, str, str]:
         )
 
 
-async def test_an_engine_with_openais_api_is_dispatched_to_and_asked_for_nothing_else() -> None:
+@pytest.mark.parametrize("kind", ["openai", "trtllm"])
+async def test_an_engine_with_openais_api_is_dispatched_to_and_asked_for_nothing_else(kind: str) -> None:
     with own_engine() as first, own_engine() as second:
         async with (
             running_stack("--http-port", "0", mockers=()) as stack,
-            publishing(stack, first, "a", engine="openai"),
-            publishing(stack, second, "b", engine="openai") as events,
+            publishing(stack, first, "a", engine=kind),
+            publishing(stack, second, "b", engine=kind) as events,
         ):
             await stack.client.until_known("a", "b")
             events.publish_stored(PROMPT, [BLOCK] * 40, list(range(1, 41)))

@@ -86,7 +86,12 @@ class Payloads:
         kind = rng.random()
         if kind < 0.6:
             tag, fields = "BlockStored", self.stored()
-            extra = {"lookahead_token_ids": self.some(rng.choice([None, [1], [5, None], [9, 8]])), "cache_salt": "s"}
+            key = {"type": "mm_key", "hash": self.some("ab" * 32), "start_offset": 1}
+            extra = {
+                "lookahead_token_ids": self.some(rng.choice([None, [1], [5, None], [9, 8]])),
+                "cache_salt": "s",
+                "mm_keys": self.some(rng.choice([None, [], [[]], [[], [self.some(key), key]]])),
+            }
         elif kind < 0.85:
             tag = "BlockRemoved"
             fields = {"block_hashes": self.some([self.hash()]), "medium": self.some(None), "group_idx": self.some(0)}

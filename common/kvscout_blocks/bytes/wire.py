@@ -1,9 +1,9 @@
-"""Engine bytes → events: the msgpack batches of vLLM and SGLang, decoded in plain Python.
+"""Engine bytes → events: the msgpack batches of vLLM, SGLang and TensorRT-LLM, decoded in plain Python.
 
 ::
 
     payload [timestamp, [event ...], rank?]  or a map of the same
-    event   [tag, field ...] (vLLM ≤ 0.23, SGLang ≤ 0.5.19)  or {"type": tag, field: value ...}
+    event   [tag, field ...] (vLLM ≤ 0.23, SGLang ≤ 0.5.19)  or {"type": tag, field: value ...} (later, TensorRT-LLM)
 
 Unknown fields are ignored, in either form, so that newer engines stay readable. An event that cannot be
 read costs itself; only a payload that is no batch, or has more than `FAULT_LIMIT` such events, costs the batch. All
@@ -169,7 +169,7 @@ def _stored(fields: Mapping[str, Any]) -> Stored:
         lora_id=lora_id or 0,
         lora_name=lora_name,
         cache_salt=salt or (_text(fields, "cache_salt") if parent is None else ""),
-        mm_items=mm_items,
+        mm_items=mm_items or _mm_keys(fields.get("mm_keys")),
         pairs=pairs,
         lookahead=(
             lookahead if pairs else _lookahead(fields.get("lookahead_token_ids"), tokens, block_size, len(hashes))
@@ -311,3 +311,17 @@ def _extra_keys(raw: Any, lora_name: str, *, first: bool) -> tuple[str, tuple[tu
                 raise _BadEvent(f"extra_keys of block {position} has {type(key).__name__} out of place")
         items.append(tuple(ids))
     return "".join(salts), tuple(items) if any(items) else ()
+
+
+def _mm_keys(raw: Any) -> tuple[tuple[str, ...], ...]:
+    """Return each block's multimodal hashes, as TensorRT-LLM sends them; a block without any has tokens only."""
+    if raw is None:
+        return ()
+    if not isinstance(raw, list):
+        raise _BadEvent("mm_keys is not an array")
+    items: list[tuple[str, ...]] = []
+    for position, keys in enumerate(raw):
+        if not isinstance(keys, list) or not all(isinstance(key, dict) and "hash" in key for key in keys):
+            raise _BadEvent(f"mm_keys of block {position} are not maps with a hash")
+        items.append(tuple(_clean(key["hash"], "the hash of a multimodal item") for key in keys))
+    return tuple(items) if any(items) else ()

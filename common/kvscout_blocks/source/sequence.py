@@ -19,9 +19,11 @@ id with a digest never seen is a new life of the engine. Every replay begins at 
 compare its digest: an engine that restarted and has overtaken `last` meanwhile is found out by it. The
 caller reads what a socket still holds before it reports that socket's reconnect.
 
-Engines drop replies that outrun their socket, and the end marker with them, but never the first: so what a round of
-replies leaves out was lost on the way, and is requested again from the last applied batch. Only a round whose *first*
-reply is above what was requested says that history is gone. A round that brought nothing new counts as a failed one.
+Engines drop replies that outrun their socket, and the end marker with them, but never the first ones, for which it has
+room: so what a round of replies leaves out was lost on the way, and is requested again from the last applied batch.
+What is missing at the *start* of a round, before its first reply or right after the one that is known, the engine does
+not have: it went from its buffer, or its queue was full and dropped it. A round without its end that brought nothing
+new counts as a failed one.
 
 With epochs a restart shows itself, an id is one batch however often it is encoded, and what is of a lower epoch than
 what was seen is old, whoever sends it.
@@ -571,7 +573,10 @@ class SourceSequence(Generic[T]):
         if self._expected() < batch.event_id:
             # Where the replay has a hole, what came live may fill it.
             self._apply_held(out, until_gap=True, below=batch.event_id)
-        return self._expected() >= batch.event_id or not (self._replay.answered and self._replay.verified)
+        if self._expected() >= batch.event_id or not (self._replay.answered and self._replay.verified):
+            return True
+        # A round of replies has room for its first ones, so that what does not follow right there is nowhere.
+        return not (self._replay.healing or self._replay.moved(self.epoch, self.last_id))
 
     def _request_again(self, now: float, out: list[Decision[T]]) -> None:
         """End an incomplete round, and request the rest: immediately if it moved the cursor, or later."""

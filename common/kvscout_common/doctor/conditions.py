@@ -212,7 +212,8 @@ EVENTS_SILENT = _error(
     "events-silent",
     "A worker serves requests, but its events do not arrive: its cached blocks are unknown.",
     "Start the engine with KV events (vLLM: --enable-prefix-caching and --kv-events-config with "
-    "enable_kv_cache_events, SGLang: --kv-events-config), using the registered topic and port.",
+    "enable_kv_cache_events, SGLang: --kv-events-config, TensorRT-LLM: kv_events_config), using the registered topic "
+    "and port.",
 )
 EVENTS_MISCONFIGURED = _error(
     "events-misconfigured",
@@ -241,7 +242,7 @@ HISTORY_INCOMPLETE = _warning(
 REPLAY_MISSING = _warning(
     "replay-missing",
     "A worker has no replay endpoint: lost events cannot be recovered.",
-    "Start vLLM with replay_endpoint in --kv-events-config, and register it.",
+    "Start the engine with replay_endpoint in its configuration of KV events, and register it.",
 )
 BLOCKS_ORPHANED = _warning(
     "blocks-orphaned",
@@ -260,6 +261,14 @@ GROUPS_UNJUDGED = _note(
     "A model has cache groups that events do not fully describe, such as state-space layers: evictions in them are "
     "not visible, so overlaps may be too long.",
     "Watch the worker's prediction error in `kvscout status`: it shows how often that happens.",
+)
+
+SCOPES_UNTOLD = _note(
+    "scopes-untold",
+    "The events of TensorRT-LLM do not say which LoRA adapter or cache salt a block belongs to: requests with one "
+    "never match, and a plain request may match a block of theirs.",
+    "Without adapters and salts nothing is wrong. With them, watch the worker's prediction error in `kvscout status`, "
+    "or run the adapters on workers of their own.",
 )
 
 # Predictions

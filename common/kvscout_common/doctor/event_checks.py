@@ -21,6 +21,7 @@ from kvscout_common.doctor.conditions import (
     RANKS_DIFFER,
     REMOVALS_LOST,
     REPLAY_MISSING,
+    SCOPES_UNTOLD,
     Condition,
 )
 from kvscout_common.doctor.missing_events import EVENTS_WITHIN_SECONDS, silence
@@ -54,6 +55,7 @@ def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
         for endpoint in engine.facts.event_endpoints
     }
     told: set[RankName] = set()
+    workers = snapshot.workers
     for service, status in snapshot.statuses(indexer_pb2.IndexerGetStatusResponse):
         for source in status.sources:
             name = source_name(source)
@@ -83,6 +85,10 @@ def check_events(snapshot: Snapshot) -> Iterator[Symptom]:
                 )
                 yield Symptom(REPLAY_MISSING, f"{where}: none is registered{hint}")
             yield from _contents(source, where)
+            worker = workers.get(name.worker)
+            if source.applied and worker is not None and worker.engine == workers_pb2.ENGINE_KIND_TRTLLM:
+                adapters = f", {len(worker.adapters)} adapters are registered" if worker.adapters else ""
+                yield Symptom(SCOPES_UNTOLD, f"{where}: {source.blocks:,} blocks{adapters}")
     for name, health in judged.items():
         if health.state == NO_EVENTS and name not in told:
             about, subject = of_worker(name.worker_id), f"worker {name.worker_id}"

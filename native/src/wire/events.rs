@@ -6,7 +6,7 @@ use crate::events::{Batch, Removed, Span, Stored};
 use crate::hashing::engine_hash_of_bytes;
 
 /// In the order of the array form; the last ones are of the map form only.
-const STORED_FIELDS: [&str; 13] = [
+const STORED_FIELDS: [&str; 14] = [
     "block_hashes",
     "parent_block_hash",
     "token_ids",
@@ -20,6 +20,7 @@ const STORED_FIELDS: [&str; 13] = [
     "kv_cache_spec_sliding_window",
     "lookahead_token_ids",
     "cache_salt",
+    "mm_keys",
 ];
 
 const STORED_ARRAY_FIELDS: usize = 11;
@@ -33,7 +34,7 @@ pub(super) fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &
     let mut seen = [false; STORED_FIELDS.len()];
     let mut kind = None;
     let mut window = Value::Nil;
-    let (mut extra_keys, mut lookahead, mut salt) = (None, None, None);
+    let (mut extra_keys, mut lookahead, mut salt, mut mm_keys) = (None, None, None, None);
     let names = match head {
         Value::Map(_) => &STORED_FIELDS[..],
         _ => &STORED_FIELDS[..STORED_ARRAY_FIELDS],
@@ -75,6 +76,10 @@ pub(super) fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &
                 salt = Some(*reader);
                 reader.skip()?;
             }
+            13 => {
+                mm_keys = Some(*reader);
+                reader.skip()?;
+            }
             _ => reader.skip()?,
         }
         Ok(())
@@ -93,6 +98,9 @@ pub(super) fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &
     }
     if let Some(mut keys) = extra_keys {
         read_extra_keys(&mut keys, &mut stored, batch)?;
+    }
+    if let (true, Some(mut keys)) = (batch.mm_items(stored.mm_items).is_empty(), mm_keys) {
+        read_mm_keys(&mut keys, &mut stored, batch)?;
     }
     if let (None, true, Some(mut salt)) = (stored.parent, stored.cache_salt.is_empty(), salt) {
         stored.cache_salt = batch.add_text(read_text(&mut salt, "cache_salt")?);
@@ -227,6 +235,36 @@ fn read_extra_keys(reader: &mut Reader<'_>, stored: &mut Stored, batch: &mut Bat
         items.push(ids);
     }
     if items.iter().any(|ids| !ids.is_empty()) {
+        stored.mm_items = batch.add_mm_items(items);
+    }
+    Ok(())
+}
+
+/// Each block's multimodal hashes, as TensorRT-LLM sends them.
+fn read_mm_keys(reader: &mut Reader<'_>, stored: &mut Stored, batch: &mut Batch) -> Read<()> {
+    if { *reader }.value()? == Value::Nil {
+        return Ok(());
+    }
+    let Some(length) = reader.elements()? else { return bad("mm_keys is not an array") };
+    let mut items: Vec<Vec<String>> = Vec::new();
+    for position in 0..length {
+        let none = || bad(format!("mm_keys of block {position} are not maps with a hash"));
+        let Some(keys) = reader.elements()? else { return none() };
+        let mut hashes = Vec::new();
+        for _ in 0..keys {
+            let head = reader.value()?;
+            let Value::Map(_) = head else { return none() };
+            let mut hash = None;
+            for_each_field(reader, head, &["hash"], |reader, _| {
+                hash = Some(text_of(read_scalar(reader)?, "the hash of a multimodal item")?.to_owned());
+                Ok(())
+            })?;
+            let Some(hash) = hash else { return none() };
+            hashes.push(hash);
+        }
+        items.push(hashes);
+    }
+    if items.iter().any(|hashes| !hashes.is_empty()) {
         stored.mm_items = batch.add_mm_items(items);
     }
     Ok(())

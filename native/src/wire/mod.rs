@@ -1,4 +1,4 @@
-//! Engine bytes → events: the msgpack batches of vLLM and SGLang, whatever their release.
+//! Engine bytes → events: the msgpack batches of vLLM, SGLang and TensorRT-LLM, whatever their release.
 //!
 //! Native backend of `decode_batch` in `kvscout_blocks.bytes.wire`, which says what the fields mean. One pass over the
 //! bytes: fields that are known are decoded where they stand, others are stepped over. An event that cannot

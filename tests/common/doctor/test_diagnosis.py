@@ -126,6 +126,19 @@ def test_cache_groups_that_cannot_be_judged_are_named_in_a_note() -> None:
     assert (finding.severity, finding.evidence) == (Severity.NOTE, ("worker w/0 at indexer i:1: groups 2, 5",))
 
 
+def test_events_that_name_neither_adapter_nor_salt_are_named_in_a_note() -> None:
+    worker = workers_pb2.Worker(worker_id="w", tenant="t", model="m", engine=workers_pb2.ENGINE_KIND_TRTLLM)
+    silent, live = source(indexer_pb2.SOURCE_STATE_WAITING), source(indexer_pb2.SOURCE_STATE_LIVE, applied=1, blocks=7)
+    knows = replace(gateway(), workers=(workers_pb2.WorkerEntry(worker=worker),))
+    assert "scopes-untold" not in found(knows, indexer(silent))
+    assert "scopes-untold" not in found(gateway(), indexer(live))
+    finding = found(knows, indexer(live))["scopes-untold"]
+    assert (finding.severity, finding.evidence) == (Severity.NOTE, ("worker w/0 at indexer i:1: 7 blocks",))
+    worker.adapters.add(name="sql")
+    knows = replace(gateway(), workers=(workers_pb2.WorkerEntry(worker=worker),))
+    assert found(knows, indexer(live))["scopes-untold"].evidence[0].endswith("7 blocks, 1 adapters are registered")
+
+
 def test_blocks_whose_parents_never_came_are_named_unless_they_are_few() -> None:
     live = source(indexer_pb2.SOURCE_STATE_LIVE, blocks=0, orphans=324)
     finding = found(gateway(), indexer(live))["blocks-orphaned"]

@@ -19,7 +19,9 @@ from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.values.prompt import Geometry, geometries
 from kvscout_gateway.values.request import Request
 
-ROUTABLE_ENGINES = frozenset({EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG, EngineKind.OPENAI})
+ROUTABLE_ENGINES = frozenset(
+    {EngineKind.VLLM, EngineKind.MOCK, EngineKind.SGLANG, EngineKind.TRTLLM, EngineKind.OPENAI}
+)
 """Engines whose HTTP API the gateway speaks; the others are for Route."""
 
 
