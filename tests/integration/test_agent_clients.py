@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 from support.gateway_stack import MODEL, Stack, fresh_prompt, running_stack
+from support.processes import eventually
 
 if TYPE_CHECKING:
     import anthropic  # loading them takes a second each, at every worker of pytest
@@ -73,13 +74,20 @@ class Placement:
     async def is_at_one_worker(self, requests: int) -> None:
         """All requests went to one worker, their cached tokens were predicted, and nothing stays booked."""
         await self._stack.client.until_idle()
-        after = await _counts(self._stack)
         none = (0, 0, 0)
-        changes = [
-            tuple(now - then for now, then in zip(counts, self._before.get(worker, none), strict=True))
-            for worker, counts in after.items()
-        ]
-        assert [change for change in changes if change != none] == [(requests, requests, 0)]
+
+        async def changes() -> list[tuple[int, ...]]:
+            since = [
+                tuple(now - then for now, then in zip(counts, self._before.get(worker, none), strict=True))
+                for worker, counts in (await _counts(self._stack)).items()
+            ]
+            return [change for change in since if change != none]
+
+        async def all_checked() -> bool:
+            return sum(change[1] for change in await changes()) >= requests
+
+        await eventually(all_checked, what="each prediction checked")
+        assert await changes() == [(requests, requests, 0)]
 
 
 async def _counts(stack: Stack) -> dict[str, tuple[int, int, int]]:
@@ -88,9 +96,10 @@ async def _counts(stack: Stack) -> dict[str, tuple[int, int, int]]:
 
 
 async def until_indexed(stack: Stack, path: str, body: dict[str, Any]) -> None:
-    """Wait until the prompt of a request is in the index, all blocks of it."""
+    """Wait until the prompt of a request is in the index, all blocks of it, and the request is no load any more."""
     _, rendered = await stack.mockers[0].post(f"{path}/render", {"model": MODEL, **body})
     await stack.client.until_indexed(rendered["token_ids"], len(rendered["token_ids"]) // 16)
+    await stack.client.until_idle()
 
 
 async def said_by_claude(claude: anthropic.AsyncAnthropic, streams: bool, asked: dict[str, Any]) -> Any:

@@ -172,7 +172,11 @@ async def test_predictions_of_agents_requests_come_true(world: World, name: str,
         prompt_tokens, _ = usage_in(sample, (await world.ask("openai", sample.api.path, body))[1])
         conversation += f" {text(40)}"
         await eventually(partial(at_least, held + prompt_tokens // 16), what="the blocks of a turn")
-    assert await world.sampled(checked) - before[0] == turns
+
+    async def all_checked() -> bool:
+        return await world.sampled(checked) - before[0] == turns
+
+    await eventually(all_checked, what="each prediction checked")
     assert await world.sampled(wrong) == before[1]
 
 

@@ -170,9 +170,13 @@ async def world(folder: Path) -> AsyncIterator[World]:
         await made.serve("untrue", prompt := fresh_prompt(64))
         await made.client.until_indexed(prompt, 4, block_size=16)
         await made.serve("untrue", prompt, ENOUGH)
+
         # One that fails is left out while there are others, to which what it fails goes.
-        for _ in range(16):
+        async def left_out() -> bool:
             await made.client.generate(fresh_prompt(32), max_tokens=1, allowed_worker_ids=["failing", "well"])
+            return any("worker failing/0 fails" in said for said in (await made.client.status()).service.warnings)
+
+        await eventually(left_out, what="the worker that fails left out")
         assert await made.complete("the quick brown fox jumps over the lazy dog " * 8) == 200
 
         async def said() -> bool:

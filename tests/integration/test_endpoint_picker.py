@@ -48,6 +48,8 @@ BY_TURNS = (200, 404, 503)
 """What is answered to a request that nobody picked for: some engines here have other models, and one is not there."""
 PORT = ("--endpoint-picker-port", "0", "--shutdown-delay-seconds", "0")
 """Of a gateway that stops at once: only the tests of that have time to wait."""
+PATIENT = ("--endpoint-picker-timeout-ms", "3500")
+"""As patient as the proxy: what is picked by turns, because this machine has no time, is not what is asked here."""
 SLOW = ("--model", "slow", "--speedup", "1", "--step-base-ms", "100")
 """Tokens come slowly enough to do something meanwhile."""
 
@@ -78,7 +80,7 @@ class World:
         """One more gateway, with the workers of models "mock" and "slow"."""
         stack = self.stack
         helpers = ("--scheduler", stack.scheduler.address, "--indexer", stack.indexer.address)
-        timeouts = ("--indexer-timeout-ms", "2000")
+        timeouts = ("--indexer-timeout-ms", "2000", "--scheduler-timeout-ms", "3000", *PATIENT)
         async with AsyncExitStack() as entered:
             gateway = await entered.enter_async_context(
                 running("kvscout_gateway.main", *helpers, *timeouts, *PORT, *flags)
@@ -115,8 +117,7 @@ def cached(body: Any) -> int:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(each_mode: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
-    # As patient as the proxy: what is picked by turns, because this machine has no time, is not what is asked here.
-    flags = (*PORT, "--endpoint-picker-sample-every", "2", "--endpoint-picker-timeout-ms", "3500")
+    flags = (*PORT, "--endpoint-picker-sample-every", "2", *PATIENT)
     async with AsyncExitStack() as entered:
         stack = await entered.enter_async_context(running_stack(*flags, mockers=((), (), SLOW)))
         scripted = await entered.enter_async_context(scripted_engine(answer))
@@ -154,6 +155,8 @@ async def test_a_prompt_goes_where_it_is_cached(world: World, envoy: Envoy) -> N
     assert (first.status, cached(first.json)) == (200, 0)
     await world.client.until_indexed(body["prompt"], 16)
     for _ in range(3):
+        # The proxy tells of the end of a request after its client has the answer.
+        await world.until_idle()
         assert cached((await envoy.post(body)).json) == 240
 
 
@@ -171,18 +174,19 @@ async def test_a_conversation_in_text_goes_where_it_is_cached(envoy: Envoy) -> N
 
 async def test_a_stream_comes_whole_and_is_booked_as_long_as_it_runs(world: World, envoy: Envoy) -> None:
     fields: dict[str, Any] = {"model": "slow", "stream": True, "stream_options": {"include_usage": True}}
+    fields["max_tokens"] = tokens = 20
     async with envoy.http.post(envoy.url + "/v1/completions", json=completion(**fields)) as response:
         assert response.status == 200
         await world.client.until_active()
         events = (await response.read()).split(b"\n\n")
     assert events[-2:] == [b"data: [DONE]", b""]
-    assert sum(b'"text"' in event for event in events) == 4
-    assert json.loads(events[-3].removeprefix(b"data: "))["usage"]["completion_tokens"] == 4
+    assert sum(b'"text"' in event for event in events) == tokens
+    assert json.loads(events[-3].removeprefix(b"data: "))["usage"]["completion_tokens"] == tokens
 
 
 async def test_prefill_is_over_at_the_first_piece_where_the_proxy_shows_it(world: World) -> None:
     async with asyncio.TaskGroup() as group:
-        group.create_task(world.envoys["full duplex"].post(completion(model="slow", stream=True, max_tokens=8)))
+        group.create_task(world.envoys["full duplex"].post(completion(model="slow", stream=True, max_tokens=30)))
 
         async def prefilled() -> bool:
             [(requests, prefill_tokens, _)] = await world.client.loads("slow")
@@ -301,7 +305,13 @@ async def test_what_names_no_model_goes_to_the_only_one_and_the_engine_judges_it
     async with AsyncExitStack() as entered:
         # Of its own: the other one knows more models.
         scheduler = await entered.enter_async_context(running("kvscout_scheduler.main"))
-        flags = ("--no-indexer", "--scheduler", scheduler.address, *PORT, "--endpoint-picker-sample-every", "0")
+        flags = (
+            *("--no-indexer", "--scheduler", scheduler.address),
+            *PORT,
+            "--endpoint-picker-sample-every",
+            "0",
+            *PATIENT,
+        )
         gateway = await entered.enter_async_context(running("kvscout_gateway.main", *flags))
         client = await entered.enter_async_context(connected(gateway, scheduler, world.stack.indexer))
         await client.register(worker)
@@ -574,8 +584,11 @@ async def test_only_the_proxy_s_subset_is_picked_from(world: World) -> None:
         before = await requests()
         for _ in range(6):
             assert (await envoy.post(completion())).status == 200
-        after = await requests()
-        assert after["w1"] - before.get("w1", 0) == 6
+
+        async def all_there() -> bool:
+            return (await requests())["w1"] - before.get("w1", 0) == 6
+
+        await eventually(all_there, what="six requests at the only worker")
         refused = await envoy.post(completion(model="slow"))
         assert refused.status == 503
         assert "the proxy allows" in refused.json["error"]["message"]
@@ -623,7 +636,7 @@ async def test_without_its_picker_the_proxy_goes_on_alone(world: World) -> None:
         begun = {mode: asyncio.Event() for mode in MODES}
 
         async def stream(mode: str) -> bytes:
-            body = completion(model="slow", stream=True, max_tokens=24)
+            body = completion(model="slow", stream=True, max_tokens=50)
             async with envoys[mode].http.post(envoys[mode].url + "/v1/completions", json=body) as response:
                 first = await response.content.readany()
                 begun[mode].set()
@@ -657,7 +670,7 @@ def closed(settings: Settings) -> None:
 @pytest.mark.services_only
 async def test_a_proxy_may_be_told_to_fail_without_its_picker(world: World) -> None:
     async with world.gateway() as (gateway, _), world.envoy(closed, gateway) as envoy:
-        body = completion(model="slow", stream=True, max_tokens=24)
+        body = completion(model="slow", stream=True, max_tokens=50)
         async with envoy.http.post(envoy.url + "/v1/completions", json=body) as under_way:
             await under_way.content.readany()
             gateway.process.kill()
@@ -670,8 +683,8 @@ async def test_a_proxy_may_be_told_to_fail_without_its_picker(world: World) -> N
 @pytest.mark.services_only
 @pytest.mark.parametrize("mode", [closed, full_duplex])
 async def test_pickers_that_are_restarted_one_after_the_other_cost_no_request(world: World, mode: Change) -> None:
-    # Ten health checks of this Envoy, whose interval is 0.1 s.
-    flags = ("--shutdown-delay-seconds", "1")
+    # Thirty health checks of this Envoy, whose interval is 0.1 s.
+    flags = ("--shutdown-delay-seconds", "3")
     statuses: Counter[int] = Counter()
     over = asyncio.Event()
 
@@ -773,7 +786,7 @@ async def test_all_requests_of_a_worker_that_dies_are_run_by_others(world: World
         envoy = await entered.enter_async_context(world.envoy(only))
         tight = await entered.enter_async_context(world.envoy(only_and_default))
         half = [
-            [asyncio.ensure_future(one.post(completion(model="dying", max_tokens=30))) for _ in range(requests)]
+            [asyncio.ensure_future(one.post(completion(model="dying", max_tokens=60))) for _ in range(requests)]
             for one in (envoy, tight)
         ]
 
@@ -862,7 +875,7 @@ async def test_more_requests_than_envoys_default_limits_are_all_picked_for(world
 async def test_a_picker_that_leaves_cuts_nothing_and_lets_the_lease_end_what_it_booked(
     world: World, mode: str, transport: str
 ) -> None:
-    flags = ("--rpc-transport", transport, "--endpoint-picker-watch", "leave", "--endpoint-picker-lease-seconds", "1")
+    flags = ("--rpc-transport", transport, "--endpoint-picker-watch", "leave", "--endpoint-picker-lease-seconds", "4")
     async with world.gateway(*flags) as (gateway, client), world.envoy(MODES[mode], gateway) as envoy:
         for _ in range(20):
             answered = await envoy.post(completion(stream=True))
@@ -913,7 +926,7 @@ async def test_the_access_log_ends_what_was_left(world: World) -> None:
 @pytest.mark.services_only
 async def test_a_gateway_that_drains_sees_its_requests_to_their_ends(world: World) -> None:
     async with world.gateway() as (gateway, client), world.envoy(full_duplex, gateway) as envoy:
-        request = asyncio.ensure_future(envoy.post(completion(model="slow", stream=True, max_tokens=8)))
+        request = asyncio.ensure_future(envoy.post(completion(model="slow", stream=True, max_tokens=30)))
         await client.until_active()
         gateway.process.terminate()
         assert (await request).body.endswith(b"data: [DONE]\n\n")

@@ -33,6 +33,7 @@ from kvscout_common.identity.client_security import PLAINTEXT
 from kvscout_common.rpc.channel import call
 
 REQUESTS = 2 * FEW
+PATIENT = ("--indexer-timeout-ms", "2000", "--scheduler-timeout-ms", "3000")
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -104,7 +105,7 @@ async def with_services(*scheduler_flags: str, environment: dict[str, str]) -> A
         scheduler = await stack.enter_async_context(
             running("kvscout_scheduler.main", *scheduler_flags, environment=environment)
         )
-        flags = ("--indexer", indexer.address, "--scheduler", scheduler.address, "--indexer-timeout-ms", "2000")
+        flags = ("--indexer", indexer.address, "--scheduler", scheduler.address, *PATIENT)
         gateway = await stack.enter_async_context(running("kvscout_gateway.main", *flags))
         yield await stack.enter_async_context(world(gateway, scheduler, indexer))
 
@@ -299,8 +300,15 @@ async def test_a_request_that_another_worker_ran_is_listed_as_answered_with_both
 
 async def refused(made: World, **request: Any) -> Failure:
     """The row of a request that is refused, the newest one."""
+    before = await made.failures(limit=1)
     await made.complete(**{"prompt": fresh_prompt(32).tolist(), **request})
-    return (await made.failures(limit=1))[0]
+
+    async def newer() -> Failure | None:
+        newest = await made.failures(limit=1)
+        return newest[0] if newest != before else None
+
+    row: Failure = await eventually(newer, what="the failure listed")
+    return row
 
 
 async def test_each_refusal_has_its_cause_and_owner() -> None:

@@ -53,7 +53,7 @@ _names = iter(f"scripted-{number}" for number in range(10_000))
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(each_mode: None) -> AsyncIterator[Stack]:
     mockers = (("--lora", "poet"), (), SLOW, ("--model", "ranks", "--dp-size", "2"))
-    timeouts = ("--engine-idle-seconds", "1", "--engine-first-output-seconds", "1")
+    timeouts = ("--engine-idle-seconds", "2", "--engine-first-output-seconds", "2")
     async with running_stack(*timeouts, mockers=mockers, relay=True) as started:
         poet, _, slow, ranks = started.mockers
         register = started.client.register
@@ -207,12 +207,13 @@ async def test_the_chosen_rank_runs_the_request(client: GatewayClient) -> None:
     for rank, prompt in enumerate(prompts):
         await client.generate(prompt, model="ranks", pinned_worker_id="w3", pinned_dp_rank=rank)
         await client.until_indexed(prompt, 4, model="ranks")
+    await client.until_idle("ranks")
     for rank, prompt in enumerate(prompts):
         got = await client.generate(prompt, model="ranks")
         assert (got.route.worker.dp_rank, got.route.overlap_blocks) == (rank, 4)
         assert got.usage is not None
         assert got.usage.cached_tokens == 48
-    await client.until_idle("ranks")
+        await client.until_idle("ranks")
 
 
 async def test_a_request_id_can_be_used_again_when_it_has_ended_not_before(
@@ -221,7 +222,7 @@ async def test_a_request_id_can_be_used_again_when_it_has_ended_not_before(
     for _ in range(3):
         assert (await client.generate([1, 2, 3], request_id="again")).request_id == "again"
         await client.until_idle()
-    first = client.start([1] * 20, model="slow", request_id="taken", max_tokens=2)
+    first = client.start([1] * 20, model="slow", request_id="taken", max_tokens=30)
     await until_running(slow)
     await failing(client.generate([1] * 20, model="slow", request_id="taken"), grpc.StatusCode.ALREADY_EXISTS, "active")
     assert len([message async for message in first]) >= 2
@@ -566,7 +567,12 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(stack: 
         await rest(running_call, got)
         assert len(got.token_ids) == 5
         assert await gateway.process.wait() == 0
-        assert not await client.active()
+        # Long before the scheduler would end them by itself, 10 s after the gateway has gone.
+        await eventually(lambda: _nothing_active(client), what="nothing booked", deadline_seconds=8)
+
+
+async def _nothing_active(client: GatewayClient) -> bool:
+    return not await client.active()
 
 
 @pytest.mark.services_only
@@ -624,7 +630,7 @@ async def test_a_scheduler_that_hangs_costs_one_request_its_timeout_not_each(
                 answer = await other.route([1, 2, 3], request_id=f"r {number}")
                 assert (answer.degraded, answer.HasField("booked"), answer.booked) == (True, True, False)
             # Reports of before are tried again a few times, nothing else.
-            assert await failures() - before < 5
+            assert await failures() - before < 10
         finally:
             scheduler.process.send_signal(signal.SIGCONT)
         await eventually(well)

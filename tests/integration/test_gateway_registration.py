@@ -208,7 +208,8 @@ async def test_a_helper_that_is_away_is_told_when_it_is_back(stack: Stack) -> No
     assert await stack.indexer.stop() == 0
     late = workers_pb2.Worker(worker_id="late", model="late", block_size=16)
     with pytest.raises(errors.Unavailable, match="not everywhere yet; retrying: indexer"):
-        await client.register(late)
+        request = workers_pb2.RegisterWorkerRequest(worker=late)
+        await call(client.stub.RegisterWorker, request, timeout=CALL_SECONDS)
     assert (await client.route([1], model="late")).worker.worker_id == "late"
     indexer = next(
         helper for helper in (await client.status()).helpers if helper.kind == gateway_pb2.HELPER_KIND_INDEXER

@@ -153,8 +153,8 @@ async def _until_cached(services: Services, mocker: MockerProcess) -> None:
 async def test_nats_may_die_and_come_back_empty(tmp_path: Path) -> None:
     async with running_services(tmp_path) as services:
         await services.register("gateway", "lasting")
-        await services.register("gateway", "dead", lease_seconds=4)
-        await services.register("indexer", "alive", lease_seconds=4)
+        await services.register("gateway", "dead", lease_seconds=10)
+        await services.register("indexer", "alive", lease_seconds=10)
         await services.until_listed("alive", "dead", "lasting")
         await services.nats.kill(signal.SIGKILL)
 
@@ -173,7 +173,7 @@ async def test_nats_may_die_and_come_back_empty(tmp_path: Path) -> None:
         async def only_the_dead_went() -> bool:
             answer = await services.rpc("scheduler", "KeepAlive", workers_pb2.KeepAliveRequest(worker_ids=["alive"]))
             if answer.unknown_worker_ids:
-                await services.register("scheduler", "alive", lease_seconds=4)
+                await services.register("scheduler", "alive", lease_seconds=10)
             listed = [set(await services.listed(service)) for service in services.stubs]
             assert all({"alive", "lasting"} <= names for names in listed), listed
             return all(names == {"alive", "lasting"} for names in listed)

@@ -64,7 +64,8 @@ async def test_a_request_is_one_trace_from_its_client_to_its_engine(transport: T
             indexer,
             scheduler,
         ):
-            helpers = ("--indexer", indexer.address, "--scheduler", scheduler.address, "--indexer-timeout-ms", "2000")
+            patience = ("--indexer-timeout-ms", "2000", "--scheduler-timeout-ms", "3000")
+            helpers = ("--indexer", indexer.address, "--scheduler", scheduler.address, *patience)
             logs = ("--log-format", "json", "--log-level", "debug")
             async with AsyncExitStack() as stack:
                 written = stack.enter_context(log.open("wb"))

@@ -22,6 +22,7 @@ from kvscout.v1 import (
     types_pb2,
     workers_pb2,
 )
+from kvscout_common import errors
 from kvscout_common.rpc.channel import call, open_channel
 from support.free_ports import free_ports
 from support.grpc_relay import Relay, relaying
@@ -29,7 +30,7 @@ from support.mocker_process import MockerProcess, running_mocker
 from support.processes import Running, eventually, running
 
 MODEL = "mock"
-CALL_SECONDS = 20.0
+CALL_SECONDS = 60.0
 in_one_process = False
 """Whether stacks have gateway, indexer and scheduler in one process; the fixture `each_mode` sets it."""
 _ids = itertools.count()
@@ -103,9 +104,19 @@ class GatewayClient:
         return answer
 
     async def register(self, worker: workers_pb2.Worker, *, lease_seconds: int = 0) -> None:
-        """Registers a worker at the gateway."""
+        """Registers a worker at the gateway, and at its helpers, for which the gateway itself waits for 2 s only."""
         request = workers_pb2.RegisterWorkerRequest(worker=worker, lease_seconds=lease_seconds)
-        await call(self.stub.RegisterWorker, request, timeout=CALL_SECONDS)
+
+        async def everywhere() -> bool:
+            try:
+                await call(self.stub.RegisterWorker, request, timeout=CALL_SECONDS)
+            except errors.Unavailable as error:
+                if "not everywhere yet" not in str(error):
+                    raise
+                return False
+            return True
+
+        await eventually(everywhere, what=f"{worker.worker_id} registered everywhere")
 
     async def status(self) -> gateway_pb2.GatewayGetStatusResponse:
         """The gateway's status."""
@@ -265,8 +276,8 @@ async def running_services(
         helpers = ["--scheduler", between.address if between else scheduler.address]
         for name, one in zip(names, indexers, strict=True):
             helpers += ["--indexer", f"{name}={one.address}" if shards > 1 else one.address]
-        # A machine that is busy with other tests must not look like an indexer that is slow.
-        timeouts = ("--indexer-timeout-ms", "2000")
+        # A machine that is busy with other tests must not look like helpers that are slow.
+        timeouts = ("--indexer-timeout-ms", "2000", "--scheduler-timeout-ms", "3000")
         gateway = await enter(running("kvscout_gateway.main", *helpers, *timeouts, *gateway_flags))
         yield Services(gateway, scheduler, indexers, between)
 
