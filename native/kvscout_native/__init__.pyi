@@ -131,6 +131,7 @@ class BlockIndex:
     def apply_payload(self, worker: _Name, payload: bytes, epoch: int, event_id: int | None) -> _Applied:
         """From an engine's bytes, without a Python object a token."""
 
+    def repeated(self, worker: _Name, block_hashes: Sequence[int] | bytes, first: int) -> int: ...
     def predict(self, worker: _Name, block_hashes: Sequence[int] | bytes, ttl_seconds: float, now: float) -> int: ...
     def find_matches(
         self, block_hashes: Sequence[int] | bytes, now: float, early_exit: bool, usable: int | None

@@ -29,7 +29,7 @@ from kvscout_blocks.index.block_index import (
 from kvscout_blocks.index.native import NativeIndex
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_common.hashing import block_hashes, native_available
-from kvscout_common.worker import PoolKey, WorkerRank
+from kvscout_common.worker import CopyMode, PoolKey, WorkerRank
 
 W0 = WorkerRank("w0", 0)
 W1 = WorkerRank("w1", 0)
@@ -807,3 +807,33 @@ def test_blocks_whose_removal_is_more_than_a_batch_may_have_are_not_found_any_mo
     assert index.incomplete() == {W0}
     apply(index, run(1, 2))
     assert device(index, 1, 2) == {W0: 2}
+
+
+def test_blocks_stored_again_without_a_removal_are_counted_from_the_first_one_asked_for(
+    index_factory: IndexFactory,
+) -> None:
+    index = new(index_factory)
+    apply(index, run(1, 2, 3, 4), run(9, parent=2))
+    assert index.repeated(W0, (1, 2, 3, 4), first=0) == 0
+    apply(index, run(1, 2), run(3, parent=2))
+    assert [index.repeated(W0, (1, 2, 3, 4, 5), first=first) for first in range(6)] == [3, 2, 1, 0, 0, 0]
+    assert index.repeated(W0, (1, 2, 9), first=0) == 2
+    assert (
+        index.repeated(W0, (), first=0) == index.repeated(W0, (7,), first=0) == index.repeated(W1, (1,), first=0) == 0
+    )
+
+
+def test_a_block_that_was_evicted_and_computed_again_is_not_repeated(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    apply(index, run(1, 2), Removed((1, 2)), run(1, 2))
+    assert index.repeated(W0, (1, 2), first=0) == 0
+    # Nor is one of two names, such as of two adapters, or one that is also on another tier.
+    apply(index, Stored((11,), local_hashes=(1,)), run(1, 2, tier=Tier.HOST), run(1, 2, tier=Tier.HOST))
+    assert index.repeated(W0, (1, 2), first=0) == 0
+
+
+def test_a_rank_whose_copies_are_not_counted_repeats_nothing(index_factory: IndexFactory) -> None:
+    index = new(index_factory)
+    index.add_worker(W0, WorkerOptions(copies=CopyMode.SET))
+    apply(index, run(1, 2), run(1, 2))
+    assert index.repeated(W0, (1, 2), first=0) == 0

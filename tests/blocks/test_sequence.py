@@ -732,3 +732,50 @@ def test_an_engine_that_restarts_again_and_again_is_not_taken_for_two() -> None:
         driver.live(at(0, str(life)), at(1, str(life)))
     assert driver.machine.misconfigured == ""
     assert driver.machine.last_id == 1
+
+
+def fenced(driver: Driver, event_id: int | None) -> list[str]:
+    return _words(driver.machine.on_fence(event_id))
+
+
+def test_after_a_fence_only_later_batches_count_and_they_come_again(driver: Driver) -> None:
+    words = fenced(driver, 2)
+    assert (words, driver.machine.last_id, driver.machine.replaying) == (["reset", "replay 2"], 2, True)
+    assert driver.replayed(at(2), at(3), at(4), at(5)) == ["apply a3", "apply a4", "apply a5"]
+    driver.end()
+    driver.live(at(6))
+    machine = driver.machine
+    assert (machine.last_id, machine.replaying, machine.history_incomplete, machine.fenced) == (6, False, True, True)
+    assert "up to 2" in machine.missing
+    machine.end_fence()
+    assert (machine.history_incomplete, machine.fenced, machine.missing) == (False, False, "")
+
+
+@pytest.mark.parametrize("event_id", [None, 5, 9])
+def test_a_fence_at_an_unknown_or_the_last_batch_counts_from_now_on(driver: Driver, event_id: int | None) -> None:
+    assert fenced(driver, event_id) == ["reset"]
+    assert (driver.machine.last_id, driver.machine.replaying) == (5, False)
+    assert driver.live(at(6)) == ["apply a6"]
+
+
+def test_without_a_replay_a_fence_counts_from_now_on(mute: Driver) -> None:
+    assert fenced(mute, 2) == ["reset"]
+    assert (mute.live(at(6)), mute.machine.fenced) == (["apply a6"], True)
+
+
+def test_a_cleared_cache_ends_a_fence(driver: Driver) -> None:
+    fenced(driver, None)
+    driver.live(at(6, cleared=True))
+    assert (driver.machine.history_incomplete, driver.machine.fenced) == (False, False)
+
+
+def test_a_fenced_source_is_not_healed_by_its_whole_history(driver: Driver) -> None:
+    fenced(driver, None)
+    assert driver.machine.on_heal() == []
+
+
+def test_a_loss_after_a_fence_is_not_ended_with_it(mute: Driver) -> None:
+    fenced(mute, None)
+    mute.live(at(9))
+    mute.machine.end_fence()
+    assert (mute.machine.history_incomplete, mute.machine.fenced) == (True, False)

@@ -264,3 +264,10 @@ async def test_a_flag_without_effect_is_mentioned_once(caplog: pytest.LogCapture
     assert [record.message for record in caplog.records] == [
         "--router-predicted-ttl has no effect with --no-kv-events: predictions last --router-ttl"
     ]
+
+
+async def test_evidence_without_a_known_finding_is_refused_by_name() -> None:
+    async with indexer(BESIDE_EVENTS) as client:
+        await client.register(SilentEngine())
+        with pytest.raises(errors.InvalidArgument, match=r"prompts\.evidence\.finding"):
+            await record(client, routed(2, evidence=indexer_pb2.CacheEvidence(cached_blocks=1)))

@@ -185,3 +185,13 @@ def test_ports_that_a_restart_left_are_read_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(BOUND_VARIABLE, "nonsense")
     with pytest.raises(ConfigError, match=BOUND_VARIABLE):
         BoundPorts.from_environment()
+
+
+async def test_a_cache_can_be_emptied_without_an_event() -> None:
+    async with running_mocker() as mocker:
+        await mocker.complete(PROMPTS[0], max_tokens=1)
+        before = await truth(mocker)
+        assert (await mocker.post("/mock/faults", {"empty_cache": True}))[0] == 200
+        after = await truth(mocker)
+        assert (after["blocks"], after["unpublished"], after["last_seq"]) == ({}, 0, before["last_seq"])
+        assert before["blocks"]

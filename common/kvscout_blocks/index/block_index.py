@@ -502,6 +502,19 @@ class BlockIndex(ABC):
         """
 
     @abstractmethod
+    def repeated(self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, first: int) -> int:
+        """Return how many of a prompt's blocks events stored on the device again, by the same name, before a removal.
+
+        An engine caches a block that it has not more often than it must. Where it computed a whole prompt again that
+        events announced, it had lost the blocks without an event.
+
+        Args:
+            worker: Whose; of one that is not known, or whose copies are not counted, the answer is 0.
+            block_hashes: Local hashes from block 0, as integers or as little-endian u64s.
+            first: The first block that counts.
+        """
+
+    @abstractmethod
     def incomplete(self) -> frozenset[WorkerRank]:
         """Return the ranks of which a limit kept blocks out (`Ignored.is_limit`): they may have more than is found.
 

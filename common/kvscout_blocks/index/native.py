@@ -93,6 +93,9 @@ class NativeIndex(BlockIndex):
     ) -> Overlaps:
         return Overlaps._make(self.core.find_matches(block_hashes, now, early_exit, usable))
 
+    def repeated(self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, first: int) -> int:
+        return self.core.repeated(worker, block_hashes, first)
+
     def incomplete(self) -> frozenset[WorkerRank]:
         return frozenset(WorkerRank(*worker) for worker in self.core.incomplete())
 

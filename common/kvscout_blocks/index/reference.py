@@ -182,6 +182,10 @@ class ReferenceIndex(BlockIndex):
     def incomplete(self) -> frozenset[WorkerRank]:
         return frozenset(rank for rank, worker in self._workers.items() if worker.incomplete)
 
+    def repeated(self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, first: int) -> int:
+        known = self._workers.get(worker)
+        return 0 if known is None else sum(map(known.is_repeated, _prefixes(block_hashes)[first:]))
+
     def predict(
         self, worker: WorkerRank, block_hashes: Sequence[int] | bytes, *, ttl_seconds: float, now: float
     ) -> int:

@@ -166,6 +166,11 @@ class Worker:
             level = min(level, max(fastest))
         return level
 
+    def is_repeated(self, node: Prefix) -> bool:
+        """Return whether one of a node's hashes has several copies on the device in one group."""
+        copies = (at for name in self.names.get(node, ()) for at in self.counts.get(name, {}).items())
+        return any(tier is Tier.DEVICE and number > 1 for (_, tier), number in copies)
+
     def held(self) -> list[Prefix]:
         """Return the nodes that are held on any tier."""
         return [node for node in self.names if self.level(node) != NOT_HELD]

@@ -87,11 +87,13 @@ class SourceSequence(Generic[T]):
         self.history_incomplete = False
         self.missing = ""
         """Missing events, for people, while `history_incomplete`."""
+        self.fenced = False
+        """History is incomplete on purpose: the cache was emptied without an event, and what came before is wrong."""
         self.misconfigured = ""
         """Reason for refusing the source: another rank, an epoch that is over, or two publishers; "" = none."""
         self.quarantined_until: float | None = None
         self.counters: Counter[str] = Counter()
-        """applied, malformed, gaps, replays, restarts, demotions, states, and one for each `DropReason`."""
+        """applied, malformed, gaps, replays, restarts, demotions, fences, states, and one for each `DropReason`."""
         self._digests: dict[int, int] = {}
         self._highest_live = -1
         self._held: HeldBatches[T] = HeldBatches()
@@ -235,6 +237,7 @@ class SourceSequence(Generic[T]):
         self._replay.verified = not second_hand or epoch > 0 or last_id is None or not self._can_replay
         self.history_incomplete = history_incomplete
         self.missing = "what came before the state that was loaded" if history_incomplete else ""
+        self.fenced = False
         if attempt is None:
             if self.replaying:
                 self._end_replay()
@@ -258,10 +261,38 @@ class SourceSequence(Generic[T]):
         A replay that fails changes nothing then, unless batch 0 has come: from there on it is one like any other.
         """
         out: list[Decision[T]] = []
-        if self.history_incomplete and self._can_replay and not (self.replaying or self._mixed):
+        # Whoever has the whole history of a fenced source has what is wrong in it, too.
+        if self.history_incomplete and self._can_replay and not (self.replaying or self._mixed or self.fenced):
             self._request(out, everything=True)
             self._replay.healing = True
         return out
+
+    def on_fence(self, event_id: int | None) -> list[Decision[T]]:
+        """Forget what is known, since the engine's cache was emptied and no event said so.
+
+        Later events count on: those after batch `event_id` are requested again where the source has them as batches;
+        otherwise those count that come from now on.
+
+        Args:
+            event_id: Last batch before the cache was emptied; None = unknown.
+        """
+        self.counters["fences"] += 1
+        out: list[Decision[T]] = [Reset("its cache was emptied without an event")]
+        self.history_incomplete = self.fenced = True
+        self.unproven_start = self._began_at_one = False
+        self.missing = f"those up to {self.last_id}: the engine's cache was emptied without an event"
+        has_batches = self._can_replay and not self._rewinds and not self.epoch
+        if has_batches and event_id is not None and self.last_id is not None and event_id < self.last_id:
+            self.missing = f"those up to {event_id}: the engine's cache was emptied without an event"
+            self.last_id = event_id
+            self._digests.clear()
+            self._request(out)
+        return out
+
+    def end_fence(self) -> None:
+        """Note that nothing from before the fence is missing."""
+        if self.fenced:
+            self._complete()
 
     def on_batch(self, batch: SequencedBatch[T], now: float) -> list[Decision[T]]:
         """Take a batch of the live channel."""
@@ -637,14 +668,14 @@ class SourceSequence(Generic[T]):
         self._replay.verified = True
 
     def _lose(self, missing: str, out: list[Decision[T]]) -> None:
-        self.history_incomplete = True
+        self.history_incomplete, self.fenced = True, False
         self.missing = missing
         if self.last_id is not None:
             self.counters["demotions"] += 1
             out.append(Demote(missing))
 
     def _complete(self) -> None:
-        self.history_incomplete = self.unproven_start = False
+        self.history_incomplete = self.unproven_start = self.fenced = False
         self.missing = ""
         self._began_at_one = False
 

@@ -45,7 +45,7 @@ TIMER_SECONDS = 0.001
 YIELD_EVERY = 32
 """Replayed batches between two iterations of the event loop."""
 RECOVERY_INTERVAL_SECONDS = 600.0
-"""A worker whose counts are impossible is recovered at most this often."""
+"""A worker whose counts are impossible is recovered at most this often, and one without its blocks is fenced."""
 UNANSWERED_SECONDS = 0.1
 """What comes live is read again where a replay whose turn came is not answered for so long."""
 SMALL_STATE_BYTES = 16 * 1024
@@ -153,6 +153,7 @@ class Source:
         self._over_capacity = False
         self._incompatible = False
         self._recovered_at: float | None = None
+        self._fenced_at: float | None = None
         self._retry_timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
@@ -221,6 +222,11 @@ class Source:
         """See `SourceInput.incomplete`."""
         return self._sequence.history_incomplete
 
+    @property
+    def fenced(self) -> bool:
+        """Return whether only events after a fence count."""
+        return self._sequence.fenced
+
     def tick(self) -> None:
         """Do what is due at a time; to be called every second or so. Retries of replays have a timer of their own."""
         now = self._clock()
@@ -258,6 +264,28 @@ class Source:
             sequence.restore(epoch=0 if any_epoch else sequence.epoch, last_id=None)
         # Without a replay the cursor stays: live batches go on from it, and what is dropped here stays missing.
         self._carry_out(sequence.on_reconnect())
+
+    def fence(self, event_id: int | None) -> bool:
+        """Let only later events count, since the engine's cache was emptied without an event; see `on_fence`.
+
+        Returns:
+            False if nothing was done: a replay runs, or the rank was fenced less than ten minutes ago.
+        """
+        now = self._clock()
+        lately = self._fenced_at is not None and now - self._fenced_at < RECOVERY_INTERVAL_SECONDS
+        if lately or self.replaying or self.sequence.last_id is None:
+            return False
+        self._fenced_at = now
+        self._carry_out(self.sequence.on_fence(event_id))
+        return True
+
+    def end_fence(self) -> None:
+        """Take the rank for complete: since it was fenced, its engine had nothing that is not known."""
+        self._gate.do(self._end_fence)
+
+    def _end_fence(self) -> None:
+        self.sequence.end_fence()
+        self._carry_out([])
 
     def on_batch(self, batch: SequencedBatch[DecodedBatch]) -> None:
         """See `SourceInput.on_batch`."""

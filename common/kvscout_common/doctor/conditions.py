@@ -239,6 +239,14 @@ HISTORY_INCOMPLETE = _warning(
     "cleared or its complete state is read. A replay endpoint, a bridge or indexer peers prevent losses; for the "
     "limits see docs/index-limits.md.",
 )
+CACHE_EMPTIED = _warning(
+    "cache-emptied",
+    "A worker's engine emptied its cache without an event: it computed prompts again that its events announced as "
+    "cached, and no event had removed them.",
+    "Blocks from before that do not count any more; the worker is complete again when its reports agree with the later "
+    "events. If it happens often, find what empties the cache (sleep mode, /reset_prefix_cache, a weight update), and "
+    "publish an event then: AllBlocksCleared.",
+)
 REPLAY_MISSING = _warning(
     "replay-missing",
     "A worker has no replay endpoint: lost events cannot be recovered.",

@@ -10,6 +10,7 @@ from kvscout.v1 import gateway_pb2, indexer_pb2, workers_pb2
 from kvscout_common.doctor.conditions import (
     BLOCK_SIZE_DIFFERS,
     BLOCKS_ORPHANED,
+    CACHE_EMPTIED,
     EVENTS_MISCONFIGURED,
     EVENTS_SILENT,
     EVENTS_UNREACHABLE,
@@ -118,6 +119,8 @@ def _served(snapshot: Snapshot) -> defaultdict[RankName, _Served]:
 def _condition(source: indexer_pb2.SourceStatus, served: _Served) -> Condition | None:
     """Return what a source's state amounts to; None = nothing is wrong with it."""
     condition = _CONDITIONS.get(source.state)
+    if condition is HISTORY_INCOMPLETE and source.fenced:
+        return CACHE_EMPTIED
     if condition is EVENTS_MISCONFIGURED and source.wrong_rank:
         return RANKS_DIFFER
     if condition is EVENTS_UNREACHABLE and source.transport in _NATS:

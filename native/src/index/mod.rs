@@ -35,6 +35,7 @@ mod presence;
 mod prompt;
 mod reach;
 mod remove;
+mod repeated;
 mod run;
 mod state;
 mod stats;

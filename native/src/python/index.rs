@@ -139,6 +139,10 @@ impl BlockIndex {
         Ok(self.index.predict(worker.get(), &local_hashes(block_hashes)?, ttl_seconds, now))
     }
 
+    fn repeated(&self, worker: Name, block_hashes: &Bound<'_, PyAny>, first: usize) -> PyResult<u64> {
+        Ok(self.index.repeated(worker.get(), &local_hashes(block_hashes)?, first))
+    }
+
     fn find_matches<'py>(
         &self,
         block_hashes: &Bound<'py, PyAny>,

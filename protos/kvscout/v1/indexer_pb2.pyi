@@ -21,6 +21,42 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _CacheFinding:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheFindingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheFinding.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_FINDING_UNSPECIFIED: _CacheFinding.ValueType  # 0
+    """Not reported."""
+    CACHE_FINDING_EMPTIED: _CacheFinding.ValueType  # 1
+    """The engine lacks what its events announced: its cache was emptied without an event. Several prompts of one worker
+    rank in one request are the evidence. The indexer compares them with the events, and fences the rank if they agree.
+    """
+    CACHE_FINDING_AGREES: _CacheFinding.ValueType  # 2
+    """Since the rank was fenced, the engine reported no more cached tokens than its later events announced: the fence
+    ends, and the rank is complete.
+    """
+    CACHE_FINDING_KEPT: _CacheFinding.ValueType  # 3
+    """The engine still has blocks from before the fence: the fence was wrong, and the rank is recovered from its source."""
+
+class CacheFinding(_CacheFinding, metaclass=_CacheFindingEnumTypeWrapper):
+    """Conclusion from the cached tokens that an engine reports."""
+
+CACHE_FINDING_UNSPECIFIED: CacheFinding.ValueType  # 0
+"""Not reported."""
+CACHE_FINDING_EMPTIED: CacheFinding.ValueType  # 1
+"""The engine lacks what its events announced: its cache was emptied without an event. Several prompts of one worker
+rank in one request are the evidence. The indexer compares them with the events, and fences the rank if they agree.
+"""
+CACHE_FINDING_AGREES: CacheFinding.ValueType  # 2
+"""Since the rank was fenced, the engine reported no more cached tokens than its later events announced: the fence
+ends, and the rank is complete.
+"""
+CACHE_FINDING_KEPT: CacheFinding.ValueType  # 3
+"""The engine still has blocks from before the fence: the fence was wrong, and the rank is recovered from its source."""
+Global___CacheFinding: _TypeAlias = CacheFinding  # noqa: Y015
+
 class _SourceState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -364,6 +400,7 @@ class RoutedPrompt(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     EAGLE_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     """Tokens per block of block_hashes, >= 1. Unset = not compared with the worker's."""
     eagle: _builtins.bool
@@ -379,6 +416,12 @@ class RoutedPrompt(_message.Message):
         block.
         """
 
+    @_builtins.property
+    def evidence(self) -> Global___CacheEvidence:
+        """What the engine reported about its cache. Set = the prompt is evidence: it predicts nothing, and is accepted even
+        if predictions are off.
+        """
+
     def __init__(
         self,
         *,
@@ -386,10 +429,11 @@ class RoutedPrompt(_message.Message):
         block_hashes: _abc.Iterable[_builtins.int] | None = ...,
         block_size: _builtins.int | None = ...,
         eagle: _builtins.bool | None = ...,
+        evidence: Global___CacheEvidence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_size", b"block_size", "eagle", b"eagle", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_size", b"block_size", "eagle", b"eagle", "evidence", b"evidence", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_hashes", b"block_hashes", "block_size", b"block_size", "eagle", b"eagle", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_block_size", b"_block_size", "_eagle", b"_eagle", "block_hashes", b"block_hashes", "block_size", b"block_size", "eagle", b"eagle", "evidence", b"evidence", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__block_size: _TypeAlias = _typing.Literal["block_size"]  # noqa: Y015
     _WhichOneofArgType__block_size: _TypeAlias = _typing.Literal["_block_size", b"_block_size"]  # noqa: Y015
@@ -401,6 +445,42 @@ class RoutedPrompt(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__eagle) -> _WhichOneofReturnType__eagle | None: ...
 
 Global___RoutedPrompt: _TypeAlias = RoutedPrompt  # noqa: Y015
+
+@_typing.final
+class CacheEvidence(_message.Message):
+    """What an engine reported about its cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINDING_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    INTACT_EVENT_ID_FIELD_NUMBER: _builtins.int
+    finding: Global___CacheFinding.ValueType
+    """Conclusion; required."""
+    cached_blocks: _builtins.int
+    """With EMPTIED: number of leading blocks that the engine had cached. It lacked all later ones of block_hashes, although
+    its events announced them.
+    """
+    intact_event_id: _builtins.int
+    """With EMPTIED: an event that was applied before the first request that missed its blocks. Later events count on.
+    Unset = unknown: only events from now on count.
+    """
+    def __init__(
+        self,
+        *,
+        finding: Global___CacheFinding.ValueType = ...,
+        cached_blocks: _builtins.int = ...,
+        intact_event_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_intact_event_id", b"_intact_event_id", "intact_event_id", b"intact_event_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_intact_event_id", b"_intact_event_id", "cached_blocks", b"cached_blocks", "finding", b"finding", "intact_event_id", b"intact_event_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__intact_event_id: _TypeAlias = _typing.Literal["intact_event_id"]  # noqa: Y015
+    _WhichOneofArgType__intact_event_id: _TypeAlias = _typing.Literal["_intact_event_id", b"_intact_event_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__intact_event_id) -> _WhichOneofReturnType__intact_event_id | None: ...
+
+Global___CacheEvidence: _TypeAlias = CacheEvidence  # noqa: Y015
 
 @_typing.final
 class RecordRoutingResponse(_message.Message):
@@ -645,6 +725,8 @@ class SourceStatus(_message.Message):
     WRONG_RANK_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
     UNJUDGED_GROUPS_FIELD_NUMBER: _builtins.int
+    FENCES_FIELD_NUMBER: _builtins.int
+    FENCED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model."""
     tenant: _builtins.str
@@ -701,6 +783,10 @@ class SourceStatus(_message.Message):
     """Batches dropped because they name another rank."""
     window_blocks: _builtins.int
     """Blocks held in cache groups with a sliding window. They can shorten overlaps, and are not counted in `blocks`."""
+    fences: _builtins.int
+    """Times that earlier events no longer counted because the engine's cache was emptied without an event."""
+    fenced: _builtins.bool
+    """True = the last of these fences has not ended: only events after it count, and the overlap is a lower bound."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRank:
         """The worker rank."""
@@ -750,10 +836,12 @@ class SourceStatus(_message.Message):
         wrong_rank: _builtins.int = ...,
         window_blocks: _builtins.int = ...,
         unjudged_groups: _abc.Iterable[_builtins.int] | None = ...,
+        fences: _builtins.int = ...,
+        fenced: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "open_seconds", b"open_seconds", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "applied", b"applied", "blocks", b"blocks", "demotions", b"demotions", "dropped", b"dropped", "endpoint", b"endpoint", "epoch", b"epoch", "gaps", b"gaps", "ghosts", b"ghosts", "hidden", b"hidden", "ignored", b"ignored", "lag_batches", b"lag_batches", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "malformed", b"malformed", "model", b"model", "open_seconds", b"open_seconds", "orphans", b"orphans", "over_capacity", b"over_capacity", "reason", b"reason", "replay_endpoint", b"replay_endpoint", "replays", b"replays", "resets", b"resets", "state", b"state", "states", b"states", "tenant", b"tenant", "transport", b"transport", "unjudged_groups", b"unjudged_groups", "window_blocks", b"window_blocks", "worker", b"worker", "wrong_rank", b"wrong_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds", "_last_event_id", b"_last_event_id", "_open_seconds", b"_open_seconds", "applied", b"applied", "blocks", b"blocks", "demotions", b"demotions", "dropped", b"dropped", "endpoint", b"endpoint", "epoch", b"epoch", "fenced", b"fenced", "fences", b"fences", "gaps", b"gaps", "ghosts", b"ghosts", "hidden", b"hidden", "ignored", b"ignored", "lag_batches", b"lag_batches", "last_event_age_seconds", b"last_event_age_seconds", "last_event_id", b"last_event_id", "malformed", b"malformed", "model", b"model", "open_seconds", b"open_seconds", "orphans", b"orphans", "over_capacity", b"over_capacity", "reason", b"reason", "replay_endpoint", b"replay_endpoint", "replays", b"replays", "resets", b"resets", "state", b"state", "states", b"states", "tenant", b"tenant", "transport", b"transport", "unjudged_groups", b"unjudged_groups", "window_blocks", b"window_blocks", "worker", b"worker", "wrong_rank", b"wrong_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_event_age_seconds: _TypeAlias = _typing.Literal["last_event_age_seconds"]  # noqa: Y015
     _WhichOneofArgType__last_event_age_seconds: _TypeAlias = _typing.Literal["_last_event_age_seconds", b"_last_event_age_seconds"]  # noqa: Y015

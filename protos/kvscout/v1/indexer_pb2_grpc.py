@@ -182,7 +182,8 @@ class IndexerServicer:
         INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
         FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard. A
         prompt without hashes predicts nothing, and is accepted even if predictions are off: it reports that the worker
-        has served a request that should have caused events. If no event ever arrives, the source becomes BLIND.
+        has served a request that should have caused events. If no event ever arrives, the source becomes BLIND. Nor does
+        a prompt with evidence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

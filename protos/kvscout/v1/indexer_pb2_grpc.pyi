@@ -76,7 +76,8 @@ class IndexerStub:
     INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
     FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard. A
     prompt without hashes predicts nothing, and is accepted even if predictions are off: it reports that the worker
-    has served a request that should have caused events. If no event ever arrives, the source becomes BLIND.
+    has served a request that should have caused events. If no event ever arrives, the source becomes BLIND. Nor does
+    a prompt with evidence.
     """
     PublishEvents: _grpc.StreamStreamMultiCallable[_events_pb2.KvEventBatch, _indexer_pb2.PublishEventsResponse]
     """Publishes events into the indexer directly. The first message determines the source, and each message must name
@@ -153,7 +154,8 @@ class IndexerAsyncStub(IndexerStub):
     INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
     FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard. A
     prompt without hashes predicts nothing, and is accepted even if predictions are off: it reports that the worker
-    has served a request that should have caused events. If no event ever arrives, the source becomes BLIND.
+    has served a request that should have caused events. If no event ever arrives, the source becomes BLIND. Nor does
+    a prompt with evidence.
     """
     PublishEvents: _aio.StreamStreamMultiCallable[_events_pb2.KvEventBatch, _indexer_pb2.PublishEventsResponse]  # type: ignore[assignment]
     """Publishes events into the indexer directly. The first message determines the source, and each message must name
@@ -281,7 +283,8 @@ class IndexerServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: a field is missing. NOT_FOUND: the model has no such worker rank.
         FAILED_PRECONDITION: predictions are off, the block size differs, or the worker belongs to another shard. A
         prompt without hashes predicts nothing, and is accepted even if predictions are off: it reports that the worker
-        has served a request that should have caused events. If no event ever arrives, the source becomes BLIND.
+        has served a request that should have caused events. If no event ever arrives, the source becomes BLIND. Nor does
+        a prompt with evidence.
         """
 
     @_abc_1.abstractmethod

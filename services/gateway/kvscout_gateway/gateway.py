@@ -140,6 +140,7 @@ class Gateway:
                 timeout_seconds=config.indexer_timeout_seconds,
                 served=self.observations.eventful,
                 reports=self.observations.reports_cached_tokens,
+                caches=self.observations.caches,
                 resync=self.registration.resync,
             )
             self._remote.append(remote_indexer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.feeds.peers import Peers
 from kvscout_indexer.feeds.push import GrpcPush
 from kvscout_indexer.feeds.transports import EventTransport, ZmqDirect
+from kvscout_indexer.index.cache_evidence import Finding, Missed, is_proven
 from kvscout_indexer.index.pools import Pools
 from kvscout_indexer.index.routed import RoutedPrompts
 
@@ -73,6 +74,7 @@ class Indexer:
             self.pools,
             ttl_seconds=config.routed_ttl_seconds,
             served=self._count_served,
+            judge=self._judge_cache,
             shard=config.shard,
         )
         if not config.kv_events and config.router_predicted_ttl_seconds is not None:
@@ -328,6 +330,21 @@ class Indexer:
         source = self._sources.get((tenant, rank))
         if source is not None:
             source.served += 1
+
+    def _judge_cache(self, spec: WorkerSpec, rank: WorkerRank, evidence: Sequence[Missed]) -> None:
+        """Fence a rank whose engine emptied its cache without an event, or end the fence."""
+        source = self._sources.get((spec.tenant, rank))
+        if source is None:
+            return
+        found = evidence[0].evidence
+        if found.finding is Finding.EMPTIED:
+            if is_proven(self.pools.of(spec), rank, evidence):
+                source.fence(found.intact_event_id)
+        elif source.fenced and found.finding is Finding.AGREES:
+            source.end_fence()
+        elif source.fenced:
+            self._warnings.warning((rank, "kept"), "worker %s/%d still has what was fenced: recovering", *rank)
+            source.recover()
 
     async def _upkeep(self) -> None:
         while True:

@@ -17,7 +17,9 @@ from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.worker import ALL_TENANTS, PoolKey, WorkerRank
 from kvscout_gateway.upstreams.indexer.blindness import BlindRanks, Reports, Served
 from kvscout_gateway.upstreams.indexer.check import CHECK_SECONDS, REST
+from kvscout_gateway.upstreams.indexer.emptied_caches import EmptiedCaches
 from kvscout_gateway.upstreams.interfaces import NO_RANKS
+from kvscout_gateway.values.cache_reports import CacheReports
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.overlaps import ALL_THAT_DIFFER, FEW_ROWS_FROM, Columns, Others, Overlaps, Rows, row_of
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
@@ -211,24 +213,26 @@ class EmbeddedIndexer:
                     log.debug("a routing decision of %s was not recorded: %s", decision.model, error)
             self._waiting.clear()
 
-    async def check(self, served: Served, reports: Reports) -> None:
+    async def check(self, served: Served, reports: Reports, caches: CacheReports) -> None:
         """Compare its sources with the requests that workers served, every `CHECK_SECONDS`, for ever.
 
         Args:
             served: Gives when a worker rank was sent requests that should have brought events.
             reports: Tells whether a worker reports the prompt tokens that it had cached.
+            caches: What engines report as cached.
         """
-        ranks = BlindRanks(served, reports)
+        ranks, emptied = BlindRanks(served, reports), EmptiedCaches(caches)
         took = 0.0
         while True:
             await asyncio.sleep(max(CHECK_SECONDS, REST * took))
             began = time.monotonic()
             status = await self._servicer.GetStatus(types_pb2.GetStatusRequest(tenant=ALL_TENANTS), None)
-            requests = ranks.judge(status.sources, time.perf_counter())
+            now = time.perf_counter()
+            requests = [*ranks.judge(status.sources, now), *emptied.judge(status.sources, now)]
             self._blind, self._no_events = ranks.blind, ranks.no_events
             took = time.monotonic() - began
             for request in requests:
                 try:
                     await self._servicer.RecordRouting(request, None)
                 except KvscoutError as error:
-                    log.debug("workers that served were not recorded: %s", error)
+                    log.debug("what workers' requests show was not recorded: %s", error)

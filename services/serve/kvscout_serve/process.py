@@ -84,7 +84,7 @@ class Process:
         if self.indexer is not None:
             indexer, seen = self.indexer, self.gateway.observations
             tasks["routing-decisions"] = indexer.record_decisions
-            tasks["blind-workers"] = lambda: indexer.check(seen.eventful, seen.reports_cached_tokens)
+            tasks["indexer-check"] = lambda: indexer.check(seen.eventful, seen.reports_cached_tokens, seen.caches)
         return tasks
 
     async def _warm(self) -> None:

@@ -316,6 +316,14 @@ def test_what_was_not_asked_is_counted_in_a_note() -> None:
     assert (finding.severity, finding.evidence) == (Severity.NOTE, ("3 were not asked",))
 
 
+def test_a_cache_that_was_emptied_is_told_apart_from_lost_events() -> None:
+    reason, state = "events are missing: those up to 7", indexer_pb2.SOURCE_STATE_INCOMPLETE
+    told = found(gateway(), scheduler(), indexer(source(state, reason=reason, fenced=True, fences=1)))
+    assert told.keys() == {"cache-emptied"}
+    assert reason in told["cache-emptied"].evidence[0]
+    assert found(gateway(), scheduler(), indexer(source(state, reason=reason))).keys() == {"history-incomplete"}
+
+
 def test_each_condition_is_brought_about_by_a_test() -> None:
     """By real services in tests/integration/test_doctor.py and test_failures.py, or here where that cannot be done at
     will."""

@@ -11,6 +11,7 @@ from kvscout_common.errors import FailedPrecondition, NotFound
 from kvscout_common.registry.registry import Registry
 from kvscout_common.shards import Shard
 from kvscout_common.worker import PoolKey, WorkerRank, WorkerSpec
+from kvscout_indexer.index.cache_evidence import CacheEvidence, Finding, Missed
 from kvscout_indexer.index.pools import Pools
 from kvscout_indexer.index.routed import RoutedPrompt, RoutedPrompts
 
@@ -127,3 +128,26 @@ async def test_a_worker_that_comes_back_starts_with_nothing_predicted(make: Call
     world.registry.remove("default", "w0")
     world.register("w0")
     assert world.predicted("w0", packed(1, 2)) == 0
+
+
+async def test_evidence_about_a_cache_goes_to_its_judge_a_rank_at_a_time_and_predicts_nothing() -> None:
+    judged: list[tuple[str, WorkerRank, list[Missed]]] = []
+    world = World(
+        lambda pool: ReferenceIndex(pool.block_size, pool.eagle),
+        ttl_seconds=None,
+        judge=lambda spec, rank, evidence: judged.append((spec.worker_id, rank, evidence)),
+    )
+    world.register("w0")
+    world.register("w1")
+    emptied = CacheEvidence(Finding.EMPTIED, 1, intact_event_id=5)
+    prompts = [
+        prompt(worker, *hashes, evidence=emptied) for worker, hashes in (("w0", (1, 2)), ("w1", (3,)), ("w0", ()))
+    ]
+    assert await world.routed.record("default", "m", prompts) == (0, ())
+    w0, w1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
+    assert judged == [
+        ("w0", w0, [Missed(packed(1, 2), emptied), Missed(b"", emptied)]),
+        ("w1", w1, [Missed(packed(3), emptied)]),
+    ]
+    with pytest.raises(NotFound):
+        await world.routed.record("default", "m", [prompt("w9", 1, evidence=emptied)])

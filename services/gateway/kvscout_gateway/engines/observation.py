@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from kvscout_common.worker import WorkerRank, WorkerSpec
 from kvscout_gateway.engines.timeouts import STREAM_SECONDS, Liveness
 from kvscout_gateway.engines.worker_state import WELL, Judgement, WorkerState
+from kvscout_gateway.values.cache_reports import CacheReports
 
 EVENTFUL_KEPT = 16
 """One would do to find that a worker's events never come; people want to see that it was no accident."""
@@ -119,6 +120,8 @@ class Observations(Collector):
         self.by_rank: dict[tuple[str, WorkerRank], Observation] = {}
         self.total = Reports()
         """Sums of all workers since start."""
+        self.caches = CacheReports()
+        """What engines report as cached, request by request."""
         self._reporting: set[tuple[str, str]] = set()
         """Tenant and id of the workers that report cached tokens."""
 
@@ -235,3 +238,4 @@ class Observations(Collector):
         self._reporting.discard((tenant, worker_id))
         for key in [k for k in self.by_rank if k[0] == tenant and k[1].worker_id == worker_id]:
             del self.by_rank[key]
+            self.caches.forget(key)

@@ -15,6 +15,7 @@ from kvscout_common.worker import EngineKind, WorkerSpec
 from kvscout_gateway.engines.answer import answer_read
 from kvscout_gateway.engines.faults import reported
 from kvscout_gateway.engines.observation import Observations, computes_a_block, predicted_cached_tokens
+from kvscout_gateway.values.cache_reports import HASH_BYTES, MAX_BLOCKS, Miss
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.request import NO_FIELDS, EngineAdapter, Request
 
@@ -344,11 +345,12 @@ class Attempt:
         self._placed = None
 
     def _check(self, usage: Usage) -> None:
-        decision, prompt, isl_tokens = self.decision, self.request.prompt, usage.prompt_tokens
+        decision, request, isl_tokens = self.decision, self.request, usage.prompt_tokens
+        prompt, observations = request.prompt, self._context.observations
         # Only what events confirm is checked: a prediction is allowed to fail. Nor is one of other tokens.
         known = not prompt.unknown and not prompt.further_tokens and prompt.isl_tokens == isl_tokens
         checked = decision.confirmed_blocks is not None and known
-        self._context.observations.reported(
+        observations.reported(
             *self.key,
             isl_tokens=isl_tokens,
             cached=usage.cached_tokens,
@@ -356,3 +358,14 @@ class Attempt:
             if checked
             else None,
         )
+        if known and decision.block_size and observations.reports(request.tenant, decision.worker.worker_id):
+            usable = (isl_tokens - 1) // decision.block_size
+            blocks = decision.overlap_blocks if decision.confirmed_blocks is None else decision.confirmed_blocks
+            hashes = decision.block_hashes[: min(blocks, usable, MAX_BLOCKS) * HASH_BYTES]
+            observations.caches.add(
+                self.key,
+                predicted=Miss(hashes, 0, *decision.pool),
+                confirmed=decision.confirmed_blocks is not None,
+                reported_blocks=(usage.cached_tokens or 0) // decision.block_size,
+                sent_at=self._sent_at,
+            )

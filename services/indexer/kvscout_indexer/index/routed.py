@@ -5,7 +5,7 @@ bridges the time until the first Stored, so that prompts which belong together g
 predicted block ends its prediction; without one it ends with its time, which each further decision begins anew.
 
 A prompt without hashes predicts nothing. It reports that a worker has served a request that should have brought events,
-and is taken whether there are predictions or not.
+and is taken whether there are predictions or not. So is evidence about a cache (`cache_evidence`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvscout_common.errors import FailedPrecondition, KvscoutError, NotFound
 from kvscout_common.registry.registry import Registry
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import WorkerRank, WorkerSpec
+from kvscout_indexer.index.cache_evidence import CacheEvidence, Missed
 from kvscout_indexer.index.pools import Pools
 
 PREDICTIONS_OFF = "predictions are off: --no-kv-events or --router-predicted-ttl turns them on"
@@ -39,6 +40,8 @@ class RoutedPrompt:
     """None = whatever the worker's is."""
     eagle: bool | None = None
     """None = whatever the worker's are."""
+    evidence: CacheEvidence | None = None
+    """What its engine reported about its cache; None = it predicts."""
 
 
 class Recorded(NamedTuple):
@@ -60,6 +63,7 @@ class RoutedPrompts:
         *,
         ttl_seconds: float | None,
         served: Callable[[str, WorkerRank], object] = lambda tenant, rank: None,
+        judge: Callable[[WorkerSpec, WorkerRank, Sequence[Missed]], object] = lambda spec, rank, evidence: None,
         shard: Shard = WHOLE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,6 +74,7 @@ class RoutedPrompts:
             pools: Their indexes.
             ttl_seconds: How long a prediction lasts; None = prompts with hashes are refused.
             served: Called for each prompt without hashes: the tenant and the worker rank that served it.
+            judge: Called with all evidence of one call about a worker rank.
             shard: The workers that are indexed here.
             clock: That of the indexes, in seconds.
         """
@@ -77,6 +82,7 @@ class RoutedPrompts:
         self._pools = pools
         self._ttl_seconds = ttl_seconds
         self._served = served
+        self._judge = judge
         self._shard = shard
         self._clock = clock
         self.recorded = 0
@@ -92,20 +98,25 @@ class RoutedPrompts:
         """Predict the prompts' blocks on their workers, as far as possible, and report the workers that served.
 
         Raises:
-            FailedPrecondition: Predictions are off and every prompt has hashes; or none could be recorded, the first
+            FailedPrecondition: Predictions are off and every prompt is one; or none could be recorded, the first
                 one because of that, its blocks or its worker's shard.
             NotFound: None could be recorded, the first one because the model has no such worker rank.
         """
         ttl_seconds = self._ttl_seconds
-        if ttl_seconds is None and all(prompt.block_hashes for prompt in prompts):
+        if ttl_seconds is None and all(prompt.block_hashes and prompt.evidence is None for prompt in prompts):
             raise FailedPrecondition(PREDICTIONS_OFF)
         added = blocks = 0
         refused: dict[int, KvscoutError] = {}
+        evidence: dict[WorkerRank, tuple[WorkerSpec, list[Missed]]] = {}
         for position, prompt in enumerate(prompts):
             try:
                 spec = self._worker(tenant, model, prompt)
             except (NotFound, FailedPrecondition) as error:
                 refused[position] = error
+                continue
+            if prompt.evidence is not None:
+                of_rank = evidence.setdefault(prompt.worker, (spec, []))[1]
+                of_rank.append(Missed(prompt.block_hashes, prompt.evidence))
                 continue
             if not prompt.block_hashes:
                 self._served(tenant, prompt.worker)
@@ -120,6 +131,8 @@ class RoutedPrompts:
             if blocks >= BLOCKS_PER_SLICE:
                 blocks = 0
                 await asyncio.sleep(0)
+        for rank, (spec, of_rank) in evidence.items():
+            self._judge(spec, rank, of_rank)
         self.recorded += len(prompts) - len(refused)
         self.refused += len(refused)
         if refused and len(refused) == len(prompts):

@@ -32,7 +32,7 @@ _INDEX_GAUGES = {
     "kvscout_index_hidden": ("hidden", "Blocks held below a hole"),
     "kvscout_index_predictions": ("predictions", "Predicted (block, worker rank) pairs"),
 }
-_EVENT_KINDS = ("applied", "dropped", "gaps", "replays", "demotions", "resets", "malformed", "states")
+_EVENT_KINDS = ("applied", "dropped", "gaps", "replays", "demotions", "fences", "resets", "malformed", "states")
 _STREAM = ["tenant", "model"]
 _GAUGES: dict[str, tuple[str, Callable[[StreamReader], float]]] = {
     "kvscout_stream_position": ("Last stream sequence that the state contains", lambda reader: reader.position),

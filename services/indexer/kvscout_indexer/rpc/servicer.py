@@ -30,6 +30,7 @@ from kvscout_common.rpc.raw_messages import parse_message
 from kvscout_common.rpc.service_info import service_info
 from kvscout_common.transport.statuses import status_code
 from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, PoolKey, WorkerRank
+from kvscout_indexer.index.cache_evidence import CacheEvidence, Finding
 from kvscout_indexer.index.routed import RoutedPrompt
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.rpc.status import NOTHING_HELD, RANKS_A_SLICE, index_status, source_status
@@ -40,6 +41,11 @@ SERVICE = indexer_pb2.DESCRIPTOR.services_by_name["Indexer"].full_name
 HASH_BYTES = 8
 MAX_REQUESTS = 1024
 """In one message of StreamFindMatches."""
+_FINDINGS = {
+    indexer_pb2.CACHE_FINDING_EMPTIED: Finding.EMPTIED,
+    indexer_pb2.CACHE_FINDING_AGREES: Finding.AGREES,
+    indexer_pb2.CACHE_FINDING_KEPT: Finding.KEPT,
+}
 
 
 class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
@@ -308,7 +314,16 @@ def _routed(prompt: indexer_pb2.RoutedPrompt) -> RoutedPrompt:
         block_hashes=array("Q", prompt.block_hashes).tobytes(),
         block_size=prompt.block_size if prompt.HasField("block_size") else None,
         eagle=prompt.eagle if prompt.HasField("eagle") else None,
+        evidence=_evidence(prompt.evidence) if prompt.HasField("evidence") else None,
     )
+
+
+def _evidence(evidence: indexer_pb2.CacheEvidence) -> CacheEvidence:
+    finding = _FINDINGS.get(evidence.finding)
+    if finding is None:
+        raise InvalidArgument(f"{evidence.finding} is none that is known", field="prompts.evidence.finding")
+    event_id = evidence.intact_event_id if evidence.HasField("intact_event_id") else None
+    return CacheEvidence(finding, evidence.cached_blocks, event_id)
 
 
 def overlaps_to_proto(overlaps: Overlaps, common: Common | None = None) -> types_pb2.Overlaps:

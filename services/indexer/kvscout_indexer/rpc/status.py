@@ -184,6 +184,8 @@ def source_status(
         status.gaps = counters["gaps"]
         status.replays = counters["replays"]
         status.demotions = counters["demotions"]
+        status.fences = counters["fences"]
+        status.fenced = sequence.fenced
         status.states = counters["states"]
         status.resets = source.resets
         status.malformed = source.malformed

@@ -140,13 +140,18 @@ class BlockManager:
         if blocks:
             self._events.append(stored_event(sequence, 0, blocks, self._group))
 
-    def reset(self) -> bool:
-        """Forget every cached block; refused (False) while a request references one."""
+    def reset(self, *, announced: bool = True) -> bool:
+        """Forget every cached block; refused (False) while a request references one.
+
+        Args:
+            announced: An event says so; else nobody learns of it, as from an engine that empties its memory.
+        """
         if len(self._free) != self.capacity:
             return False
         self._copies.clear()
         self._hashes = [None] * self.num_blocks
-        self._events.append(AllBlocksCleared())
+        if announced:
+            self._events.append(AllBlocksCleared())
         return True
 
     def take_events(self) -> list[Event]:

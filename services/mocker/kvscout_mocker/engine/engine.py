@@ -192,9 +192,9 @@ class Engine:
             self.blocks.release(request.table)
             self.counters.expired_transfers += expired
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached block; refused (False) while requests hold blocks."""
-        return self.blocks.reset()
+    def reset_prefix_cache(self, *, announced: bool = True) -> bool:
+        """Forget every cached block, with an event or without; refused (False) while requests hold blocks."""
+        return self.blocks.reset(announced=announced)
 
     def take_events(self) -> list[Event]:
         """Return the KV events since the last call, in order."""

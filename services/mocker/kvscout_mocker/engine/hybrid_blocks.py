@@ -144,9 +144,9 @@ class HybridBlockManager(BlockManager):
         table.window_ids = []
         table.window_registered = table.tokens = 0
 
-    def reset(self) -> bool:
+    def reset(self, *, announced: bool = True) -> bool:
         """See `BlockManager.reset`."""
-        if not super().reset():
+        if not super().reset(announced=announced):
             return False
         self._window_hashes.clear()
         self._window_copies.clear()

@@ -53,12 +53,14 @@ class FaultRoutes:
 
     async def faults(self, http: web.Request) -> web.StreamResponse:
         """Cause the faults that the body names, after the answer: `drop_events`, `duplicate_events`, `mute_requests`,
-        `fail_requests` (shares), `slowdown` (of each step, a factor), `stall_seconds`, `crash`, `restart` and with it
-        `replay` (false: no replay socket)."""
+        `fail_requests` (shares), `slowdown` (of each step, a factor), `empty_cache` (without an event, if no request
+        holds a block), `stall_seconds`, `crash`, `restart` and with it `replay` (false: no replay socket)."""
         wanted = _faults(await json_body(http))
         self._faults.set_shares(**{name: wanted[name] for name in SHARES if name in wanted})
         for rank in self._ranks:
             rank.slowdown = _slowdown(wanted.get("slowdown", rank.slowdown))
+            if wanted.get("empty_cache"):
+                rank.engine.reset_prefix_cache(announced=False)
         loop = asyncio.get_running_loop()
         if wanted.get("crash"):
             loop.call_later(ANSWER_SECONDS, crash)
@@ -73,6 +75,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(SHARES, (int, float)),
     "slowdown": (int, float),
     "stall_seconds": (int, float),
+    "empty_cache": bool,
     "crash": bool,
     "restart": bool,
     "replay": bool,

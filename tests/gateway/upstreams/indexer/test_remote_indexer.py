@@ -17,6 +17,7 @@ from kvscout_gateway.upstreams.failover import Member
 from kvscout_gateway.upstreams.indexer.link import IndexerLink
 from kvscout_gateway.upstreams.indexer.overlaps import message_of
 from kvscout_gateway.upstreams.indexer.remote import RemoteIndexer
+from kvscout_gateway.values.cache_reports import CacheReports
 from kvscout_gateway.values.overlaps import FEW_ROWS_FROM
 from kvscout_gateway.values.prompt import Geometry
 
@@ -73,6 +74,7 @@ async def asking(
         timeout_seconds=timeout_seconds,
         served=lambda key: (),
         reports=lambda tenant, worker_id: True,
+        caches=CacheReports(),
         resync=lambda member: None,
         clock=clock,
     )

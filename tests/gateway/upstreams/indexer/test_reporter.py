@@ -26,6 +26,7 @@ from kvscout_gateway.upstreams.indexer.reporter import (
     DecisionQueue,
     ReplicaReports,
 )
+from kvscout_gateway.values.cache_reports import CacheReports
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.prompt import Geometry
 
@@ -129,6 +130,7 @@ class Told:
             timeout_seconds=1.0,
             served=lambda key: (),
             reports=lambda tenant, worker_id: True,
+            caches=CacheReports(),
             resync=lambda member: self.suspected.append(member.address),
             clock=lambda: self.now,
         )

@@ -3,6 +3,7 @@
 * An indexer with another shard of the workers than `--indexer` says: the overlaps of those it lacks are 0.
 * Workers from which no event ever came to it though they have served requests, or comes no longer: so are theirs
   (blindness.py).
+* Workers whose engine emptied its cache without an event: their overlaps are wrong (emptied_caches.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import ALL_TENANTS, WorkerRank
 from kvscout_gateway.upstreams.indexer.blindness import BlindRanks, Reports, Served
+from kvscout_gateway.upstreams.indexer.emptied_caches import EmptiedCaches
 from kvscout_gateway.upstreams.indexer.link import IndexerMember
+from kvscout_gateway.values.cache_reports import CacheReports
 
 log = logging.getLogger("kvscout.gateway")
 
@@ -41,6 +44,7 @@ class CheckedIndexer:
     shard: Shard
     """The workers that `--indexer` expects there."""
     ranks: BlindRanks
+    caches: EmptiedCaches
     wrong_shard: str = ""
     """Difference of its shard; "" = it does not."""
 
@@ -51,18 +55,27 @@ class IndexerCheck:
     Args:
         served: Gives when a worker rank was sent requests that should have brought events.
         reports: Tells whether a worker reports the prompt tokens that it had cached.
+        caches: What engines report as cached.
         clock: Seconds, as of those times.
     """
 
-    def __init__(self, served: Served, reports: Reports, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        served: Served,
+        reports: Reports,
+        caches: CacheReports,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._served = served
         self._reports = reports
+        self._caches = caches
         self._clock = clock
         self.checked: list[CheckedIndexer] = []
 
     def join(self, member: IndexerMember, shard: Shard) -> CheckedIndexer:
         """Add an indexer; `keep` is its task until it leaves."""
-        one = CheckedIndexer(member, shard, BlindRanks(self._served, self._reports))
+        one = CheckedIndexer(member, shard, BlindRanks(self._served, self._reports), EmptiedCaches(self._caches))
         self.checked.append(one)
         return one
 
@@ -103,12 +116,13 @@ class IndexerCheck:
         one.wrong_shard = (
             "" if actual == one.shard else f"has shard {actual} of the workers, --indexer expects {one.shard} there"
         )
-        for served in one.ranks.judge(status.sources, self._clock()):
-            await self._report(one.member, served)
+        now = self._clock()
+        for found in (*one.ranks.judge(status.sources, now), *one.caches.judge(status.sources, now)):
+            await self._report(one.member, found)
         return True
 
-    async def _report(self, member: IndexerMember, served: indexer_pb2.RecordRoutingRequest) -> None:
+    async def _report(self, member: IndexerMember, found: indexer_pb2.RecordRoutingRequest) -> None:
         try:
-            await call(member.stub.RecordRouting, served, timeout=CALL_SECONDS)
-        except KvscoutError as error:  # what still waits then is reported with the next status
-            log.debug("workers that served were not reported to %s: %s", member.name, error)
+            await call(member.stub.RecordRouting, found, timeout=CALL_SECONDS)
+        except KvscoutError as error:  # what still holds then is reported with the next status
+            log.debug("what workers' requests show was not reported to %s: %s", member.name, error)

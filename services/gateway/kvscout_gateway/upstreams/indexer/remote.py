@@ -35,6 +35,7 @@ from kvscout_gateway.upstreams.indexer.link import IndexerLink, IndexerMember, R
 from kvscout_gateway.upstreams.indexer.overlaps import AnsweredRows, hold_for
 from kvscout_gateway.upstreams.indexer.reporter import ReplicaReports
 from kvscout_gateway.upstreams.interfaces import NO_RANKS
+from kvscout_gateway.values.cache_reports import CacheReports
 from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.overlaps import ALL_THAT_DIFFER, FEW_ROWS_FROM, Overlaps
 from kvscout_gateway.values.prompt import HASH_BYTES, Geometry
@@ -54,6 +55,7 @@ class RemoteIndexer(Collector):
         timeout_seconds: Longest wait for the overlaps of a prompt.
         served: Gives when a worker rank was sent requests that should have brought events.
         reports: Tells whether a worker reports the prompt tokens that it had cached.
+        caches: What engines report as cached.
         resync: Called with an indexer that does not know workers which this gateway knows.
         clock: Monotonic seconds.
     """
@@ -66,6 +68,7 @@ class RemoteIndexer(Collector):
         timeout_seconds: float,
         served: Served,
         reports: Reports,
+        caches: CacheReports,
         resync: Callable[[Member[Any]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,7 +83,7 @@ class RemoteIndexer(Collector):
             Failover("indexer", addresses, IndexerLink, security, shard=share, order=order)
             for share, addresses in zip(shares, shards, strict=True)
         )
-        self.check = IndexerCheck(served, reports)
+        self.check = IndexerCheck(served, reports, caches)
         self.reports: dict[IndexerMember, ReplicaReports] = {}
         self._all_rows: dict[tuple[str, str, Geometry], float] = {}
         """Until when all rows of a pool are requested, on the clock, by tenant, model and geometry."""
