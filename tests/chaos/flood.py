@@ -7,7 +7,8 @@ may break, the gateway's memory must stay bounded, and nothing may be booked or 
 
 How long a request waits depends on who else wants the machine's cores, so what is bounded is the CPU time that the
 gateway's process, with all its threads, spends between the sending of a `/health` and its answer: whatever it does in
-this time, the honest request waits for it.
+this time, the honest request waits for it. Requests during which this process itself stood still are not measured:
+their answers may have come long before they were read.
 
 CHAOS_SECONDS is the length of each flood, CHAOS_FLOODS names some of them, CHAOS_ONE_PROCESS=1 floods `kvscout serve`.
 """
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -39,6 +42,9 @@ MEDIAN_CPU_MS: Final = 25.0
 LONGEST_CPU_MS: Final = 250.0
 """CPU time of the flooded process while an honest `/health` waits."""
 PAUSE_SECONDS: Final = 0.02
+AWAKE_SECONDS: Final = 0.005
+STANDSTILL_SECONDS: Final = 0.05
+"""A thread of this process that wakes so much later than it wants has stood still."""
 SETTLE_SECONDS: Final = 0.1
 SETTLE_TRIES: Final = 50
 REQUEST_SECONDS: Final = 30.0
@@ -58,15 +64,48 @@ def cpu_seconds(pid: int) -> float:
     return total / 1e9
 
 
+class Standstills(threading.Thread):
+    """When this process had no time for its own work, by a thread that wakes again and again."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.last_ended = -math.inf
+        """End of the last one."""
+        self._woke = time.perf_counter()
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Watch until `stop`."""
+        while not self._over.wait(AWAKE_SECONDS):
+            self._look()
+            self._woke = time.perf_counter()
+
+    def stop(self) -> None:
+        """End."""
+        self._over.set()
+        self.join()
+
+    def since(self, began: float) -> bool:
+        """Return whether there was one since a time."""
+        self._look()
+        return self.last_ended >= began
+
+    def _look(self) -> None:
+        now = time.perf_counter()
+        if now - self._woke > STANDSTILL_SECONDS:
+            self.last_ended = now
+
+
 @dataclass(slots=True)
 class Delays:
     """How long requests of one kind took, and what failed."""
 
     pid: int
     """Process that answers."""
+    standstills: Standstills
     ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
-    """CPU time of the process meanwhile."""
+    """CPU time of the process meanwhile, of those during which this one did not stand still."""
     failures: list[str] = field(default_factory=list)
 
     async def measure(self, ask: Callable[[], Awaitable[None]]) -> None:
@@ -78,12 +117,13 @@ class Delays:
         except Exception as error:  # whatever it is, it is what an honest client got
             self.failures.append(f"{error!r} after {time.perf_counter() - began:.2f} s")
         self.ms.append((time.perf_counter() - began) * 1e3)
-        self.cpu_ms.append((cpu_seconds(self.pid) - cpu) * 1e3)
+        if not self.standstills.since(began):
+            self.cpu_ms.append((cpu_seconds(self.pid) - cpu) * 1e3)
 
     @property
     def excess(self) -> list[str]:
         """What is more than it may be."""
-        middle, longest = statistics.median(self.cpu_ms), max(self.cpu_ms)
+        middle, longest = statistics.median(self.cpu_ms or [0.0]), max(self.cpu_ms, default=0.0)
         return [
             f"the process works for {found:.1f} ms while a request waits, at most {most:g} are allowed ({which})"
             for found, most, which in ((middle, MEDIAN_CPU_MS, "median"), (longest, LONGEST_CPU_MS, "longest"))
@@ -91,7 +131,8 @@ class Delays:
         ]
 
     def __str__(self) -> str:
-        return " ".join(f"{statistics.median(values):6.1f} {max(values):6.0f}" for values in (self.ms, self.cpu_ms))
+        measured = (self.ms, self.cpu_ms or [math.nan])
+        return " ".join(f"{statistics.median(values):6.1f} {max(values):6.0f}" for values in measured)
 
 
 class Honest:
@@ -140,14 +181,19 @@ class Honest:
 async def probed(honest: Honest, pid: int, until: Callable[[], bool]) -> dict[str, Delays]:
     """Send every kind of request, one after the other, until told to stop."""
     asked = {"health": honest.health, "new connection": honest.connect, ROUTE: honest.route}
-    delays = {name: Delays(pid) for name in asked}
+    standstills = Standstills()
+    delays = {name: Delays(pid, standstills) for name in asked}
 
     async def ask(name: str) -> None:
         while not until():
             await delays[name].measure(asked[name])
             await asyncio.sleep(PAUSE_SECONDS)
 
-    await asyncio.gather(*map(ask, asked))
+    standstills.start()
+    try:
+        await asyncio.gather(*map(ask, asked))
+    finally:
+        standstills.stop()
     return delays
 
 

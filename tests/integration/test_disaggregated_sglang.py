@@ -52,12 +52,21 @@ async def path(stack: Stack, name: str) -> float:
     return (await scrape(stack.gateway)).get(f'kvscout_disaggregated_requests_total{{path="{name}"}}', 0)
 
 
+async def until_path(stack: Stack, name: str, count: float) -> None:
+    """Wait until so many requests were counted: their clients may know that they are over before."""
+
+    async def counted() -> bool:
+        return await path(stack, name) == count
+
+    await eventually(counted, what=f"{count} requests counted as {name}")
+
+
 async def test_both_engines_get_the_request_and_decode_answers(stack: Stack) -> None:
     prompt = fresh_prompt(100)
     before = await path(stack, "remote")
     got = await stack.client.generate(prompt, max_tokens=5)
     assert (got.route.worker.worker_id, len(got.token_ids)) == ("w1", 5)
-    assert await path(stack, "remote") == before + 1
+    await until_path(stack, "remote", before + 1)
     await stack.client.until_indexed(prompt, 6)
     again = await stack.client.generate(prompt, max_tokens=5)
     assert again.token_ids == got.token_ids
@@ -80,7 +89,11 @@ async def test_openai_requests_meet_in_rooms_too(stack: Stack, streamed: bool) -
         answered = await response.text()
     assert response.status == 200, answered
     assert '"finish_reason":"length"' in answered.replace(" ", "")
-    assert await prefills() == before + 1
+
+    async def one_more() -> bool:
+        return await prefills() == before + 1
+
+    await eventually(one_more, what="a prompt at the prefill worker")
     await stack.client.until_idle()
 
 
@@ -132,7 +145,7 @@ async def test_a_hanging_prefill_worker_leaves_a_decode_engine_that_is_told_so(s
             prefill.process.send_signal(signal.SIGCONT)
             await remove(stack, "alone")
         assert (got.route.worker.worker_id, len(got.token_ids)) == ("alone", 3)
-        assert await path(stack, "fallback_aggregated") == 1
+        await until_path(stack, "fallback_aggregated", 1)
     await stack.client.until_idle()
 
 

@@ -20,6 +20,7 @@ from support.gateway_stack import (
     connected,
     fresh_prompt,
     running_stack,
+    until_all_indexed,
 )
 from support.process_metrics import scrape, sum_of
 from support.processes import Running, eventually, running
@@ -333,18 +334,6 @@ async def test_an_engine_that_only_pings_costs_three_requests_their_patience_and
             assert len((await stack.client.generate(fresh_prompt(64))).routes) == 1
         assert any("worker w0/0 fails" in warning for warning in (await stack.client.status()).service.warnings)
         await stack.client.until_idle()
-
-
-async def until_all_indexed(stack: Stack) -> None:
-    """Waits until the indexer has applied everything that the engines published."""
-    published = [len(await mocker.replay(0)) - 1 for mocker in stack.mockers]
-
-    async def applied() -> bool:
-        status = await call(stack.client.indexer.GetStatus, types_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
-        last = {s.worker.worker_id: s.last_event_id + 1 if s.HasField("last_event_id") else 0 for s in status.sources}
-        return all(last[f"w{index}"] >= count for index, count in enumerate(published))
-
-    await eventually(applied, what="all events applied")
 
 
 def _any_decided(routes: list[gateway_pb2.RouteResponse], seen: int) -> bool:

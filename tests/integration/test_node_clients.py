@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.gateway_stack import MODEL, Stack, running_stack
+from support.gateway_stack import MODEL, Stack, running_stack, until_all_indexed
 
 FOLDER = Path(__file__).resolve().parents[1] / "node_clients"
 MISSING = "node is not installed" if shutil.which("node") is None else "its packages are not installed: make setup"
@@ -41,13 +41,22 @@ async def lines_of_agent(stack: Stack, api: str) -> list[dict[str, Any]]:
         MODEL,
         api,
         cwd=FOLDER,
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await process.communicate()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    lines: list[dict[str, Any]] = []
+    async for line in process.stdout:
+        lines.append(json.loads(line))
+        # Its tool runs until the next turn can find what this one left.
+        await stack.client.until_idle()
+        await until_all_indexed(stack)
+        process.stdin.write(b"\n")
+    _, err = await process.communicate()
     assert process.returncode == 0, err.decode()
-    return [json.loads(line) for line in out.splitlines()]
+    return lines
 
 
 @pytest.mark.parametrize("api", ["messages", "responses", "chat"])

@@ -198,8 +198,11 @@ async def test_a_prefill_engine_that_answers_last_is_accounted_by_what_decode_sa
     async with Engines(exchange_of("sglang-0.5.23-generate"), silent="prefill").registered(stack) as engines:
         client = await ask(stack, exchange_of("sglang-0.5.23-generate"))
         await engines.asked("prefill")
-        [row] = await rows()
+
+        async def accounted() -> bool:
+            return [(row.requests, row.failures, row.cached_tokens) for row in await rows()] == [(1, 0, 96)]
+
+        await eventually(accounted, what="the prompt accounted to its worker")
     assert client.answer is not None
     assert client.answer.usage is not None
     assert client.answer.usage.cached_tokens == 96
-    assert (row.requests, row.failures, row.cached_tokens) == (1, 0, 96)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,11 @@ async def test_only_admins_record(tmp_path: Path) -> None:
                     await anext(router.record(KEY))
 
 
+def texts_of(directory: Path) -> list[bytes]:
+    """What can be read of files that are still written to."""
+    return [zlib.decompressobj(wbits=31).decompress(path.read_bytes()) for path in directory.glob("*.gz")]
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_recording_of_a_stack_is_a_workload(stack: Stack, tmp_path: Path) -> None:
     """By the command, over a gateway that is restarted: what came before and after is in the files."""
@@ -136,7 +142,12 @@ async def test_a_recording_of_a_stack_is_a_workload(stack: Stack, tmp_path: Path
     await eventually(begun, what="a file")
     for _ in range(25):
         assert await post(stack, prompt=[*system, *(rng.randrange(30_000) for _ in range(40))]) == 200
-    await asyncio.sleep(1.0)  # requests of a moment are one message
+
+    async def written() -> bool:
+        await post(stack, prompt=[1])  # a file is flushed as it is written to
+        return sum(text.count(b'"input_length":104,') for text in texts_of(tmp_path / "files")) == 25
+
+    await eventually(written, what="the requests in the file")
     recorder.send_signal(signal.SIGINT)
     _, stderr = await recorder.communicate()
     assert recorder.returncode == 0, stderr.decode()

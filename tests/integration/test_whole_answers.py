@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 from support.gateway_stack import MODEL, Stack, fresh_prompt, running_stack
-from support.processes import eventually
+from support.processes import DEADLINE_SECONDS, eventually
 
 SLOW = ("--speedup", "1", "--step-base-ms", "100")
 """Ten tokens a second."""
@@ -46,21 +46,21 @@ async def charged(stack: Stack) -> list[tuple[int, int]]:
 
 async def test_an_engine_that_hangs_loses_what_waits_for_it_to_another_one() -> None:
     async with running_stack(*CHECKED, mockers=[SLOW, SLOW]) as stack:
-        asked = asyncio.create_task(complete(stack, 20))
+        asked = asyncio.create_task(complete(stack, 40))
         struck = await running_at(stack)
         stack.mockers[struck].process.send_signal(signal.SIGSTOP)
         try:
             # Three checks of two seconds each.
-            status, answer = await asyncio.wait_for(asked, 30)
+            status, answer = await asyncio.wait_for(asked, DEADLINE_SECONDS)
         finally:
             stack.mockers[struck].process.send_signal(signal.SIGCONT)
-        assert (status, answer["usage"]["completion_tokens"]) == (200, 20)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 40)
         assert await charged(stack) == [(1, 0), (1, 1)]
         await stack.client.until_idle()
 
 
 async def test_a_slow_engine_that_is_well_has_its_time_and_then_its_client_is_told_once() -> None:
-    async with running_stack(*CHECKED, "--engine-answer-seconds", "2", mockers=[SLOW, SLOW]) as stack:
+    async with running_stack(*CHECKED, "--engine-answer-seconds", "5", mockers=[SLOW, SLOW]) as stack:
         status, answer = await complete(stack, 10)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 10)
         status, answer = await complete(stack, 1_000)

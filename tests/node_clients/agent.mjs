@@ -1,7 +1,9 @@
 // An agent with the clients of Node: node agent.mjs URL MODEL messages|responses|chat. Prints one JSON line a turn.
 //
-// It reads a "file" in every turn, by a tool that it streams, and says what the engine reported.
+// It reads a "file" in every turn, by a tool that it streams, and says what the engine reported. The tool runs until a
+// line comes from stdin.
 import Anthropic, { NotFoundError as NoSuchMessage } from "@anthropic-ai/sdk";
+import { createInterface } from "node:readline";
 import OpenAI, { NotFoundError as NoSuchModel } from "openai";
 
 const TURNS = 3;
@@ -11,7 +13,8 @@ const parameters = { type: "object", properties: { path: { type: "string" } }, r
 const description = `Reads a file for an agent of ${api}`;
 const text = (turn, words) => Array.from({ length: words }, (_, index) => `${api}-${turn}-${index}`).join(" ");
 const options = { apiKey: "unused", maxRetries: 0 };
-const toolRuns = () => new Promise((resolve) => setTimeout(resolve, 200));
+const told = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
+const toolRuns = () => told.next();
 const say = (line) => console.log(JSON.stringify(line));
 
 async function messages() {
@@ -75,3 +78,4 @@ async function chat() {
 }
 
 await { messages, responses, chat }[api]();
+process.stdin.destroy();

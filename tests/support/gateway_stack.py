@@ -302,6 +302,18 @@ async def running_stack(
             yield Stack(served.indexer, scheduler, gateway, started, client, relay, indexers)
 
 
+async def until_all_indexed(stack: Stack) -> None:
+    """Waits until the indexer has applied everything that the engines published."""
+    published = [len(await mocker.replay(0)) - 1 for mocker in stack.mockers]
+
+    async def applied() -> bool:
+        status = await call(stack.client.indexer.GetStatus, types_pb2.GetStatusRequest(), timeout=CALL_SECONDS)
+        last = {s.worker.worker_id: s.last_event_id + 1 if s.HasField("last_event_id") else 0 for s in status.sources}
+        return all(last[f"w{index}"] >= count for index, count in enumerate(published))
+
+    await eventually(applied, what="all events applied")
+
+
 def mocker_worker(worker_id: str, mocker: MockerProcess, **fields: Any) -> workers_pb2.Worker:
     """The registration of a mocker."""
     fields.setdefault("model", MODEL)
