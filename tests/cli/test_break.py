@@ -21,6 +21,7 @@ from support.processes import DEADLINE_SECONDS, eventually
 
 from kvscout_cli.commands.up import how_to_talk_to_it
 from kvscout_client import Router, StopConditions
+from kvscout_common.errors import Unavailable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -74,10 +75,12 @@ async def test_a_killed_engine_is_started_again_with_its_ports_and_the_log_says_
         prompt, only = range(1_000, 1_064), StopConditions(max_tokens=2)
 
         async def serves() -> bool:
-            chunks = [chunk async for chunk in router.generate(prompt, stop=only, pinned_worker_id="mocker-0")]
-            return bool(chunks)
+            try:
+                return bool([one async for one in router.generate(prompt, stop=only, pinned_worker_id="mocker-0")])
+            except Unavailable:
+                return False  # the gateway has not yet seen that it is back
 
-        assert await serves()
+        await eventually(serves, what="answers of the new engine")
 
         async def indexed() -> bool:
             return (await router.route(prompt, pinned_worker_id="mocker-0")).overlap_blocks == 4
@@ -93,7 +96,7 @@ async def test_a_hanging_engine_answers_nothing_until_it_is_mended(running: Up) 
     assert psutil.Process(pid).status() == psutil.STATUS_STOPPED
     assert not await healthy(url)
     assert await told(running, "break", "mocker-1", "--mend") == (0, "mocker-1 is well\n")
-    assert await healthy(url)
+    await eventually(lambda: healthy(url), what="an engine that answers again")
 
 
 async def test_a_slow_and_a_mute_engine_are_so_until_they_are_mended(running: Up) -> None:

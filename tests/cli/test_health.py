@@ -82,6 +82,14 @@ def silence() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
+@contextmanager
+def nobody() -> Iterator[str]:
+    """Address at which nobody listens, and nobody else can meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
 def test_who_serves_is_healthy_and_who_does_not_is_not() -> None:
     with service() as (well, _), service(NOT_SERVING) as (starting, _), engine(200) as url:
         both = kvscout_health(well, url)
@@ -93,11 +101,10 @@ def test_who_serves_is_healthy_and_who_does_not_is_not() -> None:
 
 
 def test_who_does_not_answer_is_told_with_the_address() -> None:
-    with service() as (gone, _):
-        pass
-    result = kvscout_health(gone)
-    assert result.exit_code == 3
-    assert f"error: {gone} does not answer" in result.stderr
+    with nobody() as gone:
+        result = kvscout_health(gone)
+        assert result.exit_code == 3
+        assert f"error: {gone} does not answer" in result.stderr
     with silence() as address:
         result = kvscout_health(address, "--timeout", "0.3")
         assert result.exit_code == 3
@@ -140,11 +147,11 @@ def test_without_an_address_whatever_listens_here_is_asked(monkeypatch: pytest.M
     ports = [int(port) for port in re.findall(r":(\d+)", " ".join(command.HERE))]
     defaults = DEFAULT_PORTS
     assert ports == [*(defaults.gateway, defaults.indexer, defaults.scheduler, defaults.bridge, defaults.mocker_http)]
-    with service() as (well, _), service() as (gone, _):
-        pass
-    with service() as (well, _):
-        monkeypatch.setattr(command, "HERE", (gone, well))
+    with nobody() as gone, nobody() as other:
+        with service() as (well, _):
+            monkeypatch.setattr(command, "HERE", (gone, well))
+            result = kvscout_health()
+            assert (result.exit_code, result.stdout) == (0, f"{well} SERVING\n")
+        monkeypatch.setattr(command, "HERE", (gone, other))
         result = kvscout_health()
-        assert (result.exit_code, result.stdout) == (0, f"{well} SERVING\n")
-    result = kvscout_health()
-    assert (result.exit_code, "nothing listens at" in result.stderr) == (3, True)
+        assert (result.exit_code, "nothing listens at" in result.stderr) == (3, True)

@@ -106,6 +106,7 @@ async def test_the_worker_that_holds_the_prompt_is_chosen_and_explained(client: 
     prompt = fresh_prompt(160)
     await client.generate(prompt, pinned_worker_id="w1")
     await client.until_indexed(prompt, 10)
+    await client.until_idle()
     answer = await client.route(prompt, explain=True)
     assert (answer.worker.worker_id, answer.overlap_blocks, answer.effective_overlap_blocks) == ("w1", 10, 10.0)
     candidates = {c.worker.worker_id: c for c in answer.explanation.candidates}
@@ -120,6 +121,7 @@ async def test_block_hashes_do_as_well_as_tokens(client: GatewayClient) -> None:
     prompt = fresh_prompt(160)
     await client.generate(prompt, pinned_worker_id="w0")
     await client.until_indexed(prompt, 10)
+    await client.until_idle()
     hashes = block_hashes(prompt.tobytes(), 16)
     answer = await client.route(block_hashes=hashes, block_size=16, isl_tokens=165)
     assert (answer.worker.worker_id, answer.overlap_blocks, answer.num_blocks) == ("w0", 10, 10)
@@ -289,6 +291,7 @@ async def test_workers_of_two_block_sizes_are_compared_by_one_request(client: Ga
             prompt = fresh_prompt(320)
             await client.generate(prompt, model="two", pinned_worker_id=worker_id)
             await client.until_indexed(prompt, blocks, model="two", block_size=block_size)
+            await client.until_idle("two")
             chosen = await client.route(prompt, model="two")
             assert (chosen.worker.worker_id, chosen.overlap_blocks) == (worker_id, blocks)
             assert (chosen.block_size, chosen.num_blocks) == (block_size, blocks)

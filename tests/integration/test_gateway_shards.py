@@ -172,6 +172,7 @@ async def test_decisions_are_told_to_the_shard_that_has_the_worker() -> None:
             return [(h.decisions_delivered, h.decisions_lost) for h in helpers] == [(1, 0), (1, 0)]
 
         await eventually(told)
+        await stack.client.until_idle()
         for worker, prompt in prompts.items():
             answer = await stack.client.route(prompt)
             assert (answer.worker.worker_id, answer.overlap_blocks, answer.confirmed_overlap_blocks) == (worker, 10, 0)
