@@ -31,7 +31,15 @@ class NoAnswer(Unavailable):
     """Nobody is there, or it does not speak HTTP, or not in time."""
 
 
-async def read_page(http: HttpClient, url: str, *, timeout_seconds: float, headers: Headers = ()) -> bytes | None:
+async def read_page(
+    http: HttpClient,
+    url: str,
+    *,
+    timeout_seconds: float,
+    headers: Headers = (),
+    method: str = "GET",
+    max_bytes: int = MAX_PAGE_BYTES,
+) -> bytes | None:
     """Return a page; None = the engine has none at this address.
 
     Args:
@@ -39,13 +47,15 @@ async def read_page(http: HttpClient, url: str, *, timeout_seconds: float, heade
         url: What to ask for.
         timeout_seconds: For all of it.
         headers: That the engine wants to see, such as its key.
+        method: Of the request.
+        max_bytes: Largest page that is read.
 
     Raises:
         Unavailable: There is no such answer in time, or one that is too large, packed, or of another place.
     """
     try:
         async with asyncio.timeout(timeout_seconds):
-            answer = await http.send(HttpRequest(url, "GET", (*_UNPACKED, *headers)), connect_seconds=timeout_seconds)
+            answer = await http.send(HttpRequest(url, method, (*_UNPACKED, *headers)), connect_seconds=timeout_seconds)
             try:
                 if answer.status in _ABSENT:
                     return None
@@ -54,19 +64,19 @@ async def read_page(http: HttpClient, url: str, *, timeout_seconds: float, heade
                 packed = next((text for name, text in answer.headers if name.lower() == "content-encoding"), "identity")
                 if packed.lower() != "identity":
                     raise Unavailable(f"{url} answers packed, as {printable(packed)}, which it was asked not to")
-                return await _bounded(answer.chunks(), url)
+                return await _bounded(answer.chunks(), url, max_bytes)
             finally:
                 answer.abort()
     except (HttpFailed, TimeoutError, OSError) as error:
         raise NoAnswer(f"{url} does not answer: {printable(str(error)) or 'not in time'}") from error
 
 
-async def _bounded(chunks: AsyncIterator[bytes], url: str) -> bytes:
+async def _bounded(chunks: AsyncIterator[bytes], url: str, max_bytes: int) -> bytes:
     body = bytearray()
     async for chunk in chunks:
         body += chunk
-        if len(body) > MAX_PAGE_BYTES:
-            raise Unavailable(f"{url} answers more than {MAX_PAGE_BYTES} bytes")
+        if len(body) > max_bytes:
+            raise Unavailable(f"{url} answers more than {max_bytes} bytes")
     return bytes(body)
 
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import nats.errors
 
 from kvscout.v1 import bridge_pb2
+from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.publish.incarnation import Record
 from kvscout_blocks.publish.incarnation_store import IncarnationStore
 from kvscout_blocks.publish.nats import CoreWay, Sender, StreamWay, Way
 from kvscout_blocks.publish.publication import Outbox
+from kvscout_blocks.source.feed import Feed
+from kvscout_blocks.source.polled_feed import EnginePoll, is_polled, poll_address
 from kvscout_blocks.source.recovery import RecoveryService, serve_recovery
+from kvscout_blocks.source.zmq_feed import ZmqFeed
 from kvscout_blocks.source.zmq_reader import ZmqReader
 from kvscout_bridge.config import BridgeConfig
 from kvscout_bridge.rank import BridgedRank
@@ -30,7 +36,7 @@ from kvscout_common.registry.engine_facts import lacks_event_endpoints
 from kvscout_common.registry.registry import Registry
 from kvscout_common.registry.workers_file import WorkersFile
 from kvscout_common.rpc.service_info import TenantWarning, Warned
-from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, Transport, WorkerRank, WorkerSpec
+from kvscout_common.worker import ALL_TENANTS, DEFAULT_TENANT, CopyMode, Transport, WorkerRank, WorkerSpec
 
 log = logging.getLogger("kvscout.bridge")
 
@@ -71,6 +77,8 @@ class Bridge:
         self._closing = Closing()
         self._defect = FirstDefect()
         self._reader = ZmqReader(failed=self._defect.report)
+        self._polls: dict[tuple[str, str], EnginePoll] = {}
+        """By tenant and worker, of engines whose events are polled."""
         self._file = WorkersFile(config.server.workers_file, self.registry) if config.server.workers_file else None
         self.registry.listen(self)
         self._discovery = Discovery(self.registry)
@@ -111,6 +119,8 @@ class Bridge:
         """Close every socket."""
         for rank in self._ranks.values():
             self._closing.add(rank.close())
+        for poll in self._polls.values():
+            self._closing.add(poll.task)
         await self._closing.wait()
         for service in self._services.values():
             await service.close()
@@ -155,24 +165,25 @@ class Bridge:
 
     def worker_added(self, spec: WorkerSpec) -> None:
         """Bridge a worker's ranks, as far as they publish events."""
-        if not spec.event_endpoints:
+        if is_polled(spec):
+            # Its engine announces a block once, wherever and however often it is kept.
+            spec = replace(spec, copies=CopyMode.SET)
+        elif not spec.event_endpoints:
             if not lacks_event_endpoints(spec):
                 log.warning("worker %s has no event endpoint and is not bridged", spec.worker_id)
             return
         for rank in spec.ranks:
-            endpoint = spec.event_endpoint(rank.dp_rank)
             bridged = self._ranks.get((spec.tenant, rank))
             if bridged is not None:
                 bridged.take(spec)
                 continue
-            if endpoint is None:
+            if _address(spec, rank) is None:
                 log.warning("worker %s/%d has no event endpoint and is not bridged", *rank)
                 continue
             bridged = BridgedRank(
                 spec,
                 rank,
-                endpoint,
-                reader=self._reader,
+                partial(self._feed, spec, rank),
                 outbox=self.outbox,
                 recoveries=self._recoveries,
                 clock=time.monotonic,
@@ -189,7 +200,11 @@ class Bridge:
 
     def worker_updated(self, old: WorkerSpec, new: WorkerSpec) -> None:
         """Bridge anew what is read otherwise now; readers of the rest need not know."""
-        kept = {rank for rank in new.ranks if (bridged := self._ranks.get((new.tenant, rank))) and bridged.reads(new)}
+        kept = {
+            rank
+            for rank in new.ranks
+            if (bridged := self._ranks.get((new.tenant, rank))) and bridged.reads(new, _address(new, rank))
+        }
         # The registration stays, and is replaced: whoever follows it would forget the worker in between.
         self._close(old, set(old.ranks) - kept)
         self.worker_added(new)
@@ -199,6 +214,26 @@ class Bridge:
         self._close(spec, spec.ranks)
         self.registrations.remove(spec)
 
+    def _feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed:
+        """Return what brings a rank's batches from its engine."""
+        if is_polled(spec):
+            poll = self._polls.get((spec.tenant, spec.worker_id))
+            if poll is None or poll.address != poll_address(spec) or poll.ended:
+                poll = EnginePoll(spec, warnings=self._warnings, failed=self._defect.report)
+                self._polls[spec.tenant, spec.worker_id] = poll
+            return poll.feed(rank, index)
+        endpoint = spec.event_endpoint(rank.dp_rank)
+        assert endpoint is not None
+        return ZmqFeed(
+            rank,
+            endpoint,
+            index,
+            reader=self._reader,
+            clock=time.monotonic,
+            warnings=self._warnings,
+            failed=self._defect.report,
+        )
+
     def _close(self, spec: WorkerSpec, ranks: Iterable[WorkerRank]) -> None:
         for rank in ranks:
             key = (spec.tenant, rank)
@@ -207,10 +242,17 @@ class Bridge:
                 continue
             self._closing.add(bridged.close())
             self.outbox.remove(bridged.publication)
+            self._end_poll(spec)
             self._read.pop(key, None)
             service = self._services.pop(key, None)
             if service is not None:
                 self._closing.add(asyncio.get_running_loop().create_task(service.close()))
+
+    def _end_poll(self, spec: WorkerSpec) -> None:
+        poll = self._polls.get((spec.tenant, spec.worker_id))
+        if poll is not None and poll.ended:
+            self._closing.add(poll.task)
+            del self._polls[spec.tenant, spec.worker_id]
 
     def _streams(self) -> set[tuple[str, str]]:
         return {(rank.spec.tenant, rank.spec.model) for rank in self._ranks.values()}
@@ -260,6 +302,11 @@ class Bridge:
             if (record := rank.unwritten) is not None:
                 await self._store.save(*key, record)
                 rank.on_written(record)
+
+
+def _address(spec: WorkerSpec, rank: WorkerRank) -> Hashable:
+    """Return where a rank's events come from; None: nowhere."""
+    return poll_address(spec) if is_polled(spec) else spec.event_endpoint(rank.dp_rank)
 
 
 def problems(rank: BridgedRank) -> list[str]:

@@ -68,7 +68,8 @@ FIRST = (
     "--http-endpoint",
     default="",
     section=ENGINE,
-    help="Base URL of the engine's HTTP API; without --event-endpoint the event endpoints are read from there.",
+    help="Base URL of the engine's HTTP API; without --event-endpoint the event endpoints are read from there, or with "
+    "--engine trtllm the events themselves, by polling.",
 )
 @flag(
     "--event-endpoint",

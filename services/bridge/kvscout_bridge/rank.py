@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Final
 
 from kvscout.v1 import bridge_pb2
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.index.backend import make_index
-from kvscout_blocks.index.block_index import WorkerOptions
+from kvscout_blocks.index.block_index import BlockIndex, WorkerOptions
 from kvscout_blocks.publish.history import DEMOTED_SECONDS, PublishedHistory
 from kvscout_blocks.publish.incarnation import Comparison, Record, Verdict, next_epoch
 from kvscout_blocks.publish.publication import Confirmed, Outbox, Publication
 from kvscout_blocks.source.decisions import SequencedBatch
+from kvscout_blocks.source.feed import Feed
 from kvscout_blocks.source.source import Source
-from kvscout_blocks.source.zmq_feed import ZmqFeed
-from kvscout_blocks.source.zmq_reader import ZmqReader
 from kvscout_common.errors import FailedPrecondition, Unavailable
 from kvscout_common.observability.telemetry import RateLimitedLog
-from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
+from kvscout_common.worker import WorkerRank, WorkerSpec
 
 HELD_BYTES: Final = 64 * 1024 * 1024
 """Batches held until it is known which incarnation they belong to; beyond, the state stands for them."""
@@ -35,8 +34,7 @@ class BridgedRank:
     Args:
         spec: The worker.
         rank: Which of its ranks.
-        endpoint: Where the engine publishes.
-        reader: Reads its sockets.
+        feed: Makes what brings its batches to an index.
         outbox: Where what is to be sent waits.
         recoveries: Bounds the replays that run at once.
         clock: Monotonic seconds.
@@ -51,9 +49,8 @@ class BridgedRank:
         self,
         spec: WorkerSpec,
         rank: WorkerRank,
-        endpoint: EventEndpoint,
+        feed: Callable[[BlockIndex], Feed],
         *,
-        reader: ZmqReader,
         outbox: Outbox,
         recoveries: asyncio.Semaphore,
         clock: Callable[[], float],
@@ -65,14 +62,13 @@ class BridgedRank:
     ) -> None:
         self.spec = spec
         self.rank = rank
-        self.endpoint = endpoint
         options = WorkerOptions.of(spec)
         self.index = make_index(spec.block_size, spec.eagle)
         self.index.add_worker(rank, options)
         self.source = Source(
             spec,
             rank,
-            ZmqFeed(rank, endpoint, self.index, reader=reader, clock=clock, warnings=warnings, failed=failed),
+            feed(self.index),
             self.index,
             recoveries=recoveries,
             clock=clock,
@@ -101,9 +97,9 @@ class BridgedRank:
         self._held_all = True
         """Every batch since the start is held."""
 
-    def reads(self, spec: WorkerSpec) -> bool:
+    def reads(self, spec: WorkerSpec, address: Hashable) -> bool:
         """Return whether what it reads, and from where, is what a registration says."""
-        return self.spec.pool == spec.pool and self.endpoint == spec.event_endpoint(self.rank.dp_rank)
+        return self.spec.pool == spec.pool and self.source.feed.address == address
 
     def take(self, spec: WorkerSpec) -> None:
         """Go on with a registration that it `reads`."""
