@@ -181,6 +181,9 @@ docs: $(DEVELOP) ## Build the documentation as a site under build/site, without 
 docs-flags: $(DEVELOP) ## Write the tables of docs/tuning.md anew.
 	$(PY) docs/generate.py
 
+docs-engines: $(DEVELOP) ## Write the tables of docs/engine-model.md anew.
+	$(PY) -m kvscout_lab.simulation.engine_check docs/engine-model.md
+
 dist: $(PY) ## Build what is published into dist/: source distribution, wheel from it, list of its crates (needs cargo).
 	sh deploy/make-dist.sh
 

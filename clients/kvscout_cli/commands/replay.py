@@ -120,7 +120,7 @@ FIRST = (
     "policies",
     multiple=True,
     shell_complete=completion.policies,
-    help="NAME or NAME:setting=value,…; session-sticky is the laboratory's own. May be repeated.",
+    help="NAME or NAME:setting=value,…; some are the laboratory's own (docs). May be repeated.",
 )
 @option("--workers", "workers", type=_COUNT, multiple=True, default=(16,), help="May be repeated.  [default: 16]")
 @option(

@@ -12,6 +12,7 @@ from kvscout_common.known_names import nearest
 from kvscout_lab.cells.bound import Bound, lower_bound
 from kvscout_lab.cells.lab_policies import lab_policies
 from kvscout_lab.cells.measures import Measures, Objective, measure
+from kvscout_lab.cells.pooled_bound import PooledBound
 from kvscout_lab.simulation.cluster import Cluster
 from kvscout_lab.simulation.simulation import Simulation
 from kvscout_lab.workloads.workload import Burst, Workload, at_rate, in_bursts, led
@@ -121,6 +122,7 @@ class Experiment:
         self._on_done = on_done
         self._turns = [len(flow.turns) for flow in workload.flows]
         self._bound: Bound = lower_bound(workload, cluster)
+        self._pooled = PooledBound(workload, cluster)
         self._policies = lab_policies()
 
     def run(self, settings: SchedulerSettings, rate: float) -> Measures:
@@ -137,7 +139,7 @@ class Experiment:
         simulation = Simulation(workload, self._cluster, settings, self._policies, on_done=self._on_done)
         run = simulation.run()
         simulation.check_idle()
-        return measure(run, self._bound, self._turns, self.objective)
+        return measure(run, self._bound, self._pooled, self._turns, self.objective)
 
     def cell(self, contenders: Sequence[Contender], rate: float, load: float | None = None) -> Cell:
         """Run every policy at one rate.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.cells.bound import Bound
+from kvscout_lab.cells.pooled_bound import PooledBound
 from kvscout_lab.simulation.records import Record, Run
 from kvscout_lab.simulation.timing import PICOSECONDS
 from kvscout_lab.statistics import percentile, variation
@@ -58,6 +59,8 @@ class Measures:
     """From a request's arrival at its gateway to its first token."""
     bound_ttft_mean: float
     """Lower bound of the same requests."""
+    pooled_bound_ttft_mean: float
+    """Lower bound of the same requests at the times at which they came in this run."""
     itl: Spread
     """Between two tokens of a request, over all tokens; percentiles to 1 %."""
     goodput: float
@@ -98,12 +101,15 @@ class Measures:
         return {name: value._asdict() if isinstance(value, Spread) else value for name, value in values.items()}
 
 
-def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective = Objective()) -> Measures:
+def measure(
+    run: Run, bound: Bound, pooled: PooledBound, turns: Sequence[int], objective: Objective = Objective()
+) -> Measures:
     """Return the measures of a run.
 
     Args:
         run: Records of the run.
         bound: Lower bound of its workload and engine.
+        pooled: Bounds runs of its workload on its cluster.
         turns: Number of turns of each flow, in order.
         objective: Objective of served requests.
     """
@@ -133,6 +139,7 @@ def measure(run: Run, bound: Bound, turns: Sequence[int], objective: Objective =
         errors=sum(bool(record.error) for record in run.records),
         ttft=_ttft(served),
         bound_ttft_mean=fmean(bound.ttft_seconds[place] for place in places) if places else 0.0,
+        pooled_bound_ttft_mean=pooled.mean_ttft(run.records, served),
         itl=Spread(
             run.gaps.total / tokens / PICOSECONDS if tokens else 0.0,
             *(run.gaps.percentile(percent) / PICOSECONDS for percent in (50, 90, 99)),

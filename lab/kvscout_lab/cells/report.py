@@ -25,6 +25,7 @@ _COLUMNS = (
     "hottest",
     "batch",
     "errors",
+    "bound at its times",
 )
 _LATER = ("later turns: TTFT", "p99", "hit rate")
 """Columns of workloads whose flows have several turns."""
@@ -71,6 +72,7 @@ def row(measures: Measures) -> list[str]:
         f"{measures.hottest:.2f}×",
         str(measures.largest_batch),
         str(measures.errors),
+        _ms(measures.pooled_bound_ttft_mean),
     ]
 
 

@@ -20,6 +20,7 @@ class Record:
     flow: int
     turn: int
     arrived: int
+    """Time of the last try of its client, from which its times count."""
     prompt_tokens: int
     output_tokens: int
     worker: int = -1
@@ -35,6 +36,8 @@ class Record:
     """Prompt tokens that the scheduler predicted to be cached."""
     error: str = ""
     priority: int = 0
+    sent: int = -1
+    """Time of its client's first try."""
 
 
 class Gaps:

@@ -178,7 +178,8 @@ class Simulation(Engines):
 
     def _arrive(self, flow: int, turn: int) -> None:
         step = self._workload.flows[flow].turns[turn]
-        record = Record(flow, turn, self._now, step.prompt_tokens, step.output_tokens, priority=step.priority)
+        record = Record(flow, turn, self._now, step.prompt_tokens, step.output_tokens)
+        record.priority, record.sent = step.priority, self._now
         self._run.records.append(record)
         self._send(record)
 

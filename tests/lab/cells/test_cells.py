@@ -225,3 +225,11 @@ def test_wrong_usage_names_what_is_wrong(arguments: list[str], message: str) -> 
 
 def test_a_cell_of_none_has_a_title() -> None:
     assert as_json(Cell("w", 1, 0, 1, 1.0, None, ()))["results"] == []
+
+
+def test_dynamo_with_its_defaults_decides_as_kv_does_and_with_newer_weights_otherwise() -> None:
+    experiment = Experiment(mixed(5, 200), Cluster(workers=3, engine=ENGINE))
+    names = ("kv", "dynamo-defaults", "dynamo-scale-3", "dynamo-decay-1")
+    kv, *dynamo = (experiment.run(Contender.parse(name, lab_policies()).settings, 40.0) for name in names)
+    assert dynamo[0] == kv
+    assert all(measures != kv for measures in dynamo[1:])

@@ -63,24 +63,22 @@ def test_without_attention_a_step_is_its_four_terms_whatever_speeds() -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_prompt_of_100k_costs_about_two_to_three_times_its_layers(name: str) -> None:
+def test_a_prompt_of_100k_costs_more_than_its_layers(name: str) -> None:
     step = known_engine(name).step
     layers = 100_000 * step.prefill_us_per_token / 1e6
     ratio = step.rates().alone(0, 100_000, 8_192) / PICOSECONDS / layers
-    # Of experts, layers compute a tenth, and attention all of it.
-    assert 1.9 < ratio < (4.5 if "moe" in name else 3.0)
+    # Attention counts more beside small layers and in FP8.
+    assert 1.3 < ratio < 4.0
 
 
 def test_figures_are_what_the_page_derives() -> None:
     small, large = known_engine("8b-bf16-h100"), known_engine("70b-bf16-tp8-h100")
-    assert (
-        small.step.context_ns_per_token == pytest.approx(131_072 / (3.35e12 * 0.7) * 1e9) == pytest.approx(55.9, 0.01)
-    )
-    assert small.step.base_ms == pytest.approx(6.85, 0.01)
-    assert small.step.prefill_us_per_token == pytest.approx(31.4, 0.01)
+    assert small.step.context_ns_per_token == pytest.approx(131_072 / (3.35e12 * 0.65) * 1e9)
+    assert small.step.base_ms == pytest.approx(7.38, 0.01)
+    assert small.step.prefill_us_per_token == pytest.approx(21.7, 0.01)
     assert small.kv_tokens == 403_000
-    assert large.step.context_ns_per_token == pytest.approx(17.5, 0.01)
-    assert large.step.base_ms == pytest.approx(7.53 + 1.92, 0.01)
+    assert large.step.context_ns_per_token == pytest.approx(18.8, 0.01)
+    assert large.step.base_ms == pytest.approx(8.11 + 0.32, 0.01)
 
 
 def test_the_page_has_the_figures_of_every_engine() -> None:

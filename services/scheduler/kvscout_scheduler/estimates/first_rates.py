@@ -2,14 +2,14 @@
 
 ::
 
-    seconds a prompt token  = 2 · parameters it goes through / (accelerators · FLOP/s · MFU)
+    seconds a prompt token  = 2 · parameters it goes through / (accelerators · FLOP/s · MFU) + two all-reduces a layer
     seconds of a step       = bytes of the weights / (accelerators · bytes/s · MBU) + host
     seconds a context token = bytes of its keys and values / (accelerators · bytes/s · MBU)
 
 A product and a sum for each parameter: Kaplan et al., https://arxiv.org/abs/2001.08361, 2.1. A step reads all weights,
-of experts too: batches use them all. MFU and MBU are what engines achieve of the peaks
-(https://www.databricks.com/blog/llm-inference-performance-engineering-best-practices); docs/laboratory.md has more of
-both. Peaks are of data sheets, without sparsity. Who is wrong by a factor of two is nearer than one belief for all.
+of experts too: batches use them all. MFU and MBU are what engines achieve of the peaks: those of the laboratory's
+engine model, which were fitted to published measurements (docs/engine-model.md). Peaks are of data
+sheets, without sparsity. Who is wrong by a factor of two is nearer than one belief for all.
 
 The model's size is read from its name ("Llama-3.1-8B", "Qwen3-30B-A3B", "Mixtral-8x7B-Instruct-AWQ"), or known by it
 ("gpt-oss-120b", "DeepSeek-R1"). Accelerators are named by labels (`DEVICE_LABELS`, `COUNT_LABELS`); one that is not
@@ -29,12 +29,12 @@ from kvscout_common.worker import DeviceClass, WorkerSpec
 
 GIGA: Final = 1e9
 TERA: Final = 1e12
-MFU: Final = {2: 0.45, 1: 0.40}
-"""Achieved share of the peak of computing, by bytes a weight: scaling and casting cost FP8 more of it."""
 MFU_EXPERTS: Final = 0.2
 """Experts are many small matrices."""
-MBU: Final = 0.70
-"""Achieved share of the peak of reading."""
+LINK_SHARE: Final = 0.65
+"""Achieved share of the peak of the links between accelerators."""
+LINK_GB_PER_SECOND: Final = 450.0
+"""Peak of the links of an accelerator, in one direction, where nobody says another: NVLink of the fourth generation."""
 HOST_SECONDS: Final = 0.002
 """Seconds of a step in which no accelerator computes."""
 WEIGHTS_SHARE: Final = 0.7
@@ -64,6 +64,20 @@ class Accelerator(NamedTuple):
     """Peak in FP8; that of BF16 where there is no FP8."""
     gb_per_second: float
     gigabytes: float
+
+
+class Achieved(NamedTuple):
+    """Achieved shares of an accelerator's peaks."""
+
+    mfu: dict[int, float]
+    """Of computing, by bytes a weight: scaling and casting cost FP8 more of it."""
+    mbu: float
+    """Of reading."""
+
+
+USUALLY: Final = Achieved({2: 0.65, 1: 0.58}, 0.65)
+INSTINCT: Final = Achieved({2: 0.38, 1: 0.19}, 0.40)
+"""The makers' peaks are higher, what is achieved is not; of BF16 nothing was fitted: as many FLOP/s as of FP8."""
 
 
 class Model(NamedTuple):
@@ -120,6 +134,7 @@ COUNT_LABELS: Final = frozenset({"tensor_parallel_size", "tensor-parallel-size",
 _NAMES: Final = re.compile(
     "(?<![a-z0-9])(?:" + "|".join(sorted(ACCELERATORS, key=len, reverse=True)) + ")(?![0-9])", re.ASCII
 )
+_INSTINCT: Final = re.compile(r"(?<![a-z0-9])mi\d{3}", re.ASCII)
 _SIZE: Final = re.compile(
     r"(?<![a-z0-9.])e?(\d{1,4}(?:\.\d{1,3})?)b(?:-a(\d{1,3}(?:\.\d{1,3})?)b)?(?![a-z0-9])", re.ASCII
 )
@@ -158,14 +173,35 @@ def seconds_a_prompt_token(billions: float, tflops: float, mfu: float) -> float:
     return 2 * billions * GIGA / (tflops * TERA * mfu)
 
 
-def seconds_to_read(size: float, gb_per_second: float) -> float:
+def seconds_to_read(size: float, gb_per_second: float, mbu: float) -> float:
     """Return the seconds of reading memory.
 
     Args:
         size: In bytes, over all accelerators.
         gb_per_second: Peak of all accelerators.
+        mbu: Achieved share of it.
     """
-    return size / (gb_per_second * GIGA * MBU)
+    return size / (gb_per_second * GIGA * mbu)
+
+
+def seconds_to_reduce(values: float, ways: int, gb_per_second: float) -> float:
+    """Return the seconds of the all-reduces of a token: each layer has two, of two bytes a value.
+
+    Args:
+        values: Values between layers, over all layers.
+        ways: Accelerators that each have a part of every layer.
+        gb_per_second: Peak of the links of one, in one direction.
+    """
+    return 2 * values * 2 * 2 * (ways - 1) / ways / (gb_per_second * GIGA * LINK_SHARE)
+
+
+def achieved(device: str) -> Achieved:
+    """Return what an accelerator achieves of its peaks.
+
+    Args:
+        device: Its name, in small letters.
+    """
+    return INSTINCT if _INSTINCT.search(device) else USUALLY
 
 
 def first_rates(specs: Iterable[WorkerSpec]) -> Rates:
@@ -232,15 +268,23 @@ def _rates(name: str, device: str, count: int, cpu: bool) -> Rates:
         ways *= 2
     # Weights of four bits are unpacked to be computed with.
     eight = model.weight_bytes == 1.0
-    mfu = MFU_EXPERTS if model.active_billions < model.total_billions else MFU[1 if eight else 2]
+    shares = achieved(device.lower())
+    mfu = MFU_EXPERTS if model.active_billions < model.total_billions else shares.mfu[1 if eight else 2]
     read = ways * each.gb_per_second
+    tflops = ways * (each.fp8_tflops if eight else each.bf16_tflops)
     return Rates(
-        seconds_a_prompt_token(model.active_billions, ways * (each.fp8_tflops if eight else each.bf16_tflops), mfu),
-        seconds_to_read(size, read) + HOST_SECONDS,
-        seconds_to_read(_context_bytes(model), read),
+        seconds_a_prompt_token(model.active_billions, tflops, mfu)
+        + seconds_to_reduce(_values_between_layers(model), ways, LINK_GB_PER_SECOND),
+        seconds_to_read(size, read, shares.mbu) + HOST_SECONDS,
+        seconds_to_read(_context_bytes(model), read, shares.mbu),
     )
 
 
 def _context_bytes(model: Model) -> float:
     """Return keys and values of a token, about: 131,072 bytes of Llama 3.1 8B, 327,680 of 70B, 524,288 of 405B."""
     return 131_072.0 * math.pow(math.sqrt(model.total_billions * model.active_billions) / 8.0, 0.4)
+
+
+def _values_between_layers(model: Model) -> float:
+    """Return layers times hidden size, about: 131,072 of Llama 3.1 8B, 655,360 of 70B, 2,064,384 of 405B."""
+    return 131_072.0 * math.pow(model.active_billions / 8.0, 0.7)
