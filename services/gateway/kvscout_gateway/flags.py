@@ -51,7 +51,8 @@ def gateway_flags() -> Callable[[F], F]:
             "--migration-limit",
             default=1,
             type=click.IntRange(0, 10),
-            help="Retries on other workers after one failed before its first token.",
+            help="Retries on other workers after one failed before its first token; "
+            "workers without a connection do not count.",
         ),
         flag(
             "--conditional-disagg",

@@ -28,8 +28,8 @@ class World:
         self.health = WorkerHealth(lambda: self.now, lambda: self.drawn)
         self.workers = [worker(chr(ord("a") + index)) for index in range(workers)]
 
-    def fail(self, name: str, times: int = 1) -> list[float]:
-        return [self.health.failed(key(name), self.workers) for _ in range(times)]
+    def fail(self, name: str, times: int = 1, *, is_gone: bool = False) -> list[float]:
+        return [self.health.failed(key(name), self.workers, is_gone=is_gone) for _ in range(times)]
 
     def start_slowly(self, name: str) -> None:
         """It was out, is back, and gets none of the next requests."""
@@ -96,6 +96,33 @@ def test_who_misses_health_checks_gets_nothing_until_one_is_answered() -> None:
     assert world.health.checked(TENANT, "a")
     assert not world.ejected()
     assert not world.health.warnings()
+
+
+def test_a_worker_that_was_gone_gets_requests_once_it_answers_a_health_check() -> None:
+    world = World(4)
+    world.fail("a", 2)
+    world.fail("a", is_gone=True)
+    assert world.ejected() == {"a"}
+    world.health.checked(TENANT, "a", "no connection")
+    assert world.ejected() == {"a"}
+    assert world.health.checked(TENANT, "a")
+    assert not world.ejected()
+    assert not world.health.warnings()
+    world.drawn = 0.99
+    assert world.ejected() == {"a"}, "its caches are cold: it starts slowly"
+
+
+def test_a_worker_that_fails_requests_or_comes_and_goes_waits_whatever_its_health_checks_say() -> None:
+    world = World(4)
+    world.fail("a", 3)
+    world.fail("b", 3, is_gone=True)
+    assert not world.health.checked(TENANT, "a")
+    assert world.health.checked(TENANT, "b")
+    assert world.ejected() == {"a"}
+    world.now = 15
+    assert world.fail("b", 3, is_gone=True)[-1] == 20
+    assert not world.health.checked(TENANT, "b")
+    assert "b" in world.ejected()
 
 
 def test_checks_leave_half_of_the_workers_in_whatever_they_find() -> None:

@@ -36,7 +36,7 @@ from kvscout_gateway.engines.timeouts import EngineTimeouts
 from kvscout_gateway.engines.vllm import VllmAdapter
 from kvscout_gateway.fronts.refusals import status_of
 from kvscout_gateway.request.attempt import Attempt, AttemptContext, Reply
-from kvscout_gateway.request.exchange import Exchange, Exchanges
+from kvscout_gateway.request.exchange import MAX_UNREACHABLE, Exchange, Exchanges
 from kvscout_gateway.request.failures import FailureLog
 from kvscout_gateway.request.metrics import GatewayMetrics
 from kvscout_gateway.request.plan import Aggregated, Plan
@@ -47,6 +47,8 @@ from kvscout_gateway.values.decision import Decision
 from kvscout_gateway.values.prompt import Geometry, Prompt
 from kvscout_gateway.values.request import Request, RequestBody, TokenBody
 
+GONE = "http://127.0.0.1:9"
+"""Nobody listens there."""
 REQUEST = Request(model="m", tenant="default", prompt=Prompt(isl_tokens=2, token_ids=bytes(8)), request_id="r")
 
 
@@ -240,6 +242,26 @@ async def test_workers_that_die_in_turns_cost_no_request_as_long_as_one_lives(wo
         for _ in range(8):
             client = await world.run()
             assert (client.token_ids, client.decisions[-1]) == ([1, 2], f"w{lives}")
+
+
+async def test_engines_that_cannot_be_reached_cost_no_request_its_other_try(world: World, serve: Any) -> None:
+    world.upstreams.urls += [GONE] * 3
+    await serve(drop, answer)
+    client = await world.run()
+    assert (client.decisions, client.token_ids) == ([f"w{index}" for index in range(5)], [1, 2])
+    assert world.reported == [(f"w{index}", Fault.WORKER) for index in range(4)]
+
+
+@pytest.mark.parametrize(("limit", "pinned", "tries"), [(1, False, 2 + MAX_UNREACHABLE), (0, False, 1), (1, True, 1)])
+async def test_a_request_meets_only_so_many_engines_that_cannot_be_reached(
+    world: World, limit: int, pinned: str, tries: int
+) -> None:
+    world.exchanges.migration_limit = limit
+    world.upstreams.urls += [GONE] * (MAX_UNREACHABLE + 5)
+    client = Client()
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        await world.run(client, pinned=pinned)
+    assert len(client.decisions) == tries
 
 
 async def test_what_was_asked_is_kept_until_the_client_has_output_and_no_longer(world: World, serve: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Iterable
 from typing import Any, cast
 
 import pytest
@@ -109,9 +110,10 @@ class Timed:
 
     def __init__(self, takes: float) -> None:
         self.now, self.takes, self.given = 0.0, takes, 0.0
+        self.asked: list[Server] = []
 
-    async def ask(self, server: Server, call: Call, *, model: str, tenant: str, seconds: float) -> Rendered:
-        self.given = seconds
+    async def ask(self, servers: Iterable[Server], call: Call, *, model: str, tenant: str, seconds: float) -> Rendered:
+        self.given, self.asked = seconds, list(servers)
         self.now += self.takes
         return Rendered(array("I", [1]).tobytes())
 
@@ -119,20 +121,21 @@ class Timed:
 async def test_the_servers_that_are_asked_for_one_request_share_its_time() -> None:
     remote = Timed(0.7)
 
-    def source(server: Server | None) -> RemoteSource:
+    def source(*servers: Server) -> RemoteSource:
         return RemoteSource(
             SourceName.RENDERER,
             cast(RemoteTokens, remote),
-            lambda _: server,
+            lambda _: servers,
             render_call,
             clock=lambda: remote.now,
         )
 
     one = wanted("chat", {"messages": [HELLO]})
-    assert await source(None).find(one) is None
-    here = source(Server("http://x"))
+    assert await source().find(one) is None
+    here = source(Server("http://x"), Server("http://y"))
     found = await here.find(one)
     assert found is not None
+    assert [server.endpoint for server in remote.asked] == ["http://x", "http://y"]
     assert (found.token_ids, remote.given) == (array("I", [1]).tobytes(), 1.0)
     await here.find(one)
     assert remote.given == pytest.approx(0.3)

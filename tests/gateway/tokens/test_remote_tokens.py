@@ -16,7 +16,7 @@ from kvscout_common.http.factory import connect, serve_http
 from kvscout_common.http.http import HttpCall
 from kvscout_gateway.tokens import remote_tokens
 from kvscout_gateway.tokens.remote_tokens import Call, RemoteTokens, Server
-from kvscout_gateway.tokens.rendered import read_tokenized
+from kvscout_gateway.tokens.rendered import Rendered, read_tokenized
 
 CALL = Call.of("/tokenize", b'{"prompt": "x"}', read_tokenized)
 
@@ -46,11 +46,12 @@ class Asking:
 
     def __init__(self, remote: RemoteTokens, server: Server) -> None:
         self.remote, self.server = remote, server
+        self.servers = [server]
 
     async def __call__(
         self, call: Call = CALL, *, tenant: str = "a", model: str = "m", seconds: float = 5.0
     ) -> list[int]:
-        rendered = await self.remote.ask(self.server, call, model=model, tenant=tenant, seconds=seconds)
+        rendered = await self.remote.ask(self.servers, call, model=model, tenant=tenant, seconds=seconds)
         return array("I", rendered.token_ids).tolist()
 
 
@@ -136,7 +137,44 @@ async def test_a_server_that_is_slow_or_gone_is_not_waited_for() -> None:
         assert await ask() == [5, 6]
         gone = ask.server._replace(endpoint="http://127.0.0.1:9")
         with pytest.raises(Unavailable, match="does not tokenize"):
-            await ask.remote.ask(gone, CALL, model="m", tenant="b", seconds=5.0)
+            await ask.remote.ask([gone], CALL, model="m", tenant="b", seconds=5.0)
+
+
+async def test_a_server_that_is_gone_costs_no_prompt_its_tokens_where_another_has_them() -> None:
+    engine, now = Engine(), [0.0]
+    async with asking(engine, clock=lambda: now[0]) as ask:
+        gone = ask.server._replace(endpoint="http://127.0.0.1:9")
+        ask.servers = [gone, ask.server]
+        for number in range(1, 4):
+            assert await ask(Call.of("/tokenize", b'{"prompt": %d}' % number, read_tokenized)) == [5, 6]
+        assert engine.asked == 3
+        [why] = ask.remote.troubles(gone.endpoint)
+        assert "does not tokenize" in why
+        now[0] += remote_tokens.GONE_REST_SECONDS
+        assert not ask.remote.troubles(gone.endpoint), "it may be back at any time"
+
+
+async def test_no_more_than_a_few_servers_are_asked_and_none_after_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, now = list[str](), [0.0]
+
+    async def fetch(self: RemoteTokens, server: Server, call: Call) -> Rendered:
+        asked.append(server.endpoint)
+        now[0] += 1.0
+        raise Unavailable(f"{server.endpoint} fails")
+
+    monkeypatch.setattr(RemoteTokens, "fetch", fetch)
+    async with asking(Engine(), clock=lambda: now[0]) as ask:
+        ask.servers = [Server(f"http://{number}") for number in range(9)]
+        with pytest.raises(Unavailable, match="http://2 fails"):
+            await ask(seconds=60.0)
+        assert asked == ["http://0", "http://1", "http://2"]
+        with pytest.raises(Unavailable, match="http://4 fails"):
+            await ask(seconds=1.5)
+        assert asked[3:] == ["http://3", "http://4"], "those before them rest"
+        monkeypatch.setattr(remote_tokens, "MAX_CANDIDATES", 5)
+        with pytest.raises(Unavailable, match="not asked to tokenize"):
+            await ask(seconds=60.0)
+        assert len(asked) == 5
 
 
 async def test_only_so_many_prompts_are_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,22 @@ async def test_a_renderer_is_asked_in_the_dialect_of_the_request(
         assert served.sample("kvscout_token_parity_total", outcome="length_match") == 3.0
 
 
+async def test_engines_that_restart_cost_no_request_the_tokens_that_others_have() -> None:
+    async def tokenizes(request: web.Request, body: bytes) -> web.StreamResponse:
+        if request.path == "/tokenize":
+            return web.json_response({"count": len(TOKENS), "tokens": TOKENS})
+        return await answers(request, body)
+
+    async with engine(tokenizes) as one:
+        gone = [spec(f"gone-{number}", "http://127.0.0.1:9") for number in range(2)]
+        async with front(spec("w", one.url), *gone, **WAIT) as served:
+            for number in range(24):
+                asks = {"model": "m", "messages": [{"role": "user", "content": f"question {number}"}]}
+                prompt = await prompt_of(served, asks)
+                assert array("I", prompt.token_ids).tolist() == TOKENS, prompt.unknown
+            assert not served.gateway.tokens.prompts.late.total
+
+
 async def test_an_image_is_placed_by_its_content(both: tuple[Engine, Engine], renderer: Renderer) -> None:
     one, renders = both
     renderer.features = FEATURES

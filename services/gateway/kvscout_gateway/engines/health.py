@@ -91,6 +91,8 @@ class _Record:
     """Time of its first ejection since it last got requests."""
     ejection_seconds: float = 0.0
     """Length of its last ejection."""
+    is_gone: bool = False
+    """Its last failure was that there is no connection: what answers after that is another process."""
     back_since: float = 0.0
     probing: bool = False
     """A request is under way that was sent since it is out, and shows whether it is well again."""
@@ -114,6 +116,11 @@ class _Record:
             if share < 1 and draw() >= max(SLOW_START_SHARE, share):
                 return _Reason.SLOW_START
         return None
+
+    def back(self, now: float) -> None:
+        """Give it requests again."""
+        self.ejected_until, self.probing, self.back_since = None, False, now
+        self.now, self.before = _Counts(now), _Counts(now)
 
     def over(self, now: float) -> bool:
         """Tell whether there is nothing to know of it any more."""
@@ -255,12 +262,26 @@ class WorkerHealth:
         missed = self._missed.get(who)
         if not problem:
             self._missed.pop(who, None)
-            return missed is not None and missed.count >= MISSED_CHECKS
+            is_back = self._restarted(who)
+            return is_back or (missed is not None and missed.count >= MISSED_CHECKS)
         if missed is None:
             self._missed[who] = _Missed(self._clock(), problem)
             return False
         missed.count, missed.problem = missed.count + 1, problem
         return missed.count == MISSED_CHECKS
+
+    def _restarted(self, who: tuple[str, str]) -> bool:
+        """Give requests again to a worker that was gone and answers; return whether it was left out for that.
+
+        One that comes and goes waits for its time.
+        """
+        is_back = False
+        for (tenant, rank), record in self._records.items():
+            out = record.ejected_until is not None and record.ejection_seconds <= EJECTION_SECONDS
+            if (tenant, rank.worker_id) == who and out and record.is_gone:
+                record.back(self._clock())
+                is_back = True
+        return is_back
 
     def sent(self, key: Key) -> None:
         """Record a request to it."""
@@ -281,19 +302,19 @@ class WorkerHealth:
             return
         now = self._clock()
         if record.ejected_until is not None and (record.probing or now >= record.ejected_until):
-            record.ejected_until, record.probing, record.back_since = None, False, now
-            record.now, record.before = _Counts(now), _Counts(now)
+            record.back(now)
         record.roll(now)
         record.now.ran += 1
         if record.over(now):
             del self._records[key]
 
-    def failed(self, key: Key, candidates: Sequence[WorkerSpec]) -> float:
+    def failed(self, key: Key, candidates: Sequence[WorkerSpec], *, is_gone: bool = False) -> float:
         """Record a failure of a request that others run, or of its connection.
 
         Args:
             key: Tenant and worker rank.
             candidates: The workers that could have taken it, this one included.
+            is_gone: There was no connection. If it is left out for that, it is back once it answers a health check.
 
         Returns:
             For how many seconds it is left out from now on; 0 = it stays in, or was out already.
@@ -305,6 +326,7 @@ class WorkerHealth:
         record = self._of(key, now)
         record.roll(now)
         record.now.failed += 1
+        record.is_gone = is_gone
         on_probation = record.ejected_until is not None and now >= record.ejected_until
         record.probing = False
         failed = record.now.failed + record.before.failed

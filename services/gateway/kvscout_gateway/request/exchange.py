@@ -40,6 +40,9 @@ from kvscout_gateway.values.session import worker_of
 
 Tried: TypeAlias = list[tuple[Attempt, EngineFailed]]
 """Attempts that failed, and how."""
+MAX_UNREACHABLE = 8
+"""Engines without a connection that a request meets beside those that count as tries: after a node or a rack is lost,
+all that were there look idle until their health checks say otherwise."""
 Use: TypeAlias = Callable[[Attempt], Awaitable[None]]
 ReportFailure: TypeAlias = Callable[[str, Decision, EngineFailed, float], object]
 
@@ -69,7 +72,7 @@ class Exchanges:
             failure_log: Counts and remembers requests that fail.
             draw_attempt: A random number, unique to a call, of `MAX_TRIES`s: a request id that is used again is another
                 attempt, and what frees the one cannot free the other.
-            migration_limit: Further tries of an attempt after a failure.
+            migration_limit: Further tries of a request after a failure; those without a connection do not count.
             max_in_flight: Exchanges at once.
             lease_seconds: Of bookings that have a lease.
             limits: Of each tenant; None = there are none.
@@ -307,7 +310,7 @@ class Exchange:
         """
         unroutable = self._context.routing.unroutable(request)
         tried: Tried = []
-        for _ in range(1 if request.pinned else 1 + self._all.migration_limit):
+        while self._may_try(request, tried):
             been_at = [attempt.decision.worker.worker_id for attempt, _ in tried]
             excluded = (*request.excluded, *unroutable, *self._ejected(request, been_at), *been_at)
             try:
@@ -333,6 +336,14 @@ class Exchange:
                 finally:
                     self._all_passed |= attempt.all_passed
         raise self._given_up(request, tried) from tried[-1][1]
+
+    def _may_try(self, request: Request, tried: Tried) -> bool:
+        """Tell whether a request may be tried, after these: engines that could not be reached cost it no try."""
+        if not tried:
+            return True
+        limit = 0 if request.pinned else self._all.migration_limit
+        unreachable = min(sum(failure.unreachable for _, failure in tried), MAX_UNREACHABLE if limit else 0)
+        return len(tried) - unreachable <= limit
 
     async def _open(self, request: Request, excluded: tuple[str, ...], on_output: Callable[[], None]) -> Attempt:
         attempt_id, self._next_attempt = self._next_attempt, self._next_attempt + 1
@@ -397,5 +408,6 @@ class Exchange:
 
     def _count(self, request: Request, attempt: Attempt, failure: EngineFailed) -> None:
         attempt.seen.failures += 1
-        ejection_seconds = self._context.health.failed(attempt.key, self._context.routing.candidates(request))
+        candidates = self._context.routing.candidates(request)
+        ejection_seconds = self._context.health.failed(attempt.key, candidates, is_gone=failure.unreachable)
         self._all.report_failure(request.tenant, attempt.decision, failure, ejection_seconds)

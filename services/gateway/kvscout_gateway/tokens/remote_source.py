@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from kvscout_common.errors import Unavailable
@@ -61,7 +62,7 @@ class RemoteSource:
         self,
         name: SourceName,
         remote: RemoteTokens,
-        choose: Callable[[TokenRequest], Server | None],
+        choose: Callable[[TokenRequest], Iterable[Server]],
         call_of: Callable[[TokenRequest], Call],
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -71,7 +72,7 @@ class RemoteSource:
         Args:
             name: Of the source.
             remote: How they are asked.
-            choose: A server for a request; None = there is none.
+            choose: Servers for a request, in the order in which they are asked.
             call_of: What it is asked; raises NotText.
             clock: Seconds.
         """
@@ -83,8 +84,9 @@ class RemoteSource:
 
     async def find(self, wanted: TokenRequest) -> Found | None:
         """See `TokenSource`."""
-        server = self._choose(wanted)
-        if server is None:
+        servers = iter(self._choose(wanted))
+        first = next(servers, None)
+        if first is None:
             return None
         if wanted.remote_seconds <= 0:
             raise Unavailable("no time is left to have the prompt tokenized")
@@ -93,7 +95,11 @@ class RemoteSource:
         begin = self._clock()
         try:
             rendered = await self._remote.ask(
-                server, call, model=wanted.model, tenant=wanted.tenant, seconds=wanted.remote_seconds
+                chain((first,), servers),
+                call,
+                model=wanted.model,
+                tenant=wanted.tenant,
+                seconds=wanted.remote_seconds,
             )
         finally:
             wanted.remote_seconds -= self._clock() - begin

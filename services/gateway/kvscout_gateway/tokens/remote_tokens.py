@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Final, NamedTuple
 
 from kvscout_common.errors import InvalidArgument, Unavailable
 from kvscout_common.http.engine_http import parsed
-from kvscout_common.http.http import HttpClient, HttpFailed, HttpRequest
+from kvscout_common.http.http import FailureKind, HttpClient, HttpFailed, HttpRequest
 from kvscout_common.plain_text import printable
 from kvscout_gateway.tokens.chunk_cache import ChunkCache
 from kvscout_gateway.tokens.rendered import Rendered
@@ -25,6 +26,12 @@ REST_SECONDS: Final = 30.0
 """After one that fails, or answers nonsense."""
 LATE_REST_SECONDS: Final = 1.0
 """And one that is too slow: it has enough to do, and each request would wait for it."""
+GONE_REST_SECONDS: Final = 1.0
+"""And one that cannot be reached: it costs next to nothing to ask, and may be back at any time."""
+MAX_SERVERS: Final = 3
+"""Servers that are asked for the tokens of one prompt, one after another, if they fail."""
+MAX_CANDIDATES: Final = 64
+"""Servers among which those are looked for that may be asked now."""
 
 _LACKING: Final = (403, 404, 405, 501)
 _REQUESTS_FAULT: Final = (400, 413, 422)
@@ -81,53 +88,67 @@ class RemoteTokens:
         self._asking = 0
         self.cache = ChunkCache(cache_bytes)
 
-    async def ask(self, server: Server, call: Call, *, model: str, tenant: str, seconds: float) -> Rendered:
+    async def ask(self, servers: Iterable[Server], call: Call, *, model: str, tenant: str, seconds: float) -> Rendered:
         """Return the tokens of a prompt.
 
         Args:
-            server: Which one.
+            servers: At least one, in the order in which they are asked: the next one if one fails. Only the first
+                `MAX_CANDIDATES` count.
             call: What to ask.
             model: Whose tokens.
             tenant: Who asks.
-            seconds: Longest wait.
+            seconds: Longest wait, for all of them.
 
         Raises:
             InvalidArgument: The server says that this is no prompt.
-            Unavailable: It does not return them in time.
+            Unavailable: None returns them in time.
         """
         known = self.cache.get(tenant, call.digest)
         if known is not None:
             return Rendered.unpacked(known)
-        key, now = (server.endpoint, call.path, model), self._clock()
-        if key in self._resting and self._resting[key][0] > now:
-            raise Unavailable(f"{server.endpoint} is not asked to tokenize for now")
+        until, asked = self._clock() + seconds, 0
+        problem = Unavailable("there is no server to ask")
+        for server in islice(servers, MAX_CANDIDATES):
+            key, now = (server.endpoint, call.path, model), self._clock()
+            if key in self._resting and self._resting[key][0] > now:
+                problem = problem if asked else Unavailable(f"{server.endpoint} is not asked to tokenize for now")
+                continue
+            if asked == MAX_SERVERS or now >= until:
+                break
+            asked += 1
+            try:
+                rendered = await self._ask(server, call, key, until - now)
+            except Unavailable as error:
+                problem = error
+                continue
+            self.cache.put(tenant, call.digest, rendered.packed())
+            return rendered
+        raise problem
+
+    async def _ask(self, server: Server, call: Call, key: tuple[str, str, str], seconds: float) -> Rendered:
+        """Return the tokens that one server says within that time; it rests if it does not. Errors as of `ask`."""
         if self._asking >= MAX_ASKING:
             raise Unavailable(f"{self._asking} prompts are being tokenized by others (limit)")
         self._asking += 1
         try:
             async with asyncio.timeout(seconds):
-                rendered = await self.fetch(server, call)
+                return await self.fetch(server, call)
         except TimeoutError:
             why = f"{server.endpoint} did not tokenize within {seconds * 1000:.0f} ms"
-            self._rest(key, now + LATE_REST_SECONDS, why)
+            self._rest(key, LATE_REST_SECONDS, why)
             raise Unavailable(why) from None
-        except Lacking as error:
-            self._rest(key, now + LACKING_REST_SECONDS, str(error))
-            raise
         except Unavailable as error:
-            self._rest(key, now + REST_SECONDS, str(error))
+            self._rest(key, error.rest_seconds if isinstance(error, NotTokenized) else REST_SECONDS, str(error))
             raise
         finally:
             self._asking -= 1
-        self.cache.put(tenant, call.digest, rendered.packed())
-        return rendered
 
     async def fetch(self, server: Server, call: Call) -> Rendered:
         """Return a server's tokens, however long that takes it.
 
         Raises:
             InvalidArgument: It says that this is no prompt.
-            Unavailable: It returns none; `Lacking` if it has no such path.
+            Unavailable: It returns none; `NotTokenized` if it is gone or has no such path.
         """
         headers = (("Content-Type", "application/json"), *server.headers)
         request = HttpRequest(f"{server.endpoint}{call.path}", headers=headers, body=call.body)
@@ -138,12 +159,15 @@ class RemoteTokens:
             finally:
                 answer.abort()
         except HttpFailed as error:
-            raise Unavailable(f"{server.endpoint} does not tokenize: {printable(str(error))}") from error
+            why = f"{server.endpoint} does not tokenize: {printable(str(error))}"
+            if error.kind in (FailureKind.UNREACHABLE, FailureKind.BROKEN):
+                raise NotTokenized(why, GONE_REST_SECONDS) from error
+            raise Unavailable(why) from error
         says = f"{server.endpoint} answers {answer.status} at {call.path}"
         if answer.status in _REQUESTS_FAULT:
             raise InvalidArgument(says)
         if answer.status in _LACKING:
-            raise Lacking(says)
+            raise NotTokenized(says, LACKING_REST_SECONDS)
         if answer.status != 200:
             raise Unavailable(says)
         return await parsed(page, call.read)
@@ -153,11 +177,20 @@ class RemoteTokens:
         now = self._clock()
         return {why for key, (until, why) in self._resting.items() if key[0] == endpoint and until > now}
 
-    def _rest(self, key: tuple[str, str, str], until: float, why: str) -> None:
+    def _rest(self, key: tuple[str, str, str], seconds: float, why: str) -> None:
         now = self._clock()
         self._resting = {one: rest for one, rest in self._resting.items() if rest[0] > now}
-        self._resting[key] = until, why
+        self._resting[key] = now + seconds, why
 
 
-class Lacking(Unavailable):
-    """A server has no such path, or not for this model."""
+class NotTokenized(Unavailable):
+    """A server cannot be reached, breaks off, or has no such path, or not for this model.
+
+    Args:
+        message: The error.
+        rest_seconds: For which it is not asked again.
+    """
+
+    def __init__(self, message: str, rest_seconds: float) -> None:
+        super().__init__(message)
+        self.rest_seconds = rest_seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -121,7 +121,7 @@ class Tokens:
 
     async def _folder_of(self, tenant: str, model: str) -> str:
         """Ask an engine which folder it serves; "" = it names none."""
-        engine = self._choose(tenant, model)
+        engine = next(self._engines_of(tenant, model), None)
         if engine is None:
             return ""
         for path in _MODEL_PAGES:
@@ -141,19 +141,24 @@ class Tokens:
         troubles = {why for endpoint in sorted(renderers) for why in self.remote.troubles(endpoint)}
         return [*self.parity.warnings(), *(f"renderer: {why}: see --renderer" for why in sorted(troubles))]
 
-    def _renderer(self, wanted: TokenRequest) -> Server | None:
-        return self._renderers.get(wanted.model) or self._renderers.get(ANY)
+    def _renderer(self, wanted: TokenRequest) -> Iterable[Server]:
+        server = self._renderers.get(wanted.model) or self._renderers.get(ANY)
+        return () if server is None else (server,)
 
-    def _engine(self, wanted: TokenRequest) -> Server | None:
-        return self._choose(wanted.tenant, wanted.model)
+    def _engine(self, wanted: TokenRequest) -> Iterable[Server]:
+        return self._engines_of(wanted.tenant, wanted.model)
 
-    def _engine_that_renders(self, wanted: TokenRequest) -> Server | None:
-        return self._choose(wanted.tenant, wanted.model, RENDERING)
+    def _engine_that_renders(self, wanted: TokenRequest) -> Iterable[Server]:
+        return self._engines_of(wanted.tenant, wanted.model, RENDERING)
 
-    def _choose(self, tenant: str, model: str, kinds: frozenset[EngineKind] = frozenset(EngineKind)) -> Server | None:
+    def _engines_of(
+        self, tenant: str, model: str, kinds: frozenset[EngineKind] = frozenset(EngineKind)
+    ) -> Iterator[Server]:
+        """Yield the engines of these kinds that can be reached, from a random one on."""
         serving = self._catalog.tenant(tenant).serving(model)
         fitting = [w for w in serving.specs if w.worker_id not in serving.unroutable and w.engine in kinds]
         workers = self._reachable(tenant, fitting)
-        if not workers:
-            return None
-        return Server(random.choice(workers).http_endpoint, self._engine_key.headers)
+        start = random.randrange(len(workers)) if workers else 0
+        for place in range(len(workers)):
+            worker = workers[(start + place) % len(workers)]
+            yield Server(worker.http_endpoint, self._engine_key.headers)
