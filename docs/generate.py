@@ -35,6 +35,7 @@ UNITS = {
     "stream_max_age": "s",
     "scrape_engine_metrics": "s",
     "migration_limit": "tries",
+    "ingest_threads": "threads",
     "metrics_worker_ranks": "ranks",
     "max_in_flight": "requests",
     "max_active_requests": "requests",

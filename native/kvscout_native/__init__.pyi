@@ -278,10 +278,10 @@ class Bypass:
     """
 
     def __new__(cls, index: BlockIndex, worker: _Name, digests_kept: int) -> Bypass: ...
-    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], before: int | None = None) -> bool:
+    def lend(self, last_id: int, digests: bytes, before: int | None = None) -> bool:
         """Go on behind `last_id`, with batches below `before`; None = with all."""
 
-    def take(self) -> tuple[int, list[tuple[int, int]], int, float | None, bool, str] | None:
+    def take(self) -> tuple[int, bytes, int, float | None, bool, str] | None:
         """Return the fields of `Progress`."""
 
     def peek(self) -> tuple[int, int, float | None] | None:
@@ -291,17 +291,17 @@ class Bypass:
         """ "applied", "stopped" (applied, and now to be looked at), "declined" or "closed"; for tests."""
 
 class Intake:
-    """A thread that reads engines' sockets by ZMTP 3 without security, and offers what comes to their bypasses, without
-    the GIL.
+    """Threads that read engines' sockets by ZMTP 3 without security, and offer what comes to their bypasses, without
+    the GIL. Each source is one thread's, and each thread has about as many.
 
     What a bypass declines, and all of its source after it, waits for `take`: at most 256 messages or 8 MiB a source,
     then its socket is left unread; beyond 256 MiB of all sources, so is every one of which something waits. After
-    sockets were read empty the thread pauses for a millisecond, so that what
+    sockets were read empty a thread pauses for a millisecond, so that what
     comes meanwhile shares the costs.
     """
 
-    def __new__(cls) -> Intake:
-        """Start it."""
+    def __new__(cls, threads: int) -> Intake:
+        """Start them, one at least."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `take` has something."""
@@ -352,11 +352,11 @@ class Intake:
         what came over the one before was reported or applied · "unconnected", None: there is none, another one is made when
         that is possible · "refused", reason: it was ended because of what came; where we connect no other one is made ·
         "stopped", None: see `Bypass.offer` · of a replay "reply", (event id, payload), "reply stopped", None, and last
-        "reply end", None, or "reply broken", reason, each of which waits until `hand_over` · "failed", reason: the thread has ended; source means nothing.
+        "reply end", None, or "reply broken", reason, each of which waits until `hand_over` · "failed", reason: a thread has ended; source means nothing.
         """
 
     def close(self) -> None:
-        """End the thread and close every socket; blocks until that is done."""
+        """End the threads and close every socket; blocks until that is done."""
 
 # --- load ------------------------------------------------------------------------------------------
 

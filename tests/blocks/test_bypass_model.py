@@ -13,7 +13,7 @@ import logging
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from unittest.mock import Mock
 
 import pytest
@@ -50,7 +50,7 @@ class NativeBypass:
         self.of_replay = make_bypass(index, RANK, HELD_BATCHES)
         self.stopped: Callable[[], None] = lambda: None
 
-    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
+    def lend(self, last_id: int, digests: bytes, stopped: Callable[[], None]) -> bool:
         assert self.bypass is not None
         self.stopped = stopped
         return self.bypass.lend(last_id, digests)
@@ -58,7 +58,7 @@ class NativeBypass:
     def lend_replay(self, last_id: int, before: int | None, stopped: Callable[[], None]) -> bool:
         assert self.of_replay is not None
         self.stopped = stopped
-        return self.of_replay.lend(last_id, [], before)
+        return self.of_replay.lend(last_id, b"", before)
 
     def pause(self, *, paused: bool) -> None:
         """What is delivered comes all the same: reading it later is another order of the same operations."""

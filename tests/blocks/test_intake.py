@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.engine_events import BLOCK_SIZE, batch, prompt, stored
 from support.free_ports import free_ports
-from support.intake_world import RANK, IntakeWorld
+from support.intake_world import RANK, IntakeWorld, packed
 from support.zmq_publisher import Publisher
 
 from kvscout_blocks.bytes.frames import Message
@@ -17,8 +17,9 @@ from kvscout_blocks.index.block_index import WorkerOptions
 from kvscout_blocks.index.reference import ReferenceIndex
 from kvscout_blocks.source.decisions import digest
 from kvscout_blocks.source.intake import IntakeSubscription
-from kvscout_common.hashing import native_available
-from kvscout_common.worker import EventEndpoint
+from kvscout_blocks.source.sequence import DIGESTS_KEPT
+from kvscout_common.hashing import block_hashes, native_available
+from kvscout_common.worker import EventEndpoint, WorkerRank
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the intake is native")
 
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.skipif(not native_available(), reason="the intake is na
 class World(IntakeWorld):
     """One whose engine publishes through libzmq."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, threads: int = 1) -> None:
+        super().__init__(threads)
         self.publisher = Publisher()
 
     def connect(self) -> IntakeSubscription:
@@ -40,9 +41,9 @@ class World(IntakeWorld):
         self.publisher.close()
 
 
-@pytest.fixture
-async def world() -> Iterator[World]:  # type: ignore[misc]  # an async generator, for the running loop
-    world = World()
+@pytest.fixture(params=[1, 3])
+async def world(request: pytest.FixtureRequest) -> Iterator[World]:  # type: ignore[misc]  # an async generator, for the running loop
+    world = World(threads=request.param)
     yield world
     world.close()
 
@@ -63,7 +64,7 @@ async def test_what_is_usual_is_applied_beside_the_event_loop(world: World) -> N
     taken = subscription.take()
     assert taken is not None
     assert (taken.last_id, taken.applied, taken.over_capacity, taken.incompatible) == (100, 100, False, "")
-    assert list(taken.digests) == [(number + 1, digest(usual(number))) for number in range(36, 100)]
+    assert taken.digests == packed(digest(usual(number)) for number in range(36, 100))
     assert taken.age_seconds is not None
     assert subscription.take() is None
     subscription.close()
@@ -180,7 +181,7 @@ async def test_nothing_is_reported_or_applied_after_close(world: World) -> None:
         again = world.connect()
         await world.until_told(5)
         assert world.told == ["connected", 0, 1, 2, "connected"]
-        assert not subscription.lend(0, [], lambda: None)
+        assert not subscription.lend(0, b"", lambda: None)
         again.close()
     finally:
         other.close()
@@ -269,3 +270,40 @@ async def test_engines_connect_to_an_address_that_we_bind(world: World, place: s
     # Free at once.
     world.subscribe(endpoint, bind=True).close()
     assert not (tmp_path / "ours").exists()
+
+
+async def test_sources_of_several_threads_are_applied_each_in_its_order_while_queries_are_answered() -> None:
+    count, ranks = 400, [WorkerRank(f"w-{number}", 0) for number in range(9)]
+    world = World(threads=3)
+    publishers = [Publisher() for _ in ranks]
+    subscriptions = []
+    try:
+        for rank, publisher in zip(ranks, publishers, strict=True):
+            world.index.add_worker(rank, WorkerOptions(total_kv_blocks=0))
+            where = EventEndpoint(rank.dp_rank, publisher.endpoint)
+            subscription = world.intake.subscribe(where, rank, world.index, world.callbacks)
+            assert subscription is not None
+            subscriptions.append(subscription)
+            publisher.await_subscription()
+        await world.until_told(len(ranks))
+        for subscription in subscriptions:
+            assert world.lend(subscription, 0)
+        for publisher in publishers:
+            publisher.send_payloads(1, [usual(number) for number in range(count)])
+        hashes = block_hashes(prompt(1, first=100 * (count - 1)), BLOCK_SIZE)
+        await world.until(lambda: len(world.index.find_matches(hashes, now=0.0).workers) == len(ranks))
+        for rank, subscription in zip(ranks, subscriptions, strict=True):
+            taken = subscription.take()
+            assert taken is not None
+            assert (rank, taken.last_id, taken.applied) == (rank, count, count)
+            assert taken.digests == packed(digest(usual(number)) for number in range(count - DIGESTS_KEPT, count))
+            stats = world.index.worker_stats(rank)
+            assert stats is not None
+            assert stats.blocks == count
+            subscription.close()
+        world.index.check_invariants()
+    finally:
+        for publisher in publishers:
+            publisher.close()
+        world.close()
+    assert world.told == ["connected"] * len(ranks)

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from support.engine_events import CLEARED, batch, prompt, stored
 from support.free_ports import free_ports
-from support.intake_world import DEADLINE_SECONDS, RANK, IntakeWorld
+from support.intake_world import DEADLINE_SECONDS, RANK, IntakeWorld, packed
 from support.recorded_engine import END_OF_REPLAY
 from support.zmq_bind import bind
 
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.skipif(not native_available(), reason="the intake is na
 class World(IntakeWorld):
     """One whose engine replays what a test has it replay, through libzmq."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, threads: int = 1) -> None:
+        super().__init__(threads)
         self._context = zmq.asyncio.Context()
         (port,) = free_ports(1)
         self.endpoint = f"tcp://127.0.0.1:{port}"
@@ -68,9 +68,9 @@ class World(IntakeWorld):
         self._context.destroy(linger=0)
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    made = World()
+@pytest.fixture(params=[1, 3])
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    made = World(threads=request.param)
     yield made
     made.close()
 
@@ -101,7 +101,7 @@ async def test_however_long_a_replay_is_the_reply_before_the_position_was_lent_a
     taken = replay.take()
     assert taken is not None
     assert (taken.last_id, taken.applied) == (6 + count, count - 1)
-    assert list(taken.digests) == [(number, digest(usual(number))) for number in range(8, 7 + count)]
+    assert taken.digests == packed(digest(usual(number)) for number in range(8, 7 + count))
     replay.close()
 
 

@@ -16,7 +16,7 @@ from kvscout_blocks.source.decisions import (
     Reset,
     SequencedBatch,
 )
-from kvscout_blocks.source.held import HELD_BATCHES, HELD_BYTES
+from kvscout_blocks.source.held import HELD_BATCHES, HELD_BYTES, HeldBudget
 from kvscout_blocks.source.publishers import MIXED, MIXED_AFTER, ONE_AGAIN_AFTER
 from kvscout_blocks.source.replay import FIRST_RETRY_SECONDS, MAX_ATTEMPTS
 from kvscout_blocks.source.sequence import (
@@ -32,14 +32,14 @@ Batch = SequencedBatch[str]
 
 def at(event_id: int, life: str = "a", **fields: object) -> Batch:
     """Batch `event_id` of one life of an engine."""
-    return SequencedBatch(event_id, hash((life, event_id)), life, **fields)  # type: ignore[arg-type]
+    return SequencedBatch(event_id, hash((life, event_id)) % 2**64, life, **fields)  # type: ignore[arg-type]
 
 
 class Driver:
     """A machine, and what it decided, in short words."""
 
-    def __init__(self, *, can_replay: bool = True) -> None:
-        self.machine: SourceSequence[str] = SourceSequence(can_replay=can_replay)
+    def __init__(self, *, can_replay: bool = True, budget: HeldBudget | None = None) -> None:
+        self.machine: SourceSequence[str] = SourceSequence(can_replay=can_replay, budget=budget)
         self.now = 0.0
 
     def live(self, *batches: Batch) -> list[str]:
@@ -406,6 +406,53 @@ def test_held_batches_are_bounded(driver: Driver, limit: str) -> None:
     assert len(words) == number + 2
     assert driver.machine.held == 0
     assert not driver.machine.replaying
+
+
+def test_sources_share_a_budget_and_whoever_holds_the_most_requests_it_again() -> None:
+    budget = HeldBudget(most=100)
+    small, large = (Driver(budget=budget) for _ in range(2))
+    for each in (small, large):
+        each.live(at(0))
+    small.live(*(at(n, size_bytes=10) for n in range(2, 5)))
+    assert large.live(*(at(n, size_bytes=10) for n in range(2, 9))) == ["replay 0"]
+    assert (small.machine.held, large.machine.held, budget.used, budget.dropped) == (3, 7, 100, 0)
+    small.live(at(5, size_bytes=10))
+    assert (small.machine.held, large.machine.held, budget.used, budget.dropped) == (4, 0, 40, 7)
+    assert (large.machine.replaying, budget.lacking) == (True, 1)
+    # The answer was given before what was dropped: it is requested again, and nothing is lost.
+    assert large.replayed(*(at(n) for n in range(3))) == ["apply a1", "apply a2"]
+    assert large.end() == ["replay 2"]
+    assert large.live(at(9)) == []
+    assert large.replayed(*(at(n) for n in range(2, 9))) == [f"apply a{n}" for n in range(3, 9)]
+    assert budget.lacking == 0
+    assert large.end() == ["apply a9"]
+    assert not large.machine.replaying
+    assert not large.machine.history_incomplete
+
+
+def test_what_was_dropped_for_want_of_room_and_cannot_be_replayed_is_reported_as_lost() -> None:
+    budget = HeldBudget(most=10)
+    driver = Driver(budget=budget)
+    driver.live(at(0))
+    driver.live(at(2, size_bytes=11))
+    assert (driver.machine.held, budget.lacking) == (0, 1)
+    words = driver.replayed(at(0), at(1)) + driver.end()
+    while driver.machine.replaying:
+        if driver.machine.retry_at is not None:
+            words += driver.tick(driver.machine.retry_at)
+        words += driver.fail()
+    lost = f"demote whatever came after 1: {MAX_ATTEMPTS} replays brought nothing"
+    assert [word for word in words if word.startswith("demote")] == [lost]
+    assert (driver.machine.history_incomplete, budget.lacking) == (True, 0)
+
+
+def test_what_a_closed_source_held_is_free_for_others() -> None:
+    budget = HeldBudget(most=10)
+    driver = Driver(budget=budget)
+    driver.live(at(0), at(2, size_bytes=8))
+    assert budget.used == 8
+    driver.machine.drop_held()
+    assert (budget.used, budget.lacking, budget.dropped) == (0, 0, 0)
 
 
 def test_a_replay_far_ahead_of_the_live_channel_is_no_restart(driver: Driver) -> None:

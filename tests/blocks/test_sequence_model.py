@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from kvscout_blocks.source.decisions import Apply, Decision, Demote, RequestReplay, Reset, SequencedBatch
+from kvscout_blocks.source.held import HeldBudget
 from kvscout_blocks.source.sequence import SourceSequence
 
 SEQUENCES = int(os.environ.get("KVSCOUT_SEQUENCES", "400"))
@@ -112,7 +113,9 @@ class World:
         if not (whole or self.engine.epochs):
             self.engine.drops = rng.choice([0.0, 0.0, 0.05])
         self.can_replay = whole or rng.random() < 0.85
-        self.machine: SourceSequence[Change] = SourceSequence(can_replay=self.can_replay)
+        self.budget = HeldBudget(rng.choice([1, 3, 10, 10_000]))
+        """In batches: where it is spent, what was held comes again."""
+        self.machine: SourceSequence[Change] = SourceSequence(can_replay=self.can_replay, budget=self.budget)
         self.applied: set[int] = set()
         self.channel: deque[Batch] = deque()
         self.loss = rng.choice([0.0, 0.05, 0.3])
@@ -264,7 +267,7 @@ class World:
 
     def check(self) -> None:
         assert not self.machine.replaying
-        assert self.machine.held == 0
+        assert self.machine.held == self.budget.used == self.budget.lacking == 0
         assert self.machine.last_id == self.engine.next_id - 1
         if not self.machine.history_incomplete:
             assert self.applied == self.engine.truth

@@ -36,7 +36,8 @@ def batch(event_id: int, *, epoch: int = 1, life: str = "a", remove: int | None 
     event: Stored | Removed = Stored((number,), None, block_size=4, local_hashes=(hash((life, number)) % 2**63,))
     if remove is not None:
         event = Removed((remove,), Tier.DEVICE, 0)
-    return SequencedBatch(event_id, hash((life, event_id, remove)), EventBatch((event,), 0.0, 0), 10, epoch=epoch)
+    digest = hash((life, event_id, remove)) % 2**64
+    return SequencedBatch(event_id, digest, EventBatch((event,), 0.0, 0), 10, epoch=epoch)
 
 
 def state(

@@ -25,9 +25,9 @@ OPENED = zmtp.greeting() + zmtp.ready() + zmtp.command(b"PONG")
 Scene = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-@pytest.fixture
-async def world() -> Iterator[IntakeWorld]:  # type: ignore[misc]  # an async generator, for the running loop
-    world = IntakeWorld()
+@pytest.fixture(params=[1, 3])
+async def world(request: pytest.FixtureRequest) -> Iterator[IntakeWorld]:  # type: ignore[misc]  # an async generator, for the running loop
+    world = IntakeWorld(threads=request.param)
     yield world
     world.close()
 
@@ -225,7 +225,7 @@ async def test_what_waits_for_a_busy_loop_is_not_read_and_keeps_its_order(world:
     async with peer(scene) as endpoint:
         taken, world.intake._drain = world.intake._drain, lambda: None  # type: ignore[method-assign]
         loop = asyncio.get_running_loop()
-        loop.remove_reader(world.intake._thread.fileno())
+        loop.remove_reader(world.intake._native.fileno())
         subscription = world.subscribe(endpoint)
         before = -1
         while before < sent or not sent:
@@ -233,7 +233,7 @@ async def test_what_waits_for_a_busy_loop_is_not_read_and_keeps_its_order(world:
             await asyncio.sleep(0.1)
         # 8 MiB here, and what the kernel holds of a connection.
         assert sent < 30
-        loop.add_reader(world.intake._thread.fileno(), taken)
+        loop.add_reader(world.intake._native.fileno(), taken)
         await world.until_told(41)
         subscription.close()
     assert world.told == ["connected", *range(40)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 
 from kvscout_blocks.bytes.frames import Message
 from kvscout_blocks.index.block_index import WorkerOptions
@@ -18,12 +19,17 @@ RANK = WorkerRank("w", 0)
 DEADLINE_SECONDS = 30.0
 
 
+def packed(digests: Iterable[int]) -> bytes:
+    """Return digests as a bypass has them."""
+    return array("Q", digests).tobytes()
+
+
 class IntakeWorld:
     """An intake on the running loop, and a source of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
         self.defects: list[BaseException] = []
-        made = make_intake(failed=self.defects.append)
+        made = make_intake(threads=threads, failed=self.defects.append)
         assert made is not None
         self.intake: Intake = made
         self.index = NativeIndex(BLOCK_SIZE)
@@ -48,7 +54,7 @@ class IntakeWorld:
 
     def lend(self, subscription: IntakeSubscription, last_id: int, payload: bytes = b"") -> bool:
         """Lets the bypass go on."""
-        return subscription.lend(last_id, [(last_id, digest(payload))], lambda: self.told.append("stopped"))
+        return subscription.lend(last_id, packed([digest(payload)]), lambda: self.told.append("stopped"))
 
     async def until(self, reached: Callable[[], bool]) -> None:
         """Waits until something is so."""

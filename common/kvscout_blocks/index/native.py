@@ -257,9 +257,9 @@ def make_bypass(index: BlockIndex, worker: WorkerRank, digests_kept: int) -> kvs
     return kvscout_native.Bypass(index.core, worker, digests_kept) if isinstance(index, NativeIndex) else None
 
 
-def make_intake_thread() -> kvscout_native.Intake | None:
-    """Start a thread that reads engines' sockets; None where the extension is not built, or switched off."""
-    return kvscout_native.Intake() if native_available() else None
+def make_intake_threads(threads: int) -> kvscout_native.Intake | None:
+    """Start threads that read engines' sockets; None where the extension is not built, or switched off."""
+    return kvscout_native.Intake(threads) if native_available() else None
 
 
 def _native(batch: DecodedBatch) -> kvscout_native.Batch:

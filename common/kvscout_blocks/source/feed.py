@@ -69,8 +69,9 @@ class Progress(NamedTuple):
 
     last_id: int
     """Last batch applied."""
-    digests: Sequence[tuple[int, int]]
-    """(id, digest) of the last batches applied, oldest first; of a replay only those since it was lent."""
+    digests: bytes
+    """Digests of the last batches applied, up to `last_id`, 8 bytes each in the machine's order; of a replay only those
+    since it was lent."""
     applied: int
     """Batches applied since it was lent."""
     age_seconds: float | None
@@ -98,12 +99,12 @@ class Bypass(Protocol):
     stops by itself at the first batch that is not the usual case; that one and all after it come to the source as ever.
     """
 
-    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
+    def lend(self, last_id: int, digests: bytes, stopped: Callable[[], None]) -> bool:
         """Let the bypass go on from a position; False: not now.
 
         Args:
             last_id: Last batch applied.
-            digests: (id, digest) of the last batches applied, oldest first.
+            digests: Those of the last batches applied, up to `last_id`, as in `Progress`.
             stopped: Called on the event loop if the bypass stops because of what the index said, not of what came.
         """
 

@@ -1,27 +1,28 @@
-"""Engines' sockets that a native thread reads: usual batches go to the index there, and only the rest comes here.
+"""Engines' sockets that native threads read: usual batches go to the index there, and only the rest comes here.
 
 ::
 
-    sockets ──▶ native thread ──▶ bypass ──▶ index        the next batch in order, nothing to decide
+    sockets ──▶ a native thread ──▶ bypass ──▶ index      the next batch in order, nothing to decide
                        │
                        └── queue ──▶ Intake, on the event loop ──▶ IntakeSubscription ──▶ callbacks   all else, in order
                                                               └──▶ IntakeReplay ──▶ replies
 
-The event loop sleeps while engines behave; large batches are decoded beside it, without the GIL. The thread speaks ZMTP
-itself: libzmq has a thread of its own, which costs as much as all the rest.
+The event loop sleeps while engines behave; large batches are decoded beside it, without the GIL. A source belongs to
+one thread, so that what comes of it stays in order. The threads speak ZMTP themselves: libzmq has a thread of its own,
+which costs as much as all the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any
 
 from kvscout_blocks.bytes.frames import Message, malformed_frames
 from kvscout_blocks.index.block_index import BlockIndex
-from kvscout_blocks.index.native import make_bypass, make_intake_thread
+from kvscout_blocks.index.native import make_bypass, make_intake_threads
 from kvscout_blocks.source import subscriber
 from kvscout_blocks.source.feed import HistoryBroken, Lent, Progress
 from kvscout_blocks.source.held import HELD_BATCHES
@@ -31,35 +32,36 @@ from kvscout_common.process.endings import INTENDED
 from kvscout_common.worker import EventEndpoint, WorkerRank
 
 
-def make_intake(*, failed: Callable[[BaseException], None]) -> Intake | None:
+def make_intake(*, threads: int = 1, failed: Callable[[BaseException], None]) -> Intake | None:
     """Return an intake on the running event loop; None where there is no extension.
 
     Args:
+        threads: Threads among which the sources are divided.
         failed: Called with a defect of this program.
     """
-    thread = make_intake_thread()
-    return Intake(thread, failed=failed) if thread is not None else None
+    native = make_intake_threads(threads)
+    return Intake(native, failed=failed) if native is not None else None
 
 
 class Intake:
-    """All sources that one native thread reads.
+    """All sources that native threads read.
 
     Args:
-        thread: It.
+        native: The threads.
         failed: Called with a defect of this program.
     """
 
-    def __init__(self, thread: Any, *, failed: Callable[[BaseException], None]) -> None:
-        self._thread = thread
+    def __init__(self, native: Any, *, failed: Callable[[BaseException], None]) -> None:
+        self._native = native
         self._failed = failed
         self._subscriptions: dict[int, IntakeSubscription | IntakeReplay] = {}
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(thread.fileno(), self._drain)
+        self._loop.add_reader(native.fileno(), self._drain)
 
     def close(self) -> None:
-        """End the thread; every subscription is closed."""
-        self._loop.remove_reader(self._thread.fileno())
-        self._thread.close()
+        """End the threads; every subscription is closed."""
+        self._loop.remove_reader(self._native.fileno())
+        self._native.close()
 
     def subscribe(
         self, endpoint: EventEndpoint, rank: WorkerRank, index: BlockIndex, callbacks: Callbacks
@@ -75,7 +77,7 @@ class Intake:
         bypass = make_bypass(index, rank, DIGESTS_KEPT)
         if bypass is None:
             return None
-        number = self._thread.add(
+        number = self._native.add(
             bypass,
             endpoint.endpoint,
             bind=endpoint.bind,
@@ -86,7 +88,7 @@ class Intake:
             return None
 
         subscription = IntakeSubscription(
-            bypass, callbacks, partial(self._close, number), partial(self._thread.pause, number)
+            bypass, callbacks, partial(self._close, number), partial(self._native.pause, number)
         )
         self._subscriptions[number] = subscription
         return subscription
@@ -95,12 +97,12 @@ class Intake:
         """Request all batches from `first_id` on from a replay socket; None: as of `subscribe`.
 
         Raises:
-            OSError: The thread has ended.
+            OSError: The threads have ended.
         """
         bypass = make_bypass(index, rank, HELD_BATCHES)
         if bypass is None:
             return None
-        number = self._thread.replay(
+        number = self._native.replay(
             bypass,
             endpoint,
             first_id,
@@ -110,17 +112,17 @@ class Intake:
         )
         if number is None:
             return None
-        replay = IntakeReplay(bypass, endpoint, number, self._thread, partial(self._close, number))
+        replay = IntakeReplay(bypass, endpoint, number, self._native, partial(self._close, number))
         self._subscriptions[number] = replay
         return replay
 
     def _close(self, number: int) -> None:
         del self._subscriptions[number]
-        self._thread.remove(number)
+        self._native.remove(number)
 
     def _drain(self) -> None:
         """Deliver a burst; the descriptor stays readable while there is more."""
-        notices = self._thread.take(BURST)
+        notices = self._native.take(BURST)
         for number, count in Counter(number for number, _, _ in notices).items():
             if number in self._subscriptions:
                 self._subscriptions[number].undelivered += count
@@ -160,7 +162,7 @@ class IntakeSubscription:
             self._closed = True
             self._close()
 
-    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
+    def lend(self, last_id: int, digests: bytes, stopped: Callable[[], None]) -> bool:
         """See `feed.Bypass.lend`."""
         if self.undelivered or self._closed:
             return False
@@ -204,11 +206,11 @@ class IntakeSubscription:
 class IntakeReplay:
     """One replay, whose usual replies are applied by the thread while a position is lent."""
 
-    def __init__(self, bypass: Any, endpoint: str, number: int, thread: Any, close: Callable[[], None]) -> None:
+    def __init__(self, bypass: Any, endpoint: str, number: int, native: Any, close: Callable[[], None]) -> None:
         self._bypass = bypass
         self._endpoint = endpoint
         self._number = number
-        self._thread = thread
+        self._native = native
         self._close = close
         self._on_stopped: Callable[[], None] = lambda: None
         self.undelivered = 0
@@ -222,7 +224,7 @@ class IntakeReplay:
     def lend(self, last_id: int, before: int | None, stopped: Callable[[], None]) -> bool:
         """See `feed.Bypass.lend_replay`."""
         self._on_stopped = stopped
-        lent: bool = self._bypass.lend(last_id, [], before)
+        lent: bool = self._bypass.lend(last_id, b"", before)
         return lent
 
     def take(self) -> Progress | None:
@@ -244,7 +246,7 @@ class IntakeReplay:
         while True:
             while self._waiting:
                 kind, detail = self._waiting.popleft()
-                self._thread.hand_over(self._number, len(detail[1]) if kind == "reply" else 0)
+                self._native.hand_over(self._number, len(detail[1]) if kind == "reply" else 0)
                 match kind:
                     case "reply":
                         yield Message(*detail)
@@ -256,6 +258,6 @@ class IntakeReplay:
                         raise HistoryBroken(f"{self._endpoint}: {detail}")
                 if not self._waiting:
                     # What came was dealt with, and a position lent if that is possible: now the thread reads on.
-                    self._thread.pause(self._number, False)
+                    self._native.pause(self._number, False)
             self._news.clear()
             await self._news.wait()

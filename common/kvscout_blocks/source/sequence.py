@@ -36,7 +36,6 @@ its own is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Final, Generic, TypeVar
 
 from kvscout_blocks.source.decisions import (
@@ -49,7 +48,8 @@ from kvscout_blocks.source.decisions import (
     Reset,
     SequencedBatch,
 )
-from kvscout_blocks.source.held import HELD_BATCHES, HeldBatches
+from kvscout_blocks.source.digests import Digests
+from kvscout_blocks.source.held import HELD_BATCHES, HeldBatches, HeldBudget
 from kvscout_blocks.source.publishers import MIXED, PublisherCheck
 from kvscout_blocks.source.replay import Replay
 
@@ -74,9 +74,17 @@ class SourceSequence(Generic[T]):
         dp_rank: The registered rank; batches that name another one are refused.
         can_replay: Past batches can be requested from the source.
         rewinds: Its publisher goes back on request: what it sends again comes live, and what follows as well.
+        budget: Bounds what it holds together with others; None = it is alone.
     """
 
-    def __init__(self, *, dp_rank: int = 0, can_replay: bool = True, rewinds: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        dp_rank: int = 0,
+        can_replay: bool = True,
+        rewinds: bool = False,
+        budget: HeldBudget | None = None,
+    ) -> None:
         self._dp_rank = dp_rank
         self._can_replay = can_replay
         self._rewinds = rewinds
@@ -94,9 +102,9 @@ class SourceSequence(Generic[T]):
         self.quarantined_until: float | None = None
         self.counters: Counter[str] = Counter()
         """applied, malformed, gaps, replays, restarts, demotions, fences, states, and one for each `DropReason`."""
-        self._digests: dict[int, int] = {}
+        self._digests = Digests(HELD_BATCHES)
         self._highest_live = -1
-        self._held: HeldBatches[T] = HeldBatches()
+        self._held: HeldBatches[T] = HeldBatches(budget or HeldBudget())
         self._malformed_in_row = 0
         self._outdated_in_row = 0
         self._mixed = False
@@ -139,7 +147,7 @@ class SourceSequence(Generic[T]):
         """Return whether the next batch in order would only be applied: nothing is awaited, held or doubted."""
         return (
             self.last_id is not None
-            and not (self.epoch or self.replaying or self._held or self.misconfigured or self._malformed_in_row)
+            and not (self.epoch or self.replaying or self._waits or self.misconfigured or self._malformed_in_row)
             and self.quarantined_until is None
             and not self._began_at_one
             and not self._publishers.doubtful
@@ -156,23 +164,35 @@ class SourceSequence(Generic[T]):
         return min(self._held, default=None)
 
     @property
-    def digests(self) -> list[tuple[int, int]]:
-        """Return (id, digest) of the last batches applied, oldest first."""
-        return list(self._digests.items())
+    def digests(self) -> bytes:
+        """Return the digests of the last batches applied, up to `last_id`, 8 bytes each in the machine's order."""
+        return self._digests.packed()
 
-    def advance(self, *, last_id: int, digests: Iterable[tuple[int, int]], applied: int) -> None:
-        """Note that the next `applied` batches were applied by a bypass, since it was `quiet`: arguments as of then."""
+    def lend_digests(self) -> None:
+        """Forget the digests while a bypass has them, which knows when it needs the older ones no more."""
+        self._digests.clear()
+
+    def advance(self, *, last_id: int, digests: bytes, applied: int) -> None:
+        """Note that the next `applied` batches were applied by a bypass, since it was `quiet`.
+
+        Args:
+            last_id: Last batch applied.
+            digests: What was lent, and those of the batches since; as of `digests`.
+            applied: Number of batches.
+        """
+        self._digests.clear()
+        self._digests.extend(last_id, digests)
         if applied:
-            self.last_id, self._digests = last_id, dict(digests)
+            self.last_id = last_id
             self._highest_live = max(self._highest_live, last_id)
             self._publishers.note(last_id - applied + 1, last_id)
             self.counters["applied"] += applied
 
-    def advance_replay(self, *, last_id: int, digests: Iterable[tuple[int, int]], applied: int) -> None:
+    def advance_replay(self, *, last_id: int, digests: bytes, applied: int) -> None:
         """Note that the next `applied` replies were applied by a bypass, since it was `replays_quietly`."""
         if applied:
             self.last_id = last_id
-            self._digests.update(digests)
+            self._digests.extend(last_id, digests)
             self._trim()
             self.counters["applied"] += applied
 
@@ -181,11 +201,16 @@ class SourceSequence(Generic[T]):
         self.epoch, self.last_id = epoch, last_id
         self._digests.clear()
         if last_id is not None and last_digest is not None:
-            self._digests[last_id] = last_digest
+            self._digests.add(last_id, last_digest)
         self._highest_live = -1
         self._end_replay()
-        self._held.drop()
+        self.drop_held()
         self._complete()
+
+    def drop_held(self) -> None:
+        """Drop what waits for a replay, since nobody wants it any more."""
+        self._held.drop()
+        self._held.lack()
 
     def wants_state(self, attempt: int | None, *, epoch: int, last_id: int | None) -> bool:
         """Return whether a state is newer than what was applied; then load it and call `on_state`.
@@ -232,7 +257,7 @@ class SourceSequence(Generic[T]):
         self.epoch, self.last_id = epoch, last_id
         self._digests.clear()
         if last_id is not None and last_digest is not None:
-            self._digests[last_id] = last_digest
+            self._digests.add(last_id, last_digest)
         self._highest_live = -1
         self._replay.verified = not second_hand or epoch > 0 or last_id is None or not self._can_replay
         self.history_incomplete = history_incomplete
@@ -372,7 +397,7 @@ class SourceSequence(Generic[T]):
             if known is not None and known != batch.digest:
                 self._restart(out, epoch=batch.epoch)
                 return out
-            self._digests[batch.event_id] = batch.digest
+            self._digests.add(batch.event_id, batch.digest)
             self._replay.verified = True
         elif self.last_id is not None and batch.event_id < self.last_id:
             self._drop(batch, DropReason.DUPLICATE, out)
@@ -400,13 +425,13 @@ class SourceSequence(Generic[T]):
         if not self._replay.verified:
             # An engine keeps its newest batches. One that has none from `last_id` on, and has sent none either
             # since we are connected, is another than the one before.
-            if not self._held:
+            if not self._waits:
                 self._restart(out, epoch=self.epoch)
             else:
                 self._give_up("the replay was empty", out)
             return out
         self._apply_held(out, until_gap=True)
-        if not self._held:
+        if not self._waits:
             self._end_replay()
         elif self._replay.answered or self._replay.moved(self.epoch, self.last_id) or self._replay.healing:
             # What is missing was lost on the way, or published after the answer was given.
@@ -420,7 +445,7 @@ class SourceSequence(Generic[T]):
         out: list[Decision[T]] = []
         if not self._replay.answers(attempt):
             return out
-        if self._held:
+        if self._waits:
             self._end_filled_replay(out)
         if self.replaying:
             self._request_again(now, out)
@@ -434,7 +459,7 @@ class SourceSequence(Generic[T]):
         self._replay.attempt += 1
         if self._replay.healing:
             self._leave_as_it_is(out)
-        elif self.last_id is None and not self._held:
+        elif self.last_id is None and not self._waits:
             # Nothing is known that could be wrong; whether anything is missing the first batch's id shows.
             self._end_replay()
         else:
@@ -528,15 +553,15 @@ class SourceSequence(Generic[T]):
         """End the replay if live batches alone continue what was applied."""
         if self.replaying and self._replay.verified and not self._replay.healing:
             self._apply_held(out, until_gap=True)
-            if not self._held:
+            if not self._waits:
                 self._end_replay()
                 self._replay.attempt += 1
 
     def _fill_gap(self, out: list[Decision[T]]) -> None:
-        """Request what is missing before the first held batch, if any is held."""
-        if self._held and self._can_replay:
+        """Request what is missing before the first held batch, and what was dropped to make room."""
+        if self._waits and self._can_replay:
             self._request(out)
-        elif self._held:
+        elif self._waits:
             self._give_up("there is no replay", out)
 
     def _restart(self, out: list[Decision[T]], *, epoch: int, cause: SequencedBatch[T] | None = None) -> None:
@@ -642,10 +667,14 @@ class SourceSequence(Generic[T]):
     def _give_up(self, reason: str, out: list[Decision[T]]) -> None:
         """Give up a replay that cannot be verified, and continue from the live batches."""
         self._end_replay()
-        if not self._held:
+        if self._held:
+            self._apply_held(out)
+            if self._lacks:
+                self._lose(f"{self._expected()}..{self._held.lacks_to}", out)
+        else:
             after = f"whatever came after {self.last_id}" if self.last_id is not None else "everything until now"
             self._lose(f"{after}: {reason}", out)
-        self._apply_held(out)
+        self._held.lack()
 
     def _apply_held(self, out: list[Decision[T]], *, until_gap: bool = False, below: int | None = None) -> None:
         """Apply held batches in order: up to the first gap, below an id, or all of them."""
@@ -689,9 +718,10 @@ class SourceSequence(Generic[T]):
         self.counters["malformed"] += batch.malformed
         self.last_id = batch.event_id
         self._new_publisher = False
-        self._digests.pop(batch.event_id, None)
-        self._digests[batch.event_id] = batch.digest
+        self._digests.add(batch.event_id, batch.digest)
         self._trim()
+        if self._held.lacks_to >= 0 and not self._lacks:
+            self._held.lack()
         out.append(Apply(batch))
 
     def _hold(self, batch: SequencedBatch[T], out: list[Decision[T]]) -> None:
@@ -703,6 +733,8 @@ class SourceSequence(Generic[T]):
         """Drop held batches, all or those below an id."""
         for batch in self._held.drop(below):
             self._drop(batch, DropReason.STALE, out)
+        if below is None or self._held.lacks_to < below:
+            self._held.lack()
 
     def _drop(self, batch: SequencedBatch[T], reason: DropReason, out: list[Decision[T]]) -> None:
         self.counters[reason] += 1
@@ -711,6 +743,16 @@ class SourceSequence(Generic[T]):
     def _has(self, event_id: int) -> bool:
         """Return whether the batch of this id, in this epoch, was applied or waits."""
         return event_id in self._held or (self.last_id is not None and event_id <= self.last_id)
+
+    @property
+    def _waits(self) -> bool:
+        """Return whether live batches came that are to be applied: they are held, or come again with a replay."""
+        return bool(self._held) or self._lacks
+
+    @property
+    def _lacks(self) -> bool:
+        """Return whether live batches were dropped to make room, and have not come again."""
+        return self._held.lacks_to >= self._expected()
 
     def _seen(self, batch: SequencedBatch[T]) -> bool:
         held = self._held.get(batch.event_id)
@@ -727,8 +769,4 @@ class SourceSequence(Generic[T]):
 
     def _trim(self) -> None:
         """Keep the last digests, and those of replayed batches that are still to come live."""
-        while len(self._digests) > DIGESTS_KEPT:
-            oldest = next(iter(self._digests))
-            if oldest > self._highest_live and len(self._digests) <= HELD_BATCHES:
-                return
-            del self._digests[oldest]
+        self._digests.forget(below=self._highest_live + 1, keep=DIGESTS_KEPT)

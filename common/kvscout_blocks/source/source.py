@@ -31,6 +31,7 @@ from kvscout_blocks.index.block_index import Applied, BlockIndex, Loading
 from kvscout_blocks.source.decisions import Apply, Decision, Demote, DropReason, RequestReplay, Reset, SequencedBatch
 from kvscout_blocks.source.feed import Bypass, Cursor, Feed, HistoryBroken, NoHistory, SourceCut, SourceState
 from kvscout_blocks.source.gate import Gate
+from kvscout_blocks.source.held import HeldBudget
 from kvscout_blocks.source.peer_search import PeerLookup, PeerSearch
 from kvscout_blocks.source.sequence import SourceSequence
 from kvscout_common.errors import KvscoutError
@@ -90,6 +91,7 @@ class Source:
         feed: What brings its batches.
         index: Where its blocks go; knows the rank already.
         recoveries: Bounds the replays that run at once.
+        budget: Bounds the live batches that wait for replays, of all sources; None = there is no other.
         clock: Monotonic seconds.
         ttl_seconds: How long blocks stay predicted whose history was lost.
         warnings: Where what is wrong with an engine is logged.
@@ -99,7 +101,7 @@ class Source:
         peer_lookup: Requests a state from peers before the source sends its history; None = there are none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what all sources share, and what is its own
         self,
         spec: WorkerSpec,
         rank: WorkerRank,
@@ -107,6 +109,7 @@ class Source:
         index: BlockIndex,
         *,
         recoveries: asyncio.Semaphore,
+        budget: HeldBudget | None = None,
         clock: Callable[[], float],
         ttl_seconds: float,
         warnings: RateLimitedLog,
@@ -120,7 +123,7 @@ class Source:
         self.feed = feed
         self.index = index
         self._sequence: SourceSequence[DecodedBatch] = SourceSequence(
-            dp_rank=rank.dp_rank, can_replay=feed.can_replay, rewinds=feed.rewinds
+            dp_rank=rank.dp_rank, can_replay=feed.can_replay, rewinds=feed.rewinds, budget=budget
         )
         self._bypass: Bypass | None = None
         self._lent: Bypass | None = None
@@ -171,6 +174,7 @@ class Source:
         if self._retry_timer is not None:
             self._retry_timer.cancel()
         self.feed.close()
+        self._sequence.drop_held()
         begun = (self.peers.end(), self._replay, self._gate.end())
         # A cancelled task keeps where it was, which is here: the index would live until the garbage collector comes.
         self._replay = None
@@ -341,9 +345,11 @@ class Source:
         """Stop the bypass and note what it applied."""
         self._lent = None
         progress = bypass.take()
-        if progress is not None and progress.applied:
-            advance = self._sequence.advance_replay if self._lent_replay else self._sequence.advance
-            advance(last_id=progress.last_id, digests=progress.digests, applied=progress.applied)
+        if progress is None:
+            return
+        advance = self._sequence.advance_replay if self._lent_replay else self._sequence.advance
+        advance(last_id=progress.last_id, digests=progress.digests, applied=progress.applied)
+        if progress.applied:
             if not self._lent_replay:
                 self.received_at = self._clock() - (progress.age_seconds or 0.0)
             self._judge(Applied(0, 0, progress.over_capacity, progress.incompatible))
@@ -359,6 +365,8 @@ class Source:
             lent = self._bypass.lend_replay(sequence.last_id, sequence.first_held, self._on_stopped)
         elif sequence.last_id is not None and sequence.quiet:
             lent = self._bypass.lend(sequence.last_id, sequence.digests, self._on_stopped)
+            if lent:
+                sequence.lend_digests()
         self._lent = self._bypass if lent else None
 
     def _on_stopped(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 import zmq
@@ -137,7 +137,7 @@ class Subscription:
         self._loop.remove_reader(self._monitor.FD)
         close_sockets(self._socket, self._monitor)
 
-    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
+    def lend(self, last_id: int, digests: bytes, stopped: Callable[[], None]) -> bool:
         """Return False: every batch is called back with."""
         return False
 

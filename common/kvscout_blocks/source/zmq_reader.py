@@ -1,4 +1,4 @@
-"""The reader of engines' ZMQ sockets: a native thread where the extension is, else libzmq on the event loop.
+"""The reader of engines' ZMQ sockets: native threads where the extension is, else libzmq on the event loop.
 
 ::
 
@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 import zmq
@@ -25,7 +25,7 @@ from kvscout_common.worker import EventEndpoint, WorkerRank
 class ZmqSubscription(Protocol):
     """One source that is read."""
 
-    def lend(self, last_id: int, digests: Sequence[tuple[int, int]], stopped: Callable[[], None]) -> bool:
+    def lend(self, last_id: int, digests: bytes, stopped: Callable[[], None]) -> bool:
         """See `feed.Bypass.lend`."""
 
     def pause(self, *, paused: bool) -> None:
@@ -45,13 +45,14 @@ class ZmqReader:
     """All sockets of a process.
 
     Args:
+        threads: Native threads among which the sources are divided.
         failed: Called with a defect of this program.
     """
 
-    def __init__(self, *, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, *, threads: int = 1, failed: Callable[[BaseException], None]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65_535)
-        self._intake = make_intake(failed=failed)
+        self._intake = make_intake(threads=threads, failed=failed)
 
     def subscribe(
         self, endpoint: EventEndpoint, rank: WorkerRank, index: BlockIndex, callbacks: Callbacks
@@ -68,7 +69,7 @@ class ZmqReader:
         """Request every batch from `first_id` on; None: `replay` can, the native thread cannot.
 
         Raises:
-            OSError: The thread has ended.
+            OSError: The threads have ended.
         """
         return self._intake.replay(endpoint, rank, index, first_id) if self._intake is not None else None
 

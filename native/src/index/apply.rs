@@ -5,6 +5,7 @@ use super::ghosts::limit_for;
 use super::state::{Index, Rank, State};
 use super::store::{Refused, Target};
 use super::types::{GROUP_LIMIT, Ignored, SLICE};
+use super::waiting;
 use super::window::WindowGroups;
 use super::window::settle::remove_window_blocks;
 use crate::acceptance::Rules;
@@ -29,7 +30,7 @@ pub struct Applied {
 impl Index {
     /// Applies one batch and moves the worker's cursor.
     pub fn apply(&self, name: WorkerName<'_>, batch: &Batch, epoch: u64, event_id: Option<u64>) -> Applied {
-        let mut guard = self.state.lock();
+        let mut guard = waiting::lock(&self.state);
         let state = &mut *guard;
         let mut applied =
             Applied { events: batch.events.len(), faults: batch.faults.len(), ..Applied::default() };

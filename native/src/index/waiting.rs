@@ -8,7 +8,7 @@
 use std::hint::spin_loop;
 use std::thread::yield_now;
 
-use parking_lot::{RwLock, RwLockReadGuard, RwLockUpgradableReadGuard, RwLockWriteGuard};
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockUpgradableReadGuard, RwLockWriteGuard};
 
 /// Attempts on the core: some ten to a hundred microseconds.
 const SPINS: usize = 1_000;
@@ -28,6 +28,20 @@ pub fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
         }
         lock.read()
     })
+}
+
+/// Changes what others change for a moment at a time.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    for _ in 0..SPINS {
+        // Looked at first: whoever tries takes the line from the one that has the lock.
+        if !mutex.is_locked()
+            && let Some(guard) = mutex.try_lock()
+        {
+            return guard;
+        }
+        spin_loop();
+    }
+    mutex.lock()
 }
 
 /// Changes what is read for a moment at a time.

@@ -20,8 +20,8 @@ const PENDING_BYTES: usize = 8 * 1024 * 1024;
 pub struct Position {
     /// The last batch applied.
     pub last_id: u64,
-    /// (id, digest) of the last batches, oldest first.
-    pub digests: VecDeque<(u64, u64)>,
+    /// Digests of the last batches, oldest first; the last one is that of `last_id`, and each of the id after the one before.
+    pub digests: VecDeque<u64>,
     /// Batches from this one on are left to who lent it; None: none are.
     pub before: Option<u64>,
 }
@@ -188,9 +188,13 @@ impl Bypass {
         }
         let applied = self.index.apply(self.worker.name(), batch, 0, Some(event_id));
         progress.position.last_id = event_id;
-        progress.position.digests.push_back((event_id, xxh3_64(payload)));
-        let excess = progress.position.digests.len().saturating_sub(self.digests_kept);
-        progress.position.digests.drain(..excess);
+        let digests = &mut progress.position.digests;
+        digests.push_back(xxh3_64(payload));
+        let excess = digests.len().saturating_sub(self.digests_kept);
+        digests.drain(..excess);
+        if excess > self.digests_kept {
+            digests.shrink_to(2 * self.digests_kept);
+        }
         progress.applied += 1;
         progress.applied_at = Some(Instant::now());
         if !applied.over_capacity && applied.incompatible.is_empty() {

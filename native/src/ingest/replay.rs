@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use mio::event::Event;
 
 use super::bypass::{Bypass, Offered};
-use super::connection::{Connection, News, Outcome, UNFINISHED_IN_ALL};
+use super::connection::{Connection, News, Outcome};
 use super::intake::Notice;
 use super::place::{Place, keep_alive};
 use super::source::{Context, INTEREST, RETRY, token};
@@ -100,8 +100,8 @@ impl Replay {
             self.left = 0;
         }
         let (window, left) = (&mut self.window, &mut self.left);
-        let others = *context.unfinished - connection.held();
-        let room = UNFINISHED_IN_ALL.saturating_sub(others);
+        let held = connection.held();
+        let room = context.room(held);
         let mut end = None;
         let outcome = connection.drive(context.scratch, room, context.now, |news| {
             if let News::Message(message) = news {
@@ -121,7 +121,7 @@ impl Replay {
             }
             end.is_none() && !bypass.stall_if_full(false)
         });
-        *context.unfinished = others + connection.held();
+        context.now_held(held, connection.held());
         self.answered |= heard;
         if heard {
             self.silent_at = context.now + self.request.next_within;
@@ -182,7 +182,7 @@ impl Replay {
     }
 
     fn disconnect(&mut self, context: &mut Context<'_>) {
-        *context.unfinished -= self.connection.take().as_ref().map_or(0, Connection::held);
+        context.now_held(self.connection.take().as_ref().map_or(0, Connection::held), 0);
     }
 
     fn connect(&mut self, context: &mut Context<'_>) -> io::Result<()> {

@@ -36,17 +36,31 @@ pub fn token(number: usize, slot: usize) -> Token {
     Token(number << SLOT_BITS | slot)
 }
 
-/// Parts of the thread that a source needs.
+/// Parts of its thread that a source needs.
 pub struct Context<'a> {
     pub registry: &'a Registry,
     pub scratch: &'a mut [u8],
     /// Into which messages are decoded.
     pub batch: &'a mut Batch,
     /// Bytes that all connections hold of messages that are not complete.
-    pub unfinished: &'a mut usize,
+    pub unfinished: &'a AtomicUsize,
     /// Bytes that wait for the event loop, of all sources.
     pub waiting: &'a AtomicUsize,
     pub now: Instant,
+}
+
+impl Context<'_> {
+    /// Bytes that a connection may hold which holds some already; threads that ask at once may each have them.
+    pub fn room(&self, held: usize) -> usize {
+        let others = self.unfinished.load(Ordering::Relaxed).saturating_sub(held);
+        UNFINISHED_IN_ALL.saturating_sub(others)
+    }
+
+    /// Notes that a connection holds more or less than before.
+    pub fn now_held(&self, before: usize, now: usize) {
+        self.unfinished.fetch_add(now, Ordering::Relaxed);
+        self.unfinished.fetch_sub(before, Ordering::Relaxed);
+    }
 }
 
 /// A source's sockets.
@@ -143,13 +157,12 @@ impl Sockets {
                 continue;
             }
             let (was_open, held) = (connection.is_open(), connection.held());
-            let others = *context.unfinished - held;
-            let room = UNFINISHED_IN_ALL.saturating_sub(others);
+            let room = context.room(held);
             let outcome = connection.drive(context.scratch, room, context.now, |news| {
                 take(bypass, context.batch, leave, news);
                 !is_full(bypass, context.waiting)
             });
-            *context.unfinished = others + connection.held();
+            context.now_held(held, connection.held());
             if connection.is_open() && !was_open {
                 (self.tries, self.unconnected) = (0, false);
             }
@@ -201,7 +214,7 @@ impl Sockets {
             Outcome::Refused(refusal) => Some(refusal.0),
         };
         let (_, ended) = self.connections.swap_remove(index);
-        *context.unfinished -= ended.held();
+        context.now_held(ended.held(), 0);
         if self.listener.is_none() {
             match refusal {
                 // Whether to try again is decided by who gets the notice.

@@ -1,6 +1,5 @@
 //! Python binding of `ingest`.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +19,7 @@ struct Bypass {
 }
 
 /// Last id, digests, batches applied, seconds since the last one, over capacity, incompatible.
-type Taken = (u64, Vec<(u64, u64)>, u64, Option<f64>, bool, String);
+type Taken<'py> = (u64, Bound<'py, PyBytes>, u64, Option<f64>, bool, String);
 
 #[pymethods]
 impl Bypass {
@@ -32,15 +31,17 @@ impl Bypass {
     }
 
     #[pyo3(signature = (last_id, digests, before = None))]
-    fn lend(&self, last_id: u64, digests: Vec<(u64, u64)>, before: Option<u64>) -> bool {
-        self.bypass.lend(Position { last_id, digests: VecDeque::from(digests), before })
+    fn lend(&self, last_id: u64, digests: &[u8], before: Option<u64>) -> bool {
+        let digests = digests.as_chunks().0.iter().map(|&digest| u64::from_ne_bytes(digest)).collect();
+        self.bypass.lend(Position { last_id, digests, before })
     }
 
-    fn take(&self) -> Option<Taken> {
-        let progress = self.bypass.take()?;
+    fn take<'py>(&self, py: Python<'py>) -> Option<Taken<'py>> {
+        let mut progress = self.bypass.take()?;
+        let digests = progress.position.digests.make_contiguous();
         Some((
             progress.position.last_id,
-            progress.position.digests.into(),
+            PyBytes::new(py, bytemuck::cast_slice(digests)),
             progress.applied,
             progress.applied_at.map(|at| at.elapsed().as_secs_f64()),
             progress.over_capacity,
@@ -63,7 +64,7 @@ impl Bypass {
     }
 }
 
-/// The thread that reads sockets; see the stub.
+/// The threads that read sockets; see the stub.
 #[pyclass(frozen, module = "kvscout_native")]
 struct Intake {
     intake: ingest::Intake,
@@ -72,8 +73,8 @@ struct Intake {
 #[pymethods]
 impl Intake {
     #[new]
-    fn new() -> PyResult<Self> {
-        Ok(Self { intake: ingest::Intake::start()? })
+    fn new(threads: usize) -> PyResult<Self> {
+        Ok(Self { intake: ingest::Intake::start(threads)? })
     }
 
     fn fileno(&self) -> i32 {

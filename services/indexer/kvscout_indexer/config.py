@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,14 @@ from kvscout_common.nats.config import NatsConfig
 from kvscout_common.settings.config import ServerConfig
 from kvscout_common.shards import WHOLE, Shard
 from kvscout_common.worker import Transport, WorkerSpec
+
+MOST_INGEST_THREADS = 4
+"""Threads that are used unless more are asked for: beyond, they wait for one another at the index of one model."""
+
+
+def usual_ingest_threads() -> int:
+    """Return how many threads read engines' sockets by default: other cores are left for queries."""
+    return max(1, min(MOST_INGEST_THREADS, (os.cpu_count() or 1) // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,8 @@ class IndexerConfig:
     """Seconds for which, beside events, blocks of routed prompts stay predicted; None = they are not."""
     shard: Shard = WHOLE
     """The workers that are indexed; others are registered only."""
+    ingest_threads: int = field(default_factory=usual_ingest_threads)
+    """Native threads that read engines' ZMQ sockets."""
     allowed_endpoints: frozenset[Allowed] = frozenset()
     """Event endpoints that are opened beside TCP connections."""
 
@@ -87,6 +98,7 @@ class IndexerConfig:
             kv_events=not values["no_kv_events"],
             router_predicted_ttl_seconds=values["router_predicted_ttl"],
             shard=Shard.parse(values["shard"], flag="shard"),
+            ingest_threads=values["ingest_threads"] or usual_ingest_threads(),
             allowed_endpoints=frozenset(values["allow_event_endpoints"]),
         )
 

@@ -35,6 +35,13 @@ def indexer_flags() -> Callable[[F], F]:
         ),
         flag("--shard", default="0/1", help="I/N: index only the workers of shard I (from 0) of N."),
         flag(
+            "--ingest-threads",
+            default=None,
+            type=click.IntRange(1, 64),
+            section=PERFORMANCE,
+            help="Threads that read engines' ZMQ sockets, each for its own ranks; unset = half the cores, at most 4.",
+        ),
+        flag(
             "--max-blocks",
             default=0,
             type=click.IntRange(min=0),

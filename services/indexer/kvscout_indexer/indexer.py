@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvscout_blocks.index.backend import make_index, make_queries
 from kvscout_blocks.index.block_index import BlockIndex
 from kvscout_blocks.source.feed import Feed, SourceCut
+from kvscout_blocks.source.held import HeldBudget
 from kvscout_blocks.source.peer_search import PeerLookup
 from kvscout_blocks.source.published import with_last_digest
 from kvscout_blocks.source.source import Source
@@ -44,6 +45,8 @@ UPKEEP_SECONDS = 1.0
 """Interval of looking at sources, and for dropped blocks."""
 SOURCES_A_SLICE = 256
 """Sources that are looked at in one iteration of the event loop: half a millisecond."""
+SOURCES_A_TICK = 4096
+"""Sources that are looked at in one interval, at most: of 16,000, each is every four seconds."""
 MAINTAIN_BUDGET = 256
 """Dropped blocks freed, or predictions ended, in one iteration of the event loop: 0.1 and 0.7 ms."""
 TRIM_BLOCKS = 65_536
@@ -82,14 +85,19 @@ class Indexer:
         self._sources: dict[tuple[str, WorkerRank], Source] = {}
         self._closing = Closing()
         """Replays of closed sources that have not ended yet."""
+        self._unseen: Iterator[tuple[str, WorkerRank]] = iter(())
+        """Sources that are looked at next."""
         self._recoveries = asyncio.Semaphore(MAX_RECOVERIES)
+        self.held = HeldBudget()
         self._warnings = RateLimitedLog(log)
         self._defect = FirstDefect()
         self._trim_at: float | None = None
         """Time to give free memory back to the system, on the clock; None = nothing was dropped."""
         self.push = GrpcPush(self.registry, failed=self._defect.report)
         self._transports: dict[Transport, EventTransport] = {
-            Transport.ZMQ: ZmqDirect(warnings=self._warnings, failed=self._defect.report),
+            Transport.ZMQ: ZmqDirect(
+                threads=config.ingest_threads, warnings=self._warnings, failed=self._defect.report
+            ),
             Transport.GRPC: self.push,
         }
         self.nats_core: NatsCore | None = None
@@ -151,7 +159,15 @@ class Indexer:
         nats = [f"NATS: {self.nats.problem}"] if self.nats is not None and self.nats.problem else []
         streams = self.jetstream.warnings() if self.jetstream is not None else []
         full = [warned for pool, _ in self.pools.by_key() if (warned := self._beyond_bound(pool)) is not None]
-        return [*self.backends.warnings(), *self.peers.warnings(), *nats, *streams, *full]
+        return [*self.backends.warnings(), *self.peers.warnings(), *nats, *streams, *self._lacking(), *full]
+
+    def _lacking(self) -> list[str]:
+        if not self.held.lacking:
+            return []
+        return [
+            f"{self.held.lacking:,} worker ranks had live events dropped, since all may hold {self.held.most >> 20} MiB"
+            " while their histories are replayed; the events are requested again"
+        ]
 
     def _beyond_bound(self, pool: PoolKey) -> TenantWarning | None:
         """Return a warning if the engines of a pool have room for more blocks than its index."""
@@ -303,6 +319,7 @@ class Indexer:
             feed,
             index,
             recoveries=self._recoveries,
+            budget=self.held,
             clock=time.monotonic,
             ttl_seconds=self._config.router_ttl_seconds,
             warnings=self._warnings,
@@ -356,9 +373,14 @@ class Indexer:
                 await asyncio.to_thread(trim)
 
     async def _tick_all(self) -> None:
-        """Do what is due at sources, a slice an iteration of the event loop."""
-        every = iter(list(self._sources))
-        while some := list(islice(every, SOURCES_A_SLICE)):
+        """Do what is due at sources, a slice an iteration of the event loop; at what is left, the next time."""
+        for slice_ in range(SOURCES_A_TICK // SOURCES_A_SLICE):
+            some = list(islice(self._unseen, SOURCES_A_SLICE))
+            if not some and slice_ == 0:
+                self._unseen = iter(list(self._sources))
+                some = list(islice(self._unseen, SOURCES_A_SLICE))
+            if not some:
+                return
             self._tick(some)
             await asyncio.sleep(0)
 

@@ -17,6 +17,7 @@ from kvscout_common.hashing import native_available
 from kvscout_common.http.metrics_server import MetricsPage, registry_of
 from kvscout_common.observability.rank_series import PAUSE, RANKS_A_COLUMN
 from kvscout_common.worker import Transport, WorkerSpec
+from kvscout_indexer import indexer as indexer_module
 from kvscout_indexer.indexer import SOURCES_A_SLICE, Indexer
 from kvscout_indexer.rpc.metrics import IndexerCollector
 from kvscout_indexer.rpc.servicer import IndexerServicer
@@ -141,3 +142,17 @@ async def test_a_tick_looks_at_some_sources_and_lets_others_go_on(
 
     await asyncio.wait_for(count(), timeout=30)
     assert max(ticked.values()) <= SOURCES_A_SLICE
+
+
+async def test_a_tick_looks_at_no_more_sources_of_a_larger_fleet_and_at_each_in_its_turn(
+    fleet: tuple[IndexerClient, Indexer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, core = fleet
+    monkeypatch.setattr(indexer_module, "SOURCES_A_SLICE", 16)
+    monkeypatch.setattr(indexer_module, "SOURCES_A_TICK", 64)
+    ticked: Counter[Source] = Counter()
+    monkeypatch.setattr(Source, "tick", lambda source: ticked.update([source]))
+    for tick in range(1, RANKS // 64 + 1):
+        await core._tick_all()
+        assert ticked.total() == 64 * tick
+    assert (len(ticked), max(ticked.values())) == (RANKS, 1)

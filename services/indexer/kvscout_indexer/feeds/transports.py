@@ -32,14 +32,15 @@ class ZmqDirect:
     """The engines' own sockets.
 
     Args:
+        threads: Native threads that read them.
         warnings: Where what is wrong with an engine is logged.
         failed: Called with a defect of this program.
     """
 
-    def __init__(self, *, warnings: RateLimitedLog, failed: Callable[[BaseException], None]) -> None:
+    def __init__(self, *, threads: int, warnings: RateLimitedLog, failed: Callable[[BaseException], None]) -> None:
         self._warnings = warnings
         self._failed = failed
-        self._reader = ZmqReader(failed=failed)
+        self._reader = ZmqReader(threads=threads, failed=failed)
 
     def feed(self, spec: WorkerSpec, rank: WorkerRank, index: BlockIndex) -> Feed | None:
         """See `EventTransport.feed`."""

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvscout.v1 import indexer_pb2
+from kvscout_blocks.source.held import HeldBudget
 from kvscout_blocks.source.source import Observed, Source
 from kvscout_common.observability.rank_series import PAUSE, RANKS_A_COLUMN, RankColumn, RankFamily
 from kvscout_common.worker import ALL_TENANTS, WorkerRank, WorkerSpec
@@ -59,6 +60,16 @@ def _core_metrics(core: NatsCore) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "kvscout_events_slow_consumer", "Messages on NATS core dropped because they were read too slowly",
         value=core.dropped_messages,
+    )  # fmt: skip
+
+
+def _held_metrics(held: HeldBudget) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "kvscout_events_held_bytes", "Live batches that wait for replays, of all worker ranks", value=held.used
+    )
+    yield CounterMetricFamily(
+        "kvscout_events_held_dropped", "Live batches dropped since too many waited, and requested again",
+        value=held.dropped,
     )  # fmt: skip
 
 
@@ -171,6 +182,7 @@ class IndexerCollector(Collector):
                 gauge.add_metric([status.tenant, status.model, str(status.block_size)], getattr(status, field))
             yield gauge
         yield from self._sources()
+        yield from _held_metrics(self._indexer.held)
         if self._indexer.nats_core is not None:
             yield from _core_metrics(self._indexer.nats_core)
         peers = CounterMetricFamily(
