@@ -143,7 +143,7 @@ async def test_its_metrics_name_a_limited_number_of_ranks_and_count_all_of_them_
         samples = await scrape(running)
     rows = Counter(name.partition("{")[0] for name in samples)
     assert rows["kvscout_source_live"] == 3 + 1
-    assert rows["kvscout_events_total"] == 8 * (3 + 1)
+    assert rows["kvscout_events_total"] == 9 * (3 + 1)
     pool = f'model="{MODEL}",tenant="default"'
     assert samples[f'kvscout_source_live{{dp_rank="0",{pool},worker="live"}}'] == 1
     assert samples[f'kvscout_source_live{{dp_rank="",{pool},worker=""}}'] == 0
