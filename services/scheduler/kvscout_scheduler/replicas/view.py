@@ -190,10 +190,13 @@ class View:
         """
         if self._missing_since is None or now - self._missing_since < REORDER_SECONDS or self.replacing:
             return ""
+        further = [w for w, sequence in self._witnesses.items() if sequence > self.sequence and alive(w)]
         pause = RETRY_SECONDS[min(self._tries, len(RETRY_SECONDS)) - 1]
+        if further and self._requested_at == self._requested_itself_at > self.received_at:
+            # It is silent, and perhaps gone: who follows it is not kept waiting for it.
+            pause = REORDER_SECONDS
         if self._tries and now - self._requested_at < pause:
             return ""
-        further = [w for w, sequence in self._witnesses.items() if sequence > self.sequence and alive(w)]
         targets = sorted(further, key=lambda w: (-self._witnesses[w], w))
         # Itself first, and not again if it did not answer and others can.
         if self.live(now) and (not targets or self._requested_itself_at <= self.received_at):
