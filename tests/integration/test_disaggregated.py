@@ -152,7 +152,7 @@ async def test_the_prompt_is_computed_on_one_worker_and_continued_on_another(sta
     assert await mocker_total(decode, "nixl_num_failed_transfers") == 0
     await stack.client.until_idle()
     # The same prompt again: prefill has it cached, which is what is checked, and decode needs its last block only.
-    await stack.client.until_indexed(prompt, 6)
+    await stack.client.until_indexed(prompt, 6, at="w0")
     again = await stack.client.generate(prompt, max_tokens=6)
     assert again.token_ids == got.token_ids
     assert again.usage is not None

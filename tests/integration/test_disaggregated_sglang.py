@@ -67,7 +67,7 @@ async def test_both_engines_get_the_request_and_decode_answers(stack: Stack) -> 
     got = await stack.client.generate(prompt, max_tokens=5)
     assert (got.route.worker.worker_id, len(got.token_ids)) == ("w1", 5)
     await until_path(stack, "remote", before + 1)
-    await stack.client.until_indexed(prompt, 6)
+    await stack.client.until_indexed(prompt, 6, at="w0")
     again = await stack.client.generate(prompt, max_tokens=5)
     assert again.token_ids == got.token_ids
     assert again.usage is not None

@@ -170,11 +170,12 @@ class GatewayClient:
         overlaps = (await call(self.indexer.FindMatches, request, timeout=CALL_SECONDS)).overlaps
         return dict(zip(overlaps.worker_ids, overlaps.device_blocks, strict=True))
 
-    async def until_indexed(self, token_ids: Sequence[int], blocks: int, **fields: Any) -> None:
-        """Waits until a worker holds this many blocks of a prompt."""
+    async def until_indexed(self, token_ids: Sequence[int], blocks: int, at: str = "", **fields: Any) -> None:
+        """Waits until a worker, or the one that is named, holds this many blocks of a prompt."""
 
         async def held() -> bool:
-            return max((await self.overlap(token_ids, **fields)).values(), default=0) >= blocks
+            found = await self.overlap(token_ids, **fields)
+            return max((found.get(at, 0),) if at else found.values(), default=0) >= blocks
 
         await eventually(held, what=f"{blocks} blocks indexed")
 
