@@ -348,8 +348,9 @@ TOKENS_LATE = _warning(
 REQUESTS_DEGRADED = _warning(
     "requests-degraded",
     "Requests are placed with less knowledge than usual: they find fewer of their cached prefixes.",
-    "`kvscout failures --answered` lists them with their reasons. Without tokens: give the gateway the model's "
-    "--tokenizer. Without scheduler or indexer: check that service's log and load.",
+    "`kvscout failures --answered` lists them with their reasons. Without tokens: see whether the engines that "
+    "tokenize are up, or give the gateway the model's --tokenizer. Without scheduler or indexer: check that service's "
+    "log and load.",
 )
 
 # Replicas of the scheduler

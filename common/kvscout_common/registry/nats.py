@@ -30,7 +30,7 @@ from kvscout_common.nats.link import NatsLink, end_if_cancelled
 from kvscout_common.nats.names import REGISTRY
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.registry.registry import DECLARED, Entry, Registry, Source, WorkerName, require_writable
-from kvscout_common.registry.worker_bucket import CALL_SECONDS, Renewal, Stored, WorkerBucket, decode
+from kvscout_common.registry.worker_bucket import CALL_SECONDS, Gone, Stored, WorkerBucket, decode
 from kvscout_common.rpc.service_info import TenantWarning, Warned
 from kvscout_common.worker import ALL_TENANTS, WorkerSpec
 
@@ -332,7 +332,7 @@ class NatsRegistry:
 
     async def _change(self, name: WorkerName, edit: Callable[[Stored], Stored]) -> None:
         written = await self._bucket.change(name, self._table.get(name), edit)
-        if isinstance(written, Renewal):
+        if isinstance(written, Gone):
             raise NotFound(f"worker {name.worker_id!r} is no longer in the registry in NATS")
         await self._shown(written.revision)
 

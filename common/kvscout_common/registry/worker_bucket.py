@@ -61,12 +61,11 @@ class Stored:
         ).SerializeToString()
 
 
-class Renewal(Enum):
-    """Outcome of a renewal."""
+class Gone(Enum):
+    """Why a registration is not there."""
 
-    RENEWED = auto()
     LOST = auto()
-    """The registration is gone, and nobody removed it: its lease ended, or NATS lost it."""
+    """Nobody removed it: its lease ended, or NATS lost it."""
     REMOVED = auto()
     """Somebody removed it."""
 
@@ -146,8 +145,8 @@ class WorkerBucket:
         """Write a registration where there never was one; return its revision, None = there is or was one."""
         return await self._write_after(stored, 0)
 
-    async def get(self, name: WorkerName) -> Stored | Renewal:
-        """Return what is registered now, or how it went.
+    async def get(self, name: WorkerName) -> Stored | Gone:
+        """Return what is registered now, or why nothing is.
 
         Raises:
             InvalidArgument: What is there cannot be read.
@@ -157,19 +156,19 @@ class WorkerBucket:
         try:
             message = await (await self._js()).get_last_msg(self._stream, f"$KV.{self._names.workers_bucket}.{key}")
         except nats.js.errors.NotFoundError:
-            return Renewal.LOST
+            return Gone.LOST
         except (nats.errors.Error, TimeoutError, OSError) as error:
             raise _unavailable(error) from error
         headers = message.headers or {}
         if "KV-Operation" in headers and ENDED not in headers:
-            return Renewal.REMOVED  # by us, or by an operator's tools
+            return Gone.REMOVED  # by us, or by an operator's tools
         if not message.data:
-            return Renewal.LOST
+            return Gone.LOST
         return decode(name, message.data, message.seq or 0)
 
     async def change(
         self, name: WorkerName, known: Stored | None, edit: Callable[[Stored], Stored] = lambda stored: stored
-    ) -> Stored | Renewal:
+    ) -> Stored | Gone:
         """Write a registration again, on condition that it is there.
 
         Args:
@@ -178,13 +177,13 @@ class WorkerBucket:
             edit: Makes of what is there what shall be; itself = a renewal.
 
         Returns:
-            What was written, or how it went before that.
+            What was written, or why there was nothing to change.
         """
-        current: Stored | Renewal | None = known if known is not None and known.revision else None
+        current: Stored | Gone | None = known if known is not None and known.revision else None
         for _ in range(ATTEMPTS):
             if current is None:
                 current = await self.get(name)
-            if isinstance(current, Renewal):
+            if isinstance(current, Gone):
                 return current
             wanted = edit(current)
             revision = await self._write_after(wanted, current.revision)

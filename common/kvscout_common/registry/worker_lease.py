@@ -11,7 +11,7 @@ from kvscout_common.nats.link import NatsLink, end_if_cancelled
 from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.registry.leases import DEFAULT_LEASE_SECONDS, RENEWALS, RETRY_SECONDS
 from kvscout_common.registry.registry import WorkerName
-from kvscout_common.registry.worker_bucket import Renewal, Stored, WorkerBucket
+from kvscout_common.registry.worker_bucket import Gone, Stored, WorkerBucket
 from kvscout_common.worker import WorkerSpec
 
 log = logging.getLogger("kvscout.registry")
@@ -115,20 +115,20 @@ class WorkerLease:
         if self.removed:
             return
         try:
-            outcome: Stored | Renewal = await self._bucket.change(
+            outcome: Stored | Gone = await self._bucket.change(
                 self.name, self._written, lambda stored: _as_wanted(stored, wanted)
             )
         except InvalidArgument as error:
             log.warning("replacing the unreadable registration of worker %s: %s", self.name.worker_id, error)
-            outcome = Renewal.LOST
-        if outcome is Renewal.REMOVED and self._written is not None:
+            outcome = Gone.LOST
+        if outcome is Gone.REMOVED and self._written is not None:
             self.removed = True
             self.registered.clear()
             self.problem = "somebody removed it; it is not registered again by this process"
             self._settled.set()
             log.warning("worker %s: %s", self.name.worker_id, self.problem)
             return
-        if isinstance(outcome, Renewal):
+        if isinstance(outcome, Gone):
             if self._written is not None:
                 log.warning("the lease of worker %s had expired: registered again", self.name.worker_id)
             outcome = replace(wanted, revision=await self._bucket.put(wanted))

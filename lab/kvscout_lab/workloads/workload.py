@@ -74,11 +74,6 @@ class Workload:
         """Flows a second."""
         return len(self.flows) / self.span_seconds if self.span_seconds else float(len(self.flows))
 
-    @property
-    def request_rate(self) -> float:
-        """Return requests a second, were all turns due at the start of their flow."""
-        return self.flow_rate * self.requests / len(self.flows)
-
 
 class Nodes:
     """Numbers prefixes."""

@@ -19,7 +19,7 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutEr
 from kvscout_common.nats.config import NatsConfig
 from kvscout_common.nats.link import NatsLink
 from kvscout_common.registry.registry import Source, WorkerName
-from kvscout_common.registry.worker_bucket import Renewal, Stored
+from kvscout_common.registry.worker_bucket import Gone, Stored
 from kvscout_common.registry.worker_proto import spec_to_proto
 from kvscout_common.rpc.service_info import shown
 from kvscout_common.worker import EventEndpoint, WorkerSpec
@@ -91,7 +91,7 @@ async def test_a_lease_ends_everywhere_unless_any_service_renews_it(world: World
         assert node.received.count("-dead:lease") == 1
         assert "-a:lease" not in node.received
     assert await other.shared.keep_alive("default", ["dead"]) == ["dead"]
-    assert await one.bucket.get(WorkerName("default", "dead")) is Renewal.LOST
+    assert await one.bucket.get(WorkerName("default", "dead")) is Gone.LOST
 
 
 async def test_followers_tell_a_worker_that_was_taken_out_from_one_whose_lease_somebody_saw_end(world: World) -> None:
@@ -114,15 +114,15 @@ async def test_renewals_neither_bring_back_what_was_removed_nor_undo_a_change(wo
     renewed = await bucket.change(NAME, first)
     assert isinstance(renewed, Stored) and renewed.spec.draining
     await bucket.remove(NAME)
-    assert await bucket.change(NAME, renewed) is Renewal.REMOVED
-    assert await bucket.change(NAME, None) is Renewal.REMOVED
-    assert await bucket.change(WorkerName("default", "never"), None) is Renewal.LOST
+    assert await bucket.change(NAME, renewed) is Gone.REMOVED
+    assert await bucket.change(NAME, None) is Gone.REMOVED
+    assert await bucket.change(WorkerName("default", "never"), None) is Gone.LOST
     await node.until(lambda: node.worker_ids == [])
     assert await bucket.create(first) is None
     await bucket.put(first)
     kv, _ = await bucket.open()
     await kv.delete(node.link.names.worker_key(*NAME))  # as NATS' own tools do it
-    assert await bucket.change(NAME, None) is Renewal.REMOVED
+    assert await bucket.change(NAME, None) is Gone.REMOVED
     assert await node.shared.register(A, 30)
 
 
@@ -318,14 +318,14 @@ async def test_where_the_server_keeps_no_time_followers_delete_what_ended(world:
 
         async def ended() -> bool:
             try:
-                return await node.bucket.get(NAME) is Renewal.LOST
+                return await node.bucket.get(NAME) is Gone.LOST
             except KvscoutError:
                 return False
 
         await eventually(ended)
         assert node.received == ["+a", "+lasting", "-a:lease"]
         await node.shared.remove("default", "lasting")
-        assert await node.bucket.get(WorkerName("default", "lasting")) is Renewal.REMOVED
+        assert await node.bucket.get(WorkerName("default", "lasting")) is Gone.REMOVED
     finally:
         run.cancel()
         await asyncio.gather(run, return_exceptions=True)

@@ -12,7 +12,7 @@ import pytest
 from support.processes import eventually
 from support.registry_world import NAME, A, Node, making_world
 
-from kvscout_common.registry.worker_bucket import Renewal, Stored
+from kvscout_common.registry.worker_bucket import Gone, Stored
 from kvscout_common.registry.worker_lease import WorkerLease
 
 
@@ -77,7 +77,7 @@ async def test_what_was_removed_stays_removed_until_a_new_process_registers_it()
             await node.until(lambda: node.worker_ids == ["a"])
             await node.shared.remove(*NAME)
             await eventually(lambda: lease.removed)
-            assert await node.bucket.get(NAME) is Renewal.REMOVED
+            assert await node.bucket.get(NAME) is Gone.REMOVED
             assert "removed" in lease.problem and not lease.registered.is_set()
         async with keeping(WorkerLease(node.link, A, lease_seconds=3)):
             await node.until(lambda: node.worker_ids == ["a"])
