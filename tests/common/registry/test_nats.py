@@ -120,9 +120,11 @@ async def test_renewals_neither_bring_back_what_was_removed_nor_undo_a_change(wo
     await node.until(lambda: node.worker_ids == [])
     assert await bucket.create(first) is None
     await bucket.put(first)
+    await until_listed(node, [A.worker_id])
     kv, _ = await bucket.open()
     await kv.delete(node.link.names.worker_key(*NAME))  # as NATS' own tools do it
     assert await bucket.change(NAME, None) is Gone.REMOVED
+    await until_listed(node, [])
     assert await node.shared.register(A, 30)
 
 
