@@ -105,7 +105,15 @@ class _RankTable:
         self._open: dict[tuple[str, str], _Columns] = {}
         """By (tenant, model)."""
 
-    def add(self, spec: WorkerSpec, rank: WorkerRank, source: Source | None, state: int, now: float) -> None:
+    def add(
+        self,
+        spec: WorkerSpec,
+        rank: WorkerRank,
+        source: Source | None,
+        observed: Observed | None,
+        state: int,
+        now: float,
+    ) -> None:
         """Add what is known of one rank."""
         columns = self._open.get((spec.tenant, spec.model))
         if columns is None or len(columns.ranks) >= RANKS_A_COLUMN:
@@ -113,7 +121,6 @@ class _RankTable:
         columns.ranks.append(rank)
         columns.live.append(float(state == indexer_pb2.SOURCE_STATE_LIVE))
         columns.blind.append(float(state == indexer_pb2.SOURCE_STATE_BLIND))
-        observed = source.observed if source is not None else None
         columns.lag.append(observed.sequence.held if observed is not None else 0)
         if observed is not None and observed.received_at is not None:
             columns.heard_ranks.append(rank)
@@ -209,11 +216,12 @@ class IndexerCollector(Collector):
                 yield PAUSE
             # What was removed since the last pause has no index, or is none of its workers.
             index = self._indexer.pools.get(spec.pool)
+            observed = source.observed if source is not None else None
             stats = index.worker_stats(rank) if index is not None else None
             if stats is None:
                 continue
-            state, _ = source_state(spec, source, stats, self._indexer.unread(spec))
-            table.add(spec, rank, source, state, time.monotonic())
+            state, _ = source_state(spec, source, observed, stats, self._indexer.unread(spec))
+            table.add(spec, rank, source, observed, state, time.monotonic())
             counted[spec.tenant, spec.model, state] += 1
         for (tenant, model, value), count in counted.items():
             name = indexer_pb2.SourceState.Name(value).removeprefix("SOURCE_STATE_").lower()

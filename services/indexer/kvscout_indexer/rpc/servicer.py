@@ -211,9 +211,12 @@ class IndexerServicer(WorkerRpcs, indexer_pb2_grpc.IndexerServicer):
             if known is None:
                 continue  # its worker was removed meanwhile
             unread = self._indexer.unread(spec)
+            observed = source.observed if source is not None else None
             stats = known.worker_stats(rank) or (NOTHING_HELD if unread else None)
             if request.model in ("", spec.model) and stats is not None:
-                status.sources.append(source_status(spec, rank, source, stats, now, unread=unread, names=names))
+                status.sources.append(
+                    source_status(spec, rank, source, observed, stats, now, unread=unread, names=names)
+                )
         return status
 
     async def dump_messages(self, request: indexer_pb2.DumpRequest, context: Any) -> AsyncGenerator[bytes, None]:

@@ -52,18 +52,17 @@ def index_status(key: PoolKey, index: BlockIndex) -> indexer_pb2.IndexStatus:
 
 
 def source_state(
-    spec: WorkerSpec, source: Source | None, stats: WorkerStats, unread: str = ""
+    spec: WorkerSpec, source: Source | None, observed: Observed | None, stats: WorkerStats, unread: str = ""
 ) -> tuple[indexer_pb2.SourceState.ValueType, str]:
-    """Return what state a worker rank's events are in, and why it is not LIVE; `unread` as of `source_status`."""
+    """Return what state a worker rank's events are in, and why it is not LIVE; arguments as of `source_status`."""
     if unread:
         return indexer_pb2.SOURCE_STATE_NONE, unread
-    if source is None:
+    if source is None or observed is None:
         if spec.transport is Transport.ZMQ:
             return indexer_pb2.SOURCE_STATE_MISCONFIGURED, "no event endpoint is registered for this rank"
         if spec.transport in (Transport.NATS_CORE, Transport.JETSTREAM):
             return indexer_pb2.SOURCE_STATE_MISCONFIGURED, f"transport {spec.transport} needs --nats-server"
         return indexer_pb2.SOURCE_STATE_NONE, f"transport {spec.transport}: no events are read from this rank"
-    observed = source.observed
     sequence = observed.sequence
     # The order is that of what an operator has to fix first.
     table: tuple[tuple[bool, indexer_pb2.SourceState.ValueType, Callable[[], str]], ...] = (
@@ -132,6 +131,7 @@ def source_status(
     spec: WorkerSpec,
     rank: WorkerRank,
     source: Source | None,
+    observed: Observed | None,
     stats: WorkerStats,
     now: float,
     *,
@@ -144,12 +144,13 @@ def source_status(
         spec: The worker.
         rank: Which of its ranks.
         source: None = it has none.
-        stats: What is held of it.
+        observed: What the source was like; None = there is no source.
+        stats: What is held of it, read after `observed`: a native thread applies batches meanwhile.
         now: The sources' clock.
         unread: Why this indexer reads no events of the worker, whatever its registration; "" = it does.
         names: In NATS; None = there is none.
     """
-    state, reason = source_state(spec, source, stats, unread)
+    state, reason = source_state(spec, source, observed, stats, unread)
     status = indexer_pb2.SourceStatus(
         worker=rank_to_proto(rank),
         model=spec.model,
@@ -166,8 +167,7 @@ def source_status(
         ignored={str(kind): count for kind, count in stats.ignored.items()},
         over_capacity=stats.over_capacity,
     )
-    if source is not None:
-        observed = source.observed
+    if source is not None and observed is not None:
         sequence, counters = observed.sequence, observed.sequence.counters
         status.endpoint, status.replay_endpoint = _endpoints(spec, rank, names)
         status.open_seconds = now - source.opened_at
