@@ -10,8 +10,10 @@ import warnings
 from asyncio.selector_events import BaseSelectorEventLoop
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.tcp_server import stop_accepting
 
 from kvscout_common.transport import Transport, choose, default_transport
 from kvscout_common.variables import PREFIX
@@ -30,20 +32,35 @@ _close_loop = BaseSelectorEventLoop.close
 
 
 def _close_loop_and_its_connections(loop: BaseSelectorEventLoop) -> None:
-    """Close an event loop with what its servers accepted in its last turns, and warn of any other open connection.
+    """Close an event loop with what its servers accepted in its last turns, and warn of what else is open.
 
     Both would otherwise be found by a garbage collection in some later test, and fail that one.
     """
-    transports = [] if loop.is_closed() else [each for each in loop._transports.values() if not each.is_closing()]  # type: ignore[attr-defined]  # no public list of them
-    accepted = [each for each in transports if each._server is not None]
-    others = [repr(each) for each in transports if each._server is None]
-    for transport in accepted:
-        transport.abort()
-    if accepted:
-        loop.run_until_complete(asyncio.sleep(0))
+    left: list[str] = []
+    if not loop.is_closed() and (loop._transports or _listening(loop)):  # type: ignore[attr-defined]  # no public list of them
+        loop.run_until_complete(_end_connections(loop, left))
     _close_loop(loop)
-    if others:
-        warnings.warn(f"left open when its event loop was closed: {', '.join(others)}", ResourceWarning, stacklevel=2)
+    if left:
+        warnings.warn(f"left open when its event loop was closed: {', '.join(left)}", ResourceWarning, stacklevel=2)
+
+
+def _listening(loop: Any) -> list[Any]:
+    """Return the sockets on which connections are accepted."""
+    readers = [key.data[0] for key in loop._selector.get_map().values() if key.data[0] is not None]
+    return [reader._args[1] for reader in readers if reader._callback == loop._accept_connection]
+
+
+async def _end_connections(loop: Any, left: list[str]) -> None:
+    for listening in _listening(loop):
+        left.append(f"a server at {listening}")
+        await stop_accepting(listening)
+    for transport in list(loop._transports.values()):
+        if transport._server is None and not transport.is_closing():
+            left.append(repr(transport))
+        else:
+            # Also where it is closing: what was written and nobody reads keeps it open.
+            transport.abort()
+    await asyncio.sleep(0)
 
 
 BaseSelectorEventLoop.close = _close_loop_and_its_connections  # type: ignore[method-assign, assignment]

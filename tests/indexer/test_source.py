@@ -14,6 +14,7 @@ import zmq
 from support.engine_events import BLOCK_SIZE, CLEARED, batch, chain, prompt, removed, stored
 from support.indexer_client import MODEL, IndexerClient, local_indexer
 from support.recorded_engine import RecordedEngine, recorded_engine
+from support.tcp_server import tcp_server
 from support.vllm_publisher import vllm_publisher
 
 from kvscout.v1 import indexer_pb2
@@ -519,12 +520,11 @@ async def test_an_engine_that_was_never_there_is_disconnected_with_its_address(c
 
 
 async def test_what_accepts_and_hangs_up_is_disconnected(client: IndexerClient) -> None:
-    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    async with server, recorded_engine() as engine:
-        engine.endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with tcp_server(hang_up) as port, recorded_engine() as engine:
+        engine.endpoint = f"tcp://127.0.0.1:{port}"
         await client.register(engine)
         await client.until(lambda s: s.state == DISCONNECTED)
 

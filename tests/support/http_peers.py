@@ -12,6 +12,7 @@ from kvscout_common.hashing import native_available
 from kvscout_common.http.factory import serve_http
 from kvscout_common.http.http import HttpCall, HttpHandler, HttpLimits, HttpServer
 from kvscout_common.transport import Transport, choose, chosen
+from support.tcp_server import tcp_server
 
 Script: TypeAlias = Callable[["RawEngine", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -82,20 +83,15 @@ class RawEngine:
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
             self.closed += 1
-        finally:
-            writer.close()
 
 
 @asynccontextmanager
 async def raw_engine(script: Script) -> AsyncIterator[RawEngine]:
     """An engine that listens."""
     engine = RawEngine(script)
-    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
-    engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
+    async with tcp_server(engine.serve) as port:
+        engine.url = f"http://127.0.0.1:{port}"
         yield engine
-    finally:
-        server.close()
 
 
 def says(*chunks: bytes, closes: bool = False, apart: bool = False) -> Script:

@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from support.free_ports import free_ports
-from support.web_servers import stop_accepting
+from support.web_servers import end_web_server
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/default/inferencepools"
 OBJECTIVES = "/apis/llm-d.ai/v1alpha2/namespaces/default/inferenceobjectives"
@@ -130,11 +130,7 @@ class FakeApi:
     async def kill(self) -> None:
         """Every connection is reset, and nobody listens any more."""
         assert self._runner is not None and self._listening is not None
-        await stop_accepting(self._listening)
-        for connection in list(self._runner.server.connections if self._runner.server else ()):
-            if connection.transport is not None:
-                connection.transport.abort()
-        await self._runner.cleanup()
+        await end_web_server(self._runner, self._listening, at_once=True)
         self._runner = None
 
     def define(self, path: str) -> None:

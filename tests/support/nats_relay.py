@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable
 from random import Random
 
+from support.tcp_server import TcpServer
+
 
 class NatsRelay:
     """One relay; `url` is where the client connects to.
@@ -31,39 +33,25 @@ class NatsRelay:
         self._port = port
         self._rng = Random(seed)
         self._concerns = concerns
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._server = TcpServer(self._serve)
 
     async def start(self) -> None:
         """Listens on a free port."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"nats://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        await self._server.start()
+        self.url = f"nats://127.0.0.1:{self._server.port}"
 
     async def close(self) -> None:
         """Ends every connection."""
-        assert self._server is not None
-        self._server.close()
-        for writer in list(self._writers):
-            writer.close()
-        await self._server.wait_closed()
+        await self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self.answers.wait()
-        try:
-            upstream, onward = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError:
-            writer.close()
-            return
-        self._writers |= {writer, onward}
+        upstream, onward = await asyncio.open_connection("127.0.0.1", self._port)
         back = asyncio.create_task(_copy(upstream, writer))
         try:
             await self._forward(reader, onward)
-        except (OSError, asyncio.IncompleteReadError):
-            pass
         finally:
             back.cancel()
-            self._writers -= {writer, onward}
-            writer.close()
             onward.close()
 
     async def _forward(self, reader: asyncio.StreamReader, onward: asyncio.StreamWriter) -> None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from support.tcp_server import TcpServer
+
 
 class TcpRelay:
     """One relay; `address` is where clients connect to.
@@ -27,14 +29,12 @@ class TcpRelay:
         self._target = target
         self._delay_seconds = delay_seconds
         self._swallows = {"up": False, "down": False}
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._pumps: set[asyncio.Task[None]] = set()
+        self._server = TcpServer(self._serve)
 
     async def start(self) -> None:
         """Listens on a free port."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        await self._server.start()
+        self.address = f"127.0.0.1:{self._server.port}"
 
     def swallow(self, *directions: str) -> None:
         """Loses what goes to the server ("up"), what comes from it ("down"), or both; what is lost stays lost."""
@@ -47,11 +47,7 @@ class TcpRelay:
 
     async def close(self) -> None:
         """Ends every connection."""
-        assert self._server is not None
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -61,11 +57,10 @@ class TcpRelay:
         except OSError:
             writer.transport.abort()
             return
-        self._writers |= {writer, onward}
-        for pump in (self._pump(reader, onward, "up", writer), self._pump(upstream, writer, "down", writer)):
-            task = asyncio.create_task(pump)
-            self._pumps.add(task)
-            task.add_done_callback(self._pumps.discard)
+        try:
+            await asyncio.gather(self._pump(reader, onward, "up", writer), self._pump(upstream, writer, "down", writer))
+        finally:
+            onward.transport.abort()
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: str, client: asyncio.StreamWriter

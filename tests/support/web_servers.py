@@ -10,8 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-ACCEPTING_TURNS = 5
-"""Turns of the loop from when a connection is taken until the server knows it."""
+from support.tcp_server import stop_accepting
 
 
 @asynccontextmanager
@@ -29,16 +28,25 @@ async def web_server(app: web.Application, **options: Any) -> AsyncIterator[str]
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
-        await stop_accepting(listening)
-        await runner.cleanup()
+        await end_web_server(runner, listening)
 
 
-async def stop_accepting(listening: socket.socket) -> None:
-    """Comes before a server ends: a connection that asyncio is just taking then would stay open, and nobody have it.
+async def end_web_server(runner: web.AppRunner, listening: socket.socket, *, at_once: bool = False) -> None:
+    """Ends a server, and waits until its connections are closed.
 
     Args:
+        runner: Runs it.
         listening: Its socket.
+        at_once: Reset every connection, instead of letting requests end for as long as the runner allows.
     """
-    asyncio.get_running_loop().remove_reader(listening)
-    for _ in range(ACCEPTING_TURNS):
-        await asyncio.sleep(0)
+    await stop_accepting(listening)
+    connections = runner.server.connections if runner.server is not None else []
+    transports = [each.transport for each in connections if each.transport is not None]
+    if at_once:
+        for transport in transports:
+            transport.abort()
+    await runner.cleanup()
+    # What was written and nobody reads would keep a connection open.
+    for transport in transports:
+        transport.abort()
+    await asyncio.sleep(0)

@@ -26,6 +26,7 @@ from support.http_peers import (
     tokens,
 )
 from support.processes import eventually
+from support.tcp_server import tcp_server
 
 from kvscout_common.http.factory import connect
 from kvscout_common.http.http import FailureKind, Form, HttpCall, HttpClient, HttpFailed, HttpLimits, HttpRequest
@@ -101,15 +102,13 @@ async def test_an_answer_before_the_end_of_its_request_is_taken(client: HttpClie
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\nConnection: close\r\n\r\nbig")
         await writer.drain()
-        writer.close()
 
-    server = await asyncio.start_server(early, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     # What is still on its way meets a connection that is gone: the answer may be lost with it.
-    with suppress(HttpFailed):
-        answer = await client.send(HttpRequest(url, body=bytes(8 * MIB)), connect_seconds=2)
-        assert (answer.status, await answer.read(10)) == (413, b"big")
-    server.close()
+    async with tcp_server(early) as port:
+        with suppress(HttpFailed):
+            request = HttpRequest(f"http://127.0.0.1:{port}", body=bytes(8 * MIB))
+            answer = await client.send(request, connect_seconds=2)
+            assert (answer.status, await answer.read(10)) == (413, b"big")
 
 
 async def test_a_connection_that_its_engine_closed_is_not_used_again(client: HttpClient) -> None:

@@ -20,6 +20,7 @@ from support.http2_resets import (
     SETTINGS,
     frame,
 )
+from support.tcp_server import tcp_server
 from transport.echo_service import native_channel
 
 from kvscout_common.hashing import native_available
@@ -47,26 +48,19 @@ class Peer:
         self._writer: asyncio.StreamWriter | None = None
         self.calls = 0
         self.connections = 0
-        self.serving: set[asyncio.Task[Any]] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self.connections += 1
-        task = asyncio.current_task()
-        assert task is not None
-        self.serving.add(task)
         await reader.readexactly(24)
         writer.write(frame(SETTINGS, 0, 0) + frame(SETTINGS, ACK, 0))
-        try:
-            while True:
-                head = await reader.readexactly(9)
-                await reader.readexactly(int.from_bytes(head[:3], "big"))
-                if head[3] == HEADERS:
-                    number = self.calls
-                    self.calls += 1
-                    self._script[number](self, int.from_bytes(head[5:], "big"))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+        while True:
+            head = await reader.readexactly(9)
+            await reader.readexactly(int.from_bytes(head[:3], "big"))
+            if head[3] == HEADERS:
+                number = self.calls
+                self.calls += 1
+                self._script[number](self, int.from_bytes(head[5:], "big"))
 
     def write(self, *frames: bytes) -> None:
         assert self._writer is not None
@@ -99,12 +93,8 @@ def answers_a_part_and_refuses(peer: Peer, stream: int) -> None:
 @asynccontextmanager
 async def scripted(*script: Script) -> AsyncIterator[tuple[Peer, Any]]:
     peer = Peer(list(script))
-    server = await asyncio.start_server(peer.serve, "127.0.0.1", 0)
-    async with native_channel(server.sockets[0].getsockname()[1]) as channel:
+    async with tcp_server(peer.serve) as port, native_channel(port) as channel:
         yield peer, channel
-    server.close()
-    if peer.serving:
-        await asyncio.wait(peer.serving)
 
 
 @pytest.mark.parametrize("unseen", [resets(REFUSED_STREAM), goes_away], ids=["refused", "goaway"])

@@ -12,6 +12,7 @@ import grpc
 import pytest
 import trustme
 from support.fake_gateway import fake_gateway
+from support.tcp_server import tcp_server
 from transport.echo_service import native
 
 from kvscout_client import NotSecured, Router
@@ -117,7 +118,6 @@ async def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.
         await writer.wait_closed()
         left.set()
 
-    async with await asyncio.start_server(hold, "127.0.0.1", 0) as silent:
-        port = silent.sockets[0].getsockname()[1]
+    async with tcp_server(hold) as port:
         assert await tls_trouble(f"127.0.0.1:{port}", ClientSecurity()) == ""
         await asyncio.wait_for(left.wait(), 30)

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from support.mocker_process import running_mocker
 from support.processes import eventually
+from support.tcp_server import tcp_server
 from support.web_servers import web_server
 
 from kvscout_common.errors import Unavailable
@@ -206,12 +207,10 @@ async def test_a_status_line_of_no_text_is_shown_as_text() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 \xed\xa0\x80\xff\x00 \xff\r\n\r\n")
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
+    async with tcp_server(answer) as port:
         with pytest.raises(Unavailable) as unavailable:
-            await ask(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            await ask(f"http://127.0.0.1:{port}")
     assert unavailable.value.message.isprintable()
 
 

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.processes import DEADLINE_SECONDS, eventually, running
 from support.tcp_relay import tcp_relay
+from support.tcp_server import tcp_server
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.errors import Unavailable
@@ -132,15 +133,9 @@ async def test_a_call_that_crosses_the_goaway_is_served_or_one_that_no_service_h
     """Until GOAWAY has reached it a client goes on calling; grpc's server drops these calls, as a lost connection."""
     deliver = asyncio.Event()
     deliver.set()
-    connections: list[asyncio.Task[None]] = []
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(cast("asyncio.Task[None]", asyncio.current_task()))
-        try:
-            onward_reader, onward_writer = await asyncio.open_connection(*address.split(":"))
-        except OSError:
-            writer.close()
-            return
+        onward_reader, onward_writer = await asyncio.open_connection(*address.split(":"))
 
         async def back() -> None:
             while data := await onward_reader.read(65_536):
@@ -149,14 +144,16 @@ async def test_a_call_that_crosses_the_goaway_is_served_or_one_that_no_service_h
             writer.close()
 
         answers = asyncio.create_task(back())
-        while data := await reader.read(65_536):
-            onward_writer.write(data)
-        onward_writer.close()
-        await answers
+        try:
+            while data := await reader.read(65_536):
+                onward_writer.write(data)
+            onward_writer.close()
+            await answers
+        finally:
+            answers.cancel()
+            onward_writer.transport.abort()
 
-    async with working(tmp_path, transport=transport) as (process, address):
-        front = await asyncio.start_server(relay, "127.0.0.1", 0)
-        port = front.sockets[0].getsockname()[1]
+    async with working(tmp_path, transport=transport) as (process, address), tcp_server(relay) as port:
         async with grpc.aio.insecure_channel(address) as direct:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 stream = await open_stream(channel)
@@ -180,8 +177,6 @@ async def test_a_call_that_crosses_the_goaway_is_served_or_one_that_no_service_h
                 for running_on in (stream, other):
                     await running_on.done_writing()
                     assert await running_on.code() is grpc.StatusCode.OK
-        front.close()
-        await asyncio.gather(*connections)
 
 
 @pytest.mark.skipif(not native_available(), reason="over grpcio, grpc drops calls that cross its GOAWAY")

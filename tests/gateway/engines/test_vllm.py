@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from support.processes import eventually
 from support.scripted_engine import Script, ScriptedEngine, answer, begin, hang, refuse, scripted_engine, send_tokens
+from support.tcp_server import tcp_server
 
 from kvscout.v1 import gateway_pb2
 from kvscout_common.http.factory import connect
@@ -293,11 +294,8 @@ async def test_a_body_of_another_protocol_is_a_failure() -> None:
     async def speak_otherwise(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
-        writer.close()
 
-    server = await asyncio.start_server(speak_otherwise, "127.0.0.1", 0)
-    async with server, engines() as calling:
-        port = server.sockets[0].getsockname()[1]
+    async with tcp_server(speak_otherwise) as port, engines() as calling:
         with pytest.raises(EngineFailed):
             await run(calling, f"http://127.0.0.1:{port}")
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from support.mocker_process import running_mocker
 from support.scheduler_builders import ManualClock, key, request, reserve, scheduler, worker
+from support.web_servers import web_server
 
 from kvscout_common.errors import ResourceExhausted
 from kvscout_common.http.factory import http_client
@@ -96,8 +96,8 @@ async def test_the_whole_page_is_read_however_it_comes() -> None:
 
     app = web.Application()
     app.add_routes([web.get("/metrics", answer)])
-    async with TestServer(app) as server, http_client() as http:
-        registry.register(worker("w", dp_size=2, http_endpoint=str(server.make_url(""))))
+    async with web_server(app) as url, http_client() as http:
+        registry.register(worker("w", dp_size=2, http_endpoint=url))
         scraper = EngineScraper(made, registry, 60)
         await scraper.round(http, [entry.spec for entry in registry.entries()])
         pool = made.workers.pool(request([1]).pool)

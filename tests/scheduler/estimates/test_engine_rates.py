@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from support.scheduler_builders import ManualClock, scheduler, test_seed, worker
+from support.web_servers import web_server
 
 from kvscout_common.http.factory import http_client
 from kvscout_common.registry.registry import Registry
@@ -116,9 +116,9 @@ async def test_a_scheduler_beside_warm_engines_knows_their_speed_before_its_firs
         return web.Response(text=pages[0])
 
     app.add_routes([web.get("/metrics", answer)])
-    async with TestServer(app) as server, http_client() as http:
+    async with web_server(app) as url, http_client() as http:
         for name in ("a", "b"):
-            registry.register(worker(name, http_endpoint=str(server.make_url(""))))
+            registry.register(worker(name, http_endpoint=url))
         (pool,) = made.workers
         scraper = EngineScraper(made, registry, 60)
 
@@ -130,7 +130,7 @@ async def test_a_scheduler_beside_warm_engines_knows_their_speed_before_its_firs
         warm = await look()
         assert warm == pytest.approx(Rates(6.5e-6, 0.01, 20e-9))
         assert await look() == warm, "nothing was done since"
-        registry.register(worker("c", http_endpoint=str(server.make_url("/nowhere"))))
+        registry.register(worker("c", http_endpoint=f"{url}/nowhere"))
         assert pool.times.rates == warm, "nor do registrations know better"
         # Since then it was half as fast.
         lines = [line.rpartition(" ") for line in VLLM.splitlines() if line and not line.startswith("#")]
