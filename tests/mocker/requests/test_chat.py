@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from kvscout_common.errors import InvalidArgument, NotFound
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.requests.chat import parse_chat, parse_detokenize, parse_tokenize
-from kvscout_mocker.requests.generation import DEFAULT_CHAT_TOKENS
+from kvscout_mocker.requests.generation import CONSTANT_LIMIT, DEFAULT_CHAT_TOKENS
 from kvscout_mocker.tokens.tokenizer import WordTokenizer
 
 TOKENIZER = WordTokenizer(32_000)
@@ -50,6 +51,20 @@ def test_a_chat_without_a_limit_ends_by_itself(config: MockerConfig) -> None:
     assert (asked.prompt.tolist(), asked.max_tokens, asked.ends_early) == ([4, 9, 7, 5], DEFAULT_CHAT_TOKENS, True)
     endless = parse_chat({"messages": HELLO, "ignore_eos": True}, config, TOKENIZER)
     assert (endless.max_tokens, endless.ends_early) == (1024 - 4, False)
+
+
+def test_a_chat_with_an_agents_constant_as_limit_ends_by_itself_unless_a_length_is_wanted(config: MockerConfig) -> None:
+    roomy = replace(config, engine=replace(config.engine, max_model_len=100_000))
+    for limit, more, tokens, early in (
+        (32_000, {}, DEFAULT_CHAT_TOKENS, True),
+        (CONSTANT_LIMIT, {}, CONSTANT_LIMIT, False),
+        (32_000, {"ignore_eos": True}, 32_000, False),
+        (32_000, {"vllm_xargs": {"output_tokens": 700}}, 700, True),
+        (32_000, {"vllm_xargs": {"output_tokens": 40_000}}, 32_000, False),
+        (None, {"vllm_xargs": {"output_tokens": 700}}, 700, True),
+    ):
+        asked = parse_chat({"messages": HELLO, "max_tokens": limit, **more}, roomy, TOKENIZER)
+        assert (asked.max_tokens, asked.ends_early) == (tokens, early)
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_mocker.config import MockerConfig
-from kvscout_mocker.fields import Fields, boolean, mapping
-from kvscout_mocker.requests.generation import DEFAULT_CHAT_TOKENS, Generation, read_generation
+from kvscout_mocker.fields import Fields
+from kvscout_mocker.requests.generation import DEFAULT_CHAT_TOKENS, Generation, ends_by_itself, read_generation
 from kvscout_mocker.tokens.conversation import conversation_tokens
 from kvscout_mocker.tokens.tokenizer import WordTokenizer
 from kvscout_mocker.tokens.tool_calls import chosen_call
@@ -31,8 +31,7 @@ def generation_of(chat: Fields, limit: int | None, config: MockerConfig, tokeniz
     """
     prompt = conversation_tokens(chat, tokenizer)
     longest = config.engine.max_model_len if limit is None else limit
-    tells_length = "output_tokens" in mapping(chat, "vllm_xargs")
-    ends_early = longest > DEFAULT_CHAT_TOKENS and not tells_length and not boolean(chat, "ignore_eos")
+    ends_early = ends_by_itself(chat, limit, DEFAULT_CHAT_TOKENS)
     return read_generation(
         chat,
         config,

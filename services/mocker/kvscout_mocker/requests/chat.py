@@ -8,10 +8,12 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_mocker.config import MockerConfig
 from kvscout_mocker.fields import boolean, integer, json_object, optional_integer, token_ids
 from kvscout_mocker.requests.generation import (
+    CONSTANT_LIMIT,
     DEFAULT_CHAT_TOKENS,
     MAX_LOGPROBS,
     Generation,
     check_limit,
+    ends_by_itself,
     read_generation,
     served_model,
 )
@@ -37,12 +39,12 @@ def parse_chat(body: object, config: MockerConfig, tokenizer: WordTokenizer) -> 
     wanted = boolean(fields, "logprobs")
     if alternatives and not wanted:
         raise InvalidArgument("may only be given with logprobs: true", field="top_logprobs")
-    ends_early = limit is None and not boolean(fields, "ignore_eos")
+    ends_early = ends_by_itself(fields, limit, CONSTANT_LIMIT)
     return read_generation(
         fields,
         config,
         prompt,
-        max_tokens=limit or (min(DEFAULT_CHAT_TOKENS, room) if ends_early else room),
+        max_tokens=min(DEFAULT_CHAT_TOKENS, room) if ends_early else limit or room,
         logprobs=alternatives if wanted else None,
         ends_early=ends_early,
         tool_call=chosen_call(fields, prompt, config.tool_call_share),

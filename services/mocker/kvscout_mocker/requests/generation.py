@@ -18,6 +18,8 @@ MAX_LOGPROBS = 20
 """vLLM's `--max-logprobs`."""
 DEFAULT_CHAT_TOKENS = 64
 """Tokens after which the answer to a conversation ends by itself, if its request does not say where."""
+CONSTANT_LIMIT = 8_192
+"""A larger limit of a chat completion is a constant of an agent (OpenCode: 32,000), and no length that is wanted."""
 
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -106,6 +108,19 @@ def check_limit(name: str, tokens: int | None, config: MockerConfig) -> None:
             f"{name}={tokens} cannot be greater than max_model_len={longest}. Please request fewer output tokens.",
             field=name,
         )
+
+
+def ends_by_itself(fields: Fields, limit: int | None, longest_wanted: int) -> bool:
+    """Return whether an answer ends before its limit, and not where its request says.
+
+    Args:
+        fields: The body.
+        limit: Tokens to generate at most; None = no limit.
+        longest_wanted: A limit above it is not meant to be reached.
+    """
+    if boolean(fields, "ignore_eos") or "output_tokens" in mapping(fields, "vllm_xargs"):
+        return False
+    return limit is None or limit > longest_wanted
 
 
 def read_generation(

@@ -1,8 +1,8 @@
 """OpenAI's API as vLLM serves it, over the ranks of one process; handlers translate, the engines decide.
 
 Kinder than vLLM: one process serves both completions and embeddings; an embedding takes the time of its tokens but no
-place in a batch and no block. Without `max_tokens` a chat completion ends by itself after a fixed number of tokens.
-Sampling fields have no effect.
+place in a batch and no block. A chat completion without `max_tokens`, or with a constant that no answer reaches,
+ends by itself after a fixed number of tokens. Sampling fields have no effect.
 """
 
 from __future__ import annotations
