@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.tcp_server import stop_accepting
 
 from kvscout_common.transport import Transport, choose, default_transport
 from kvscout_common.variables import PREFIX
 
 choose(Transport(os.environ.get(f"{PREFIX}RPC_TRANSPORT", default_transport())))
+
+# Both measure by the wall clock, also while the machine has stopped the process.
+settings.register_profile("kvscout", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvscout")
 
 TESTS = Path(__file__).parent
 # Where bytecode is not written, each of a thousand processes would compile every module for itself.

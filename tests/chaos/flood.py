@@ -43,8 +43,9 @@ LONGEST_CPU_MS: Final = 250.0
 """CPU time of the flooded process while an honest `/health` waits."""
 PAUSE_SECONDS: Final = 0.02
 AWAKE_SECONDS: Final = 0.005
-STANDSTILL_SECONDS: Final = 0.05
-"""A thread of this process that wakes so much later than it wants has stood still."""
+STANDSTILL_SECONDS: Final = 0.01
+"""A thread of this process that wakes so much later than it wants has stood still: well below `MEDIAN_CPU_MS`, which
+the flooded process may spend while an answer that came waits to be read."""
 SETTLE_SECONDS: Final = 0.1
 SETTLE_TRIES: Final = 50
 REQUEST_SECONDS: Final = 30.0

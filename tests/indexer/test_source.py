@@ -316,14 +316,15 @@ async def test_a_replay_socket_that_stays_silent_is_given_up_after_retries(
     monkeypatch.setattr(subscriber, "REPLAY_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("kvscout_blocks.source.replay.FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr("kvscout_blocks.source.replay.MAX_ATTEMPTS", 3)
+    await connect(client, engine)
+    await engine.publish(*chain(1))
+    before = (await client.until_applied(0)).replays
     engine.answering.clear()
-    await client.register(engine)
-    await engine.subscribed()
     engine.lose(batch())
-    await engine.publish(batch(stored([1], prompt(1))))
+    await engine.publish(batch(stored([9], prompt(1, first=500))))
     status = await client.until(lambda s: s.state == INCOMPLETE)
-    assert (status.replays, status.reason) == (3, "events are missing: 0..0")
-    assert await client.overlap(prompt(1)) == 1
+    assert (status.replays - before, status.reason) == (3, "events are missing: 1..1")
+    assert await client.overlap(prompt(1, first=500)) == 1
 
 
 async def test_a_replay_socket_that_stays_silent_does_not_matter_where_nothing_is_missing(

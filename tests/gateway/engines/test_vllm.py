@@ -286,7 +286,7 @@ async def test_an_engine_that_never_ends_its_body_has_answered_all_the_same() ->
         await response.write(b"data: [DONE]\n\n")
         return await hang(request, body)
 
-    async with scripted_engine(lingering) as engine, engines(SHORT) as calling:
+    async with scripted_engine(lingering) as engine, engines() as calling:
         assert await run(calling, engine) == [1]
 
 

@@ -33,7 +33,7 @@ TEXTS = st.lists(
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(text=TEXTS)
 def test_pieces_tokenized_alone_are_the_tokens_of_the_whole(build: str, text: str) -> None:
     tokenizer = tokenizer_of(build)
@@ -47,7 +47,7 @@ def test_pieces_tokenized_alone_are_the_tokens_of_the_whole(build: str, text: st
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(text=TEXTS)
 def test_the_frame_around_the_pieces_is_what_the_tokenizer_adds(build: str, text: str) -> None:
     tokenizer = tokenizer_of(build)

@@ -103,7 +103,7 @@ async def test_every_shard_is_asked_and_the_rows_are_united_for_each_geometry() 
 
 
 async def test_a_shard_that_hangs_or_fails_costs_its_own_rows_only() -> None:
-    async with asking(3, timeout_seconds=1.0) as (indexer, servicers):
+    async with asking(3, timeout_seconds=3.0) as (indexer, servicers):
         await indexer.match("m", "default", {POOL: TWO})
         servicers[0].hangs = True
         servicers[2].known = False
@@ -141,7 +141,7 @@ async def test_few_rows_are_requested_of_many_ranks_and_all_again_where_the_inde
 
 async def test_all_rows_are_requested_where_a_shard_is_away() -> None:
     known = rank_set(WorkerRank("w", rank) for rank in range(FEW_ROWS_FROM))
-    async with asking(2, timeout_seconds=1.0) as (indexer, servicers):
+    async with asking(2, timeout_seconds=3.0) as (indexer, servicers):
         await indexer.match("m", "default", {POOL: TWO})
         servicers[0].ranks, servicers[1].hangs = known, True
         found = await indexer.match("m", "default", {POOL: TWO}, ranks={POOL: known})

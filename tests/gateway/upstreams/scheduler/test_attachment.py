@@ -340,7 +340,7 @@ async def test_who_waits_at_a_scheduler_that_goes_waits_at_the_next_one(
 
 @pytest.mark.parametrize("owned", [True, False])
 async def test_a_scheduler_that_hangs_is_left_for_the_next_one(owned: bool) -> None:
-    async with world(2, timeout_seconds=0.5) as made:
+    async with world(2, timeout_seconds=3.0) as made:
         await until(lambda: made.attached == [True, False])
         made.scripted[0].goes_on.clear()
         decision = await ask(made, "r", owned=owned)
