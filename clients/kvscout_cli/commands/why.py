@@ -84,9 +84,8 @@ def _notes(ladder: gateway_pb2.Ladder) -> list[str]:
     if ladder.workers and not ladder.capacity_blocks:
         notes.append("No worker loses by capacity here: the size of some cache is unknown.")
     if ladder.foreign_tokens:
-        notes.append(
-            f"{share(ladder.foreign_tokens, ladder):.1f} % is held, though never sent from here: other routers."
-        )
+        points = f"{share(ladder.foreign_tokens, ladder):.1f} %"
+        notes.append(f"{points} is held, but was never in a prompt: engines' own outputs, or other routers.")
     if ladder.sample_weight > 1:
         notes.append(f"Estimated from one block in {ladder.sample_weight:,}.")
     if ladder.seconds_per_token:

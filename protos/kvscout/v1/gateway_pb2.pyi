@@ -1662,7 +1662,9 @@ class Ladder(_message.Message):
     capacity_blocks: _builtins.int
     """Blocks that they hold together; 0 = unknown."""
     foreign_tokens: _builtins.int
-    """Tokens that workers held although this gateway never sent them there, because other routers use the same workers."""
+    """Tokens that workers held although no earlier prompt of this gateway contained them: engines' own outputs, which
+    return in the next turn, and prompts of other routers.
+    """
     @_builtins.property
     def losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___LadderLoss]:
         """Losses, in the order of the rungs."""

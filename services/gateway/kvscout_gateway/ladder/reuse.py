@@ -36,7 +36,7 @@ class Reuse(NamedTuple):
     expired_beyond: int = 0
     """By none of these."""
     foreign: int = 0
-    """Held by a worker, though never used here: not a part of the others."""
+    """Held by a worker, though in no earlier prompt: an engine's output or another router's. No part of the others."""
 
 
 class ReuseSampler(Protocol):
