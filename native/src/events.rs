@@ -43,6 +43,9 @@ impl Span {
     }
 }
 
+/// Window of a group of states, in tokens: it needs the state at the end of a prefix, and no other.
+pub const STATE_WINDOW: u32 = 1;
+
 /// Blocks were stored on one tier, each the child of the one before it, one physical copy of each.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Stored {
@@ -56,7 +59,7 @@ pub struct Stored {
     pub tier: u8,
     pub group: u32,
     pub full_attention: bool,
-    /// Tokens that a token sees, in a group with a sliding window; 0: it is none.
+    /// Tokens that a token sees, in a group with a sliding window; 0: it is none. `STATE_WINDOW`: a group of states.
     pub window: u32,
     /// The engine's number of the adapter, as sent; 0: none.
     pub lora_id: i128,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvscout_blocks.bytes.events import FAULT_LIMIT, Cleared, EventBatch, FaultKind, Removed, Stored, Tier
+from kvscout_blocks.bytes.events import FAULT_LIMIT, STATE_WINDOW, Cleared, EventBatch, FaultKind, Removed, Stored, Tier
 from kvscout_blocks.bytes.frames import MalformedBatch, Message, parse_message, parse_replay_reply, replay_request
 from kvscout_blocks.bytes.wire import MAX_PAYLOAD_BYTES, decode_batch
 
@@ -128,7 +128,9 @@ def test_the_salt_field_counts_on_the_first_block_only() -> None:
 
 
 def test_groups_and_kinds() -> None:
-    assert stored(group_idx=2, kv_cache_spec_kind="mamba") == replace(stored(), group=2, full_attention=False)
+    other = replace(stored(), group=2, full_attention=False)
+    assert stored(group_idx=2, kv_cache_spec_kind="chunked_local_attention") == other
+    assert stored(group_idx=2, kv_cache_spec_kind="mamba") == replace(other, window=STATE_WINDOW)
     assert stored(group_idx=2, kv_cache_spec_kind="mla_attention").full_attention
     assert not stored(group_idx=0, kv_cache_spec_kind="sliding_window").full_attention
     assert not stored(group_idx=1).full_attention

@@ -20,7 +20,7 @@ from kvscout_blocks.bytes.dump import (
     WindowGroup,
     WorkerDump,
 )
-from kvscout_blocks.bytes.events import Cleared, Event, Removed, Stored, Tier
+from kvscout_blocks.bytes.events import STATE_WINDOW, Cleared, Event, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import Overlap
 from kvscout_common.hashing import sequence_hashes
 from kvscout_common.worker import CopyMode, WorkerRank
@@ -240,7 +240,8 @@ class IndexModel:
             else:
                 self._move(w, event)
         elif event.group in w.windows or (event.window and event.block_size):
-            w.windows.setdefault(event.group, WindowGroup(event.group, event.window, event.block_size))
+            block_size = BLOCK_SIZE if event.window == STATE_WINDOW else event.block_size
+            w.windows.setdefault(event.group, WindowGroup(event.group, event.window, block_size))
             for h in event.engine_hashes:
                 if h in w.window_copies or len(w.window_copies) < self._most_window_blocks:
                     w.add_to(w.window_copies.setdefault(h, Counter()), event.group, event.tier)

@@ -33,8 +33,8 @@ from typing import Protocol
 from xxhash import xxh3_64_intdigest
 
 from kvscout_blocks.bytes.acceptance import Ignored
-from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
-from kvscout_blocks.bytes.wire import is_full_attention
+from kvscout_blocks.bytes.events import STATE_WINDOW, Cleared, Event, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.bytes.wire import STATE_KINDS, is_full_attention
 from kvscout_blocks.index.block_index import BlockIndex, Overlap, WorkerOptions
 from kvscout_common.hashing import MmItem, block_hashes
 from kvscout_common.worker import CopyMode, WorkerRank
@@ -168,7 +168,7 @@ class ScenarioRunner:
             tier=Tier[words.get("tier", "device").upper()],
             group=group,
             full_attention=is_full_attention(words.get("kind"), group),
-            window=int(words.get("window", 0)),
+            window=STATE_WINDOW if words.get("kind") in STATE_KINDS else int(words.get("window", 0)),
             lora_id=int(words.get("lora_id", 0)),
             lora_name=words.get("lora", ""),
             cache_salt=words.get("salt", ""),

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import msgpack
 
-from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.bytes.events import STATE_WINDOW, Cleared, Event, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import WINDOW_LIMIT, Applied, BlockIndex, WorkerOptions
 from kvscout_common.hashing import block_hashes
 from kvscout_common.worker import CopyMode, WorkerRank
@@ -56,7 +56,7 @@ class World:
         self.groups = rng.choice([1, 1, 2, 3])
         # Tokens of the windows of further groups; a block has 4.
         windows = rng.random() < 0.4 and not self.max_blocks
-        self.windows = {3: rng.choice([4, 8]), 4: rng.choice([1, 5, 13])} if windows else {}
+        self.windows = {3: rng.choice([4, 8]), 4: rng.choice([2, 5, 13]), 5: STATE_WINDOW} if windows else {}
         self.window_blocks = rng.choice([BLOCK_SIZE, BLOCK_SIZE, 2 * BLOCK_SIZE])
         self.alone = windows and rng.random() < 0.2
         """No worker has full attention."""
@@ -118,10 +118,11 @@ class World:
         # Group 2 is no full attention.
         stored = Stored(hashes, tier=tier, group=group, full_attention=group < 2)
         if group in self.windows:
-            # The first one has larger blocks in some worlds, and both most often keep less than the tokens tell.
-            size = self.window_blocks if group == 3 else BLOCK_SIZE
+            # The first one has larger blocks in some worlds, states have any, and all most often keep less than the
+            # tokens tell.
+            size = {3: self.window_blocks, 5: rng.choice([BLOCK_SIZE, BLOCK_SIZE, 1, 6])}.get(group, BLOCK_SIZE)
             stored = replace(stored, window=self.windows[group], block_size=size)
-            if size > BLOCK_SIZE or kind < 0.7:
+            if size != BLOCK_SIZE or kind < 0.7:
                 return replace(stored, engine_hashes=hashes[1:] or hashes, tokens=(0,))
         if kind < 0.4 and not (self.max_blocks and self.model.forgot(worker, hashes)):
             return stored
@@ -284,7 +285,7 @@ def local_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
 def packed(events: Sequence[Event]) -> bytes:
     """A batch in an engine's bytes; content goes as tokens."""
     contents = {local: content for content, local in LOCAL.items()}
-    kinds = {True: "full_attention", False: "mamba"}
+    kinds = {True: "full_attention", False: "chunked_local_attention"}
     raw: list[object] = []
     for event in events:
         if isinstance(event, Cleared):
@@ -296,6 +297,7 @@ def packed(events: Sequence[Event]) -> bytes:
             size = event.block_size or BLOCK_SIZE
             fields = [event.engine_hashes, event.parent, tokens, size, None, MEDIA[event.tier], None, None]
             kind = "sliding_window" if event.window else kinds[event.full_attention]
+            kind = "mamba" if event.window == STATE_WINDOW else kind
             raw.append(["BlockStored", *fields, event.group, kind, event.window or None])
     payload: bytes = msgpack.packb([0.0, raw])
     return payload

@@ -20,6 +20,10 @@ FAULT_LIMIT: Final = 1024
 """Events of one batch that may be unreadable; with more of them it is no batch."""
 
 
+STATE_WINDOW: Final = 1
+"""Window of a group of states, in tokens: it needs the state at the end of a prefix, and no other."""
+
+
 class Tier(IntEnum):
     """Storage tier of a block, fastest first."""
 
@@ -60,7 +64,7 @@ class Stored:
     full_attention: bool = True
     """True if a prefix hit needs all of the group's blocks; see `wire.is_full_attention`."""
     window: int = 0
-    """Tokens that a token sees, in a group with a sliding window; 0: it has none."""
+    """Tokens that a token sees, in a group with a sliding window; 0: it has none. `STATE_WINDOW`: a group of states."""
     lora_id: int = 0
     """The engine's number of the LoRA adapter; 0: none."""
     lora_name: str = ""

@@ -22,6 +22,7 @@ import msgpack
 from kvscout_blocks.bytes.events import (
     FAULT_LIMIT,
     MEDIA,
+    STATE_WINDOW,
     Cleared,
     Event,
     EventBatch,
@@ -49,6 +50,8 @@ _MAX_MAP = 256
 _REASON_CHARS = 200
 
 SLIDING_WINDOW_KINDS: Final = frozenset({"sliding_window", "sliding_window_mla"})
+STATE_KINDS: Final = frozenset({"mamba"})
+"""State-space and linear-attention layers: vLLM names them all alike."""
 FULL_ATTENTION_KINDS: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
@@ -165,7 +168,7 @@ def _stored(fields: Mapping[str, Any]) -> Stored:
         tier=_tier(fields),
         group=group,
         full_attention=is_full_attention(kind if isinstance(kind, str) else None, group),
-        window=_window(fields) if isinstance(kind, str) and kind in SLIDING_WINDOW_KINDS else 0,
+        window=_window(fields, kind if isinstance(kind, str) else ""),
         lora_id=lora_id or 0,
         lora_name=lora_name,
         cache_salt=salt or (_text(fields, "cache_salt") if parent is None else ""),
@@ -282,7 +285,11 @@ def _group(fields: Mapping[str, Any]) -> int:
     return int(group)
 
 
-def _window(fields: Mapping[str, Any]) -> int:
+def _window(fields: Mapping[str, Any], kind: str) -> int:
+    if kind in STATE_KINDS:
+        return STATE_WINDOW
+    if kind not in SLIDING_WINDOW_KINDS:
+        return 0
     tokens = fields.get("kv_cache_spec_sliding_window")
     return tokens if isinstance(tokens, int) and _is_int(tokens, 0, 2**32 - 1) else 0
 

@@ -1,8 +1,11 @@
-"""Blocks of sliding-window groups, and how far they let an overlap reach.
+"""Blocks of sliding-window and state groups, and how far they let an overlap reach.
 
 A group whose window has w tokens serves a prefix that ends after block n if it holds the last ⌈(w - 1) / block⌉ blocks
 before that end, or all there are: vLLM's `find_longest_cache_hit`. What full attention holds is cut down to the longest
 prefix that every group serves.
+
+A group of states (state-space layers, linear attention) is one with a window of one token: what it needs is the state
+at the end of the prefix. States stand where they end, so that the size of their blocks does not matter.
 
 An engine names a block alike in all groups, and most often keeps only some blocks of an event's tokens. So the prefix
 of a block follows from the full-attention groups, once the batch that stored it is applied (`settle`). Where they have
@@ -16,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
 
 from kvscout_blocks.bytes.dump import Copies, DumpedWindowBlock, WindowGroup
-from kvscout_blocks.bytes.events import Removed, Stored, Tier
+from kvscout_blocks.bytes.events import STATE_WINDOW, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import MAX_COPIES, TWIN_LIMIT
 from kvscout_common.hashing import extend_sequence
 from kvscout_common.worker import CopyMode
@@ -51,7 +54,7 @@ def counts_of(copies: Iterable[Copies]) -> Counts:
 
 
 class WindowGroups:
-    """The sliding-window groups of one worker rank.
+    """The sliding-window and state groups of one worker rank.
 
     Args:
         block_size: Tokens of the index's blocks.
@@ -73,9 +76,10 @@ class WindowGroups:
     def learn(self, event: Stored) -> bool:
         """Note a group's window the first time that an event names it; return whether it has one that can be judged."""
         if event.group not in self.groups:
-            if not event.window or not event.block_size or event.block_size % self._block_size:
+            block_size = self._block_size if event.window == STATE_WINDOW else event.block_size
+            if not event.window or not event.block_size or block_size % self._block_size:
                 return False
-            self.groups[event.group] = WindowGroup(event.group, event.window, event.block_size)
+            self.groups[event.group] = WindowGroup(event.group, event.window, block_size)
         return True
 
     def store(self, event: Stored, mode: CopyMode, limit: int) -> int:

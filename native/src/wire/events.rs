@@ -2,7 +2,7 @@
 
 use super::msgpack::{Read, Reader, Value, bad, for_each_field, read_scalar};
 use super::tokens::{read_lookahead, read_tokens};
-use crate::events::{Batch, Removed, Span, Stored};
+use crate::events::{Batch, Removed, STATE_WINDOW, Span, Stored};
 use crate::hashing::engine_hash_of_bytes;
 
 /// In the order of the array form; the last ones are of the map form only.
@@ -26,6 +26,8 @@ const STORED_FIELDS: [&str; 14] = [
 const STORED_ARRAY_FIELDS: usize = 11;
 const FULL_ATTENTION: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
 const SLIDING_WINDOW: [&str; 2] = ["sliding_window", "sliding_window_mla"];
+/// State-space and linear-attention layers: vLLM names them all alike.
+const STATE: [&str; 1] = ["mamba"];
 const REMOVED_FIELDS: [&str; 3] = ["block_hashes", "medium", "group_idx"];
 const MAX_GROUP: i128 = 65_535;
 
@@ -91,7 +93,10 @@ pub(super) fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &
         Some(kind) if !kind.is_empty() => FULL_ATTENTION.iter().any(|full| full.as_bytes() == kind),
         _ => stored.group == 0,
     };
-    if SLIDING_WINDOW.iter().any(|sliding| Some(sliding.as_bytes()) == kind)
+    let is_any_of = |kinds: &[&str]| kinds.iter().any(|known| Some(known.as_bytes()) == kind);
+    if is_any_of(&STATE) {
+        stored.window = STATE_WINDOW;
+    } else if is_any_of(&SLIDING_WINDOW)
         && let Value::Int(tokens) = window
     {
         stored.window = u32::try_from(tokens).unwrap_or(0);

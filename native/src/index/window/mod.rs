@@ -1,4 +1,4 @@
-//! What sliding-window groups of hybrid models hold, and how far it lets a query's overlap reach.
+//! What sliding-window and state groups of hybrid models hold, and how far it lets a query's overlap reach.
 //!
 //! ```text
 //! window groups ── engine hash ──▶ block: sequence hash, copies      (writer)
@@ -7,7 +7,9 @@
 //!
 //! A group whose window has `w` tokens serves a prefix that ends after block n if it holds the last ⌈(w − 1) / block⌉
 //! blocks before that end, or all there are: vLLM's `find_longest_cache_hit`. What full attention holds is cut down to
-//! the longest prefix that every group serves. An engine names a block alike in all groups, and most often keeps only
+//! the longest prefix that every group serves. A group of states (state-space layers, linear attention) is one with a
+//! window of one token: it needs the state at the end of the prefix. States stand where they end, so that the size of
+//! their blocks does not matter. An engine names a block alike in all groups, and most often keeps only
 //! some blocks of what an event's tokens tell: so the prefix of a block follows from the full-attention groups, once
 //! the batch that stored it is applied. Where they have not got it, it follows from the event, if that tells the
 //! content of each of its blocks.
@@ -32,7 +34,7 @@ use serve::{Rule, Windows, lcm, show};
 /// Blocks that the window groups of a worker rank hold at most, where nothing else bounds the index.
 pub const WINDOW_LIMIT: usize = 1 << 22;
 
-/// A sliding-window group of a worker.
+/// A sliding-window or state group of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct WindowGroup {
     pub number: u32,

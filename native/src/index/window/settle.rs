@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use super::serve::View;
 use super::{WINDOW_LIMIT, WindowGroup, WindowGroups};
 use crate::acceptance::Rules;
-use crate::events::{Batch, Event, Removed, Stored};
+use crate::events::{Batch, Event, Removed, STATE_WINDOW, Stored};
 use crate::hashing::extend_sequence;
 use crate::index::directory::Handle;
 use crate::index::ledger::Ledger;
@@ -47,11 +47,14 @@ impl Index {
         if content.windows.as_ref().is_some_and(|windows| windows.place_of(event.group).is_some()) {
             return true;
         }
-        if event.window == 0 || !self.is_whole(event.block_size) {
+        // A state stands where it ends, whatever the size of its block.
+        let is_state = event.window == STATE_WINDOW && event.block_size > 0;
+        let block_size = if is_state { self.block_size as u32 } else { event.block_size };
+        if event.window == 0 || !self.is_whole(block_size) {
             return false;
         }
         let windows = content.windows.get_or_insert_default();
-        let (number, window, block_size) = (event.group, event.window, event.block_size);
+        let (number, window) = (event.group, event.window);
         windows.groups.push(WindowGroup { number, window, block_size });
         windows.make_rules(self.block_size);
         self.show_windows(state, worker);
