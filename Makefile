@@ -223,6 +223,9 @@ real-vllm-tokens: $(DEVELOP) ## Conversations rendered by the vLLM in VENV (CPU;
 real-vllm-agents: $(DEVELOP) ## Agents' requests through the vLLM in VENV (CPU; five minutes): does it report the cached tokens that are predicted?
 	VENV=$(VENV) $(PY) tests/real_vllm_agents.py
 
+real-vllm-scheduler: ## Record anew what the scheduler of the vLLM in VENV publishes and hits for hybrid models with states (CPU; a minute).
+	$(VENV)/bin/python tests/real_vllm_scheduler.py
+
 audit: $(DEVELOP) ## Whether anything is known against the packages and crates that kvscout needs.
 	$(PY) deploy/audit.py
 

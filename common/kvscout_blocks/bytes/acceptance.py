@@ -18,11 +18,11 @@ class Ignored(StrEnum):
     INCOMPATIBLE = "incompatible"
     """The worker was found incompatible before."""
     SKIPPED_GROUP = "skipped_group"
-    """A group that is neither full attention nor has a sliding window, or one above `GROUP_LIMIT`; stores and
-    removes."""
+    """A group that is neither full attention nor states and has no sliding window, or one above `GROUP_LIMIT`; stores
+    and removes."""
     UNKNOWN_MOVED = "unknown_moved"
-    """Tier change of an engine hash that is neither known nor a ghost, or a block of a group with a sliding window that
-    no full-attention group has when the batch is applied; in blocks."""
+    """Tier change of an engine hash that is neither known nor a ghost, or a block of a group with a sliding window or
+    states that no full-attention group has when the batch is applied; in blocks."""
     BAD_LENGTH = "bad_length"
     """Shorter than one block, or tokens ≠ blocks · block size; legal, adds nothing."""
     BLOCK_SIZE = "block_size"

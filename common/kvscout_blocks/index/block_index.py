@@ -190,10 +190,10 @@ class WorkerStats:
     device_copies: int
     """Σ device counts over blocks and groups, orphans included."""
     window_blocks: int
-    """Blocks in groups with a sliding window."""
+    """Blocks in groups with a sliding window or states."""
     unjudged_groups: Sequence[int]
-    """Groups that are neither full attention nor known to have a sliding window: overlaps may be too long by what these
-    lack."""
+    """Groups that are neither full attention nor states, nor known to have a sliding window: overlaps may be too long
+    by what these lack."""
     over_capacity: bool
     incomplete: bool
     """A limit kept something out since the worker was empty; see `BlockIndex.incomplete`."""

@@ -266,8 +266,8 @@ REMOVALS_LOST = _warning(
 
 GROUPS_UNJUDGED = _note(
     "groups-unjudged",
-    "A model has cache groups that events do not fully describe, such as state-space layers: evictions in them are "
-    "not visible, so overlaps may be too long.",
+    "A model has cache groups that events do not fully describe, such as chunked local attention: evictions in them "
+    "are not visible, so overlaps may be too long.",
     "Watch the worker's prediction error in `kvscout status`: it shows how often that happens.",
 )
 

@@ -25,7 +25,7 @@ pub struct WorkerStats {
     pub predictions: u64,
     pub device_copies: u64,
     pub window_blocks: u64,
-    /// Groups that are neither full attention nor known to have a window: what they lack is not seen.
+    /// Groups that are neither full attention nor states, nor known to have a window: what they lack is not seen.
     pub unjudged_groups: Vec<u32>,
     pub over_capacity: bool,
     /// A limit kept something out since the worker was empty.

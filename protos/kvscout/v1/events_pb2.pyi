@@ -35,7 +35,7 @@ class _AttentionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Attenti
     ATTENTION_KIND_FULL: _AttentionKind.ValueType  # 1
     """Full attention (also MLA and sink full attention): the group's blocks decide prefix hits."""
     ATTENTION_KIND_OTHER: _AttentionKind.ValueType  # 2
-    """Anything else (sliding window, state-space, ...): shortens prefix hits if it has a `sliding_window`; otherwise it
+    """Anything else (sliding window, states, ...): shortens prefix hits if it has a `sliding_window`; otherwise it
     is not indexed.
     """
 
@@ -47,7 +47,7 @@ ATTENTION_KIND_UNSPECIFIED: AttentionKind.ValueType  # 0
 ATTENTION_KIND_FULL: AttentionKind.ValueType  # 1
 """Full attention (also MLA and sink full attention): the group's blocks decide prefix hits."""
 ATTENTION_KIND_OTHER: AttentionKind.ValueType  # 2
-"""Anything else (sliding window, state-space, ...): shortens prefix hits if it has a `sliding_window`; otherwise it
+"""Anything else (sliding window, states, ...): shortens prefix hits if it has a `sliding_window`; otherwise it
 is not indexed.
 """
 Global___AttentionKind: _TypeAlias = AttentionKind  # noqa: Y015
@@ -215,7 +215,9 @@ class BlocksStored(_message.Message):
     = the message's `block_size`.
     """
     sliding_window: _builtins.int
-    """Length of the sliding window of the group, in tokens. Unset = it has none."""
+    """Length of the sliding window of the group, in tokens. Unset = it has none. 1 = a group of states (state-space
+    layers, linear attention), which needs the state at the end of a prefix and no other.
+    """
     @_builtins.property
     def engine_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The engine's own hashes of the blocks, opaque identifiers. Length n."""
@@ -399,7 +401,7 @@ class CacheGroup(_message.Message):
     attention_kind: Global___AttentionKind.ValueType
     """Its kind."""
     sliding_window: _builtins.int
-    """Length of the sliding window, in tokens; unset = it has none."""
+    """Length of the sliding window, in tokens; unset = it has none; 1 = a group of states."""
     block_size: _builtins.int
     """Tokens per block, if it has a sliding window."""
     def __init__(

@@ -782,7 +782,7 @@ class SourceStatus(_message.Message):
     wrong_rank: _builtins.int
     """Batches dropped because they name another rank."""
     window_blocks: _builtins.int
-    """Blocks held in cache groups with a sliding window. They can shorten overlaps, and are not counted in `blocks`."""
+    """Blocks held in cache groups with a sliding window or with states (state-space layers). They can shorten overlaps, and are not counted in `blocks`."""
     fences: _builtins.int
     """Times that earlier events no longer counted because the engine's cache was emptied without an event."""
     fenced: _builtins.bool
@@ -799,8 +799,8 @@ class SourceStatus(_message.Message):
 
     @_builtins.property
     def unjudged_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Cache groups that are not evaluated, such as state-space ones: they are neither full attention nor known to have
-        a sliding window. Overlaps may therefore be too long.
+        """Cache groups that are not evaluated, such as chunked local attention: they are neither full attention nor states,
+        nor known to have a sliding window. Overlaps may therefore be too long.
         """
 
     def __init__(
