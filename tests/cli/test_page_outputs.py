@@ -23,12 +23,7 @@ def test_the_pages_that_newcomers_read_first_are_marked() -> None:
 
 
 @pytest.mark.parametrize(("page", "session"), SESSIONS)
-async def test_a_page_shows_what_its_commands_print(
-    page: Path, session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for helper in ("INDEXER", "SCHEDULER", "TOKENIZE"):
-        # A helper that was not waited for would be shown until the next request.
-        monkeypatch.setenv(f"KVSCOUT_{helper}_TIMEOUT_MS", "20000")
+async def test_a_page_shows_what_its_commands_print(page: Path, session: Session, tmp_path: Path) -> None:
     commands = [example.command for _, examples in session.blocks for example in examples]
     if any("grpcurl" in command for command in commands) and shutil.which("grpcurl") is None:
         pytest.skip("there is no grpcurl: `make grpcurl` builds it where Go is")

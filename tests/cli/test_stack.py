@@ -112,6 +112,8 @@ async def test_one_that_cannot_start_any_more_is_tried_again_and_takes_nothing_w
         await eventually(tried, what="further tries")
         assert not kept.done()
         kept.cancel()
+        # Or the event loop would end amidst the end of a process that it was just starting.
+        await asyncio.wait([kept])
 
 
 async def test_processes_have_the_environment_they_are_given() -> None:

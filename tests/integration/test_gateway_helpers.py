@@ -135,8 +135,13 @@ async def test_an_indexer_that_dies_under_load_costs_knowledge_only_and_comes_ba
             return (answer.worker.worker_id, answer.overlap_blocks, answer.degraded) == ("w1", 10, False)
 
         await eventually(as_before, what="overlaps again")
+
+        async def all_told() -> bool:
+            helpers = (await client.status()).helpers
+            return all(helper.healthy and not helper.pending_registrations for helper in helpers)
+
+        await eventually(all_told, what="every registration at every helper")
         status = await client.status()
-        assert all(helper.healthy and not helper.pending_registrations for helper in status.helpers)
         assert status.degraded["indexer"] > 0
         assert status.failures == 0
         samples = await scrape(stack.gateway)

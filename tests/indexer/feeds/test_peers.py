@@ -236,14 +236,12 @@ async def test_the_first_peer_with_a_complete_history_wins() -> None:
         await old.client.until_applied(3)
         async with member(NOBODY, lacking.address, old.address) as new:
             read(new.indexer, engine)
-            await new.client.until(lambda s: s.states == 1)
-            assert (await new.client.status()).state == LIVE
+            await new.client.until(lambda s: s.states == 1 and s.state == LIVE)
             assert await state(new) == await state(old)
         async with member(lacking.address) as new:
             read(new.indexer, engine)
             # Better than nothing where the engine cannot be asked, and it says what it is.
-            status = await new.client.until(lambda s: s.states == 1)
-            assert status.state == INCOMPLETE
+            await new.client.until(lambda s: s.states == 1 and s.state == INCOMPLETE)
 
 
 @pytest.mark.parametrize("breaks_after", [0, 1], ids=["before the first chunk", "half-way"])

@@ -522,7 +522,7 @@ async def test_a_snapshot_amid_the_chunks_of_a_state_does_not_lose_it(world: Wor
 async def test_a_holder_of_the_lock_that_was_stopped_beyond_its_life_does_no_harm(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshotter, "LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(snapshotter, "LOCK_SECONDS", 2.0)
     monkeypatch.setattr(snapshotter, "LOOK_SECONDS", 3600)
     w = world.publisher()
     async with local_indexer(config(world)) as (one, holder), local_indexer(config(world)) as (_, other):

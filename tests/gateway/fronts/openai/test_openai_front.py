@@ -351,7 +351,8 @@ async def test_another_path_goes_to_workers_that_answer_clients_only() -> None:
             assert prefill.received == []
 
 
-SHORT = replace(TIMEOUTS, first_output_seconds=0.3, idle_seconds=0.3, queue_seconds=0.3, answer_seconds=0.3)
+# An engine that was stopped for a second has not fallen silent yet.
+SHORT = replace(TIMEOUTS, first_output_seconds=1.5, idle_seconds=1.5, queue_seconds=1.5, answer_seconds=1.5)
 
 
 @pytest.mark.parametrize("first", [b"event: speech.audio.delta\ndata: {}\n\n", b": ping\n\n"])

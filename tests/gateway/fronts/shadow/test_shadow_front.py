@@ -248,7 +248,6 @@ async def test_what_is_placed_after_its_first_token_is_booked_as_what_runs(trans
     goes_on, kept = asyncio.Event(), []
 
     async def until_rebooked(_: web.Request) -> None:
-        goes_on.set()
         await eventually(lambda: asyncio.sleep(0, any(each.prefilled for each in held())), what="a booking")
         kept.extend(held())
 
@@ -263,14 +262,17 @@ async def test_what_is_placed_after_its_first_token_is_booked_as_what_runs(trans
 
         async def late(request: Request) -> Decision:
             await goes_on.wait()
-            await asyncio.sleep(0.05)  # the chunk is on its way
             decision = await place(request)
             assert decision.booking is not None
             decision.booking.attempt_id &= ~UNBOOKED_ATTEMPT  # as if a scheduler had booked it
             return decision
 
         one.gateway.routing.place = late  # type: ignore[method-assign]
-        await one.post("/v1/completions", {"model": MODEL, "prompt": [1, 2, 3, 4], "stream": True})
+        body = {"model": MODEL, "prompt": [1, 2, 3, 4], "stream": True}
+        async with one.http.post(f"{one.url}/v1/completions", json=body) as response:
+            assert await response.content.readexactly(len(TEXT)) == TEXT
+            goes_on.set()
+            await response.read()
         (booking,) = kept
         assert booking.scheduler is None
         assert booking.attempt_id & UNBOOKED_ATTEMPT, "it is another attempt than that which is freed"
