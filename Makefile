@@ -132,6 +132,9 @@ first-hour: $(DEVELOP) ## What a newcomer does, from a clone on; then each part 
 openai-sdist: $(DEVELOP) ## The tests that OpenAI ships with its Python client (downloaded) against a gateway and simulated engines.
 	PYTHONPATH=tests $(PY) tests/openai_sdist.py
 
+agent-programs: $(DEVELOP) ## Claude Code, Codex and OpenCode (by npm) against a gateway and simulated engines, some turns each.
+	PYTHONPATH=tests $(PY) tests/agent_programs.py
+
 h2spec: $(DEVELOP) ## The cases of h2spec (needs Go) against the native transport.
 	PYTHONPATH=tests $(PY) tests/h2spec.py
 
