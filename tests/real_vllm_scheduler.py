@@ -2,9 +2,9 @@
 
 It runs in VENV, which has a vLLM, and needs no GPU, no weights and no model: only the scheduler and its KV cache
 manager, with cache groups that are made up here. Requests of a fixed seed share prefixes, run side by side and in
-chunks, are preempted and aborted. After each step it writes the batch of events that the scheduler published, and the
-cached tokens that the KV cache manager then computes for some prompts. `tests/blocks/test_state_recordings.py` plays
-them to an index.
+chunks, are preempted and aborted. It writes what was added and aborted, and after each step the batch of events that
+the scheduler published, the tokens that were sampled, and the cached tokens that the KV cache manager then computes for
+some prompts. `tests/blocks/test_state_recordings.py` plays them to an index, and gives the mocker the same requests.
 """
 
 from __future__ import annotations
@@ -184,24 +184,28 @@ def record(folder: str, name: str) -> bytes:
         scheduler.update_from_output(planned, output)
         asked.extend(list(request.all_token_ids) for request in running.values() if request.is_finished())
         assert not scheduler.kv_cache_manager.block_pool.kv_event_queue
-        records.append(recorder.batches.pop() if recorder.batches else b"")
+        payload = recorder.batches.pop() if recorder.batches else b""
+        records.append(["step", payload, [[int(i), *tokens] for i, tokens in zip(ids, sampled, strict=True)]])
         assert not recorder.batches
         for _ in range(PROBES):
             tokens = prompt()
             _, cached, _ = scheduler.kv_cache_manager.get_computed_blocks(request_for(tokens, 1))
-            records.append([tokens, cached])
+            records.append(["ask", tokens, cached])
 
     for _ in range(REQUESTS):
         request = request_for(prompt(), rng.choice([1, 2, 9, 20]))
         scheduler.add_request(request)
+        records.append(["add", int(request.request_id), request.prompt_token_ids, request.max_tokens])
         for _ in range(rng.choice([0, 1, 1, 2, 5, 30])):
             if scheduler.has_unfinished_requests():
                 step()
         if rng.random() < 0.05:
             scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            records.append(["abort", int(request.request_id)])
     while scheduler.has_unfinished_requests():
         step()
-    head = {"vllm": vllm.__version__, "block_size": block_size}
+    _, num_blocks, chunk, _, _ = MODELS[name]
+    head = {"vllm": vllm.__version__, "block_size": block_size, "num_blocks": num_blocks, "chunk": chunk}
     return zlib.compress(msgspec.msgpack.encode([head, records]), 9)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -30,7 +31,7 @@ LOWER_BOUNDS = {
 }
 
 
-def recording(name: str) -> tuple[int, list[bytes | tuple[list[int], int]]]:
+def recording(name: str) -> tuple[int, list[Any]]:
     head, records = msgpack.unpackb(zlib.decompress((DATA / f"{name}.bin").read_bytes()))
     return head["block_size"], records
 
@@ -71,12 +72,12 @@ def test_predicted_tokens_are_what_the_scheduler_hits(index_factory: IndexFactor
     full_attention = FullAttention()
     hits = shortened = 0
     for number, record in enumerate(records):
-        if isinstance(record, bytes):
-            if record:
-                index.apply_payload(WORKER, record, event_id=number)
-                without_states.apply_payload(WORKER, full_attention.of(record), event_id=number)
+        if record[0] == "step" and record[1]:
+            index.apply_payload(WORKER, record[1], event_id=number)
+            without_states.apply_payload(WORKER, full_attention.of(record[1]), event_id=number)
+        if record[0] != "ask":
             continue
-        tokens, cached = record
+        _, tokens, cached = record
         predicted = predicted_tokens(index, tokens)
         assert predicted <= cached if name in LOWER_BOUNDS else predicted == cached, f"record {number}"
         hits += cached > 0
@@ -97,7 +98,7 @@ def test_what_a_bridge_sends_on_gives_the_same_index(index_factory: IndexFactory
     block_size, records = recording(name)
     direct, bridged = new_index(index_factory, block_size), new_index(index_factory, block_size)
     pool = PoolKey("m", "default", block_size, False)
-    for number, payload in enumerate(record for record in records if isinstance(record, bytes) and record):
+    for number, payload in enumerate(record[1] for record in records if record[0] == "step" and record[1]):
         direct.apply_payload(WORKER, payload, event_id=number)
         message = direct.encode_batch(WORKER, pool, {}, direct.decode(payload), epoch=0, event_id=number)
         bridged.apply(WORKER, bridged.decode_message(message).batch, event_id=number)

@@ -37,13 +37,14 @@ async def settled(client: IndexerClient, mocker: MockerProcess, rank: int) -> No
     await client.until_applied(last[0] if last else -1, dp_rank=rank)
 
 
+@pytest.mark.parametrize("kind", [(), ("--sliding-window", "40"), ("--state-space",)], ids=" ".join)
 @pytest.mark.parametrize("form", ["map", "array"])
-async def test_random_prompts_under_eviction_are_predicted_exactly(form: str) -> None:
+async def test_random_prompts_under_eviction_are_predicted_exactly(form: str, kind: tuple[str, ...]) -> None:
     seed = int(os.environ.get("KVSCOUT_TEST_SEED", time.time_ns() % 2**32))
     print(f"KVSCOUT_TEST_SEED={seed}")
     rng = random.Random(seed)
     prefixes = [[rng.randrange(1000) for _ in range(BLOCK * 4)] for _ in range(6)]
-    flags = ("--model", MODEL, "--block-size", str(BLOCK), "--num-gpu-blocks", "40", "--dp-size", "2")
+    flags = ("--model", MODEL, "--block-size", str(BLOCK), "--num-gpu-blocks", "40", "--dp-size", "2", *kind)
     hits = 0
     async with indexer_process() as (client, _), running_mocker(*flags, "--event-format", form) as mocker:
         await register(client, mocker)

@@ -72,3 +72,12 @@ def test_the_groups_of_a_hybrid_model_share_the_blocks() -> None:
     assert (config.engine.sliding_window, config.engine.max_model_len) == (128, 32 * 16)
     with pytest.raises(ConfigError, match="sliding_window"):
         parse("--sliding-window", "1")
+
+
+def test_states_take_two_blocks_of_a_request_and_steps_as_long_as_blocks() -> None:
+    config = parse("--num-gpu-blocks", "65", "--state-space")
+    assert (config.engine.state_space, config.engine.max_model_len) == (True, 62 * 16)
+    with pytest.raises(ConfigError, match="state_space"):
+        parse("--state-space", "--sliding-window", "128")
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        parse("--state-space", "--max-num-seqs", "4", "--max-num-batched-tokens", "15")

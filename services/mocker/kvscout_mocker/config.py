@@ -85,6 +85,8 @@ class EngineConfig:
     """Requests wait by their priority, not by their arrival alone."""
     sliding_window: int = 0
     """Tokens that a token sees in a second cache group; 0: there is none."""
+    state_space: bool = False
+    """There is a second cache group, of states."""
 
 
 class Role(StrEnum):
@@ -215,7 +217,8 @@ def config_from_flags(
     """
     flags = {name: value for name, value in locals().items() if name != "others"} | others
     # The groups of a hybrid model share the blocks, and a prompt may be computed in one step.
-    usable_blocks = (num_gpu_blocks - 1) // (2 if sliding_window else 1)
+    state_space = others["state_space"]
+    usable_blocks = (num_gpu_blocks - 1) // (2 if sliding_window else 1) - (2 if state_space else 0)
     capacity = usable_blocks * block_size
     last_rank = dp_size - 1
     checks: tuple[tuple[str, bool, str], ...] = (
@@ -232,6 +235,12 @@ def config_from_flags(
             f"{max_model_len} tokens do not fit the {usable_blocks} usable blocks of {block_size}",
         ),
         ("sliding_window", sliding_window != 1, "must be 0, or at least 2 tokens"),
+        ("state_space", not (state_space and sliding_window), "excludes sliding_window: there are two cache groups"),
+        (
+            "max_num_batched_tokens",
+            not state_space or max_num_batched_tokens >= block_size,
+            f"must be at least block_size ({block_size}): with states, steps end where blocks end",
+        ),
         ("events_port", events_port + last_rank <= 65_535, "the last rank's port is above 65535"),
         ("replay_port", replay_port + last_rank <= 65_535, "the last rank's port is above 65535"),
         (
@@ -415,6 +424,11 @@ _FLAGS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.IntRange(min=0),
         default=0,
         help="Tokens of the sliding window in every other layer, as of a hybrid model; 0 = full attention only.",
+    ),
+    _flag(
+        "--state-space",
+        is_flag=True,
+        help="Every other layer has states instead of attention, as of a hybrid model with Mamba or linear attention.",
     ),
     _flag(
         "--scheduling-policy",

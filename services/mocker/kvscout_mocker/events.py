@@ -16,6 +16,7 @@ import msgpack
 MEDIUM = "GPU"
 FULL_ATTENTION_KIND = "full_attention"
 SLIDING_WINDOW_KIND = "sliding_window"
+STATE_KIND = "mamba"
 
 
 class EventFormat(StrEnum):
@@ -48,13 +49,10 @@ class BlockStored(NamedTuple):
     extra_keys: list[list[str] | None] | None
     session_id: str | None = None
     group: int = 0
+    kind: str = FULL_ATTENTION_KIND
+    """Kind of its group."""
     sliding_window: int | None = None
-    """Tokens that a token sees; None: all."""
-
-    @property
-    def kind(self) -> str:
-        """Return the kind of its group."""
-        return FULL_ATTENTION_KIND if self.sliding_window is None else SLIDING_WINDOW_KIND
+    """Tokens that a token sees, in a group with a sliding window."""
 
 
 class BlockRemoved(NamedTuple):

@@ -22,11 +22,13 @@ from kvscout_common.observability.telemetry import configure_logging
 from kvscout_common.process.descriptors import raise_descriptor_limit
 from kvscout_common.settings.flags import SectionedCommand, flag
 from kvscout_common.variables import warn_of_variables
-from kvscout_mocker.config import MockerConfig, Role, config_from_flags, flags
+from kvscout_mocker.config import EngineConfig, MockerConfig, Role, config_from_flags, flags
+from kvscout_mocker.engine.block_manager import BlockManager
 from kvscout_mocker.engine.engine import Engine
 from kvscout_mocker.engine.hybrid_blocks import HybridBlockManager
 from kvscout_mocker.engine.publisher import EventPublisher
 from kvscout_mocker.engine.rank import Rank
+from kvscout_mocker.engine.state_blocks import StateBlockManager
 from kvscout_mocker.events import EventEncoder
 from kvscout_mocker.faults import BoundPorts, Faults, restart
 from kvscout_mocker.routes.answering import Answering
@@ -141,12 +143,15 @@ def _rank(
         first_rank=dp_rank == 0,
     )
     sizes = config.engine
-    blocks = (
-        HybridBlockManager(sizes.num_gpu_blocks, sizes.block_size, sizes.sliding_window)
-        if sizes.sliding_window
-        else None
-    )
-    return Rank(dp_rank, Engine(sizes, blocks), publisher, hash_seed=config.rank_hash_seed())
+    return Rank(dp_rank, Engine(sizes, _blocks(sizes)), publisher, hash_seed=config.rank_hash_seed())
+
+
+def _blocks(sizes: EngineConfig) -> BlockManager:
+    if sizes.state_space:
+        return StateBlockManager(sizes.num_gpu_blocks, sizes.block_size)
+    if sizes.sliding_window:
+        return HybridBlockManager(sizes.num_gpu_blocks, sizes.block_size, sizes.sliding_window)
+    return BlockManager(sizes.num_gpu_blocks, sizes.block_size)
 
 
 def _restart(ports: BoundPorts, replay: bool) -> None:

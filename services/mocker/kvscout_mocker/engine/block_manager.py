@@ -62,6 +62,24 @@ class BlockManager:
         """Return the share of the capacity that requests reference, 0 to 1."""
         return 1.0 - len(self._free) / self.capacity
 
+    def begin_step(self) -> None:
+        """Note that another step is scheduled from here on."""
+
+    def chunk(self, sequence: Sequence, table: BlockTable, prompt_tokens: int, start: int, tokens: int) -> int:
+        """Return how many tokens of a request a step may compute.
+
+        Args:
+            sequence: The request's tokens and hashes.
+            table: Blocks that it references.
+            prompt_tokens: Those of its tokens that are its prompt.
+            start: Tokens that are computed or hit already.
+            tokens: What the step has room for.
+
+        Returns:
+            At most `tokens`; 0: the request waits for a step with more room.
+        """
+        return tokens
+
     def cached_prefix(self, sequence: Sequence) -> list[int]:
         """Return the blocks a sequence would hit now, without its last token's block; changes nothing."""
         found: list[int] = []

@@ -204,6 +204,7 @@ class Engine:
         """Schedule the next step; None when there is nothing to do."""
         scheduled: list[Scheduled] = []
         budget = self.config.max_num_batched_tokens
+        self.blocks.begin_step()
         budget, preempted = self._schedule_running(scheduled, budget)
         if not preempted:
             self._schedule_waiting(scheduled, budget)
@@ -248,7 +249,10 @@ class Engine:
         index = 0
         while index < len(self._running) and budget > 0:
             request = self._running[index]
-            tokens = min(len(request.sequence) - request.computed_tokens, budget)
+            tokens = self._chunk(request, request.computed_tokens, budget)
+            if not tokens:
+                index += 1
+                continue
             while not self._allocate(request, tokens):
                 preempted = True
                 if self._preempt_last() is request:
@@ -265,8 +269,13 @@ class Engine:
             prefix = [] if has_blocks else self.blocks.cached_prefix(request.sequence)
             if not self.blocks.fits(request.table, len(request.sequence), prefix):
                 return
-            self._waiting.take()
             hit = len(prefix) * self.config.block_size
+            tokens = 0
+            if not request.receives:
+                tokens = self._chunk(request, request.computed_tokens if has_blocks else hit, budget)
+                if not tokens:
+                    return
+            self._waiting.take()
             if request.receives:
                 self._begin_receiving(request, prefix, hit)
                 continue
@@ -274,13 +283,16 @@ class Engine:
                 self.blocks.report_prefix(request.sequence, len(prefix))
             if not has_blocks:
                 request.computed_tokens = hit
-            tokens = min(len(request.sequence) - request.computed_tokens, budget)
             self._allocate(request, tokens, prefix)
             self._admitted(request, hit)
             request.state = RequestState.RUNNING
             self._run(request)
             scheduled.append(Scheduled(request, tokens))
             budget -= tokens
+
+    def _chunk(self, request: Request, start: int, budget: int) -> int:
+        tokens = min(len(request.sequence) - start, budget)
+        return self.blocks.chunk(request.sequence, request.table, request.prompt_tokens, start, tokens)
 
     def _run(self, request: Request) -> None:
         if self.config.by_priority:

@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 from itertools import takewhile
 
 from kvscout_mocker.engine.block_manager import BlockManager, stored_event
-from kvscout_mocker.events import BlockRemoved
+from kvscout_mocker.events import SLIDING_WINDOW_KIND, BlockRemoved, BlockStored
 from kvscout_mocker.tokens.sequence import BlockTable, Sequence
 
 WINDOW_GROUP = 0
@@ -94,12 +94,14 @@ class HybridBlockManager(BlockManager):
             fallen = self._fallen(table)
             table.window_ids[: self._skipped(table.tokens)] = [_NULL] * self._skipped(table.tokens)
             self._free_window_blocks(reversed(fallen))
-        missing = self._window_missing(table, tokens, 0)
-        table.window_ids.extend(self._take() for _ in range(missing))
+        self._extend_window(table, tokens)
         self._extend(table, tokens, prefix)
         table.tokens = tokens
         self.register(sequence, table, tokens if filled_tokens is None else filled_tokens)
         return True
+
+    def _extend_window(self, table: BlockTable, tokens: int) -> None:
+        table.window_ids.extend(self._take() for _ in range(self._window_missing(table, tokens, 0)))
 
     def _admit(self, sequence: Sequence, table: BlockTable, hit: int) -> None:
         """Assign the blocks of the window group that a request hits."""
@@ -108,8 +110,14 @@ class HybridBlockManager(BlockManager):
         self._reference(blocks)
         table.window_ids = [_NULL] * skipped + blocks
         table.window_registered = hit
-        resumed = (len(sequence) - 1) // self.block_size
-        table.window_ends = (resumed, len(super().cached_prefix(sequence)))
+        table.window_ends = self._ends(sequence)
+
+    def _ends(self, sequence: Sequence) -> tuple[int, int]:
+        """Return the ends of the prefixes before which a request caches the window.
+
+        One is where the same prompt would be resumed, the other the end of what full attention has.
+        """
+        return (len(sequence) - 1) // self.block_size, len(super().cached_prefix(sequence))
 
     def register(self, sequence: Sequence, table: BlockTable, tokens: int) -> None:
         """See `BlockManager.register`."""
@@ -125,13 +133,14 @@ class HybridBlockManager(BlockManager):
             self._window_hashes[block] = block_hash
             self._window_copies.setdefault(block_hash, []).append(block)
         table.window_registered = full_blocks
-        self._events.append(
-            stored_event(sequence, first, full_blocks, WINDOW_GROUP)._replace(
-                block_hashes=[sequence.block_hashes[index] for index in kept],
-                extra_keys=[sequence.scope.extra_keys(index) for index in kept] or None,
-                sliding_window=self._window,
-            )
+        event = stored_event(sequence, first, full_blocks, WINDOW_GROUP)._replace(
+            block_hashes=[sequence.block_hashes[index] for index in kept],
+            extra_keys=[sequence.scope.extra_keys(index) for index in kept] or None,
         )
+        self._events.append(self._of_kind(event))
+
+    def _of_kind(self, event: BlockStored) -> BlockStored:
+        return event._replace(kind=SLIDING_WINDOW_KIND, sliding_window=self._window)
 
     def _is_kept(self, table: BlockTable, index: int) -> bool:
         is_before = any(end - self._needed <= index < end for end in table.window_ends)

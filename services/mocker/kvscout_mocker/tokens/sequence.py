@@ -107,5 +107,5 @@ class BlockTable:
         self.window_ids: list[int] = []
         """Blocks of the window group; 0 = no longer needed."""
         self.window_registered = 0
-        self.window_ends: tuple[int, ...] = ()
+        self.window_ends = (0, 0)
         """Ends of the prefixes before which the window is cached, in blocks."""
