@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -24,8 +25,15 @@ ALL_TENANTS = "*"
 """In place of a tenant's name, where it may be every one."""
 REVISION: Final = "revision"
 """The label of workers that were rolled out together: what one revision computes, another may not be able to use."""
+SHARED_CACHE: Final = "shared_cache"
+"""The label that names the cache outside of workers which they share: what one stores there, all of them can read."""
+SHARED_CACHE_TIER: Final = "shared_cache_tier"
+"""The label with the tier on which engines announce what they share: host or disk, besides external storage."""
+SHARED_CACHE_BLOCKS: Final = "shared_cache_blocks"
+"""The label with the number of blocks that a shared cache has room for."""
 MAX_RANKS: Final = 1024
 """Data-parallel ranks of one worker."""
+_NUMBER: Final = re.compile(r"[1-9][0-9]{0,14}", re.ASCII)
 
 
 class Role(StrEnum):
@@ -199,7 +207,15 @@ class WorkerSpec:
             _require(f"adapters[{number}].name", name_problem(adapter.name))
         for key, value in self.labels.items():
             _require("labels", text_problem(key) or text_problem(value))
+        self._require_shared_cache()
         return self
+
+    def _require_shared_cache(self) -> None:
+        tier, blocks = self.labels.get(SHARED_CACHE_TIER), self.labels.get(SHARED_CACHE_BLOCKS)
+        if tier not in (None, "host", "disk"):
+            raise InvalidArgument(f"{SHARED_CACHE_TIER} must be host or disk", field="labels")
+        if blocks is not None and not _NUMBER.fullmatch(blocks):
+            raise InvalidArgument(f"{SHARED_CACHE_BLOCKS} must be a number of blocks, at least 1", field="labels")
 
     def _require_addresses(self) -> None:
         if self.http_endpoint:

@@ -119,8 +119,15 @@ class BlockIndex:
     def __new__(
         cls, block_size: int, eagle: bool, max_blocks: int, max_predictions: int, prune_ratio: float
     ) -> BlockIndex: ...
-    def add_worker(self, worker: _Name, set_copies: bool, adapters: dict[int, str], total_kv_blocks: int) -> None:
-        """`worker` itself stands for it in the answers of `find_matches`."""
+    def add_worker(
+        self,
+        worker: _Name,
+        set_copies: bool,
+        adapters: dict[int, str],
+        total_kv_blocks: int,
+        shared: tuple[str, int | None, int],
+    ) -> None:
+        """`worker` itself stands for it in the answers of `find_matches`; `shared`: the fields of `SharedOptions`."""
 
     def remove_rank(self, worker: _Name) -> bool: ...
     def reset(self, worker: _Name) -> None: ...
@@ -145,6 +152,9 @@ class BlockIndex:
         """Return the fields of `WorkerStats`; `ignored` in the order of `Ignored`."""
 
     def incomplete(self) -> list[_Name]: ...
+    def shared_caches(self) -> list[dict[str, Any]]:
+        """Return the fields of `SharedCacheStats` of each, by name."""
+
     def stats(self) -> dict[str, int]:
         """Return the fields of `IndexStats`."""
 

@@ -37,7 +37,7 @@ MEDIA: Final[Mapping[str, Tier]] = {
     **dict.fromkeys(("GPU", "DEVICE"), Tier.DEVICE),
     **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1"), Tier.HOST),
     **dict.fromkeys(("CPU_TIER2", "STORAGE", "DISK", "NVME", "FS"), Tier.DISK),
-    **dict.fromkeys(("EXTERNAL", "OBJ", "REMOTE", "NETWORK", "SHARED"), Tier.EXTERNAL),
+    **dict.fromkeys(("EXTERNAL", "OBJ", "REMOTE", "NETWORK", "SHARED", "SHARED_STORAGE"), Tier.EXTERNAL),
 }
 """Names of tiers in engines' events, in upper case."""
 

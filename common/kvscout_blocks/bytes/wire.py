@@ -73,6 +73,10 @@ _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _REMOVED_REQUIRED = _REMOVED_FIELDS[:1]
 
 
+_LOCALITIES = frozenset({"", "LOCAL", "REMOTE"})
+"""Where a tier is, as its publisher sees it; "": not said."""
+
+
 class _BadEvent(Exception):
     """Why one event cannot be read."""
 
@@ -273,7 +277,11 @@ def _tier(fields: Mapping[str, Any]) -> Tier:
     tier = MEDIA.get(medium.upper(), None) if medium else Tier.DEVICE
     if tier is None:
         raise _BadEvent(f"medium {medium!r} is unknown")
-    return tier
+    locality = _text(fields, "locality")
+    if locality.upper() not in _LOCALITIES:
+        raise _BadEvent(f"locality {locality!r} is unknown")
+    # Whatever it is there, it is not the publisher's own.
+    return Tier.EXTERNAL if locality.upper() == "REMOTE" else tier
 
 
 def _group(fields: Mapping[str, Any]) -> int:

@@ -59,10 +59,18 @@ from typing import NamedTuple, Protocol
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.dump import WorkerDump
-from kvscout_blocks.bytes.events import DecodedBatch
+from kvscout_blocks.bytes.events import DecodedBatch, Tier
 from kvscout_blocks.bytes.messages import Published
 from kvscout_common.errors import FailedPrecondition, InvalidArgument
-from kvscout_common.worker import CopyMode, PoolKey, WorkerRank, WorkerSpec
+from kvscout_common.worker import (
+    SHARED_CACHE,
+    SHARED_CACHE_BLOCKS,
+    SHARED_CACHE_TIER,
+    CopyMode,
+    PoolKey,
+    WorkerRank,
+    WorkerSpec,
+)
 
 GHOST_LIMIT = 65_536
 """Most blocks that went last and are remembered, for a worker rank; one that comes back leaves its place empty."""
@@ -83,6 +91,9 @@ BATCH_LIMIT = 1 << 20
 SLICE = 512
 """Blocks that are stored, or as much other work, in one slice of work on a whole rank."""
 
+SHARED_LIMIT = 1 << 22
+"""Blocks of a shared cache of which nobody says how many it has room for; those that came first go."""
+
 WINDOW_LIMIT = 1 << 22
 """Blocks in groups with a sliding window, of each worker rank, where `max_blocks` says nothing."""
 
@@ -99,6 +110,28 @@ DEFAULT_PRUNE_RATIO = 0.8
 """Predictions above the maximum are pruned to this share of it, as --router-prune-target-ratio."""
 
 
+class SharedOptions(NamedTuple):
+    """What a worker was registered with of the cache that it shares with others; see `reference_shared`."""
+
+    name: str = ""
+    """"" = it shares none."""
+    tier: Tier | None = None
+    """The tier on which its engine announces shared blocks, besides the external one."""
+    blocks: int = 0
+    """Blocks that the cache has room for; 0 = unknown."""
+
+    @classmethod
+    def of(cls, labels: Mapping[str, str]) -> SharedOptions:
+        """Return what the labels of a registration say, which were checked."""
+        if not labels.get(SHARED_CACHE):
+            return NOTHING_SHARED
+        tier = {"host": Tier.HOST, "disk": Tier.DISK}.get(labels.get(SHARED_CACHE_TIER, ""))
+        return cls(labels[SHARED_CACHE], tier, int(labels.get(SHARED_CACHE_BLOCKS, "0")))
+
+
+NOTHING_SHARED = SharedOptions()
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """Registered facts of a worker rank that the index needs besides its events."""
@@ -108,6 +141,7 @@ class WorkerOptions:
     """LoRA number → adapter name, for engines whose events carry the number only."""
     total_kv_blocks: int = 0
     """Blocks of the rank's device cache; more device copies than this prove lost removals. 0: unknown."""
+    shared: SharedOptions = NOTHING_SHARED
 
     @classmethod
     def of(cls, spec: WorkerSpec) -> WorkerOptions:
@@ -116,6 +150,7 @@ class WorkerOptions:
             copies=spec.copies,
             adapters={adapter.lora_id: adapter.name for adapter in spec.adapters if adapter.lora_id},
             total_kv_blocks=spec.total_kv_blocks,
+            shared=SharedOptions.of(spec.labels),
         )
 
 
@@ -225,6 +260,19 @@ class IndexStats:
     """Calls of `find_matches`, since start."""
     unknown_worker: int
     """Batches for workers that were not added, since start."""
+
+
+class SharedCacheStats(NamedTuple):
+    """State of one shared cache."""
+
+    name: str
+    blocks: int
+    members: int
+    """Worker ranks."""
+    disagreeing: int
+    """Members that name blocks otherwise than the others, so that they read none of theirs."""
+    evicted: int
+    """Blocks dropped at the limit, since it has members."""
 
 
 class Work:
@@ -582,6 +630,10 @@ class BlockIndex(ABC):
     @abstractmethod
     def worker_stats(self, worker: WorkerRank) -> WorkerStats | None:
         """Return the state of a worker rank; None if it is not known."""
+
+    @abstractmethod
+    def shared_caches(self) -> tuple[SharedCacheStats, ...]:
+        """Return the state of the caches that workers share, by name."""
 
     @abstractmethod
     def stats(self) -> IndexStats:

@@ -20,6 +20,7 @@ from kvscout_blocks.index.block_index import (
     IndexStats,
     Loading,
     Overlaps,
+    SharedCacheStats,
     WorkerOptions,
     WorkerStats,
 )
@@ -41,7 +42,9 @@ class NativeIndex(BlockIndex):
         """The extension's own object."""
 
     def add_worker(self, worker: WorkerRank, options: WorkerOptions) -> None:
-        self.core.add_worker(worker, options.copies is CopyMode.SET, dict(options.adapters), options.total_kv_blocks)
+        self.core.add_worker(
+            worker, options.copies is CopyMode.SET, dict(options.adapters), options.total_kv_blocks, options.shared
+        )
 
     def remove_rank(self, worker: WorkerRank) -> bool:
         return self.core.remove_rank(worker)
@@ -123,6 +126,9 @@ class NativeIndex(BlockIndex):
             return None
         ignored = {reason: count for reason, count in zip(Ignored, stats.pop("ignored"), strict=True) if count}
         return WorkerStats(**stats, ignored=ignored)
+
+    def shared_caches(self) -> tuple[SharedCacheStats, ...]:
+        return tuple(SharedCacheStats(**stats) for stats in self.core.shared_caches())
 
     def stats(self) -> IndexStats:
         return IndexStats(**self.core.stats())

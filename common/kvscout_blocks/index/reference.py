@@ -11,14 +11,14 @@ Not thread-safe: one event loop owns it. Work on a whole rank is done in one ste
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.codec import decode_events, encode_dump, encode_events, read_dump
 from kvscout_blocks.bytes.dump import WorkerDump
-from kvscout_blocks.bytes.events import Cleared, DecodedBatch, EventBatch, Removed, Stored, Tier
+from kvscout_blocks.bytes.events import Cleared, DecodedBatch, Event, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.bytes.frames import MalformedBatch
 from kvscout_blocks.bytes.messages import Published, parse_batch
 from kvscout_blocks.bytes.wire import decode_batch
@@ -32,12 +32,15 @@ from kvscout_blocks.index.block_index import (
     IndexStats,
     Loading,
     Overlaps,
+    SharedCacheStats,
     WorkerOptions,
     WorkerStats,
 )
 from kvscout_blocks.index.reference_dump import check_dump
+from kvscout_blocks.index.reference_shared import SharedCache
 from kvscout_blocks.index.reference_worker import Clock, Prefix, Worker
 from kvscout_common.errors import InvalidArgument, NotFound
+from kvscout_common.hashing import extend_sequence
 from kvscout_common.worker import PoolKey, WorkerRank
 
 _BINDING_BYTES = 780
@@ -50,6 +53,7 @@ class ReferenceIndex(BlockIndex):
     def _begin(self) -> None:
         self._clock = Clock()
         self._workers: dict[WorkerRank, Worker] = {}
+        self._shared: dict[str, SharedCache] = {}
         self._evicted = 0
         self._queries = 0
         self._unknown_worker = 0
@@ -57,19 +61,39 @@ class ReferenceIndex(BlockIndex):
     # Workers
 
     def add_worker(self, worker: WorkerRank, options: WorkerOptions) -> None:
-        if worker in self._workers:
-            self._workers[worker].options = options
+        old = self._workers.get(worker)
+        if old is not None:
+            if old.options.shared.name != options.shared.name:
+                self._leave_shared(worker, old)
+            old.options = options
         else:
             self._workers[worker] = Worker(self._clock, self.block_size, self.eagle, self.max_blocks, options)
+        if options.shared.name:
+            cache = self._shared.setdefault(options.shared.name, SharedCache())
+            cache.join(worker, options.shared.blocks, self.max_blocks)
 
     def remove_rank(self, worker: WorkerRank) -> bool:
-        return self._workers.pop(worker, None) is not None
-
-    def reset(self, worker: WorkerRank) -> None:
         old = self._workers.pop(worker, None)
         if old is not None:
-            self.add_worker(worker, old.options)
-            self._workers[worker].ignored = old.ignored
+            self._leave_shared(worker, old)
+        return old is not None
+
+    def _leave_shared(self, worker: WorkerRank, known: Worker) -> None:
+        name = known.options.shared.name
+        if name and self._shared[name].leave(worker):
+            del self._shared[name]
+
+    def reset(self, worker: WorkerRank) -> None:
+        if worker in self._workers:
+            self._empty(worker)
+            name = self._workers[worker].options.shared.name
+            if name:
+                self._shared[name].agreement[worker] = 0
+
+    def _empty(self, worker: WorkerRank) -> None:
+        old = self._workers.pop(worker)
+        self.add_worker(worker, old.options)
+        self._workers[worker].ignored = old.ignored
 
     def workers(self) -> tuple[WorkerRank, ...]:
         return tuple(sorted(self._workers))
@@ -104,7 +128,7 @@ class ReferenceIndex(BlockIndex):
             return Applied(len(batch.events), len(batch.faults), False, "")
         self._clock.now += 1
         applied = 0
-        for event in batch.events:
+        for event in map(known.on_shared_tier, batch.events):
             blocks = 0 if isinstance(event, Cleared) else len(event.engine_hashes)
             if isinstance(event, Cleared):
                 known.clear()
@@ -120,11 +144,26 @@ class ReferenceIndex(BlockIndex):
                 known.store(event)
             else:
                 known.remove(event)
+            self._share(worker, known, event)
             applied += blocks
         known.settle_windows(batch)
         self._move_cursor(worker, epoch, event_id)
         self._enforce_bound()
         return Applied(len(batch.events), len(batch.faults), known.over_capacity, known.incompatible)
+
+    def _share(self, worker: WorkerRank, known: Worker, event: Event) -> None:
+        """Share what an event that was just applied says of the external tier."""
+        cache = self._shared.get(known.options.shared.name)
+        if cache is None or not known.may_share:
+            return
+        if isinstance(event, Cleared):
+            cache.clear(worker)
+        elif event.tier is not Tier.EXTERNAL:
+            return
+        elif isinstance(event, Removed):
+            cache.remove(event.engine_hashes)
+        else:
+            cache.store(worker, _named(known, cache, event.engine_hashes))
 
     def _move_cursor(self, worker: WorkerRank, epoch: int, event_id: int | None) -> None:
         known = self._workers.get(worker)
@@ -176,6 +215,10 @@ class ReferenceIndex(BlockIndex):
         rows = {rank: worker.overlap(path, most) for rank, worker in self._workers.items()}
         reach = max((max(row) for row in rows.values()), default=0)
         self._clock.touch(path[reach - 1] if reach else None)
+        for rank, row in rows.items():
+            cache = self._shared.get(self._workers[rank].options.shared.name)
+            if cache is not None and self._workers[rank].may_share and cache.agreement[rank] >= 0:
+                rows[rank] = row._replace(external=cache.run_from(path, row.disk))
         found = {rank: row for rank, row in rows.items() if any(row)}
         return Overlaps(tuple(found), *zip(*found.values(), strict=True)) if found else Overlaps()
 
@@ -241,8 +284,13 @@ class ReferenceIndex(BlockIndex):
         """Put a dump that was checked in place of a worker's state; False: another one began meanwhile."""
         if self._workers.get(dump.worker) is not old:
             return False
-        self.reset(dump.worker)
-        self._workers[dump.worker].fill(dump)
+        self._empty(dump.worker)
+        new = self._workers[dump.worker]
+        new.fill(dump)
+        cache = self._shared.get(new.options.shared.name)
+        if cache is not None and new.may_share:
+            on_tier = [name for name, counts in new.counts.items() if any(tier is Tier.EXTERNAL for _, tier in counts)]
+            cache.store(dump.worker, [(name, new.nodes[name]) for name in on_tier if name in new.nodes])
         self._enforce_bound()
         return True
 
@@ -283,7 +331,12 @@ class ReferenceIndex(BlockIndex):
             unknown_worker=self._unknown_worker,
         )
 
+    def shared_caches(self) -> tuple[SharedCacheStats, ...]:
+        return tuple(cache.stats(name) for name, cache in sorted(self._shared.items()))
+
     def check_invariants(self) -> None:
+        for cache in self._shared.values():
+            cache.check()
         for worker in self._workers.values():
             worker.check_invariants()
         if self.max_blocks:
@@ -316,6 +369,22 @@ class _Load(NamedTuple):
 
     def commit(self) -> bool:
         return self.blocks.replace(self.old, self.dump)
+
+
+def _named(known: Worker, cache: SharedCache, engine_hashes: Iterable[int]) -> list[tuple[int, int]]:
+    """Return engine and sequence hash of the blocks of an event whose prefix is known: to the worker, or the cache."""
+    named: list[tuple[int, int]] = []
+    for name in engine_hashes:
+        orphan = known.orphans.get(name)
+        if orphan is not None:
+            above = cache.blocks[orphan.parent].prefix if orphan.parent in cache.blocks else None
+            if named and named[-1][0] == orphan.parent:
+                above = named[-1][1]
+            if above is not None:
+                named.append((name, extend_sequence(above, orphan.local)))
+        elif name in known.nodes and name in known.counts:
+            named.append((name, known.nodes[name]))
+    return named
 
 
 def _entries(worker: Worker) -> int:

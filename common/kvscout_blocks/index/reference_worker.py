@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvscout_blocks.bytes.acceptance import Ignored, judge_content, local_hashes_of
 from kvscout_blocks.bytes.dump import DumpedBlock, DumpedOrphan, WorkerDump
-from kvscout_blocks.bytes.events import EventBatch, Removed, Stored, Tier
+from kvscout_blocks.bytes.events import Cleared, Event, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import (
     GROUP_LIMIT,
     ORPHAN_LIMIT,
@@ -195,6 +195,17 @@ class Worker:
         return 0 < self.options.total_kv_blocks < self.device_copies
 
     # Events
+
+    def on_shared_tier(self, event: Event) -> Event:
+        """Return an event with the external tier in place of the one on which the engine announces shared blocks."""
+        if isinstance(event, Cleared) or event.tier is not self.options.shared.tier:
+            return event
+        return replace(event, tier=Tier.EXTERNAL)
+
+    @property
+    def may_share(self) -> bool:
+        """Return whether what it announces can be shared: not with several groups, of which a prefix hit needs all."""
+        return not self.incompatible and len(self.groups) <= 1 and all(self.groups.values())
 
     def ignore(self, reason: Ignored, number: int = 1) -> None:
         """Count what was not indexed."""

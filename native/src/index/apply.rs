@@ -2,6 +2,7 @@
 
 use super::directory::{Handle, WorkerName};
 use super::ghosts::limit_for;
+use super::shared::SHARED_TIER;
 use super::state::{Index, Rank, State};
 use super::store::{Refused, Target};
 use super::types::{GROUP_LIMIT, Ignored, SLICE};
@@ -27,6 +28,16 @@ pub struct Applied {
     pub incompatible: String,
 }
 
+/// An event with the external tier in place of the one on which the worker's engine announces shared blocks.
+fn on_shared_tier(event: &Event, shared: u8) -> Event {
+    let tier_of = |tier: u8| if shared == tier { SHARED_TIER } else { tier };
+    match *event {
+        Event::Stored(stored) => Event::Stored(Stored { tier: tier_of(stored.tier), ..stored }),
+        Event::Removed(removed) => Event::Removed(Removed { tier: tier_of(removed.tier), ..removed }),
+        Event::Cleared => Event::Cleared,
+    }
+}
+
 impl Index {
     /// Applies one batch and moves the worker's cursor.
     pub fn apply(&self, name: WorkerName<'_>, batch: &Batch, epoch: u64, event_id: Option<u64>) -> Applied {
@@ -43,6 +54,14 @@ impl Index {
         let mut filled = 0;
         let mut rooting = SLICE;
         for event in &batch.events {
+            let tiered;
+            let event = match state.ranks[worker].options.shared.tier {
+                Some(tier) => {
+                    tiered = on_shared_tier(event, tier);
+                    &tiered
+                }
+                None => event,
+            };
             let blocks = match event {
                 Event::Cleared => 0,
                 Event::Stored(stored) => stored.engine_hashes.len(),
@@ -64,6 +83,7 @@ impl Index {
                 Event::Stored(stored) => self.stored(state, worker, batch, stored),
                 Event::Removed(removed) => self.removed(state, worker, batch, removed),
             }
+            self.share(state, worker, batch, event);
             rooting += blocks;
             state.ledger.finish_within(&mut rooting);
             // Event by event, since each Cleared takes a slot.

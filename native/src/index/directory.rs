@@ -8,6 +8,7 @@ use std::sync::Arc;
 use hashbrown::{Equivalent, HashMap, HashSet};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use super::shared::SharedCache;
 use super::trie::Match;
 use super::types::{LEVELS, NO_BIT, PREDICTED};
 use super::window::View;
@@ -78,6 +79,8 @@ pub struct Directory {
     views: HashMap<Handle, View>,
     /// Of which a limit kept something out: they may have more than is found.
     incomplete: HashSet<Handle>,
+    /// Shared caches, and the workers that read them.
+    shared: Vec<(Arc<SharedCache>, HashSet<Handle>)>,
 }
 
 impl Directory {
@@ -162,6 +165,29 @@ impl Directory {
     /// Workers with window groups.
     pub fn views(&self) -> &HashMap<Handle, View> {
         &self.views
+    }
+
+    /// Lets a worker read a shared cache, and no other.
+    pub fn set_shared(&mut self, worker: Handle, cache: Option<Arc<SharedCache>>) {
+        for (_, readers) in &mut self.shared {
+            readers.remove(&worker);
+        }
+        self.shared.retain(|(_, readers)| !readers.is_empty());
+        let Some(cache) = cache else { return };
+        match self.shared.iter_mut().find(|(known, _)| Arc::ptr_eq(known, &cache)) {
+            Some((_, readers)) => drop(readers.insert(worker)),
+            None => self.shared.push((cache, HashSet::from([worker]))),
+        }
+    }
+
+    /// The shared cache that a worker reads.
+    pub fn shared_of(&self, worker: Handle) -> Option<&Arc<SharedCache>> {
+        self.shared.iter().find(|(_, readers)| readers.contains(&worker)).map(|(cache, _)| cache)
+    }
+
+    /// Shared caches, and the workers that read them.
+    pub fn shared(&self) -> &[(Arc<SharedCache>, HashSet<Handle>)] {
+        &self.shared
     }
 
     /// Notes that a limit kept something of a worker out, until its bits are hidden.

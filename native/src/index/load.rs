@@ -4,6 +4,7 @@ use super::copies::device_copies;
 use super::directory::{WorkerName, WorkerRank};
 use super::dump::{DumpedBlock, DumpedOrphan, LoadError, WorkerDump, check};
 use super::ledger::{Ledger, ROOT, Tip};
+use super::shared::SHARED_TIER;
 use super::state::{Index, State};
 use super::store::Target;
 use super::types::{SLICE, TIERS};
@@ -23,6 +24,8 @@ pub struct Loading {
     orphans: usize,
     /// In place of the slot's with the rest: nobody sees them before.
     windows: Option<Box<WindowGroups>>,
+    /// Engine and sequence hashes of its blocks on the external tier, for the cache that the rank shares.
+    shared: Vec<(u64, u64)>,
     /// All is loaded; the dump's lists go.
     filled: bool,
 }
@@ -53,6 +56,8 @@ impl Index {
             return Err(LoadError::Contradiction { field: format!("windows.{at}"), message });
         }
         let tiers = dump.tiers();
+        let shared =
+            if tiers.contains(&usize::from(SHARED_TIER)) { dump.shared_blocks() } else { Vec::new() };
         let mut state = self.state.lock();
         let state = &mut *state;
         let handle = state.handle(name).ok_or(LoadError::UnknownWorker)?;
@@ -68,7 +73,17 @@ impl Index {
             self.open_slot_level(state, slot, 0, tier);
         }
         let content = state.ranks[handle].content;
-        Ok(Loading { name: name.into(), dump, slot, content, blocks: 0, orphans: 0, windows, filled: false })
+        Ok(Loading {
+            name: name.into(),
+            dump,
+            slot,
+            content,
+            blocks: 0,
+            orphans: 0,
+            windows,
+            shared,
+            filled: false,
+        })
     }
 
     /// Loads a slice; whether more is left.
@@ -86,9 +101,10 @@ impl Index {
         let mut guard = self.state.lock();
         let state = &mut *guard;
         if loading.filled {
+            self.share_loaded(state, loading);
             let more = self.make_room(state, loading.name.name(), loading.slot);
             drop(guard);
-            return Ok(loading.free_some() || more);
+            return Ok(loading.free_some() || more || !loading.shared.is_empty());
         }
         let Loading { dump, slot, blocks, orphans, filled, .. } = loading;
         let before = *blocks + *orphans;
@@ -127,6 +143,7 @@ impl Index {
         let new = state.ledger.worker_mut(loading.slot);
         (new.windows, new.is_shown) = (loading.windows, true);
         self.show_windows(state, handle);
+        self.show_shared(state, handle);
         let content = self.next_content();
         let dump = loading.dump;
         let rank = &mut state.ranks[handle];
@@ -138,6 +155,18 @@ impl Index {
         }
         self.enforce_bound(state, loading.blocks + loading.orphans);
         true
+    }
+
+    /// Shares a slice of what a dump has on the external tier, whether it is committed or not: it is there.
+    fn share_loaded(&self, state: &State, loading: &mut Loading) {
+        let rank = state.handle(loading.name.name());
+        let part = loading.shared.len().saturating_sub(SLICE);
+        let some = loading.shared.split_off(part);
+        if let Some(rank) = rank
+            && let (Some(cache), [] | [(_, true)]) = (&state.ranks[rank].shared, &loading.dump.groups[..])
+        {
+            cache.store(rank, &some);
+        }
     }
 
     /// Gives up a load.

@@ -12,6 +12,7 @@ use parking_lot::{Mutex, RwLock};
 use super::directory::{Directory, Handle, Row, WorkerName, WorkerRank};
 use super::ledger::Ledger;
 use super::prompt::Prompt;
+use super::shared::{SharedCache, SharedOptions, extend_rows};
 use super::trie::{Match, Trie};
 use super::types::{IGNORED, MAX_SLOTS, NO_BIT, SLICE};
 use super::waiting;
@@ -34,6 +35,8 @@ pub struct WorkerOptions {
     pub adapters: HashMap<i128, String>,
     /// Blocks of the rank's device cache; 0: unknown.
     pub total_kv_blocks: u64,
+    /// The cache that it shares with others.
+    pub shared: SharedOptions,
 }
 
 /// How an index is bounded.
@@ -58,6 +61,7 @@ pub struct Rank {
     pub(super) last_event_id: Option<u64>,
     pub(super) incompatible: String,
     pub(super) ignored: [u64; IGNORED],
+    pub(super) shared: Option<Arc<SharedCache>>,
 }
 
 impl Rank {
@@ -72,6 +76,8 @@ pub struct State {
     pub(super) ledger: Ledger,
     pub(super) handles: HashMap<WorkerRank, Handle>,
     pub(super) ranks: Slab<Rank>,
+    /// By name; each has members.
+    pub(super) shared: HashMap<String, Arc<SharedCache>>,
     /// Slots that may be used.
     pub(super) free_slots: Vec<u32>,
     /// Slots whose content is being taken out of the trie.
@@ -136,6 +142,7 @@ impl Index {
             ledger: Ledger::new(Arc::clone(&trie), bounds.max_blocks > 0),
             handles: HashMap::new(),
             ranks: Slab::default(),
+            shared: HashMap::new(),
             free_slots: Vec::new(),
             dropped: VecDeque::new(),
             pruning: false,
@@ -167,6 +174,7 @@ impl Index {
         let mut state = self.state.lock();
         if let Some(handle) = state.handle(name) {
             state.ranks[handle].options = options;
+            self.join_shared(&mut state, handle);
             return handle;
         }
         let rank = WorkerRank::from(name);
@@ -180,9 +188,11 @@ impl Index {
             last_event_id: None,
             incompatible: String::new(),
             ignored: [0; IGNORED],
+            shared: None,
         };
         state.ranks.put(handle, entry);
         state.handles.insert(rank, handle);
+        self.join_shared(&mut state, handle);
         handle
     }
 
@@ -190,6 +200,7 @@ impl Index {
     pub fn remove_rank(&self, name: WorkerName<'_>) -> bool {
         let mut state = self.state.lock();
         let Some(handle) = state.handles.remove(&name) else { return false };
+        self.leave_shared(&mut state, handle);
         let rank = state.ranks.take(handle);
         self.drop_slot(&mut state, rank.slot);
         waiting::write(&self.directory).remove(handle);
@@ -212,6 +223,7 @@ impl Index {
         (rank.slot, rank.epoch, rank.last_event_id) = (slot, 0, None);
         rank.content = self.next_content();
         rank.incompatible.clear();
+        self.renew_shared(state, handle);
     }
 
     /// (epoch, last event id) of a worker rank.
@@ -375,6 +387,9 @@ impl Index {
         directory.rows(&found, &mut rows);
         if !directory.views().is_empty() {
             cut_rows(&directory, prompt, &mut rows);
+        }
+        if !directory.shared().is_empty() {
+            extend_rows(&directory, prompt, &mut rows);
         }
         with(&rows, &directory)
     }

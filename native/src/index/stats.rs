@@ -79,7 +79,9 @@ impl Index {
         let mut state = self.state.lock();
         let counts = state.ledger.counts();
         let ledger = &state.ledger;
-        let bytes = counts.bytes + self.trie.bytes() + ledger.nodes.bytes() + ledger.predictions.bytes();
+        let shared: usize = state.shared.values().map(|cache| cache.bytes()).sum();
+        let bytes =
+            counts.bytes + self.trie.bytes() + ledger.nodes.bytes() + ledger.predictions.bytes() + shared;
         IndexStats {
             blocks: ledger.blocks,
             memberships: counts.held as u64,
@@ -149,6 +151,9 @@ impl Index {
         let ghosts: usize =
             state.ranks.iter().map(|(_, rank)| state.ledger.worker(rank.slot).ghosts.len()).sum();
         ensure(bound == 0 || entries.max(ghosts) <= bound, || "max_blocks is kept".into())?;
+        for cache in state.shared.values() {
+            cache.check()?;
+        }
         if bound > 0 {
             state.ranks.iter().try_for_each(|(_, rank)| state.ledger.worker(rank.slot).check_idle())?;
         }

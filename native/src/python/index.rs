@@ -13,7 +13,8 @@ use crate::events::{Event, Removed};
 use crate::hashing::hashes_from_bytes;
 use crate::index::{
     self, Bounds, Copies, DumpedBlock, DumpedOrphan, DumpedWindowBlock, HashedPrompt, IndexStats, LEVELS,
-    LoadError, Row, WindowGroup, WorkerDump, WorkerName, WorkerOptions, WorkerStats,
+    LoadError, Row, SharedCacheStats, SharedOptions, WindowGroup, WorkerDump, WorkerName, WorkerOptions,
+    WorkerStats,
 };
 use crate::wire;
 
@@ -78,12 +79,15 @@ impl BlockIndex {
         set_copies: bool,
         adapters: &Bound<'_, PyDict>,
         total_kv_blocks: u64,
+        shared: (String, Option<u8>, u64),
     ) -> PyResult<()> {
         let adapters = adapters
             .iter()
             .map(|(number, name)| Ok((number.extract::<i128>()?, name.extract()?)))
             .collect::<PyResult<_>>()?;
-        let options = WorkerOptions { set_copies, adapters, total_kv_blocks };
+        let (name, tier, blocks) = shared;
+        let shared = SharedOptions { name, tier, blocks };
+        let options = WorkerOptions { set_copies, adapters, total_kv_blocks, shared };
         let handle = self.index.add_worker(worker.extract::<Name>()?.get(), options) as usize;
         let mut workers = self.workers.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if workers.len() <= handle {
@@ -183,6 +187,10 @@ impl BlockIndex {
     fn incomplete(&self) -> Vec<(String, u32)> {
         let names = self.index.incomplete().into_iter();
         names.map(|name| (name.worker_id.to_string(), name.dp_rank)).collect()
+    }
+
+    fn shared_caches(&self) -> Vec<SharedCacheStats> {
+        self.index.shared_caches()
     }
 
     fn stats(&self, py: Python<'_>) -> IndexStats {

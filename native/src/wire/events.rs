@@ -6,7 +6,7 @@ use crate::events::{Batch, Removed, STATE_WINDOW, Span, Stored};
 use crate::hashing::engine_hash_of_bytes;
 
 /// In the order of the array form; the last ones are of the map form only.
-const STORED_FIELDS: [&str; 14] = [
+const STORED_FIELDS: [&str; 15] = [
     "block_hashes",
     "parent_block_hash",
     "token_ids",
@@ -21,6 +21,7 @@ const STORED_FIELDS: [&str; 14] = [
     "lookahead_token_ids",
     "cache_salt",
     "mm_keys",
+    "locality",
 ];
 
 const STORED_ARRAY_FIELDS: usize = 11;
@@ -28,7 +29,11 @@ const FULL_ATTENTION: [&str; 3] = ["full_attention", "mla_attention", "sink_full
 const SLIDING_WINDOW: [&str; 2] = ["sliding_window", "sliding_window_mla"];
 /// State-space and linear-attention layers: vLLM names them all alike.
 const STATE: [&str; 1] = ["mamba"];
-const REMOVED_FIELDS: [&str; 3] = ["block_hashes", "medium", "group_idx"];
+/// In the order of the array form; the last one is of the map form only.
+const REMOVED_FIELDS: [&str; 4] = ["block_hashes", "medium", "group_idx", "locality"];
+const REMOVED_ARRAY_FIELDS: usize = 3;
+/// The tier of what is not the publisher's own.
+const EXTERNAL: u8 = 3;
 const MAX_GROUP: i128 = 65_535;
 
 pub(super) fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &mut Batch) -> Read<Stored> {
@@ -36,6 +41,7 @@ pub(super) fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &
     let mut seen = [false; STORED_FIELDS.len()];
     let mut kind = None;
     let mut window = Value::Nil;
+    let mut remote = false;
     let (mut extra_keys, mut lookahead, mut salt, mut mm_keys) = (None, None, None, None);
     let names = match head {
         Value::Map(_) => &STORED_FIELDS[..],
@@ -82,10 +88,14 @@ pub(super) fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &
                 mm_keys = Some(*reader);
                 reader.skip()?;
             }
+            14 => remote = is_remote(reader)?,
             _ => reader.skip()?,
         }
         Ok(())
     })?;
+    if remote {
+        stored.tier = EXTERNAL;
+    }
     if let Some(missing) = (0..4).find(|&field| !seen[field]) {
         return bad(format!("{} is missing", STORED_FIELDS[missing]));
     }
@@ -118,18 +128,26 @@ pub(super) fn read_stored<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &
 
 pub(super) fn read_removed<'a>(reader: &mut Reader<'a>, head: Value<'a>, batch: &mut Batch) -> Read<Removed> {
     let mut removed = Removed::default();
-    let mut seen = false;
-    for_each_field(reader, head, &REMOVED_FIELDS, |reader, field| {
+    let (mut seen, mut remote) = (false, false);
+    let names = match head {
+        Value::Map(_) => &REMOVED_FIELDS[..],
+        _ => &REMOVED_FIELDS[..REMOVED_ARRAY_FIELDS],
+    };
+    for_each_field(reader, head, names, |reader, field| {
         match field {
             0 => {
                 seen = true;
                 removed.engine_hashes = read_hashes(reader, batch)?;
             }
             1 => removed.tier = read_tier(reader)?,
-            _ => removed.group = read_group(reader)?,
+            2 => removed.group = read_group(reader)?,
+            _ => remote = is_remote(reader)?,
         }
         Ok(())
     })?;
+    if remote {
+        removed.tier = EXTERNAL;
+    }
     if seen { Ok(removed) } else { bad("block_hashes is missing") }
 }
 
@@ -191,9 +209,19 @@ fn read_tier(reader: &mut Reader<'_>) -> Read<u8> {
         "" | "GPU" | "DEVICE" => 0,
         "CPU" | "CPU_PINNED" | "CPU_TIER1" => 1,
         "CPU_TIER2" | "STORAGE" | "DISK" | "NVME" | "FS" => 2,
-        "EXTERNAL" | "OBJ" | "REMOTE" | "NETWORK" | "SHARED" => 3,
+        "EXTERNAL" | "OBJ" | "REMOTE" | "NETWORK" | "SHARED" | "SHARED_STORAGE" => EXTERNAL,
         _ => return bad(format!("medium {medium:?} is unknown")),
     })
+}
+
+/// Whether a tier is not the publisher's own.
+fn is_remote(reader: &mut Reader<'_>) -> Read<bool> {
+    let locality = read_text(reader, "locality")?;
+    match locality.to_uppercase().as_str() {
+        "" | "LOCAL" => Ok(false),
+        "REMOTE" => Ok(true),
+        _ => bad(format!("locality {locality:?} is unknown")),
+    }
 }
 
 fn read_group(reader: &mut Reader<'_>) -> Read<u32> {

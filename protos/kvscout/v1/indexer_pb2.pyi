@@ -615,6 +615,7 @@ class IndexStatus(_message.Message):
     BOUND_EVICTIONS_FIELD_NUMBER: _builtins.int
     QUERIES_FIELD_NUMBER: _builtins.int
     WORKER_RANKS_FIELD_NUMBER: _builtins.int
+    SHARED_CACHES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model."""
     tenant: _builtins.str
@@ -643,6 +644,10 @@ class IndexStatus(_message.Message):
     """FindMatches requests answered since start."""
     worker_ranks: _builtins.int
     """Worker ranks with any block."""
+    @_builtins.property
+    def shared_caches(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedCacheStatus]:
+        """Caches outside of workers that several of them read, by name."""
+
     def __init__(
         self,
         *,
@@ -660,14 +665,53 @@ class IndexStatus(_message.Message):
         bound_evictions: _builtins.int = ...,
         queries: _builtins.int = ...,
         worker_ranks: _builtins.int = ...,
+        shared_caches: _abc.Iterable[Global___SharedCacheStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "bound_evictions", b"bound_evictions", "bytes", b"bytes", "eagle", b"eagle", "ghosts", b"ghosts", "hidden", b"hidden", "memberships", b"memberships", "model", b"model", "orphans", b"orphans", "predictions", b"predictions", "queries", b"queries", "tenant", b"tenant", "worker_ranks", b"worker_ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "bound_evictions", b"bound_evictions", "bytes", b"bytes", "eagle", b"eagle", "ghosts", b"ghosts", "hidden", b"hidden", "memberships", b"memberships", "model", b"model", "orphans", b"orphans", "predictions", b"predictions", "queries", b"queries", "shared_caches", b"shared_caches", "tenant", b"tenant", "worker_ranks", b"worker_ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___IndexStatus: _TypeAlias = IndexStatus  # noqa: Y015
+
+@_typing.final
+class SharedCacheStatus(_message.Message):
+    """State of a cache that workers share: those whose registration has a label "shared_cache" with its name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    DISAGREEING_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name."""
+    blocks: _builtins.int
+    """Blocks that its members have stored in it."""
+    members: _builtins.int
+    """Members: worker ranks."""
+    disagreeing: _builtins.int
+    """Members whose engine names blocks otherwise than the others, so that it cannot read theirs."""
+    evicted: _builtins.int
+    """Blocks dropped since it has members, as more were stored than it has room for."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        members: _builtins.int = ...,
+        disagreeing: _builtins.int = ...,
+        evicted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "disagreeing", b"disagreeing", "evicted", b"evicted", "members", b"members", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedCacheStatus: _TypeAlias = SharedCacheStatus  # noqa: Y015
 
 @_typing.final
 class SourceStatus(_message.Message):

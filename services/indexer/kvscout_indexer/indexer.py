@@ -159,7 +159,8 @@ class Indexer:
         nats = [f"NATS: {self.nats.problem}"] if self.nats is not None and self.nats.problem else []
         streams = self.jetstream.warnings() if self.jetstream is not None else []
         full = [warned for pool, _ in self.pools.by_key() if (warned := self._beyond_bound(pool)) is not None]
-        return [*self.backends.warnings(), *self.peers.warnings(), *nats, *streams, *self._lacking(), *full]
+        shared = [warned for pool, index in self.pools.by_key() for warned in _disagreements(pool, index)]
+        return [*self.backends.warnings(), *self.peers.warnings(), *nats, *streams, *self._lacking(), *full, *shared]
 
     def _lacking(self) -> list[str]:
         if not self.held.lacking:
@@ -405,3 +406,15 @@ class Indexer:
         # Not later for what is dropped meanwhile: where workers come and go all the time it would never be.
         if self._trim_at is None:
             self._trim_at = time.monotonic() + TRIM_SECONDS
+
+
+def _disagreements(pool: PoolKey, index: BlockIndex) -> Iterator[TenantWarning]:
+    """Return a warning for each shared cache whose members name blocks differently."""
+    for cache in index.shared_caches():
+        if cache.disagreeing:
+            yield TenantWarning(
+                pool.tenant,
+                f"{cache.disagreeing:,} of {cache.members:,} worker ranks that share the cache {cache.name!r} of model"
+                f" {pool.model!r} name blocks otherwise than the others, so that their engines cannot read what those"
+                " stored: start all with the same hash algorithm and hash seed (vLLM: PYTHONHASHSEED)",
+            )

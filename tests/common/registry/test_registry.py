@@ -144,6 +144,8 @@ def test_peers_never_replace_what_is_known_here(registry: Registry) -> None:
         ({"topic": "\x00"}, "topic"),
         ({"adapters": (Adapter("a"), Adapter(""))}, "adapters[1].name"),
         ({"labels": {"zone": "\x1b[2J"}}, "labels"),
+        ({"labels": {"shared_cache_blocks": "0"}}, "labels"),
+        ({"labels": {"shared_cache_tier": "device"}}, "labels"),
         ({"event_endpoints": (EventEndpoint(1, "tcp://h:1"),)}, "event_endpoints[0].dp_rank"),
         ({"event_endpoints": (EventEndpoint(0, "h:1"),)}, "event_endpoints[0].endpoint"),
         ({"event_endpoints": (EventEndpoint(0, "tcp://h:1", "tcp://*:5657"),)}, "event_endpoints[0].replay_endpoint"),

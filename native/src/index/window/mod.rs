@@ -14,7 +14,6 @@
 //! the batch that stored it is applied. Where they have not got it, it follows from the event, if that tells the
 //! content of each of its blocks.
 
-mod parts;
 pub mod query;
 mod serve;
 pub mod settle;
@@ -26,8 +25,8 @@ use parking_lot::RwLock;
 use smallvec::{SmallVec, smallvec};
 
 use crate::index::copies::{Copies, Counts, add_copy, drop_copy};
+use crate::index::parts::{PARTS, Parts};
 use crate::index::types::{TIERS, TWIN_LIMIT};
-use parts::{PARTS, Parts};
 pub use serve::View;
 use serve::{Rule, Windows, lcm, show};
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::parts::Parts;
+use crate::index::parts::Parts;
 use crate::index::types::TIERS;
 use parking_lot::RwLock;
 

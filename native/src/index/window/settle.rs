@@ -17,7 +17,7 @@ use crate::index::state::{Index, State};
 use crate::index::types::NodeId;
 
 /// Sequence hashes of the blocks of nodes.
-type HashedNodes = HashMap<NodeId, Vec<u64>>;
+pub(in crate::index) type HashedNodes = HashMap<NodeId, Vec<u64>>;
 
 impl Index {
     /// Stores an event of a group that is not full attention; how many blocks there was no room for, None if the group
@@ -160,7 +160,12 @@ pub fn remove_window_blocks(ledger: &mut Ledger, slot: u32, batch: &Batch, event
 
 impl Ledger {
     /// The sequence hash of an engine hash that is bound and has copies.
-    fn sequence_hash_of(&self, slot: u32, engine_hash: u64, hashed: &mut HashedNodes) -> Option<u64> {
+    pub(in crate::index) fn sequence_hash_of(
+        &self,
+        slot: u32,
+        engine_hash: u64,
+        hashed: &mut HashedNodes,
+    ) -> Option<u64> {
         let worker = self.worker(slot);
         let (presence, offset) = worker.locate(engine_hash)?;
         if worker.counts(engine_hash, presence, offset).is_empty() {

@@ -188,6 +188,13 @@ class IndexerCollector(Collector):
             for status in statuses:
                 gauge.add_metric([status.tenant, status.model, str(status.block_size)], getattr(status, field))
             yield gauge
+        shared = GaugeMetricFamily(
+            "kvscout_shared_cache_blocks", "Blocks in a cache that workers share", labels=[*_POOL, "cache"]
+        )
+        for status in statuses:
+            for cache in status.shared_caches:
+                shared.add_metric([status.tenant, status.model, str(status.block_size), cache.name], cache.blocks)
+        yield shared
         yield from self._sources()
         yield from _held_metrics(self._indexer.held)
         if self._indexer.nats_core is not None:

@@ -48,6 +48,7 @@ def index_status(key: PoolKey, index: BlockIndex) -> indexer_pb2.IndexStatus:
         bound_evictions=stats.evicted,
         queries=stats.queries,
         worker_ranks=stats.workers,
+        shared_caches=[indexer_pb2.SharedCacheStatus(**cache._asdict()) for cache in index.shared_caches()],
     )
 
 
