@@ -9,12 +9,14 @@ from contextlib import suppress
 from typing import Any, Final
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.http.http import Charge, Form, HttpCall
+from kvscout_common.http.http import Charge, Form, HttpCall, HttpRefused
 from kvscout_common.http.json_fields import INLINE_BYTES, Fields
+from kvscout_gateway.fronts.access import header
 from kvscout_gateway.fronts.headers import JSON_HEADERS
 from kvscout_gateway.fronts.reading import read_in_thread
 from kvscout_gateway.values.dialects import ApiDialect
 
+UNSUPPORTED_MEDIA_TYPE: Final = 415
 _NO_FIELDS: Final = Fields()
 _encoder: Final = json.JSONEncoder(separators=(",", ":"))
 
@@ -106,12 +108,27 @@ def _read_long(data: bytes) -> JsonBody:
     return body
 
 
+def require_plain(encoding: str) -> None:
+    """Refuse a body that nobody here can read.
+
+    Args:
+        encoding: The header `Content-Encoding`; "" = there is none.
+
+    Raises:
+        HttpRefused: It is compressed.
+    """
+    if encoding.strip().lower() not in ("", "identity"):
+        raise HttpRefused(UNSUPPORTED_MEDIA_TYPE, "a body must not be compressed")
+
+
 async def json_of(call: HttpCall, charge: Charge) -> JsonBody:
     """Read the body of a request that is a JSON object.
 
     Raises:
         InvalidArgument: There is none, or as `JsonBody`.
+        HttpRefused: It is compressed.
     """
+    require_plain(header(call.headers, "content-encoding"))
     body = await call.body(charge)
     if not body:
         raise InvalidArgument("must not be empty", field="body")

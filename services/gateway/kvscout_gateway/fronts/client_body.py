@@ -6,15 +6,14 @@ import re
 from typing import Final, NamedTuple
 
 from kvscout_common.errors import InvalidArgument
-from kvscout_common.http.http import Charge, Headers, HttpRefused
+from kvscout_common.http.http import Charge, Headers
 from kvscout_common.http.json_fields import INLINE_BYTES
 from kvscout_gateway.fronts.access import header
-from kvscout_gateway.fronts.body import JsonBody
+from kvscout_gateway.fronts.body import JsonBody, require_plain
 from kvscout_gateway.fronts.multipart import field_of_form
 from kvscout_gateway.fronts.reading import read_in_thread
 from kvscout_gateway.fronts.reserved import RESERVED_FIELDS, changes_of
 
-UNSUPPORTED_MEDIA_TYPE: Final = 415
 _OBJECT: Final = re.compile(rb"[\s\x00\xef\xbb\xbf\xfe\xff]*+\{")
 """Beginning of a JSON object, in any encoding that an engine may read."""
 
@@ -53,19 +52,6 @@ async def read_body(
     if len(data) <= INLINE_BYTES:
         return _read(data, max_priority)
     return await read_in_thread(charge, _read, data, max_priority)
-
-
-def require_plain(encoding: str) -> None:
-    """Refuse a body that nobody here can read.
-
-    Args:
-        encoding: The header `Content-Encoding`; "" = there is none.
-
-    Raises:
-        HttpRefused: It is compressed.
-    """
-    if encoding.strip().lower() not in ("", "identity"):
-        raise HttpRefused(UNSUPPORTED_MEDIA_TYPE, "a body must not be compressed")
 
 
 def is_form(kind: str, data: bytes) -> bool:

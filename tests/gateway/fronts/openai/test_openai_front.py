@@ -841,7 +841,9 @@ async def test_what_hides_where_a_request_runs_is_refused() -> None:
         multipart = "multipart/form-data; boundary=b"
         assert (await served.request("POST", "/v1/audio/transcriptions", form, Content_Type=multipart))[0] == 400
         assert (await served.request("POST", "/v1/embeddings", wide, Content_Type="text/plain"))[0] == 400
-        assert (await served.request("POST", "/v1/embeddings", packed, Content_Encoding="gzip"))[0] == 415
+        for path in ("/v1/embeddings", "/v1/chat/completions"):
+            status, _, said = await served.request("POST", path, packed, Content_Encoding="gzip")
+            assert (status, b"must not be compressed" in said) == (415, True), path
         assert one.received == []
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from kvscout_common.http.json_fields import Fields
-from kvscout_gateway.fronts.body import model_of, parsed
-from kvscout_gateway.fronts.client_body import is_form, model_of_form, require_plain
+from kvscout_gateway.fronts.body import model_of, parsed, require_plain
+from kvscout_gateway.fronts.client_body import is_form, model_of_form
 from kvscout_gateway.fronts.client_paths import HEALTH, MODELS, ClientPaths, model_named
 from kvscout_gateway.fronts.reserved import changes_of
 
