@@ -53,9 +53,11 @@ async def test_a_cache_that_was_emptied_without_an_event_is_noticed_fenced_and_t
         )
 
         again, lost = prompts[: 2 * SUSPECT], prompts[2 * SUSPECT :]
-        for prompt in again:
+        for sent, prompt in enumerate(again):
             answer = await stack.client.generate(prompt)
-            assert answer.route.confirmed_overlap_blocks == BLOCKS, "nothing says so yet"
+            # From then on the indexer may have heard of it.
+            if sent < SUSPECT:
+                assert answer.route.confirmed_overlap_blocks == BLOCKS, "nothing says so yet"
             assert answer.usage is not None
             assert answer.usage.cached_tokens == 0
 
