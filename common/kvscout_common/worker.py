@@ -31,6 +31,8 @@ SHARED_CACHE_TIER: Final = "shared_cache_tier"
 """The label with the tier on which engines announce what they share: host or disk, besides external storage."""
 SHARED_CACHE_BLOCKS: Final = "shared_cache_blocks"
 """The label with the number of blocks that a shared cache has room for."""
+OFFLOAD_BLOCKS: Final = "offload_blocks"
+"""The label with the number of blocks that a rank's own host and disk tiers have room for."""
 MAX_RANKS: Final = 1024
 """Data-parallel ranks of one worker."""
 _NUMBER: Final = re.compile(r"[1-9][0-9]{0,14}", re.ASCII)
@@ -161,6 +163,14 @@ class WorkerSpec:
         return PoolKey(self.model, self.tenant, self.block_size, self.eagle)
 
     @property
+    def kept_blocks(self) -> int:
+        """Blocks that one rank keeps on its device and slower tiers, each counted once; 0: unknown.
+
+        Engines write blocks to slower tiers while the device still has them: the larger of both, not the sum.
+        """
+        return max(self.total_kv_blocks, int(self.labels.get(OFFLOAD_BLOCKS, "0"))) if self.total_kv_blocks else 0
+
+    @property
     def ranks(self) -> tuple[WorkerRank, ...]:
         """Every data-parallel rank of this worker, in order."""
         return tuple(
@@ -207,15 +217,15 @@ class WorkerSpec:
             _require(f"adapters[{number}].name", name_problem(adapter.name))
         for key, value in self.labels.items():
             _require("labels", text_problem(key) or text_problem(value))
-        self._require_shared_cache()
+        self._require_cache_labels()
         return self
 
-    def _require_shared_cache(self) -> None:
-        tier, blocks = self.labels.get(SHARED_CACHE_TIER), self.labels.get(SHARED_CACHE_BLOCKS)
-        if tier not in (None, "host", "disk"):
+    def _require_cache_labels(self) -> None:
+        if self.labels.get(SHARED_CACHE_TIER, "host") not in ("host", "disk"):
             raise InvalidArgument(f"{SHARED_CACHE_TIER} must be host or disk", field="labels")
-        if blocks is not None and not _NUMBER.fullmatch(blocks):
-            raise InvalidArgument(f"{SHARED_CACHE_BLOCKS} must be a number of blocks, at least 1", field="labels")
+        for label in (SHARED_CACHE_BLOCKS, OFFLOAD_BLOCKS):
+            if not _NUMBER.fullmatch(self.labels.get(label, "1")):
+                raise InvalidArgument(f"{label} must be a number of blocks, at least 1", field="labels")
 
     def _require_addresses(self) -> None:
         if self.http_endpoint:

@@ -24,6 +24,13 @@ async def test_workers_with_room_for_more_than_the_bound_are_warned_of(caplog: p
         assert indexer.warnings() == []
 
 
+async def test_offload_tiers_count_as_room() -> None:
+    async with local_indexer(IndexerConfig(max_blocks=1_000)) as (client, indexer):
+        await client.register(worker_id="a", total_kv_blocks=600, labels={"offload_blocks": "5000"})
+        [warning] = indexer.warnings()
+        assert "5000 blocks" in str(warning)
+
+
 @pytest.mark.parametrize("config", [IndexerConfig(max_blocks=100, shard=Shard(0, 1_000_003)), IndexerConfig()])
 async def test_other_shards_do_not_count_and_without_a_bound_nothing_is_said(config: IndexerConfig) -> None:
     async with local_indexer(config) as (client, indexer):

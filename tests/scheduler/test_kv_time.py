@@ -180,6 +180,14 @@ def test_what_is_evicted_counts_while_other_caches_have_room() -> None:
     assert "s of its own and of what it evicts that count" in explanation.reason
 
 
+def test_what_goes_to_an_offload_tier_is_not_evicted() -> None:
+    world = World("a", "b", total_kv_blocks=2 * BLOCKS, labels={"offload_blocks": str(8 * BLOCKS)})
+    world.core.free(world.book(blocks=2 * BLOCKS, pinned_worker_id="a", by_lineage=False), 1)
+    world.core.free(world.book(first=1_000, blocks=2 * BLOCKS, pinned_worker_id="a", by_lineage=False), 1)
+    costs = world.costs()
+    assert costs["a"] == pytest.approx(costs["b"])
+
+
 def test_where_all_caches_are_full_or_of_unknown_size_nothing_counts_that_is_evicted() -> None:
     for blocks in (2 * BLOCKS, 0):
         world = World("a", "b", total_kv_blocks=blocks)

@@ -146,6 +146,7 @@ def test_peers_never_replace_what_is_known_here(registry: Registry) -> None:
         ({"labels": {"zone": "\x1b[2J"}}, "labels"),
         ({"labels": {"shared_cache_blocks": "0"}}, "labels"),
         ({"labels": {"shared_cache_tier": "device"}}, "labels"),
+        ({"labels": {"offload_blocks": "many"}}, "labels"),
         ({"event_endpoints": (EventEndpoint(1, "tcp://h:1"),)}, "event_endpoints[0].dp_rank"),
         ({"event_endpoints": (EventEndpoint(0, "h:1"),)}, "event_endpoints[0].endpoint"),
         ({"event_endpoints": (EventEndpoint(0, "tcp://h:1", "tcp://*:5657"),)}, "event_endpoints[0].replay_endpoint"),
@@ -161,6 +162,19 @@ def test_a_registration_out_of_range_names_the_field(fields: dict[str, object], 
     with pytest.raises(InvalidArgument) as caught:
         spec(**{**good, **fields}).validate()  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("total", "labels", "kept"),
+    [
+        (100, {}, 100),
+        (100, {"offload_blocks": "900"}, 900),
+        (100, {"offload_blocks": "40"}, 100),
+        (0, {"offload_blocks": "900"}, 0),
+    ],
+)
+def test_a_rank_keeps_as_many_blocks_as_its_larger_tier(total: int, labels: dict[str, str], kept: int) -> None:
+    assert spec("w", total_kv_blocks=total, labels=labels).validate().kept_blocks == kept
 
 
 def test_leases_of_the_bucket_end_only_by_the_time_that_its_follower_names(registry: Registry, clock: Clock) -> None:

@@ -97,3 +97,14 @@ def test_the_ranks_of_a_model_are_counted_by_geometry_whatever_their_role() -> N
         Geometry(16, eagle=False): rank_set([WorkerRank("a", 0), WorkerRank("a", 1), WorkerRank("b", 0)]),
         Geometry(32, eagle=False): rank_set([WorkerRank("c", 0)]),
     }
+
+
+def test_caches_count_offload_tiers_and_each_shared_cache_once() -> None:
+    registry = Registry(lambda: 0.0)
+    catalog = Catalog(registry)
+    shared = {"shared_cache": "store", "shared_cache_blocks": "1000"}
+    registry.register(replace(A, total_kv_blocks=10, dp_size=2, labels={**shared, "offload_blocks": "50"}))
+    registry.register(replace(A, worker_id="b", total_kv_blocks=20, labels={"shared_cache": "store"}))
+    caches = catalog.tenant("default").serving("base").caches[Geometry(16, False)]
+    assert (caches.blocks, caches.smallest) == (2 * 50 + 20 + 1000, 20)
+    assert catalog.tenant("default").serving("base").longest_prompt == 320

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.rank_sets import RankSet, rank_set
 from kvscout_common.registry.registry import Registry
-from kvscout_common.worker import EngineKind, Role, WorkerRank, WorkerSpec
+from kvscout_common.worker import SHARED_CACHE, SHARED_CACHE_BLOCKS, EngineKind, Role, WorkerRank, WorkerSpec
 from kvscout_gateway.values.prompt import Geometry, geometries
 from kvscout_gateway.values.request import Request
 
@@ -38,9 +38,9 @@ class Caches(NamedTuple):
 
     workers: int
     blocks: int
-    """Blocks of all ranks together; 0 = unknown."""
+    """Blocks that all ranks and the caches that they share keep; 0 = unknown."""
     smallest: int
-    """Blocks of the smallest rank; 0 = unknown."""
+    """Blocks that the smallest rank keeps; 0 = unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +171,22 @@ def _caches(specs: Iterable[WorkerSpec]) -> dict[Geometry, Caches]:
     return {
         pool: Caches(
             len(members),
-            sum(spec.total_kv_blocks * len(spec.ranks) for spec in members),
-            min(spec.total_kv_blocks for spec in members),
+            sum(spec.kept_blocks * len(spec.ranks) for spec in members) + _shared_blocks(members),
+            min(spec.kept_blocks for spec in members),
         )
         if all(spec.total_kv_blocks for spec in members)
         else Caches(len(members), 0, 0)
         for pool, members in found.items()
     }
+
+
+def _shared_blocks(specs: Iterable[WorkerSpec]) -> int:
+    """Return the blocks of the caches that workers share, each counted once, as far as registered."""
+    rooms: dict[str, int] = {}
+    for spec in specs:
+        if name := spec.labels.get(SHARED_CACHE):
+            rooms[name] = max(rooms.get(name, 0), int(spec.labels.get(SHARED_CACHE_BLOCKS, "0")))
+    return sum(rooms.values())
 
 
 def _ranks(specs: Iterable[WorkerSpec]) -> dict[Geometry, RankSet]:

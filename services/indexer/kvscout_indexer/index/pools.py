@@ -28,7 +28,7 @@ class Pools:
         """(tenant, model) of every worker that was ever registered."""
         self._incomplete: dict[PoolKey, set[WorkerRank]] = {}
         self._capacity: dict[PoolKey, dict[str, int]] = {}
-        """Blocks that each worker's devices have room for, as registered, of those whose blocks are indexed."""
+        """Blocks that each worker keeps, as registered, of those whose blocks are indexed."""
 
     def add(self, spec: WorkerSpec, *, indexed: bool = True) -> BlockIndex:
         """Make a worker's ranks known to its index, or give them new options.
@@ -45,7 +45,7 @@ class Pools:
                 self._queries.set_pool(spec.pool, index)
         self._workers.setdefault(spec.pool, set()).add(spec.worker_id)
         if indexed:
-            self._capacity.setdefault(spec.pool, {})[spec.worker_id] = spec.total_kv_blocks * len(spec.ranks)
+            self._capacity.setdefault(spec.pool, {})[spec.worker_id] = spec.kept_blocks * len(spec.ranks)
             for rank in spec.ranks:
                 index.add_worker(rank, WorkerOptions.of(spec))
         return index
@@ -66,7 +66,7 @@ class Pools:
                 self._queries.remove_pool(spec.pool)
 
     def capacity(self, pool: PoolKey) -> int:
-        """Return the capacity of a pool's indexed workers together, in device blocks, as far as registered."""
+        """Return the blocks that a pool's indexed workers keep together, as far as registered."""
         return sum(self._capacity.get(pool, {}).values())
 
     def incomplete(self, pool: PoolKey) -> frozenset[WorkerRank]:

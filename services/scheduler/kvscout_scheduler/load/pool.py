@@ -332,7 +332,8 @@ class Pool:
         self._features.described(spec, members)
 
     def _registered_ranks(self) -> RegisteredWorkers:
-        tokens = {slot: self.specs[slot].total_kv_blocks * self.format_of[slot].block_size for slot in self.order}
+        # What leaves the device for a slower tier is not lost.
+        tokens = {slot: self.specs[slot].kept_blocks * self.format_of[slot].block_size for slot in self.order}
         return RegisteredWorkers(self.places, tokens)
 
     def _first_rates(self) -> Rates:
