@@ -8,12 +8,14 @@ import signal
 import sys
 import warnings
 from asyncio.selector_events import BaseSelectorEventLoop
+from collections.abc import Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import seeds
 from support.tcp_server import stop_accepting
 
 from kvscout_common.transport import Transport, choose, default_transport
@@ -21,8 +23,11 @@ from kvscout_common.variables import PREFIX
 
 choose(Transport(os.environ.get(f"{PREFIX}RPC_TRANSPORT", default_transport())))
 
-# Both measure by the wall clock, also while the machine has stopped the process.
-settings.register_profile("kvscout", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Both measure by the wall clock, also while the machine has stopped the process. With a given seed the examples are
+# the same in each run, and none is remembered from one run for another.
+settings.register_profile(
+    "kvscout", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=seeds.GIVEN
+)
 settings.load_profile("kvscout")
 
 TESTS = Path(__file__).parent
@@ -109,9 +114,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes seconds without starting a process")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Say in the report of a test that fails how it is run again with the same random numbers."""
+    report = yield
+    if report.failed:
+        report.sections.append(("Seed of random tests", f"{seeds.VARIABLE}={seeds.test_seed()}"))
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that start processes, and put those that may take minutes first: or all others would be through when
     the last of them begins."""
+    # Services warn of variables that they do not know.
+    os.environ.pop(seeds.VARIABLE, None)
     for item in items:
         if needs_processes(item.path):
             item.add_marker("process")

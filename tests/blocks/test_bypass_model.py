@@ -2,8 +2,7 @@
 
 Both get the same batches, gaps, repetitions, restarts, reconnects, malformed batches and frames, wrong ranks, Cleared
 events, and replays that answer late, lose replies, break or stay away; the one with the bypass has one for replies as
-well. Looking at it in between takes its position back, which must not matter. `KVSCOUT_BYPASS_SEED` reruns one
-sequence.
+well. Looking at it in between takes its position back, which must not matter.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 from support.engine_events import BLOCK_SIZE, CLEARED, batch, prompt, removed, stored
+from support.seeds import test_seed
 
 from kvscout_blocks.bytes.events import DecodedBatch
 from kvscout_blocks.bytes.frames import Message
@@ -35,7 +35,6 @@ from kvscout_common.observability.telemetry import RateLimitedLog
 from kvscout_common.worker import EventEndpoint, WorkerRank, WorkerSpec
 
 SEQUENCES = int(os.environ.get("KVSCOUT_SEQUENCES", "40"))
-ONE_SEED = os.environ.get("KVSCOUT_BYPASS_SEED")
 OPERATIONS = 250
 RANK = WorkerRank("w", 0)
 
@@ -299,14 +298,14 @@ async def run(seed: int) -> Counter[str]:
 
 @pytest.mark.slow
 async def test_with_and_without_a_bypass_every_sequence_ends_the_same() -> None:
-    seeds = [int(ONE_SEED)] if ONE_SEED else [random.randrange(2**32) for _ in range(SEQUENCES)]
+    seeds = range(test_seed(), test_seed() + SEQUENCES)
     happened: Counter[str] = Counter()
     for seed in seeds:
         try:
             happened += await run(seed)
         except AssertionError as error:
-            raise AssertionError(f"KVSCOUT_BYPASS_SEED={seed}") from error
-    if not ONE_SEED:
+            raise AssertionError(f"KVSCOUT_TEST_SEED={seed} KVSCOUT_SEQUENCES=1") from error
+    if SEQUENCES > 1:
         kinds = (
             "bypass",
             "replayed",

@@ -1,9 +1,9 @@
 """Dumps as messages: nothing is lost, equal dumps are equal bytes, chunks stay small, contradictions are refused."""
 
-import os
 import random
 
 import pytest
+from support.seeds import test_seed
 
 from kvscout.v1 import events_pb2
 from kvscout_blocks.bytes.codec import DumpReader, encode_dump
@@ -14,7 +14,7 @@ from kvscout_common.worker import PoolKey, WorkerRank
 
 POOL = PoolKey("m", "t", 16, False)
 WORKER = WorkerRank("w", 3)
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 
 
 def one(tier: Tier = Tier.DEVICE, number: int = 1, group: int = 0) -> tuple[Copies, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from support.seeds import test_seed
 
 from kvscout.v1 import events_pb2
 from kvscout_blocks.bytes.codec import DumpReader, encode_dump
@@ -20,7 +20,7 @@ from kvscout_common.worker import PoolKey, WorkerRank
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: there is no other backend")
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 POOL = PoolKey("model", "tenant", 4, False)
 WORKER = WorkerRank("worker", 2)
 

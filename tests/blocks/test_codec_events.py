@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
+from support.seeds import test_seed
 
 from kvscout.v1 import events_pb2, types_pb2
 from kvscout_blocks.bytes.codec import decode_events
@@ -17,7 +17,7 @@ from kvscout_common.errors import FailedPrecondition, InvalidArgument
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 WORKER = WorkerRank("w", 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
+from support.seeds import test_seed
 
 from kvscout_blocks.bytes.acceptance import Ignored
 from kvscout_blocks.bytes.codec import decode_events, encode_events
@@ -25,7 +25,7 @@ from kvscout_common.errors import InvalidArgument
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 DATA = Path(__file__).parents[1] / "data"
 RANK = WorkerRank("engine.0", 3)
 ADAPTERS = {7: "sql-lora"}
@@ -151,7 +151,6 @@ def random_event(rng: random.Random, known: list[int]) -> Event:
 
 @pytest.mark.parametrize("eagle", [False, True])
 def test_random_batches_do_the_same_through_a_publisher(eagle: bool) -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     rng = random.Random(SEED)
     pool = PoolKey("m", "t", 4, eagle)
     for _ in range(150):
@@ -246,7 +245,6 @@ def test_a_state_says_that_its_worker_is_not_indexed(kind: type[BlockIndex], oth
 
 @pytest.mark.parametrize("eagle", [False, True])
 def test_damaged_payloads_do_the_same_through_a_publisher(eagle: bool) -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     rng = random.Random(SEED)
     payloads = list(golden_payloads())
     for _ in range(400):

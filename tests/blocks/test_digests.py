@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from support.intake_world import packed
+from support.seeds import test_seed
 
 from kvscout_blocks.source.digests import Digests
 
@@ -55,8 +56,7 @@ def test_old_digests_are_forgotten_but_the_last_ones_and_never_more_than_a_bound
 
 
 def test_a_window_has_what_a_dictionary_has() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    seed = test_seed()
     rng = random.Random(seed)
     digests, known, last = Digests(1_000), dict[int, int](), 0
     for _ in range(2_000):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from support.cpu_cost import cpu_ratio
+from support.seeds import test_seed
 
 from kvscout_blocks.bytes.events import EventBatch, Stored
 from kvscout_blocks.index.block_index import SLICE, WorkerOptions
@@ -19,7 +20,7 @@ from kvscout_common.worker import WorkerRank
 pytestmark = pytest.mark.skipif(not native_available(), reason="the reference walks over all workers")
 
 FEW, MANY = 1_000, 10_000
-SEED = random.SystemRandom().randrange(2**32)
+SEED = test_seed()
 BLOCKS = 4
 """Of one event."""
 

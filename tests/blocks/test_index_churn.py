@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import gc
-import os
-import random
 from collections.abc import Iterator
 
 import pytest
 from support.index_churn import Churn, Load, requests
 from support.index_scenarios import IndexFactory, settle
+from support.seeds import test_seed
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 PASSES = 3
 EVENTS_A_PASS = 4_000
 SAMPLES_A_PASS = 5

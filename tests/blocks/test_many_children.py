@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 
 import pytest
 from support.index_scenarios import IndexFactory, settle
+from support.seeds import test_seed
 
 from kvscout_blocks.bytes.events import Event, EventBatch, Removed, Stored, Tier
 from kvscout_blocks.index.block_index import SLICE, BlockIndex, WorkerOptions
@@ -17,7 +17,7 @@ from kvscout_common.hashing import native_available
 from kvscout_common.worker import WorkerRank
 
 W0 = WorkerRank("w0", 0)
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", "0")) or random.randrange(1, 2**32)
+SEED = test_seed()
 ROOT = 1
 FIRST = 10
 """Of the children's hashes."""

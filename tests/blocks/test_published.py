@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 from support.index_scenarios import IndexFactory
+from support.seeds import test_seed
 
 from kvscout.v1 import events_pb2
 from kvscout_blocks.bytes.codec import encode_dump
@@ -20,7 +20,7 @@ from kvscout_blocks.source.published import PublishedReader, with_last_digest
 from kvscout_common.errors import FailedPrecondition, InvalidArgument, KvscoutError
 from kvscout_common.worker import PoolKey, WorkerRank
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 RANK = WorkerRank("w", 1)
 POOL = PoolKey("m", "t", 4, False)
 
@@ -188,7 +188,6 @@ def test_a_digest_is_added_without_reading_the_chunk(reader: PublishedReader) ->
 
 def test_damaged_messages_are_refused_or_read_and_never_crash(index: BlockIndex) -> None:
     rng = random.Random(SEED)
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     whole = [message(REMOVED), message(RESET, REMOVED), *chunks()]
     reader = PublishedReader(index, RANK, POOL)
     for _ in range(2000):

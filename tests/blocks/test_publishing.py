@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 
 import pytest
+from support.seeds import test_seed
 
 from kvscout_blocks.bytes.events import Cleared, DecodedBatch, Event, EventBatch, Stored
 from kvscout_blocks.bytes.messages import parse_batch
@@ -20,7 +20,7 @@ from kvscout_blocks.source.published import PublishedReader
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import PoolKey, WorkerRank
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 POOL = PoolKey("m", "default", 4, False)
 
 
@@ -230,7 +230,6 @@ class Reader:
 
 @pytest.mark.slow
 def test_whatever_fails_a_reader_ends_where_the_index_is() -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     rng = random.Random(SEED)
     for _ in range(40):
         outbox = Outbox(rng.choice([1200, 4096, 1 << 20]), lambda: None)

@@ -7,7 +7,7 @@ Sources with epochs may answer with their state, send it live, and have it asked
 incomplete; the state of a third party, of any age and maybe of a former life, may come before anything else.
 
 Once quiet, what the decisions applied must equal the truth; where history was out of reach, it must be a part of it,
-and say so. `KVSCOUT_SEQUENCE_SEED` reruns one sequence.
+and say so.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections import deque
 from typing import NamedTuple
 
 import pytest
+from support.seeds import test_seed
 
 from kvscout_blocks.source.decisions import Apply, Decision, Demote, RequestReplay, Reset, SequencedBatch
 from kvscout_blocks.source.held import HeldBudget
 from kvscout_blocks.source.sequence import SourceSequence
 
 SEQUENCES = int(os.environ.get("KVSCOUT_SEQUENCES", "400"))
-ONE_SEED = os.environ.get("KVSCOUT_SEQUENCE_SEED")
 BLOCKS = 8
 
 
@@ -279,9 +279,7 @@ class World:
 
 
 def test_after_any_loss_the_applied_state_is_the_engines() -> None:
-    base = random.SystemRandom().randrange(2**32)
-    seeds = [int(ONE_SEED)] if ONE_SEED else [base + n for n in range(SEQUENCES)]
-    for seed in seeds:
+    for seed in range(test_seed(), test_seed() + SEQUENCES):
         world = World(seed)
         try:
             for _ in range(world.rng.randint(10, 150)):
@@ -289,7 +287,7 @@ def test_after_any_loss_the_applied_state_is_the_engines() -> None:
             world.quiet()
             world.check()
         except Exception as error:
-            raise AssertionError(f"KVSCOUT_SEQUENCE_SEED={seed}: {error!r}") from error
+            raise AssertionError(f"KVSCOUT_TEST_SEED={seed} KVSCOUT_SEQUENCES=1: {error!r}") from error
 
 
 @pytest.mark.parametrize("seed", range(50))

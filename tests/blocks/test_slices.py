@@ -5,12 +5,12 @@ Over the native index: the reference does such work at once. `KVSCOUT_TEST_SEED`
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 
 import pytest
 from support.index_scenarios import IndexFactory, settle
+from support.seeds import test_seed
 
 from kvscout_blocks.bytes.dump import WorkerDump
 from kvscout_blocks.bytes.events import Cleared, EventBatch, Removed, Stored, Tier
@@ -22,7 +22,7 @@ from kvscout_common.worker import WorkerRank
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built")
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(2**32)))
+SEED = test_seed()
 W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
 SLICES_A_STEP = 8
 """Of a native step, at most."""

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from support.cpu_cost import cpu_ratio
+from support.seeds import test_seed
 
 from kvscout.v1 import indexer_pb2
 from kvscout_blocks.bytes.events import EventBatch, Stored
@@ -28,7 +29,7 @@ def columns(rows: dict[WorkerRank, Overlap]) -> Overlaps:
 
 
 def test_every_rank_without_a_row_has_what_is_said_of_all_of_them() -> None:
-    seed = random.SystemRandom().randrange(2**32)
+    seed = test_seed()
     rng = random.Random(seed)
     seen = {True: 0, False: 0}
     for _ in range(2_000):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from support.event_listener import Listener
 from support.nats_server import nats_server
 from support.processes import eventually
 from support.recorded_engine import recorded_engine
+from support.seeds import test_seed
 
 from kvscout_blocks.source.feed import HistoryBroken
 from kvscout_blocks.source.recovery import recover, recover_request
@@ -345,8 +345,7 @@ async def test_a_deleted_bucket_and_a_deleted_stream_are_made_again() -> None:
 
 
 async def test_chaos_ends_in_the_engines_truth(transport: str) -> None:
-    seed = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"KVSCOUT_TEST_SEED={seed}")
+    seed = test_seed()
     rng = random.Random(seed)
     async with stacked(transport) as (stack, listener):
         number, held = 0, [0]

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from support.seeds import test_seed
 
 from kvscout_cli import tables
 from kvscout_cli.commands import status
@@ -46,8 +47,7 @@ def by_rich(names: Sequence[str], right: set[str], rows: Sequence[Sequence[Cell]
 
 
 def test_a_table_reads_as_rich_would_lay_it_out_whether_or_not_it_fits() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    seed = test_seed()
     rng = random.Random(seed)
     words = ["", "a", "worker-1", "日本語", "e\u0301té", "[red]x[/red]", "a longer text of words", "  led", "1,234"]
     for _ in range(100):

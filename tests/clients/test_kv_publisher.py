@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import threading
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from support.indexer_client import BLOCK_SIZE, MODEL, IndexerClient, local_index
 from support.nats_server import NatsServer, nats_server
 from support.processes import eventually
 from support.scripted_publisher import dumped
+from support.seeds import test_seed
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2, workers_pb2
 from kvscout_blocks.bytes.dump import WorkerDump
@@ -34,7 +34,7 @@ from kvscout_common.worker import WorkerRank
 from kvscout_indexer.config import IndexerConfig
 from kvscout_indexer.rpc.servicer import IndexerServicer
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 PROMPT = list(range(100, 112))
 FLUSH_SECONDS = 20.0
 
@@ -226,7 +226,6 @@ async def test_an_indexer_that_comes_late_gets_everything_and_knows_that_it_is_e
 async def test_nothing_is_lost_or_doubled_when_nats_and_indexers_die_and_all_transports_end_equal(
     world: World,
 ) -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     indexers = {"indexers": [f"127.0.0.1:{port}" for port in world.ports]} if world.nats is None else {}
     async with world.publishing(**indexers) as events, world.indexer(0) as steady:
         truth = Truth(events, seed=SEED)

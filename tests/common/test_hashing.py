@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.seeds import test_seed
 from xxhash import xxh3_64_intdigest
 
 from kvscout_common import hashing, hashing_reference
@@ -178,8 +179,7 @@ def test_other_engine_hashes_are_refused(backend: ModuleType, value: object) -> 
 
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="the extension is not built")
 def test_both_backends_agree_on_random_prompts() -> None:
-    seed = int(os.environ.get("KVSCOUT_TEST_SEED", str(random.randrange(2**32))))
-    print(f"KVSCOUT_TEST_SEED={seed}")
+    seed = test_seed()
     rng = random.Random(seed)
     for _ in range(300):
         tokens = [rng.getrandbits(rng.choice([1, 8, 17, 32])) for _ in range(rng.randrange(300))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ from support import processes
 from support.indexer_client import MODEL, IndexerClient, indexer_process
 from support.process_metrics import scrape
 from support.processes import eventually
+from support.seeds import test_seed
 from support.stream_world import TENANT, World, register, removed, stream_world, until, until_overlap
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
@@ -76,14 +76,10 @@ class Traffic:
             await client.until_applied(w.next_id - 1, w.worker_id)
 
 
-@pytest.mark.parametrize(
-    "seed", [int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(10**6)))], ids=["random seed"]
-)
 async def test_replicas_killed_at_any_time_have_equal_states_and_so_has_one_that_starts_alone(
-    world: World, seed: int
+    world: World,
 ) -> None:
-    print(f"KVSCOUT_TEST_SEED={seed}")
-    chance = random.Random(seed)
+    chance = random.Random(test_seed())
     traffic = Traffic(world, chance, workers=4)
     flags = (*world.flags, "--router-snapshot-threshold", "60")
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from chaos import events
-from support.scheduler_builders import test_seed as seed
+from support.seeds import test_seed as seed
 
 SECONDS = 4.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from chaos.gateway import run
-from support.scheduler_builders import test_seed as seed
+from support.seeds import test_seed as seed
 
 
 @pytest.mark.timeout(240)  # starting and restarting processes takes most of it

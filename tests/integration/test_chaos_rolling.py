@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from chaos import rolling
-from support.scheduler_builders import test_seed as seed
+from support.seeds import test_seed as seed
 
 
 @pytest.mark.timeout(300)  # ending and starting processes takes most of it

@@ -8,18 +8,18 @@ import random
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from support.decoder_fuzz import Decoder, Queries, decoders, fuzz
+from support.seeds import test_seed
 
 from kvscout.v1 import indexer_pb2
 from kvscout_common.hashing import native_available
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 CASES = int(os.environ.get("KVSCOUT_FUZZ_CASES", "3000"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decoder", [pytest.param(decoder, id=name) for name, decoder in decoders().items()])
 def test_damaged_bytes_are_read_or_refused_and_twins_agree(decoder: Decoder) -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     fuzz(decoder, random.Random(SEED), CASES)
 
 

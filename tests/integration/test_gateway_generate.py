@@ -1,7 +1,6 @@
 """Generate over the real stack: what clients get, and that nothing stays booked whatever happens."""
 
 import asyncio
-import os
 import random
 import signal
 from collections import Counter
@@ -38,6 +37,7 @@ from support.scripted_engine import (
     send,
     send_tokens,
 )
+from support.seeds import test_seed
 
 from kvscout.v1 import gateway_pb2, scheduler_pb2, types_pb2, workers_pb2
 from kvscout_common.errors import Unavailable
@@ -515,8 +515,7 @@ async def _none_in_flight(client: GatewayClient) -> bool:
 async def test_clients_that_go_at_random_moments_leave_nothing(
     stack: Stack, client: GatewayClient, relay: Relay | None
 ) -> None:
-    seed = int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(1 << 32)))
-    print(f"KVSCOUT_TEST_SEED={seed}")
+    seed = test_seed()
     rng = random.Random(seed)
 
     async def impatient(timeouts: float) -> None:

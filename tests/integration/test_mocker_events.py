@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import time
 from typing import NamedTuple
 
 import pytest
 from support.indexer_client import MODEL, IndexerClient, indexer_process
 from support.mocker_process import MockerProcess, cached_tokens, running_mocker
+from support.seeds import test_seed
 
 from kvscout.v1 import indexer_pb2
 
@@ -40,8 +39,7 @@ async def settled(client: IndexerClient, mocker: MockerProcess, rank: int) -> No
 @pytest.mark.parametrize("kind", [(), ("--sliding-window", "40"), ("--state-space",)], ids=" ".join)
 @pytest.mark.parametrize("form", ["map", "array"])
 async def test_random_prompts_under_eviction_are_predicted_exactly(form: str, kind: tuple[str, ...]) -> None:
-    seed = int(os.environ.get("KVSCOUT_TEST_SEED", time.time_ns() % 2**32))
-    print(f"KVSCOUT_TEST_SEED={seed}")
+    seed = test_seed()
     rng = random.Random(seed)
     prefixes = [[rng.randrange(1000) for _ in range(BLOCK * 4)] for _ in range(6)]
     flags = ("--model", MODEL, "--block-size", str(BLOCK), "--num-gpu-blocks", "40", "--dp-size", "2", *kind)

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from soak_stack.figures import EARLY, LIMITS, Growth, Window, growths, slope, table
 from soak_stack.run import run
-from support.scheduler_builders import test_seed as seed
+from support.seeds import test_seed as seed
 
 HELD = tuple(what for what in LIMITS if what not in EARLY)
 """What tells after minutes: memory takes longer to be what it will be, and so do the codes with which calls end."""

@@ -6,7 +6,6 @@ brings a recording into an indexer, and a line in `TRANSPORTS`.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -34,6 +33,7 @@ from support.scripted_publisher import (
     pushing,
     served_indexer,
 )
+from support.seeds import test_seed
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.dump import WorkerDump
@@ -41,7 +41,7 @@ from kvscout_common.rpc.channel import open_channel
 from kvscout_common.worker import EventEndpoint, Transport
 from kvscout_indexer.config import IndexerConfig
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 CAPTURES = Path(__file__).parents[1] / "data" / "captures"
 BLOCK_SIZES = {"vllm-0.23.0-array": 16, "vllm-0.32.0": 32, "vllm-0.32.0-dp2": 32, "vllm-0.32.0-lora-chunked": 32}
 BRIDGED = ("vllm-0.23.0-array", "vllm-0.32.0-dp2")
@@ -278,7 +278,6 @@ class World:
 async def test_losses_repeats_restarts_and_kills_of_indexer_and_nats_end_in_the_publishers_truth(
     tmp_path: Path,
 ) -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     async with nats_server() as server:
         world = World(SEED, server.url, tmp_path / "workers.yaml")
         channel = world.channels[world.core]

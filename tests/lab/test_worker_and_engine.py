@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from array import array
 from dataclasses import dataclass, field
-from random import Random, SystemRandom
+from random import Random
 
 import pytest
+from support.seeds import test_seed
 
 from kvscout_lab.simulation.timing import StepTime, picoseconds, seconds
 from kvscout_lab.simulation.worker import NEVER, EngineSettings, Job, Worker
@@ -16,7 +16,7 @@ from kvscout_mocker.engine.engine import Engine, Step
 from kvscout_mocker.engine.request import Request
 from kvscout_mocker.tokens.sequence import Sequence
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", SystemRandom().randrange(2**32)))
+SEED = test_seed()
 BLOCK = 4
 STEP = StepTime(base_ms=20.0, prefill_us_per_token=1_000.0, decode_us_per_request=500.0, context_ns_per_token=20_000.0)
 COST = StepCost(
@@ -152,7 +152,6 @@ def by_the_worker(requests: list[Asked], blocks: int, budget: int) -> tuple[list
 
 @pytest.mark.parametrize("budget", [32, 64, 2_048])
 def test_where_there_is_room_every_request_fares_alike_to_the_microsecond(budget: int) -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     requests = asked(Random(SEED), per_second=4.0)
     theirs, _ = by_the_engine(requests, 4_000, budget)
     ours, _ = by_the_worker(requests, 4_000, budget)
@@ -160,7 +159,6 @@ def test_where_there_is_room_every_request_fares_alike_to_the_microsecond(budget
 
 
 def test_where_requests_are_preempted_all_the_time_they_find_as_much_cached_and_take_as_long() -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     random = Random(SEED)
     cached, times, preemptions = [0, 0], [0.0, 0.0], [0, 0]
     for _ in range(12):

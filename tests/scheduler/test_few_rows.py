@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from support.cpu_cost import cpu_ratio
-from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler, test_seed, worker
+from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, scheduler, worker
+from support.seeds import test_seed
 
 from kvscout.v1 import scheduler_pb2, types_pb2
 from kvscout_blocks.index.block_index import Overlap

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from support.load_backends import SideBySide
-from support.scheduler_builders import MODEL, ManualClock, key, overlaps, scheduler, test_seed, worker
+from support.scheduler_builders import MODEL, ManualClock, key, overlaps, scheduler, worker
+from support.seeds import test_seed
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import Role, WorkerRank

@@ -16,10 +16,10 @@ from support.scheduler_builders import (
     reservation,
     reserve,
     scheduler,
-    test_seed,
     worker,
 )
 from support.scheduler_invariants import check_scheduler
+from support.seeds import test_seed
 
 from kvscout_common.errors import Unavailable
 from kvscout_common.worker import Role, WorkerSpec

@@ -11,8 +11,9 @@ from random import Random
 
 import pytest
 from support.load_backends import SideBySide
-from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, reservation, scheduler, test_seed, worker
+from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, owner, reservation, scheduler, worker
 from support.scheduler_invariants import check_scheduler
+from support.seeds import test_seed
 
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound, Unavailable
 from kvscout_common.worker import WorkerSpec

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from support.load_backends import SideBySide
-from support.scheduler_builders import ManualClock, key, request, reserve, scheduler, test_seed, worker
+from support.scheduler_builders import ManualClock, key, request, reserve, scheduler, worker
 from support.scheduler_invariants import check_scheduler
+from support.seeds import test_seed
 
 from kvscout_common.errors import (
     ConfigError,

@@ -321,7 +321,8 @@ def run_world(seed: int, factories: Mapping[str, IndexFactory], *, mean_steps: i
         world.finish()
     except Exception as error:
         raise AssertionError(
-            f"KVSCOUT_INDEX_SEED={seed} KVSCOUT_INDEX_STEPS={mean_steps}, step {world.steps}, bound {world.max_blocks},"
+            f"KVSCOUT_TEST_SEED={seed} KVSCOUT_INDEX_SEQUENCES=1 KVSCOUT_INDEX_STEPS={mean_steps}, "
+            f"step {world.steps}, bound {world.max_blocks},"
             f" {', '.join(world.indexes)}: {type(error).__name__}: {error}"
         ) from error
     return steps

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from random import Random
 from typing import Any
 
@@ -19,16 +17,6 @@ from kvscout_scheduler.values.settings import SchedulerSettings
 
 BLOCK = 16
 MODEL = "m"
-
-
-def test_seed() -> int:
-    """Seed of a random test: `KVSCOUT_TEST_SEED`, else a new one; printed, so that a failure shows it."""
-    seed = int(os.environ.get("KVSCOUT_TEST_SEED", time.time_ns() % 2**32))
-    print(f"KVSCOUT_TEST_SEED={seed}")
-    return seed
-
-
-test_seed.__test__ = False  # type: ignore[attr-defined]  # a name pytest would collect
 
 
 class ManualClock:

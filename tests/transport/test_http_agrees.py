@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import random
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +22,7 @@ from support.http_peers import (
     served,
     tokens,
 )
+from support.seeds import test_seed
 
 from kvscout_common.http.factory import connect
 from kvscout_common.http.http import Form, HttpCall, HttpFailed, HttpRequest
@@ -119,8 +119,7 @@ async def run(seed: int) -> tuple[Any, ...]:
 async def test_the_same_answers_become_the_same() -> None:
     if len(TRANSPORTS) < 2:
         pytest.skip("the extension is not built")
-    base = int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(1 << 30)))
-    print(f"KVSCOUT_TEST_SEED={base}")
+    base = test_seed()
     for seed in range(base, base + CASES):
         found = []
         for transport in TRANSPORTS:
@@ -182,8 +181,7 @@ async def answered(seed: int) -> tuple[int, bytes]:
 async def test_the_same_requests_are_answered_alike() -> None:
     if len(TRANSPORTS) < 2:
         pytest.skip("the extension is not built")
-    base = int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(1 << 30)))
-    print(f"KVSCOUT_TEST_SEED={base}")
+    base = test_seed()
     for seed in range(base, base + CASES):
         found = []
         for transport in TRANSPORTS:

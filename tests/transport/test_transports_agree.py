@@ -2,20 +2,20 @@
 
 import asyncio
 import json
-import os
 import random
 from typing import Any
 
 import grpc
 import pytest
 from support.processes import eventually
+from support.seeds import test_seed
 from transport.echo_service import MAX_MESSAGE_BYTES, SERVICE, Echo, everyone
 
 from kvscout_common.hashing import native_available
 
 pytestmark = pytest.mark.skipif(not native_available(), reason="the extension is not built: nothing to compare")
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.randrange(2**32)))
+SEED = test_seed()
 CALLS = 150
 KINDS = ("Unary", "Synchronous", "Download", "Both", "SynchronousEach", "None", "hang", "cancel")
 FAILS = (None, None, None, "invalid", "exhausted", "defect", "abort")
@@ -147,7 +147,6 @@ async def cancel(channel: Any, call: dict[str, Any], answers: list[bytes]) -> No
 
 
 async def test_random_calls_end_alike_whoever_serves_and_whoever_calls() -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     rnd = random.Random(SEED)
     async with everyone() as pairs:
         for number in range(CALLS):
@@ -159,7 +158,6 @@ async def test_random_calls_end_alike_whoever_serves_and_whoever_calls() -> None
 
 
 async def test_random_calls_at_once_end_as_they_do_alone() -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     rnd = random.Random(SEED ^ 1)
     calls = [random_call(rnd) for _ in range(60)]
     async with everyone() as pairs:

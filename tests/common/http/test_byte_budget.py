@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
+from support.seeds import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_common.http.byte_budget import Budget, BudgetCollector, ReferenceBudget, make_budget
@@ -65,7 +66,7 @@ def test_what_is_charged_is_given_back_once_when_it_is_released_or_collected(mak
 
 
 def test_budgets_of_both_kinds_agree_about_anything() -> None:
-    seed = random.randrange(1 << 32)
+    seed = test_seed()
     draw = random.Random(seed)
     budgets = [make(1000, 500) for make in MAKERS]
     charges: dict[int, list[Charge]] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.cpu_cost import TIMES, assert_in_proportion
+from support.seeds import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_common.http import json_scan, json_scan_reference
@@ -180,8 +181,7 @@ def _object(draw: random.Random) -> bytes:
 
 
 def test_random_objects_are_read_as_python_reads_them_and_alike() -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
+    seed = test_seed()
     draw = random.Random(seed)
     refused = 0
     for _ in range(4000):

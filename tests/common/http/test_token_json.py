@@ -6,6 +6,7 @@ from array import array
 from types import ModuleType
 
 import pytest
+from support.seeds import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_common.http import json_scan, token_json_reference
@@ -61,8 +62,7 @@ def test_a_place_behind_the_text_has_no_list(backend: ModuleType) -> None:
 
 @pytest.mark.skipif(not native_available(), reason="the extension is not built")
 def test_both_read_and_write_the_same() -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = test_seed()
     draw = random.Random(seed)
     reference, native = BACKENDS
     for _ in range(300):

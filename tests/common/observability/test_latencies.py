@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from support.seeds import test_seed
 
 from kvscout_common.observability.latencies import Latencies
 
@@ -25,8 +26,7 @@ class Shown(Collector):
 
 
 def test_what_is_shown_is_the_histogram_of_the_same_times() -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = test_seed()
     draw = random.Random(seed)
     disable_created_metrics()  # type: ignore[no-untyped-call]  # as every service does
     theirs, ours = CollectorRegistry(), CollectorRegistry()

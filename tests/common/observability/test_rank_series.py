@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.samples import Sample
+from support.seeds import test_seed
 
 from kvscout_common.http.metrics_server import registry_of
 from kvscout_common.observability.rank_series import RankColumn, RankFamily, RankSeries
@@ -74,8 +75,7 @@ def test_a_rank_keeps_its_series_and_one_that_waits_takes_the_place_of_one_that_
 
 
 def test_counters_of_the_others_rise_by_what_the_ranks_counted_whoever_comes_leaves_or_begins_anew() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    seed = test_seed()
     rng = random.Random(seed)
     series, values, counted, before = RankSeries(0), {"stays": 0.0}, 0.0, 0.0
     for turn in range(200):
@@ -184,8 +184,7 @@ def plain(family: RankFamily) -> Metric:
 
 
 def test_columns_are_the_page_that_their_samples_are() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    seed = test_seed()
     rng = random.Random(seed)
     both = RankSeries(5), RankSeries(5)
     counts = {(model, f"w{number}"): 0 for model in "mn" for number in range(9)}

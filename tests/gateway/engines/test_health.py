@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from support.seeds import test_seed
 
 from kvscout_common.rpc.service_info import TenantWarning, text_of
 from kvscout_common.worker import WorkerRank, WorkerSpec
@@ -261,8 +262,7 @@ def test_what_was_known_of_a_worker_that_is_gone_is_forgotten() -> None:
 
 
 def test_whatever_happens_half_stay_in_and_everyone_who_works_comes_back() -> None:
-    seed = random.randrange(1 << 32)
-    print(f"{seed=}")
+    seed = test_seed()
     rng, world = random.Random(seed), World(6)
     for _ in range(5000):
         world.now += rng.expovariate(1.0)

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from support.cpu_cost import assert_in_proportion
+from support.seeds import test_seed
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_gateway.fronts import multipart
@@ -98,8 +99,7 @@ def test_a_boundary_is_found_where_two_slices_meet(monkeypatch: pytest.MonkeyPat
 
 
 def test_random_forms_are_read_back() -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
+    seed = test_seed()
     draw = random.Random(seed)
     for _ in range(300):
         names = [f"f{at}" for at in range(draw.randrange(6))] + ["model"]
@@ -163,8 +163,7 @@ def test_a_name_that_engines_read_otherwise_is_refused(disposition: str) -> None
 
 
 def test_no_name_hides_from_us_what_engines_read() -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    seed = test_seed()
     draw = random.Random(seed)
     chunks = ('"', '"', ";", "; ", "=", "\\", "<", ">", "*", "*0", "\xa0", "\t", " ", "x", "name", "name=", "rid",
               '; name="rid"', "; name=rid", "form-data", '; x="', "''", "utf-8")  # fmt: skip

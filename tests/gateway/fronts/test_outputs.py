@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_common.errors import InvalidArgument
 from kvscout_common.http.json_fields import Fields

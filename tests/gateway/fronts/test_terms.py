@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_common.errors import DeadlineExceeded, InvalidArgument
 from kvscout_common.identity.identity import ANONYMOUS, AccessRole, Identity

@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 from support.cpu_cost import TIMES, assert_in_proportion
+from support.seeds import test_seed
 
 from kvscout_common.hashing import native_module
 from kvscout_gateway.ladder.reuse import MAX_SAMPLES, Reuse, ReuseSampler, sampler_type
@@ -55,9 +56,7 @@ class ExactCache:
 
 @pytest.fixture
 def seed() -> int:
-    made = random.randrange(1 << 32)
-    print(f"seed {made}")
-    return made
+    return test_seed()
 
 
 @pytest.mark.skipif(NATIVE is None, reason="the extension is not built: there is the reference alone")

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from support.seeds import test_seed
 
 from kvscout_common.worker import EngineKind
 from kvscout_gateway.tokens.as_chat import CHAT, MESSAGES, RESPONSES, as_chat
@@ -273,8 +274,7 @@ def _anything(draw: random.Random, depth: int) -> Any:
 
 
 def test_whatever_a_client_sends_there_is_a_chat_completion_or_a_reason() -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
+    seed = test_seed()
     draw, chats = random.Random(seed), 0
     for _ in range(3000):
         request = {key: _anything(draw, 4) for key in _KEYS if draw.random() < 0.5}

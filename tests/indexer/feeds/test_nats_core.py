@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -26,6 +25,7 @@ from support.scripted_publisher import (
     nats_config,
     served_indexer,
 )
+from support.seeds import test_seed
 
 from kvscout.v1 import bridge_pb2, bridge_pb2_grpc, indexer_pb2, indexer_pb2_grpc, workers_pb2
 from kvscout_blocks.source.sequence import OUTDATED_AFTER
@@ -35,7 +35,7 @@ from kvscout_common.worker import DEFAULT_TENANT, Transport, WorkerRank
 from kvscout_indexer.feeds import nats_core
 from kvscout_indexer.indexer import Indexer
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 CORE = workers_pb2.EVENT_TRANSPORT_NATS_CORE
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
@@ -265,7 +265,6 @@ async def test_where_nats_brings_no_answer_the_bridges_rpc_is_asked(server: Nats
 async def test_five_percent_lost_and_repeated_messages_restarts_and_reconnects_end_in_the_publishers_truth(
     server: NatsServer, stack: Stack
 ) -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     rng = random.Random(SEED)
     channel = FaultyChannel(rng)
     async with core_publisher(server.url, ScriptedPublisher(ring=64), channel=channel) as core:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +27,7 @@ from support.scripted_publisher import (
     greeting,
     served_indexer,
 )
+from support.seeds import test_seed
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc
 from kvscout_blocks.bytes.messages import parse_batch
@@ -47,7 +47,7 @@ from kvscout_indexer.feeds import push
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.rpc.servicer import IndexerServicer
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 LIVE = indexer_pb2.SOURCE_STATE_LIVE
 INCOMPLETE = indexer_pb2.SOURCE_STATE_INCOMPLETE
 DISCONNECTED = indexer_pb2.SOURCE_STATE_DISCONNECTED
@@ -530,7 +530,6 @@ async def push_until_all_is_there(stack: Stack, publisher: ScriptedPublisher, rn
 
 
 async def test_a_publisher_that_loses_five_percent_and_reconnects_ends_in_its_truth(stack: Stack) -> None:
-    print(f"KVSCOUT_TEST_SEED={SEED}")
     publisher = ScriptedPublisher(ring=64)
     await push_until_all_is_there(stack, publisher, random.Random(SEED), 600)
     await stack.same_as(publisher)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from array import array
 from collections.abc import AsyncIterator
@@ -14,6 +13,7 @@ import pytest
 from support.engine_events import prompt
 from support.grpc_server import serving
 from support.indexer_client import BLOCK_SIZE, local_indexer
+from support.seeds import test_seed
 
 from kvscout.v1 import indexer_pb2, indexer_pb2_grpc, types_pb2
 from kvscout_blocks.bytes.events import EventBatch, Stored, Tier
@@ -27,7 +27,7 @@ from kvscout_common.worker import Transport, WorkerSpec
 from kvscout_indexer.indexer import Indexer
 from kvscout_indexer.rpc.servicer import IndexerServicer
 
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 RNG_TOKENS = 50
 
 

@@ -18,6 +18,7 @@ import pytest
 from nats.js.errors import NotFoundError
 from support.indexer_client import MODEL, IndexerClient, local_indexer
 from support.processes import eventually
+from support.seeds import test_seed
 from support.stream_world import (
     BUCKET,
     CLEARED,
@@ -735,10 +736,8 @@ async def test_a_replica_reads_the_workers_of_its_shard_only(world: World) -> No
         assert await world.first_sequence() == 1
 
 
-@pytest.mark.parametrize("seed", [random.randrange(10**6)], ids=["random seed"])
-async def test_replicas_that_join_at_any_time_have_the_same_state(world: World, seed: int) -> None:
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+async def test_replicas_that_join_at_any_time_have_the_same_state(world: World) -> None:
+    chance = random.Random(test_seed())
     publishers = [world.publisher(f"w{number}") for number in range(4)]
 
     async def publish() -> None:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 from support.laboratory_worlds import ENGINE, mixed
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_lab.cells.cells import Contender, Experiment
 from kvscout_lab.cells.lab_policies import lab_policies

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 from support.laboratory_worlds import ENGINE, mixed
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_lab.cells.bound import lower_bound
 from kvscout_lab.cells.lab_policies import lab_policies

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.laboratory_worlds import ENGINE, mixed, simulation
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.cells.bound import lower_bound

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from support.recorded_runs import conversations
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.cells.cells import Experiment

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 from support.laboratory_worlds import ENGINE, mixed, simulation
-from support.scheduler_builders import test_seed
 from support.scheduler_invariants import check_idle
+from support.seeds import test_seed
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.cells.bound import lower_bound

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 from support.laboratory_worlds import ENGINE, SIZE
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.simulation.kv_cache import KvCache

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 from support.laboratory_worlds import ENGINE, SIZE, mixed, simulation
-from support.scheduler_builders import test_seed
 from support.scheduler_invariants import check_idle
+from support.seeds import test_seed
 
 from kvscout_common.errors import ConfigError
 from kvscout_common.worker import Role

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from support.laboratory_worlds import mixed
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_common.errors import ConfigError
 from kvscout_lab.cells.bound import lower_bound

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from array import array
 from dataclasses import dataclass, field
 
 from support.mocker_invariants import check_blocks
+from support.seeds import test_seed
 
 from kvscout_mocker.engine.block_manager import BlockManager
 from kvscout_mocker.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -207,7 +207,7 @@ class NaiveCache:
 
 
 def test_random_requests_behave_as_in_the_naive_model() -> None:
-    seed = int(os.environ.get("KVSCOUT_TEST_SEED") or random.randrange(2**32))
+    seed = test_seed()
     rng = random.Random(seed)
     where = f"rerun with KVSCOUT_TEST_SEED={seed}"
     for _ in range(30):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from array import array
 from dataclasses import replace
 
 import pytest
 from support.mocker_invariants import check_blocks, free_blocks
+from support.seeds import test_seed
 
 from kvscout_common.errors import ResourceExhausted
 from kvscout_mocker.config import EngineConfig, StepCost
@@ -296,7 +296,7 @@ def test_a_request_for_another_engine_keeps_its_blocks_until_they_are_released()
 
 
 def test_random_load_finishes_every_request_and_leaves_nothing_referenced() -> None:
-    seed = int(os.environ.get("KVSCOUT_TEST_SEED") or random.randrange(2**32))
+    seed = test_seed()
     rng = random.Random(seed)
     where = f"rerun with KVSCOUT_TEST_SEED={seed}"
     engine = Engine(replace(CONFIG, num_gpu_blocks=20, max_waiting=1000, max_num_seqs=5))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 from array import array
 
 import pytest
 from support.mocker_invariants import check_blocks
+from support.seeds import test_seed
 
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
@@ -21,7 +21,7 @@ from kvscout_mocker.events import BlockHashFormat, BlockStored, EventEncoder, Ev
 from kvscout_mocker.tokens.sequence import Sequence
 
 BLOCK_SIZE = 4
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 WORKER = WorkerRank("w", 0)
 ENCODER = EventEncoder(EventFormat.MAP, BlockHashFormat.INT, dp_rank=0)
 

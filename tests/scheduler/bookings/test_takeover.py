@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 from support.grpc_server import serving
-from support.scheduler_builders import MODEL, ManualClock, key, loads, owner, reservation, scheduler, test_seed
+from support.scheduler_builders import MODEL, ManualClock, key, loads, owner, reservation, scheduler
 from support.scheduler_invariants import check_scheduler
+from support.seeds import test_seed
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc
 from kvscout_common.errors import Cancelled, FailedPrecondition

@@ -7,7 +7,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_scheduler.costs.choose import choose, probabilities

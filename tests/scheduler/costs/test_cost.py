@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 from support.load_backends import COLUMNS, MakeLoad, backends
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_scheduler.costs.choose import choose

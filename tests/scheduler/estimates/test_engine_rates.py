@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 from aiohttp import web
-from support.scheduler_builders import ManualClock, scheduler, test_seed, worker
+from support.scheduler_builders import ManualClock, scheduler, worker
+from support.seeds import test_seed
 from support.web_servers import web_server
 
 from kvscout_common.http.factory import http_client

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_common.worker import Role, WorkerRank
 from kvscout_scheduler.estimates.held_sessions import NEXT_TOKENS, HeldSessions

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from support.replica_world import World as Replicas
-from support.scheduler_builders import MODEL, ManualClock, key, scheduler, test_seed, worker
+from support.scheduler_builders import MODEL, ManualClock, key, scheduler, worker
 from support.scheduler_invariants import check_scheduler
+from support.seeds import test_seed
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerRank

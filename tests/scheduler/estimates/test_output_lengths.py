@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_scheduler.estimates import output_lengths
 from kvscout_scheduler.estimates.output_lengths import (

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout_common.worker import Role, WorkerRank
 from kvscout_scheduler.costs.cost import BlockFormat

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 from support.load_backends import MakeLoad, backends
-from support.scheduler_builders import test_seed
 from support.scheduler_invariants import check_load
+from support.seeds import test_seed
 
 from kvscout_scheduler.costs.cost import BlockFormat
 from kvscout_scheduler.load.active_load import ActiveLoad, Allocation, Limits

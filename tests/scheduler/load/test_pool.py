@@ -6,7 +6,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.scheduler_builders import request, scheduler, test_seed, worker
+from support.scheduler_builders import request, scheduler, worker
+from support.seeds import test_seed
 
 from kvscout_common.hashing import native_available
 from kvscout_common.worker import WorkerSpec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from support.scheduler_builders import test_seed
 from support.scheduler_invariants import check_tree, recount, runs_of
+from support.seeds import test_seed
 
 from kvscout_scheduler.load.prefix_tree import Node, PrefixTree, common_bytes
 from kvscout_scheduler.values.request import pack_hashes

@@ -8,8 +8,9 @@ from typing import Any
 import grpc
 import pytest
 from support.grpc_server import serving
-from support.scheduler_builders import BLOCK, MODEL, ManualClock, owner, scheduler, test_seed, worker
+from support.scheduler_builders import BLOCK, MODEL, ManualClock, owner, scheduler, worker
 from support.scheduler_invariants import check_scheduler
+from support.seeds import test_seed
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.errors import InvalidArgument, PermissionDenied

@@ -9,8 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, request, reserve, scheduler, test_seed, worker
+from support.scheduler_builders import BLOCK, MODEL, ManualClock, key, request, reserve, scheduler, worker
 from support.scheduler_invariants import check_scheduler
+from support.seeds import test_seed
 
 from kvscout_common.errors import KvscoutError, ResourceExhausted
 from kvscout_common.worker import Adapter, WorkerRank, WorkerSpec

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from support.scheduler_builders import ManualClock, key, request, scheduler, test_seed, worker
+from support.scheduler_builders import ManualClock, key, request, scheduler, worker
+from support.seeds import test_seed
 
 from kvscout_common.errors import ConfigError, InvalidArgument, KvscoutError
 from kvscout_scheduler.queue.fair_shares import MAX_NAMES, OTHERS, Accounts, FairShares, Flow

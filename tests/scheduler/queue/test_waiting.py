@@ -6,8 +6,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.scheduler_builders import ManualClock, key, loads, request, reserve, scheduler, test_seed, worker
+from support.scheduler_builders import ManualClock, key, loads, request, reserve, scheduler, worker
 from support.scheduler_invariants import check_scheduler
+from support.seeds import test_seed
 
 from kvscout.v1 import scheduler_pb2
 from kvscout_common.errors import AlreadyExists, Cancelled, Draining, KvscoutError, NotFound, ResourceExhausted

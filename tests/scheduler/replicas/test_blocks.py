@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from support.replica_world import Node, World
-from support.scheduler_builders import key, owner, reservation, test_seed
+from support.scheduler_builders import key, owner, reservation
+from support.seeds import test_seed
 
 from kvscout.v1 import replication_pb2
 from kvscout_common.errors import InvalidArgument, NotFound

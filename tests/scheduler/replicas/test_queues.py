@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from support.replica_world import World
-from support.scheduler_builders import key, request, reservation, test_seed, worker
+from support.scheduler_builders import key, request, reservation, worker
+from support.seeds import test_seed
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.worker import WorkerSpec

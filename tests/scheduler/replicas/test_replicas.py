@@ -18,7 +18,7 @@ from support.free_ports import free_ports
 from support.nats_server import NatsServer, nats_server
 from support.processes import eventually
 from support.replica_client import MODEL, ReplicaClient, gateway
-from support.scheduler_builders import test_seed
+from support.seeds import test_seed
 
 from kvscout.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from kvscout_common.rpc.channel import open_channel

@@ -11,9 +11,10 @@ import pytest
 from google.protobuf.message import DecodeError
 from support.hostile_messages import HostileMessages
 from support.replica_world import Node, World, decoding
-from support.scheduler_builders import BLOCK, MODEL, key, owner, test_seed
+from support.scheduler_builders import BLOCK, MODEL, key, owner
 from support.scheduler_builders import request as selection_request
 from support.scheduler_invariants import check_scheduler
+from support.seeds import test_seed
 
 from kvscout.v1 import replication_pb2, types_pb2
 from kvscout_common.errors import AlreadyExists, Cancelled, NotFound

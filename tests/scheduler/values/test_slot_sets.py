@@ -10,8 +10,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.scheduler_builders import ManualClock, request, scheduler, test_seed, worker
+from support.scheduler_builders import ManualClock, request, scheduler, worker
 from support.scheduler_invariants import check_scheduler
+from support.seeds import test_seed
 
 from kvscout_common.errors import KvscoutError
 from kvscout_common.hashing import native_available

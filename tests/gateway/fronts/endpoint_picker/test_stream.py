@@ -23,6 +23,7 @@ from support.ext_proc_messages import (
     response_trailers,
     streamed,
 )
+from support.seeds import test_seed
 
 from kvscout.ext_proc.v3 import ext_proc_pb2 as pb
 from kvscout_common.errors import InvalidArgument
@@ -103,8 +104,7 @@ def test_what_a_client_says_about_destinations_is_removed_unless_the_pick_says_i
 
 @pytest.mark.parametrize("length", [0, 1, 62_000, 62_001, 200_000])
 def test_in_full_duplex_headers_and_body_go_back_in_pieces_once_the_body_is_whole(length: int) -> None:
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
+    seed = test_seed()
     draw = random.Random(seed)
     body = draw.randbytes(length)
     one = stream()
@@ -188,8 +188,7 @@ def test_the_endpoint_that_served_is_read_back(told: str) -> None:
 def test_in_full_duplex_each_piece_of_a_response_goes_back_at_once_as_it_came() -> None:
     one = until_picked(DUPLEX, DUPLEX)
     one.receive(response_headers())
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
+    seed = test_seed()
     draw = random.Random(seed)
     for number, length in enumerate([1, 126, 127, 128, 129, 16_383, 16_384, 62_000, 62_001, 180_000]):
         body = draw.randbytes(length)
@@ -384,8 +383,7 @@ def test_pieces_that_another_writer_wrote_are_understood() -> None:
 
 
 def test_hostile_pieces_are_errors_and_never_more() -> None:
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
+    seed = test_seed()
     draw = random.Random(seed)
     for _ in range(2_000):
         one = until_picked(BUFFERED, draw.choice([STREAMED, DUPLEX]))
