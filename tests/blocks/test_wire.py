@@ -144,10 +144,30 @@ def test_unknown_fields_and_further_elements_are_ignored() -> None:
     assert batch(["BlockStored", [11], None, [1, 2, 3, 4], 4]).events == (plain,)
 
 
+def test_extensions_are_ignored_where_no_field_has_them_and_cost_their_event_elsewhere() -> None:
+    for value in (msgpack.ExtType(3, b""), msgpack.ExtType(3, b"x" * 300), msgpack.Timestamp(1_700_000_000, 5)):
+        assert stored(future=value) == stored(**{"kv_cache_spec_kind": value}) == stored()
+        assert batch(["BlockStored", [11], None, [1, 2, 3, 4], 4, *[None] * 7, value]).events == (stored(),)
+        assert "lora_id" in fault(stored_map(lora_id=value))
+
+
+def test_of_a_field_that_is_named_twice_the_last_counts() -> None:
+    payload = msgpack.packb([1.5, [stored_map(lora_id="x", lora_jd=3)], None]).replace(b"lora_jd", b"lora_id")
+    (event,) = decode_batch(payload).events
+    assert event == stored(lora_id=3)
+    payload = msgpack.packb([1.5, [{"type": "AllBlocksCleared", "typf": "Unknown"}]]).replace(b"typf", b"type")
+    assert decode_batch(payload).events == (Cleared(),)
+
+
+def test_an_event_that_is_nested_as_deep_as_msgpack_reads_costs_itself() -> None:
+    assert decode_batch(b"\x92\xc0\x91" + b"\x91" * 1022 + b"\xc0").faults[0].kind is FaultKind.UNKNOWN_TAG
+
+
 def test_eagle_pairs_are_one_run_of_tokens() -> None:
     event = stored(token_ids=[[1, 2], [2, 3], [3, 4], [4, 5]])
     assert (event.tokens, event.pairs, event.lookahead) == ((1, 2, 3, 4, 5), True, 5)
     assert "overlap" in fault(stored_map(token_ids=[[1, 2], [3, 4]]))
+    assert "integers" in fault(stored_map(token_ids=[[1, 2.0], [2, 3]]))
     assert "pairs" in fault(stored_map(token_ids=[[1, 2], 3]))
 
 
@@ -195,7 +215,10 @@ def test_a_string_that_is_no_utf8_costs_its_event() -> None:
     assert "lora_name" in decoded.faults[0].reason
 
 
-@pytest.mark.parametrize("event", [["Grown", 1], {"type": "Grown"}, {}, [], 3, None, "x", [["x"]]])
+@pytest.mark.parametrize(
+    "event",
+    [["Grown", 1], {"type": "Grown"}, {}, [], 3, None, "x", [["x"]], msgpack.ExtType(3, b"x"), msgpack.Timestamp(1)],
+)
 def test_an_unknown_tag_costs_its_event(event: Any) -> None:
     decoded = batch(event, ["AllBlocksCleared"])
     assert decoded.events == (Cleared(),)
@@ -215,7 +238,8 @@ def test_an_unknown_tag_costs_its_event(event: Any) -> None:
         msgpack.packb([1.0, [], "rank"]),
         msgpack.packb([1.0, [], -1]),
         msgpack.packb([1.0, []]) + b"\0",
-        msgpack.packb([1.0, [msgpack.ExtType(3, b"x")]]),
+        # An extension of the type of timestamps that is none.
+        b"\x92\xc0\x91\xd4\xff\x00",
         b"\xdd\xff\xff\xff\xff" + b"\xc0" * 100,
         b"\xdd\x00\x00\xff\xff" * 20_000,
         b"\x91" * 100_000,

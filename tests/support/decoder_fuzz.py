@@ -36,7 +36,7 @@ from kvscout_common.http.http import Form, StreamReport
 from kvscout_common.registry.workers_file import load_workers
 from kvscout_gateway.values.dialects import OPENAI, SGLANG
 from kvscout_lab.workloads.trace import read_trace
-from support.fuzz_seeds import POOL, STREAMS, WORKER, dumps, golden_payloads, requests
+from support.fuzz_seeds import POOL, STREAMS, WORKER, dumps, golden_payloads, requests, unusual_payloads
 
 if native_available():
     import kvscout_native
@@ -348,7 +348,7 @@ def decoders() -> dict[str, Decoder]:
     frames = [b"\0".join([b"kv-events", struct.pack(">Q", 2**60 + 1), payloads[0].replace(b"\0", b"")])]
     numbers = [random.Random(seed).randbytes(8 * seed) for seed in range(12)]
     found = {
-        "payload": Decoder([*payloads, msgpack.packb([0.0, []])], check_payload),
+        "payload": Decoder([*payloads, *unusual_payloads(), msgpack.packb([0.0, []])], check_payload),
         "frames": Decoder(frames, check_frames),
         # With an unknown group, too, as only proto2 has them.
         "state": Decoder(

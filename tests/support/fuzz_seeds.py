@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import msgpack
 
@@ -30,6 +31,7 @@ from support.http2_resets import (
 from support.http2_resets import (
     DATA as DATA_FRAME,
 )
+from support.wide_msgpack import Entries, Raw, extension, pack
 
 DATA = Path(__file__).parents[1] / "data"
 POOL = PoolKey("m", "default", 4, False)
@@ -63,6 +65,11 @@ STREAMS = [
     )
 ]
 
+EMPTY_EXTENSION = (
+    "83a27473cb3ff8000000000000a66576656e747392c70010a474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573"
+)
+"""Two events, one an extension without data."""
+
 HTTP = [
     b"POST /v1/completions?a=b HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\nabc",
     b"GET http://a/ HTTP/1.0\r\nConnection: keep-alive, x\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -76,6 +83,37 @@ def golden_payloads() -> dict[str, bytes]:
     """One batch of every engine release, by release."""
     texts: dict[str, str] = json.loads((DATA / "golden_payloads.json").read_text())
     return {release: bytes.fromhex(text) for release, text in texts.items()}
+
+
+def unusual_payloads() -> list[bytes]:
+    """Batches in forms that msgpack has and engines do not send: extensions, nesting at its limit, fields twice."""
+    rng = random.Random(0)
+    cleared: Any = Entries([("type", "AllBlocksCleared"), ("future", None)])
+    values: list[Any] = [
+        *(form for kind in (-128, -2, 127) for size in (0, 1, 2, 3, 4, 8, 16) for form in extension(kind, bytes(size))),
+        *(form for size in (0, 1, 4, 8, 12, 13) for form in extension(-1, bytes(size))),
+        # Timestamps of a second and more below a second.
+        *(form for data in (b"\xff" * 8, b"\x3b\x9a\xca\0" + bytes(8)) for form in extension(-1, data)),
+        *(Raw(b"\x91" * depth + end) for depth in range(1019, 1026) for end in (b"\xc0", b"\x90")),
+        *(Raw(b"\x81\xc0" * depth + end) for depth in range(1019, 1026) for end in (b"\xc0", b"\x80")),
+    ]  # fmt: skip
+    batches: list[Any] = [
+        *([1.5, [cleared, value]] for value in values),
+        *([1.5, [Entries([("type", "AllBlocksCleared"), ("future", value)])]] for value in values),
+        *([1.5, [], None, value] for value in values),
+        *([value, []] for value in values[::5]),
+        *(values[::5]),
+        [1.5, [Entries([("type", "AllBlocksCleared"), (extension(3, b"")[0], 1)])]],
+        [1.5, [Entries([("type", "AllBlocksCleared"), ("type", "Unknown")])]],
+        [1.5, [Entries([("future", 1), ("type", "Unknown"), ("type", "AllBlocksCleared")])]],
+        [1.5, [Entries([("type", "BlockRemoved"), ("block_hashes", "no"), ("block_hashes", [1])])]],
+        [1.5, [Entries([("type", "BlockRemoved"), ("block_hashes", [1]), ("block_hashes", "no")])]],
+        # The tag under a name of a longer form than needed.
+        [1.5, [Entries([(Raw(b"\xd9\x04type"), "AllBlocksCleared"), ("type", "Unknown")])]],
+        Entries([("ts", 1), ("events", 3), ("events", [cleared]), ("ts", 2)]),
+        [1.5, [["BlockStored", [1], None, [[1, 2.0], [2, 3]], 2]]],
+    ]
+    return [pack(batch, rng, wide=0.0) for batch in batches] + [bytes.fromhex(EMPTY_EXTENSION)]
 
 
 def requests() -> list[bytes]:
@@ -125,7 +163,7 @@ def write_corpus(folder: Path) -> None:
     rng = random.Random(0)
     noise = [rng.randbytes(rng.randrange(1, 600)) for _ in range(RANDOM_SEEDS)]
     corpora = {
-        "events": list(golden_payloads().values()),
+        "events": [*golden_payloads().values(), *unusual_payloads()],
         "requests": requests(),
         # The first byte says where the rest is cut in two.
         "state": [b"\0" + b"".join(messages) for messages in dumps()],

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Final
 
 import msgpack
@@ -48,6 +47,9 @@ _MAX_MAP = 256
 """Entries of one map: engines send at most 17."""
 
 _REASON_CHARS = 200
+
+_EXTENSION: Final = object()
+"""A value of an extension type, which no known field has."""
 
 SLIDING_WINDOW_KINDS: Final = frozenset({"sliding_window", "sliding_window_mla"})
 STATE_KINDS: Final = frozenset({"mamba"})
@@ -109,7 +111,8 @@ def decode_batch(payload: bytes) -> EventBatch:
             strict_map_key=False,
             max_array_len=min(len(payload), _MAX_ARRAY),
             max_map_len=_MAX_MAP,
-            max_ext_len=0,
+            object_pairs_hook=_map,
+            ext_hook=lambda _type, _data: _EXTENSION,
         )
     except (ValueError, TypeError, RecursionError) as error:
         # TypeError: a map key that cannot be hashed. ValueError covers all of msgpack's own errors.
@@ -134,6 +137,14 @@ def decode_batch(payload: bytes) -> EventBatch:
     return EventBatch(tuple(events), seconds, rank, tuple(faults))
 
 
+def _map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return a map; of a field that it names twice the last counts, but the first `type` if it stands in front."""
+    fields = dict(pairs)
+    if pairs and pairs[0][0] == "type" and isinstance(pairs[0][1], str):
+        fields["type"] = pairs[0][1]
+    return fields
+
+
 def _decode_event(raw: Any) -> Event | Fault:
     tag = raw[0] if isinstance(raw, list) and raw else raw.get("type") if isinstance(raw, dict) else None
     values = raw[1:] if isinstance(raw, list) else raw
@@ -147,7 +158,7 @@ def _decode_event(raw: Any) -> Event | Fault:
             return Cleared()
     except (_BadEvent, InvalidArgument) as error:
         return Fault(FaultKind.BAD_EVENT, f"{tag}: {error}"[:_REASON_CHARS])
-    return Fault(FaultKind.UNKNOWN_TAG, repr(tag)[:_REASON_CHARS])
+    return Fault(FaultKind.UNKNOWN_TAG, repr(tag)[:_REASON_CHARS] if isinstance(tag, str) else "no tag")
 
 
 def _stored(fields: Mapping[str, Any]) -> Stored:
@@ -234,10 +245,10 @@ def _tokens(values: Any) -> tuple[tuple[int, ...], bool, int | None]:
         return _u32s(values), False, None
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in values):
         raise _BadEvent("token_ids mixes pairs and others")
-    tokens = _u32s([pair[0] for pair in values] + [values[-1][1]])
-    if any(before[1] != after[0] for before, after in pairwise(values)):
+    firsts, seconds = (_u32s([pair[side] for pair in values]) for side in (0, 1))
+    if seconds[:-1] != firsts[1:]:
         raise _BadEvent("token_ids are pairs that do not overlap")
-    return tokens, True, tokens[-1]
+    return (*firsts, seconds[-1]), True, seconds[-1]
 
 
 def _lookahead(values: Any, tokens: tuple[int, ...], block_size: int, blocks: int) -> int | None:

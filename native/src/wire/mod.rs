@@ -9,7 +9,7 @@ mod msgpack;
 mod tokens;
 
 use events::{read_removed, read_stored};
-use msgpack::{Failure, MAX_NESTING, Read, Reader, Value, for_each_field};
+use msgpack::{Failure, Read, Reader, Value, for_each_field};
 
 use crate::events::{Batch, Event, FAULT_LIMIT, FaultKind};
 
@@ -43,12 +43,12 @@ pub fn decode_into(batch: &mut Batch, payload: &[u8]) -> Result<(), Malformed> {
     if payload.len() > MAX_PAYLOAD_BYTES {
         return Err(malformed("payload", format!("{} bytes, more than {MAX_PAYLOAD_BYTES}", payload.len())));
     }
-    let mut reader = Reader { bytes: payload, at: 0, max_array: payload.len().min(MAX_ARRAY) };
+    let mut reader = Reader::new(payload, payload.len().min(MAX_ARRAY));
     let (mut events, mut rank) = (None, None);
     let read = (|| {
         let head = reader.value()?;
         if !matches!(head, Value::Array(_) | Value::Map(_)) {
-            reader.skip_rest_of(head, MAX_NESTING)?;
+            reader.skip_rest_of(head)?;
             return Ok(());
         }
         for_each_field(&mut reader, head, &BATCH_FIELDS, |reader, field| match field {
@@ -60,25 +60,26 @@ pub fn decode_into(batch: &mut Batch, payload: &[u8]) -> Result<(), Malformed> {
                     Value::Bool(seconds) => f64::from(u8::from(seconds)),
                     _ => 0.0,
                 };
-                reader.skip_rest_of(value, MAX_NESTING)
+                reader.skip_rest_of(value)
             }
             1 => {
-                // A map may name a field twice: the last one counts.
                 batch.events.clear();
                 batch.faults.clear();
                 events = reader.elements()?;
-                for _ in 0..events.unwrap_or(0) {
-                    read_event(reader, batch)?;
-                    if batch.faults.len() > FAULT_LIMIT {
-                        return Err(Failure::Meaning(String::new()));
+                reader.within(|reader| {
+                    for _ in 0..events.unwrap_or(0) {
+                        read_event(reader, batch)?;
+                        if batch.faults.len() > FAULT_LIMIT {
+                            return Err(Failure::Meaning(String::new()));
+                        }
                     }
-                }
-                Ok(())
+                    Ok(())
+                })
             }
             _ => {
                 let value = reader.value()?;
                 rank = Some(value);
-                reader.skip_rest_of(value, MAX_NESTING)
+                reader.skip_rest_of(value)
             }
         })
     })();
@@ -150,16 +151,16 @@ fn read_tag<'a>(reader: &mut Reader<'a>) -> Read<(Option<&'a [u8]>, Value<'a>)> 
         Value::Map(length) => {
             let fields = *reader;
             let mut tag = None;
-            for _ in 0..length {
+            for entry in 0..length {
                 let is_type = reader.value()? == Value::Str(b"type");
                 let at = *reader;
-                // The last "type" counts; engines send one, first.
+                // Engines send one, first; without one there the last counts.
                 if is_type {
                     tag = match reader.value()? {
                         Value::Str(tag) => Some(tag),
                         _ => None,
                     };
-                    if tag.is_some() && fields.at + 5 == at.at {
+                    if tag.is_some() && entry == 0 {
                         break;
                     }
                 }

@@ -3,8 +3,8 @@
 /// Entries of one map: engines send at most 17.
 const MAX_MAP: usize = 256;
 
-/// Arrays and maps within one another.
-pub(super) const MAX_NESTING: u32 = 512;
+/// Arrays and maps within one another, as in Python's msgpack.
+const MAX_NESTING: u32 = 1024;
 
 /// Why a value was not read.
 pub(super) enum Failure {
@@ -36,6 +36,8 @@ pub(super) enum Value<'a> {
     Bin(&'a [u8]),
     Array(usize),
     Map(usize),
+    /// Of an extension type, which no field has: only its end matters.
+    Extension,
 }
 
 /// A position in a payload.
@@ -43,10 +45,25 @@ pub(super) enum Value<'a> {
 pub(super) struct Reader<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) at: usize,
-    pub(super) max_array: usize,
+    max_array: usize,
+    /// How many arrays and maps may be within one another in the next value.
+    nesting: u32,
 }
 
 impl<'a> Reader<'a> {
+    pub(super) fn new(bytes: &'a [u8], max_array: usize) -> Self {
+        Reader { bytes, at: 0, max_array, nesting: MAX_NESTING }
+    }
+
+    /// Reads what is in an array or map, with one level fewer.
+    pub(super) fn within<T>(&mut self, read: impl FnOnce(&mut Self) -> Read<T>) -> Read<T> {
+        let nesting = self.nesting;
+        self.nesting = nesting.saturating_sub(1);
+        let found = read(self);
+        self.nesting = nesting;
+        found
+    }
+
     fn take(&mut self, length: usize) -> Read<&'a [u8]> {
         let end = self.at.checked_add(length).filter(|&end| end <= self.bytes.len());
         let Some(end) = end else { return broken("the bytes end within a value") };
@@ -111,45 +128,74 @@ impl<'a> Reader<'a> {
                 return Self::map(length);
             }
             0xe0..=0xff => Value::Int(i128::from(tag as i8)),
-            0xc1 | 0xc7..=0xc9 | 0xd4..=0xd8 => return broken("a type that engines do not send"),
+            0xc7..=0xc9 => {
+                let length = self.length(1 << (tag - 0xc7))?;
+                return self.extension(length);
+            }
+            0xd4..=0xd8 => return self.extension(1 << (tag - 0xd4)),
+            0xc1 => return broken("a tag without a meaning"),
         })
+    }
+
+    /// Type and bytes of an extension: of any type, but a timestamp must be one of its three forms.
+    fn extension(&mut self, length: usize) -> Read<Value<'a>> {
+        const TIMESTAMP: u8 = -1_i8 as u8;
+        let extension_type = self.take(1)?[0];
+        let bytes = self.take(length)?;
+        if extension_type == TIMESTAMP {
+            let nanoseconds = match (length, bytes.first_chunk()) {
+                (4, _) => Some(0),
+                // 30 bits, before the 34 of the seconds.
+                (8, Some(number)) => Some(u32::from_be_bytes(*number) >> 2),
+                (12, Some(number)) => Some(u32::from_be_bytes(*number)),
+                _ => None,
+            };
+            if nanoseconds.is_none_or(|nanoseconds| nanoseconds >= 1_000_000_000) {
+                return broken("an extension of the type of timestamps is none");
+            }
+        }
+        Ok(Value::Extension)
     }
 
     /// Steps over a value with all that is in it.
     pub(super) fn skip(&mut self) -> Read<()> {
         let value = self.value()?;
-        self.skip_rest_of(value, MAX_NESTING)
+        self.skip_rest_of(value)
     }
 
-    pub(super) fn skip_rest_of(&mut self, value: Value<'a>, nesting: u32) -> Read<()> {
+    pub(super) fn skip_rest_of(&mut self, value: Value<'a>) -> Read<()> {
         let (elements, is_map) = match value {
             Value::Array(length) => (length, false),
             Value::Map(length) => (2 * length, true),
             _ => return Ok(()),
         };
-        if nesting == 0 {
+        if self.nesting == 0 {
             return broken("values are nested too deeply");
         }
-        for element in 0..elements {
-            let value = self.value()?;
-            if is_map && element % 2 == 0 && matches!(value, Value::Array(_) | Value::Map(_)) {
-                return broken("the key of a map is not a scalar");
+        self.within(|reader| {
+            for element in 0..elements {
+                let value = reader.value()?;
+                if is_map && element % 2 == 0 && matches!(value, Value::Array(_) | Value::Map(_)) {
+                    return broken("the key of a map is not a scalar");
+                }
+                reader.skip_rest_of(value)?;
             }
-            self.skip_rest_of(value, nesting - 1)?;
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// A value's elements, as positions, if it is an array; else None, and the reader is after it.
     pub(super) fn elements(&mut self) -> Read<Option<usize>> {
         match self.value()? {
             Value::Array(length) => Ok(Some(length)),
-            other => self.skip_rest_of(other, MAX_NESTING).map(|()| None),
+            other => self.skip_rest_of(other).map(|()| None),
         }
     }
 }
 
 /// Reads the named fields of an array (after its tag) or map; the first ones are passed to `read` by number.
+///
+/// A map may name a field twice: the last one counts, also where the one before it cannot be read.
 pub(super) fn for_each_field<'a>(
     reader: &mut Reader<'a>,
     head: Value<'a>,
@@ -157,15 +203,16 @@ pub(super) fn for_each_field<'a>(
     mut read: impl FnMut(&mut Reader<'a>, usize) -> Read<()>,
 ) -> Read<()> {
     match head {
-        Value::Array(length) => {
+        Value::Array(length) => reader.within(|reader| {
             for field in 0..length {
                 if field < names.len() { read(reader, field)? } else { reader.skip()? }
             }
             Ok(())
-        }
-        Value::Map(length) => {
+        }),
+        Value::Map(length) => reader.within(|reader| {
             // Engines send the fields in order, so each is looked for after the one before it first.
             let mut next = 0;
+            let mut unread: Vec<(usize, String)> = Vec::new();
             for _ in 0..length {
                 let key = reader.value()?;
                 if matches!(key, Value::Array(_) | Value::Map(_)) {
@@ -182,14 +229,25 @@ pub(super) fn for_each_field<'a>(
                     }
                     _ => None,
                 };
-                next = field.map_or(next, |field| field + 1);
-                match field {
-                    Some(field) => read(reader, field)?,
-                    None => reader.skip()?,
+                let Some(field) = field else {
+                    reader.skip()?;
+                    continue;
+                };
+                next = field + 1;
+                let start = *reader;
+                let found = read(reader, field);
+                unread.retain(|&(earlier, _)| earlier != field);
+                match found {
+                    Err(Failure::Meaning(message)) => {
+                        *reader = start;
+                        reader.skip()?;
+                        unread.push((field, message));
+                    }
+                    found => found?,
                 }
             }
-            Ok(())
-        }
+            unread.into_iter().next().map_or(Ok(()), |(_, message)| bad(message))
+        }),
         _ => bad("neither array nor map"),
     }
 }
@@ -197,6 +255,6 @@ pub(super) fn for_each_field<'a>(
 /// A value that must be whole in itself: of arrays and maps only the head, which no field wants.
 pub(super) fn read_scalar<'a>(reader: &mut Reader<'a>) -> Read<Value<'a>> {
     let value = reader.value()?;
-    reader.skip_rest_of(value, MAX_NESTING)?;
+    reader.skip_rest_of(value)?;
     Ok(value)
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import zlib
 from array import array
@@ -12,6 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 from support.mocker_invariants import check_blocks
+from support.seeds import test_seed
 
 from kvscout_blocks.index.backend import make_index
 from kvscout_blocks.index.block_index import WorkerOptions
@@ -26,7 +26,7 @@ from kvscout_mocker.tokens.sequence import Sequence
 
 RECORDING = Path(__file__).parents[2] / "data" / "state_groups" / "align-chunked.bin"
 BLOCK_SIZE = 4
-SEED = int(os.environ.get("KVSCOUT_TEST_SEED", random.SystemRandom().randrange(2**32)))
+SEED = test_seed()
 WORKER = WorkerRank("w", 0)
 ENCODER = EventEncoder(EventFormat.MAP, BlockHashFormat.INT, dp_rank=0)
 
