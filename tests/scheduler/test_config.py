@@ -43,7 +43,9 @@ def test_weights_and_targets_are_read_by_name() -> None:
     read = settings(
         *("--fairness-weight", "team=a=2.5", "--fairness-weight", "batch=0.1", "--queue-aged-share", "0"),
         *("--ttft-target-ms", "800", "--model-target", "org/m:latest=500:20", "--model-target", "n=:30"),
+        *("--revision-weight", "v1=95", "--revision-weight", "=5"),
     )
+    assert read.revision_weights == {"v1": 95.0, "": 5.0}
     assert read.queue_order.weights == {"team=a": 2.5, "batch": 0.1}
     assert read.queue_order.aged_share == 0.0
     assert read.targets == Targets(0.8, inf)

@@ -78,6 +78,8 @@ async def test_a_signal_ends_it_with_0_while_requests_are_active(number: signal.
         (["--lease-seconds", "0"], "--lease-seconds"),
         (["--fairness-weight", "search"], "fairness_weight"),
         (["--fairness-weight", "search=0"], "fairness_weight"),
+        (["--revision-weight", "95"], "revision_weight"),
+        (["--revision-weight", "v1=-1"], "revision_weight"),
         (["--queue-aged-share", "1"], "--queue-aged-share"),
         (["--ttft-target-ms", "0"], "--ttft-target-ms"),
         (["--model-target", "m=500"], "model_target"),

@@ -67,10 +67,11 @@ class SchedulerConfig:
                 queue_threshold=values["router_queue_threshold"],
                 queue_limit=values["router_queue_limit"],
                 queue_order=QueueOrder(
-                    weights=_weights(values["fairness_weight"]),
+                    weights=_weights(values["fairness_weight"], "fairness_weight"),
                     aged_share=values["queue_aged_share"],
                     aged_seconds=values["queue_aged_seconds"],
                 ),
+                revision_weights=_weights(values["revision_weight"], "revision_weight"),
                 targets=Targets(_seconds(values["ttft_target_ms"]), _seconds(values["itl_target_ms"])),
                 model_targets=_model_targets(values["model_target"]),
             ).validate(),
@@ -80,15 +81,15 @@ class SchedulerConfig:
         )
 
 
-def _weights(texts: Iterable[str]) -> dict[str, float]:
-    """Return weights of fair shares by name; their ranges are checked with the other settings."""
+def _weights(texts: Iterable[str], flag: str) -> dict[str, float]:
+    """Return the weights of a flag by name; their ranges are checked with the other settings."""
     found = {}
     for text in texts:
-        name, _, weight = text.rpartition("=")
+        name, equals, weight = text.rpartition("=")
         try:
-            found[name] = float(weight)
+            found[name] = float(weight if equals else "")
         except ValueError as error:
-            raise ConfigError(f"{text!r} is not NAME=WEIGHT", field="fairness_weight") from error
+            raise ConfigError(f"{text!r} is not NAME=WEIGHT", field=flag) from error
     return found
 
 

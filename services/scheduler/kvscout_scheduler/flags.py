@@ -124,6 +124,14 @@ def scheduler_flags() -> Callable[[F], F]:
             "fairness id; others have 1. Repeatable.",
         ),
         flag(
+            "--revision-weight",
+            multiple=True,
+            metavar="REVISION=WEIGHT",
+            help="REVISION=WEIGHT: share of sessions for the workers with this revision label; without a name before "
+            "the =, for those without the label. Revisions without a weight get what no other can take. Repeatable; "
+            "unset = the policy alone decides.",
+        ),
+        flag(
             "--queue-aged-share",
             default=0.1,
             type=click.FloatRange(min=0, max=1, max_open=True),

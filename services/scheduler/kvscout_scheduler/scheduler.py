@@ -198,7 +198,7 @@ class Scheduler:
                 active.answers -= 1
                 raise AlreadyExists(f"request {key.request_id!r} was reserved without choosing")
             return answer
-        decision, pool, slot, prompt, _ = self._select(request, now, books=True)
+        decision, pool, slot, prompt, *_ = self._select(request, now, books=True)
         reservation = Reservation(
             key,
             request.attempt_id,
@@ -462,6 +462,8 @@ class Scheduler:
             raise
         self.decision_feed.record(request, selected.decision)
         self.stats.over_target += selected.over_target and books
+        if books and selected.revision.meant is not None:
+            self.stats.revisions[selected.revision.meant, selected.revision.taken] += 1
         if watched and not request.explain:
             selected = selected._replace(decision=replace(selected.decision, explanation=None))
         self.stats.decisions[selected.decision.policy] += 1

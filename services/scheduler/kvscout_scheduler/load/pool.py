@@ -173,6 +173,10 @@ class Pool:
         """Return the set of those that have all of some labels."""
         return self._features.having(labels, self.order)
 
+    def by_revision(self) -> dict[str, int]:
+        """Return the slots of each revision, as sets; "" = those without the label."""
+        return self._features.by_revision(self.order)
+
     def with_adapter(self, adapter: str) -> int:
         """Return the set of those that have an adapter loaded."""
         return self._features.having(adapter, self.order)

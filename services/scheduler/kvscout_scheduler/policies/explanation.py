@@ -31,6 +31,7 @@ _WHY_NOT: Final[dict[str, str]] = {
     "cooling down": "failed a short while ago",
     "busy": "is busy",
     "no room": "has no room",
+    "revision": "is of another revision",
     "over target": "would miss the target",
 }
 

@@ -18,6 +18,7 @@ from kvscout_scheduler.policies.explanation import explain, shortened
 from kvscout_scheduler.policies.headroom import KV_TIME, headroom_of, require_time
 from kvscout_scheduler.policies.policy import Candidates, Formula, uncached_tokens
 from kvscout_scheduler.policies.registry import CheckedPolicy, PolicyFailed, PolicyRegistry
+from kvscout_scheduler.policies.revisions import NO_CHOICE, RevisionChoice, of_revision
 from kvscout_scheduler.values.decision import Decision
 from kvscout_scheduler.values.overlaps import Overlaps
 from kvscout_scheduler.values.request import NO_OVERRIDE, ConfigOverride, Prompt, SelectionRequest
@@ -39,6 +40,8 @@ class Selection(NamedTuple):
     """Hashed for the worker."""
     over_target: bool = False
     """No worker keeps the targets of the request."""
+    revision: RevisionChoice = NO_CHOICE
+    """What the weights of revisions said."""
 
 
 class Selector:
@@ -124,6 +127,12 @@ class Selector:
             # A query is answered all the same when everyone is full.
             roomy = with_room(pool, members, dropped)
             full, members = not roomy, roomy or members
+        revision = NO_CHOICE
+        if self._settings.revision_weights:
+            revision = of_revision(pool, request, members, self._settings.revision_weights)
+            if dropped is not None:
+                dropped.note("revision", members & ~revision.slots)
+            members = revision.slots
         settings = self._settings if request.override is NO_OVERRIDE else self._in_effect(request.override)
         name = settings.policy
         policy = self._policy(pool, name)
@@ -172,7 +181,7 @@ class Selector:
                         costs=costs,
                         index=index,
                         dropped=dropped.by_slot(),
-                        notes=[each for each in (note, waits) if each],
+                        notes=[each for each in (revision.note, note, waits) if each],
                     )
                 except PolicyFailed:
                     # A caller that wants no explanation gets the worker all the same.
@@ -190,7 +199,7 @@ class Selector:
             session,
             saved_seconds=further if policy.unit == SECONDS and isfinite(further) else 0.0,
         )
-        return Selection(decision, pool, slot, prompts[pool.format_of[slot]], over_target)
+        return Selection(decision, pool, slot, prompts[pool.format_of[slot]], over_target, revision)
 
     def _in_effect(self, override: ConfigOverride) -> SchedulerSettings:
         given = {name: getattr(override, name) for name in ("overlap_score_weight", "router_temperature", "policy")}

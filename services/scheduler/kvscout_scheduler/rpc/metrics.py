@@ -80,6 +80,14 @@ class SchedulerCollector(Collector):
         waits = HistogramMetricFamily("kvscout_queue_wait_seconds", "How long requests that were booked had waited")
         stats.queue_waits.add_to(waits)
         yield waits
+        revisions = CounterMetricFamily(
+            "kvscout_revision_bookings",
+            "Bookings by the revision that the weights say, and the one that took them",
+            labels=["revision", "taken_by"],
+        )
+        for meant_and_taken, count in stats.revisions.items():
+            revisions.add_metric(list(meant_and_taken), count)
+        yield revisions
         yield CounterMetricFamily(
             "kvscout_placed_over_target", "Requests placed while no worker kept their targets", stats.over_target
         )

@@ -92,6 +92,9 @@ class SchedulerSettings:
     queue_limit: int = 1_024
     """Requests that wait in one pool; more are refused."""
     queue_order: QueueOrder = field(default_factory=QueueOrder)
+    revision_weights: Mapping[str, float] = field(default_factory=dict)
+    """Share of sessions by the revision label of workers, relative to the others'; "" = workers without it. Empty = the
+    policy alone decides."""
     targets: Targets = NO_TARGETS
     """Targets of requests that bring none, for models that have none of their own; policy kv-time."""
     model_targets: Mapping[str, Targets] = field(default_factory=dict)
@@ -158,8 +161,19 @@ class SchedulerSettings:
             weight: float = getattr(self.tier_weights, name)
             if not 0 <= weight <= 1:
                 raise ConfigError(f"must be between 0 and 1, not {weight}", field=f"{name}_weight")
+        _check_revision_weights(self.revision_weights)
         self.thresholds.validate()
         self.queue_order.validate()
         for targets in (self.targets, *self.model_targets.values()):
             targets.validate()
         return self
+
+
+def _check_revision_weights(weights: Mapping[str, float]) -> None:
+    for revision, weight in weights.items():
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(
+                f"{revision!r} needs a finite weight of at least 0, not {weight}", field="revision_weight"
+            )
+    if weights and not any(weights.values()):
+        raise ConfigError("at least one weight must be above 0", field="revision_weight")

@@ -23,6 +23,8 @@ class SchedulerStats:
     freed: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     """Bookings that ended without a Free, by reason."""
+    revisions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Bookings by the revision that the weights said, and the one that took them."""
     over_target: int = 0
     """Requests placed although no worker kept their targets."""
     queued: int = 0
